@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -28,6 +32,35 @@ def test_an_architecture_of_the_table_passes(model_type: str, tmp_path: Path) ->
     outcome = check(tmp_path, tiny_config(model_type), longest=8 if model_type == "cohere2" else 100)
     assert outcome.largest_error < 2e-5
     assert 2 <= outcome.num_layers <= 3
+
+
+def test_a_model_that_takes_images_is_tested_with_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tmp_path / "kept"
+    tiny_config("qwen2_5_vl").save_pretrained(tmp_path)
+    outcome = check_model(tmp_path, longest=100, trust_architecture=False, keep=kept)
+    assert "those of each sequence alone, in prompts with images, too (largest difference" in str(outcome)
+    rows = json.loads((kept / "scored_rows.json").read_text(encoding="utf-8"))
+    assert [len(row["prompt"]) for row in rows] == [3, 5, 5]  # two of the five have images
+    assert "images" not in str(check(tmp_path, tiny_config("qwen2")))
+
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline.rollout.check", str(kept)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("not compared for a model that takes images; guard.mismatch_kl compares")
+
+    monkeypatch.setattr(
+        "paceline.learner.batch.pack.prompt_positions",
+        lambda num_tokens, images: np.broadcast_to(np.arange(num_tokens), (3, num_tokens)),
+    )
+    with pytest.raises(ModelError, match=r"differ from those of each sequence alone by up to [0-9.]+ nats"):
+        check(tmp_path, tiny_config("qwen2_5_vl"))
 
 
 def test_rows_beyond_a_window_that_vllm_counts_otherwise_are_refused(tmp_path: Path) -> None:

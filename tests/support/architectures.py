@@ -45,6 +45,27 @@ _LATENT: dict[str, Any] = {
     "routed_scaling_factor": 2.0,
 }
 
+_TEXT: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+        "tie_word_embeddings": False,
+    },
+}
+"""Of the language model inside one that takes images, beside `_SIZES`."""
+
+_VISION: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {
+        "depth": 2,
+        "fullatt_block_indexes": [1],
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_heads": 2,
+        "patch_size": 4,
+        "window_size": 16,
+        "initializer_range": 0.2,
+    },
+}
+
 _OWN: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 0.25},
     "cohere2": {
@@ -83,16 +104,30 @@ _OWN: dict[str, dict[str, Any]] = {
         "mamba_n_groups": 1,
         "mamba_d_state": 8,
     },
+    "qwen2_5_vl": {
+        "image_token_id": 90,
+        "video_token_id": 91,
+        "vision_start_token_id": 92,
+        "vision_end_token_id": 93,
+        "tie_word_embeddings": False,
+    },
     "gpt_oss": {"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
 }
 
 
 def tiny_config(model_type: str, /, **changes: Any) -> Any:
-    """A configuration of three layers, with what is special about the architecture switched on."""
+    """A configuration of three layers, with what is special about the architecture switched on.
+
+    `changes` are the language model's where there is a vision tower, too.
+    """
     from transformers import AutoConfig
 
     kind = type(AutoConfig.for_model(model_type))
     known = {*inspect.signature(kind).parameters, *kind.attribute_map}
+    if model_type in _VISION:
+        text = {**_SIZES, **_TEXT[model_type], **changes}
+        vision = {**_VISION[model_type], "out_hidden_size": text["hidden_size"]}
+        return kind(text_config=text, vision_config=vision, **_OWN[model_type])
     sizes = {name: value for name, value in _SIZES.items() if name in known}
     return kind(**{**sizes, **_OWN.get(model_type, {}), **changes})
 
@@ -100,14 +135,13 @@ def tiny_config(model_type: str, /, **changes: Any) -> Any:
 def features(model_type: str) -> str:
     """What is special about an architecture, read from its tiny model: what the learner must not miss."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    from paceline.learner.model.architectures import logit_scale, logit_softcap
+    from paceline.learner.model.architectures import WITH_IMAGES, logit_scale, logit_softcap, model_class
     from paceline.weights.corrections import BUFFER
 
     config = tiny_config(model_type)
     with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(config)
+        lm = model_class(config).from_config(config)
     windows = getattr(config, "layer_types", None) or ()
     special = {
         "logit scale": logit_scale(config) != 1.0,
@@ -122,6 +156,7 @@ def features(model_type: str) -> str:
         "latent attention": bool(getattr(config, "kv_lora_rank", None)),
         "correction of scores": any(name.endswith(BUFFER) for name, _ in lm.named_buffers()),
         "experts": any(name.endswith("experts.gate_up_proj") for name, _ in lm.named_parameters()),
+        "images, by a frozen vision tower": model_type in WITH_IMAGES,
         "dropout set to 0": any("drop" in name and value for name, value in vars(config).items()),
     }
     return ", ".join(name for name, holds in special.items() if holds)

@@ -23,8 +23,9 @@ from paceline.learner.checkpoint import files
 from paceline.learner.checkpoint.manifest import Manifest
 from paceline.learner.checkpoint.shards import reader
 from paceline.learner.checkpoint.state import POLICY
+from paceline.learner.model.architectures import WITH_IMAGES
 from paceline.learner.model.folder import write_adapters, write_folder
-from paceline.learner.model.loading import stored_tensors
+from paceline.learner.model.loading import read_config, stored_tensors
 from paceline.learner.model.lora import merge
 from paceline.learner.train.learner import DTYPES
 from paceline.storage.folder import Folder
@@ -56,7 +57,7 @@ def export(run_dir: Path, step: int, out: Path, *, dtype: torch.dtype | None = N
     manifest = Manifest.read(folder.address)
     files.check(folder, manifest.files, manifest.files)
     lora = config.model.lora
-    # The weights that training began with are needed beside adapters.
+    # What was frozen is in no checkpoint: it is read from the weights that training began with.
     model = local_model(config.model, "controller" if lora is None else "learner")
     source = Path(manifest.model_path)
     if not (source / "config.json").is_file():
@@ -66,9 +67,15 @@ def export(run_dir: Path, step: int, out: Path, *, dtype: torch.dtype | None = N
             f"the checkpoint's model started from {source}, which is gone; put that folder back for its "
             "config and tokenizer"
         )
+    has_frozen = lora is None and read_config(source).model_type in WITH_IMAGES
+    if has_frozen and source == Path(model.path):
+        source = Path(local_model(config.model, "learner").path)
     tokenizer = Path(model.tokenizer_path) if model.tokenizer_path else None
     trained = read_policy(folder)
-    tensors = trained if lora is None else merge(_base(config, source), trained, lora)
+    if lora is not None:
+        tensors = merge(_base(config, source), trained, lora)
+    else:
+        tensors = {**trained, **_base(config, source, frozen_alone=True)} if has_frozen else trained
     write_folder(
         out,
         tensors,
@@ -81,10 +88,11 @@ def export(run_dir: Path, step: int, out: Path, *, dtype: torch.dtype | None = N
     return out
 
 
-def _base(config: RunConfig, source: Path) -> dict[str, Tensor]:
-    """The weights that the adapters were trained beside."""
+def _base(config: RunConfig, source: Path, *, frozen_alone: bool = False) -> dict[str, Tensor]:
+    """The weights that training began with: all of them, or a vision tower's alone."""
     is_random = config.model.load_format == "random"
-    tensors = stored_tensors(source, config.trainer.seed if is_random else None)
+    seed = config.trainer.seed if is_random else None
+    tensors = stored_tensors(source, seed, frozen_alone=frozen_alone)
     return {name: tensor.to(DTYPES[config.model.dtype]) for name, tensor in tensors.items()}
 
 

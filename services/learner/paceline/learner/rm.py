@@ -28,9 +28,10 @@ from paceline.learner import tuning
 from paceline.learner.batch.arithmetic import RowLength
 from paceline.learner.batch.types import MicroBatch, PackedRow
 from paceline.learner.distributed.ranks import RankEnvironment, Ranks, leave_group
+from paceline.learner.model.architectures import require_text_alone
 from paceline.learner.model.folder import gather_tensors, write_folder
 from paceline.learner.model.layers import LayerOptions
-from paceline.learner.model.loading import Precision, forget_forward_passes, load_critic
+from paceline.learner.model.loading import Precision, forget_forward_passes, load_critic, read_config
 from paceline.learner.model.networks import ValueNetwork, num_parameters
 from paceline.learner.train.learner import DTYPES
 
@@ -190,6 +191,7 @@ def train(config: RmRunConfig, environment: RankEnvironment) -> None:
     ranks = tuning.form_ranks(config.learner, environment)
     tuning.check(config)
     model, rm = config.model, config.rm
+    require_text_alone(read_config(model.path))
     network = load_critic(
         model.path,
         ranks,

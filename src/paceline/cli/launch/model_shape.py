@@ -24,6 +24,8 @@ class ModelShape:
     @classmethod
     def of(cls, tree: Mapping[str, Any]) -> ModelShape | None:
         """From config.json; None if it names its sizes otherwise."""
+        if tree.get("vision_config"):  # a tower beside the decoder
+            return None
         tree = tree.get("text_config", tree)
         if tree.get("kv_lora_rank"):  # latent attention has other matrices
             return None

@@ -3,6 +3,8 @@
 [prompt response] [prompt response] ...                   each row by itself
 [prompt] [response] [response] ... [prompt response] ...  with shared prompts: neighbours of the same prompt
 [prompt response] [segment] [prompt response] ...         a row whose history was rewritten
+
+Images of prompts go beside the tokens: `paceline.learner.batch.images`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import torch
 from torch import Tensor
 
 from paceline.core.trajectory import Int32Array
-from paceline.learner.batch.types import MicroBatch, PackedRow, PackedSequences
+from paceline.learner.batch.images import PlacedImages, in_three, prompt_positions
+from paceline.learner.batch.types import Int64Array, MicroBatch, PackedRow, PackedSequences
 
 
 def pack(rows: Sequence[PackedRow], device: torch.device, *, share_prompts: bool = False) -> MicroBatch:
@@ -47,7 +50,7 @@ def pack(rows: Sequence[PackedRow], device: torch.device, *, share_prompts: bool
     return MicroBatch(
         rows=tuple(row.index for row in sources),
         input_ids=put(np.concatenate(layout.tokens).astype(np.int64)).unsqueeze(0),
-        position_ids=put(np.concatenate(layout.positions).astype(np.int64)).unsqueeze(0),
+        position_ids=put(layout.position_ids()).unsqueeze(-2),
         packed=PackedSequences.of(layout.lengths, device, layout.prefixes),
         score_positions=put(score_positions[inside].astype(np.int64)),
         targets=put(np.concatenate([row.response_token_ids for row in rows]).astype(np.int64)),
@@ -56,6 +59,7 @@ def pack(rows: Sequence[PackedRow], device: torch.device, *, share_prompts: bool
         rollout_log_probs=put(log_probs),
         sources=sources,
         share_prompts=share_prompts,
+        images=layout.images.pack(device),
     )
 
 
@@ -67,14 +71,16 @@ class _Layout:
         tokens, positions: in parts, prompts and responses.
         lengths, prefixes: of the sequences, for `PackedSequences.of`.
         prompt_ends, response_starts: by row, the last token of its prompt and the first of its response.
+        images: of all prompts.
     """
 
     tokens: list[Int32Array] = field(default_factory=list)
-    positions: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = field(default_factory=list)
+    positions: list[Int64Array] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     prefixes: list[int | None] = field(default_factory=list)
     prompt_ends: list[int] = field(default_factory=list)
     response_starts: list[int] = field(default_factory=list)
+    images: PlacedImages = field(default_factory=PlacedImages)
     num_tokens: int = 0
 
     @classmethod
@@ -82,7 +88,7 @@ class _Layout:
         layout = cls()
         for family in _families(rows) if share_prompts else ([row] for row in rows):
             prompt, prefix = family[0].prompt_token_ids, len(layout.lengths)
-            layout._append(prompt, 0)
+            response_position = layout._append_prompt(family[0])
             prompt_end = layout.num_tokens - 1
             if len(family) > 1:
                 layout._close(len(prompt), None)
@@ -90,7 +96,7 @@ class _Layout:
                 layout.prompt_ends.append(prompt_end)
                 layout.response_starts.append(layout.num_tokens)
                 response, *segments = np.split(row.response_token_ids, row.segment_starts)
-                layout._append(response, len(prompt))
+                layout._append(response, response_position)
                 if len(family) > 1:
                     layout._close(len(response), prefix)
                 else:
@@ -99,6 +105,25 @@ class _Layout:
                     layout._append(segment, 0)
                     layout._close(len(segment), None)
         return layout
+
+    def position_ids(self) -> Int64Array:
+        """(T,), or (3, T) with images."""
+        if not self.images:
+            return np.concatenate(self.positions).astype(np.int64)
+        return np.concatenate([in_three(part) for part in self.positions], axis=1).astype(np.int64)
+
+    def _append_prompt(self, row: PackedRow) -> int:
+        """Returns the position of the first token behind it."""
+        prompt = row.prompt_token_ids
+        if not row.images:
+            self._append(prompt, 0)
+            return len(prompt)
+        self.images.place(row.images, self.num_tokens)
+        positions = prompt_positions(len(prompt), row.images)
+        self.tokens.append(prompt)
+        self.positions.append(positions)
+        self.num_tokens += len(prompt)
+        return int(positions.max()) + 1
 
     def _append(self, tokens: Int32Array, first_position: int) -> None:
         self.tokens.append(tokens)
@@ -111,11 +136,17 @@ class _Layout:
         self.prefixes.append(prefix)
 
 
+def same_prompt(a: PackedRow, b: PackedRow) -> bool:
+    """Whether two rows have the same prompt."""
+    hashes = [[image.hash for image in row.images] for row in (a, b)]
+    return np.array_equal(a.prompt_token_ids, b.prompt_token_ids) and hashes[0] == hashes[1]
+
+
 def _families(rows: Sequence[PackedRow]) -> Iterator[list[PackedRow]]:
-    """Runs of rows whose prompts are equal, token by token."""
+    """Runs of rows whose prompts are equal, token by token and image by image."""
     family: list[PackedRow] = []
     for row in rows:
-        if family and not np.array_equal(family[0].prompt_token_ids, row.prompt_token_ids):
+        if family and not same_prompt(family[0], row):
             yield family
             family = []
         family.append(row)

@@ -10,11 +10,45 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
+from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.core.trajectory import Float32Array, Int32Array, UInt8Array
+
+Int64Array = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PromptImage:
+    """An image of a prompt; its tokens stand side by side in the prompt.
+
+    Attributes:
+        hash: of pixels and grid.
+        start: the place of its first token in the prompt.
+        grid: (t, h, w), in patches.
+        merge_size: the patches along height and along width that one token stands for.
+        pixels: (t h w, width), the patches as the model's processor gives them.
+    """
+
+    hash: str
+    start: int
+    grid: tuple[int, int, int]
+    merge_size: int
+    pixels: Float32Array
+
+    @property
+    def token_grid(self) -> tuple[int, int, int]:
+        """(t, h, w), in tokens."""
+        t, h, w = self.grid
+        return t, h // self.merge_size, w // self.merge_size
+
+    @property
+    def num_tokens(self) -> int:
+        """Its tokens in the prompt."""
+        return prod(self.token_grid)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -22,6 +56,7 @@ class PackedRow:
     """A trajectory; `index` is its place in the step's batch, -1 for a filler of an empty micro-batch.
 
     It is one sequence, or several: at each of `segment_starts`, places in the response, a new one begins.
+    `images` are those of the prompt, in order.
     """
 
     index: int
@@ -30,6 +65,7 @@ class PackedRow:
     response_mask: UInt8Array
     response_log_probs: Float32Array
     segment_starts: tuple[int, ...] = ()
+    images: tuple[PromptImage, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,13 +196,31 @@ def _offsets(lengths: Sequence[int]) -> list[int]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PackedImages:
+    """The images of a micro-batch, on the model's device; equal ones are in it once.
+
+    Attributes:
+        pixels: (P, width), the patches of all images.
+        grids: (I, 3) int64, each image's (t, h, w) in patches.
+        places: (m,), the positions in T of tokens that stand for a part of an image.
+        states: (m,), which of the vision tower's states each of them takes.
+    """
+
+    pixels: Tensor
+    grids: Tensor
+    places: Tensor
+    states: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MicroBatch:
     """Tensors of one forward pass, on the model's device.
 
     Attributes:
         rows: place of each row in the step's batch, (B,) on the host; empty for a filler.
         input_ids: (1, T).
-        position_ids: (1, T), from 0 in each prompt, on in its responses.
+        position_ids: (1, T), from 0 in each prompt, on in its responses; with images (3, 1, T), as
+            `paceline.learner.batch.images` says.
         packed: where the sequences begin.
         score_positions: (n,), the positions in T that predict a response token: one before it, which for the
             first token of a response is its prompt's last.
@@ -176,6 +230,7 @@ class MicroBatch:
         rollout_log_probs: (B, R) as sampled, 0 on padding.
         sources: the rows that were packed, each once, on the host; empty for a filler.
         share_prompts: as they were packed.
+        images: of the prompts; None if there are none.
     """
 
     rows: tuple[int, ...]
@@ -189,6 +244,7 @@ class MicroBatch:
     rollout_log_probs: Tensor
     sources: tuple[PackedRow, ...] = ()
     share_prompts: bool = False
+    images: PackedImages | None = None
 
     def with_rows(self, places: Tensor) -> MicroBatch:
         """The same tokens under tables of other rows, given by their places among these; some maybe twice."""

@@ -41,6 +41,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "phi": "Phi-1, Phi-2",
     "phi3": "Phi-3, Phi-4",
     "qwen2": "Qwen 2, Qwen 2.5",
+    "qwen2_5_vl": "Qwen 2.5 VL",
     "qwen2_moe": "Qwen 2 MoE",
     "qwen3": "Qwen 3",
     "qwen3_moe": "Qwen 3 MoE",
@@ -49,6 +50,9 @@ ARCHITECTURES: Mapping[str, str] = {
     "starcoder2": "StarCoder 2",
 }
 """Names by `model_type` of config.json."""
+
+WITH_IMAGES = ("qwen2_5_vl",)
+"""Kinds with a vision tower, which turns images of the prompt into states of tokens."""
 
 _ROPE_BY_LENGTH = ("longrope", "dynamic")
 """Kinds of rotary embedding whose frequencies follow the longest sequence of a forward pass."""
@@ -70,6 +74,26 @@ def require_known(config: Any, *, trust_architecture: bool) -> None:
         "(docs/models.md); use one of those, or set model.trust_architecture: true: it is then accepted if "
         "its self-test passes"
     )
+
+
+def require_text_alone(config: Any) -> None:
+    """Refuses a model with a vision tower where transformers has no class for what is made of it.
+
+    Raises:
+        ModelError: with what to do.
+    """
+    if config.model_type in WITH_IMAGES:
+        raise ModelError(
+            f"{config.model_type} takes images, too, and transformers has no reward model of this kind; take "
+            "a model of text alone (docs/models.md)"
+        )
+
+
+def model_class(config: Any) -> Any:
+    """The class of transformers that makes a model of this kind: a body with a language-model head."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if config.model_type in WITH_IMAGES else AutoModelForCausalLM
 
 
 def require_length(config: Any, longest: int) -> None:

@@ -28,6 +28,9 @@ _PROJECTIONS = {
 }
 """Names of an expert's tensors, as Qwen's and as Mixtral's files have them, in the order of their rows."""
 
+_NESTED = (("model.language_model.", "model."), ("model.visual.", "visual."))
+"""Where a model with a vision tower has its parts, and where its files have them."""
+
 
 class ModelFiles:
     """The tensors of a folder.
@@ -86,7 +89,11 @@ class ModelFiles:
         )
 
     def _alias(self, name: str) -> str:
-        """The name in the files: Mixtral's call a block of experts otherwise."""
+        """The name in the files: Mixtral's call a block of experts otherwise, Qwen VL's do not nest."""
+        for live, stored in _NESTED:
+            flat = stored + name.removeprefix(live)
+            if name.startswith(live) and name not in self and flat in self:
+                return flat
         alias = name.replace(".mlp.", ".block_sparse_moe.")
         prefix = alias.partition(".block_sparse_moe.")[0] + ".block_sparse_moe."
         is_used = name not in self and any(stored.startswith(prefix) for stored in self._where)

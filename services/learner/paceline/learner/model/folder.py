@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from paceline.config.model import LoraConfig
 from paceline.core.errors import ModelError
+from paceline.learner.model.architectures import model_class
 from paceline.learner.model.loading import hugging_face_names
 from paceline.learner.model.lora import A, B
 from paceline.weights import corrections
@@ -30,6 +31,9 @@ COMPANIONS = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
 )
 
 
@@ -55,7 +59,7 @@ def write_folder(
     Raises:
         ModelError: `out` is not empty, or the tensors do not fit the model of config.json.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoConfig, AutoModelForSequenceClassification
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # type: ignore[no-untyped-call,unused-ignore]
@@ -63,7 +67,7 @@ def write_folder(
         raise ModelError(f"{out} is not empty; give a new folder")
     config = AutoConfig.from_pretrained(str(source), local_files_only=True)
     config.dtype = dtype
-    kind: Any = AutoModelForCausalLM
+    kind: Any = model_class(config)
     if is_reward_model:
         kind, config.num_labels = AutoModelForSequenceClassification, 1
     with torch.device("meta"):

@@ -28,7 +28,14 @@ from paceline.learner.model.experts import use_correction_parameters, use_float3
 from paceline.learner.model.files import ModelFiles, ReadRows
 from paceline.learner.model.layers import DEFAULT_OPTIONS, LayerOptions
 from paceline.learner.model.lora import B, add_adapters, is_adapter
-from paceline.learner.model.networks import PolicyNetwork, ValueNetwork, body_of, decoder_layers, hidden_size
+from paceline.learner.model.networks import (
+    PolicyNetwork,
+    ValueNetwork,
+    body_of,
+    decoder_layers,
+    hidden_size,
+    vision_tower,
+)
 from paceline.weights import corrections
 
 VALUE_HEAD_STD = 0.01
@@ -113,11 +120,17 @@ def unfilled_policy(
     return network
 
 
-def stored_tensors(folder: str | Path, random_seed: int | None = None) -> dict[str, Tensor]:
-    """The full tensors that `load_policy` reads or draws, by Hugging Face name."""
+def stored_tensors(
+    folder: str | Path, random_seed: int | None = None, *, frozen_alone: bool = False
+) -> dict[str, Tensor]:
+    """The full tensors that `load_policy` reads or draws, by Hugging Face name; or a vision tower's alone."""
     lm = empty_lm(read_config(folder))
     source = _source(folder, random_seed, lm.config)
-    shapes = {name: parameter.shape for name, parameter in lm.named_parameters()}
+    shapes = {
+        name: parameter.shape
+        for name, parameter in lm.named_parameters()
+        if not (frozen_alone and parameter.requires_grad)
+    }
     return {name: source.rows(name, shape)(0, shape[0]) for name, shape in shapes.items()}
 
 
@@ -182,18 +195,20 @@ def forget_forward_passes(network: nn.Module) -> None:
 
 
 def empty_lm(config: Any) -> Any:
-    """The model on the meta device: shapes without storage.
+    """The model on the meta device: shapes without storage. A vision tower is frozen.
 
     Raises:
         ModelError: transformers has no causal language model of this kind, or none with attention of ours.
     """
-    from transformers import AutoModelForCausalLM
-
     attention.register()
+    implementation: Any = attention.PACKED_ATTENTION
+    if config.model_type in architectures.WITH_IMAGES:
+        # The tower attends within an image, to what follows, too.
+        implementation = {"text_config": implementation, "vision_config": "sdpa"}
     try:
         with torch.device("meta"):
-            lm = AutoModelForCausalLM.from_config(
-                config, attn_implementation=attention.PACKED_ATTENTION, dtype=torch.float32
+            lm = architectures.model_class(config).from_config(
+                config, attn_implementation=implementation, dtype=torch.float32
             )
     except (KeyError, TypeError, ValueError) as error:
         raise ModelError(
@@ -202,6 +217,8 @@ def empty_lm(config: Any) -> Any:
         ) from error
     use_float32_routers(lm)
     use_correction_parameters(lm)
+    if (tower := vision_tower(body_of(lm))) is not None:
+        tower.requires_grad_(False)
     lm.train()
     return lm
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from paceline.core.errors import ModelError
 from paceline.learner.algorithms.log_probs import bounded, chunked_log_probs, token_log_probs
-from paceline.learner.batch.types import MicroBatch
+from paceline.learner.batch.types import MicroBatch, PackedImages
 from paceline.learner.model.architectures import logit_scale, logit_softcap
 from paceline.learner.model.rows import take_rows
 
@@ -107,14 +107,42 @@ def hidden_states(body: nn.Module, batch: MicroBatch, token_multiple: int = 1) -
         input_ids = F.pad(input_ids, (0, num_missing))
         places = torch.arange(num_missing, device=position_ids.device).unsqueeze(0)
         # Where nothing is missing, too: compiled layers ask whether what they are given is a view.
-        position_ids = torch.cat([position_ids, places], dim=1)
+        position_ids = torch.cat([position_ids, places.expand(*position_ids.shape[:-1], -1)], dim=-1)
         packed = packed.followed_by(num_missing) if num_missing else packed
-    output = body(input_ids=input_ids, position_ids=position_ids, use_cache=False, packed=packed)
+    inputs = {"input_ids": input_ids}
+    if batch.images is not None:
+        inputs = {"inputs_embeds": embed_with_images(body, input_ids, batch.images)}
+    output = body(**inputs, position_ids=position_ids, use_cache=False, packed=packed)
     states: Tensor = output.last_hidden_state
     if batch.packed.keys is not None:
         # A shared prompt's last state scores the first token of several responses.
         return take_rows(states[0], batch.score_positions)
     return states[0].index_select(0, batch.score_positions)
+
+
+def embed_with_images(body: nn.Module, input_ids: Tensor, images: PackedImages) -> Tensor:
+    """(1, T, H): the tokens' embeddings; those of images are the frozen vision tower's states.
+
+    Raises:
+        ModelError: the model has no vision tower.
+    """
+    tower: Any = vision_tower(body)
+    if tower is None:
+        raise ModelError(
+            f"{type(body).__name__} has no vision tower, and a prompt has images; take a model with one "
+            "(docs/models.md), or prompts without images"
+        )
+    embed: Any = body.get_input_embeddings()  # type: ignore[operator]
+    with torch.no_grad():
+        states = tower(images.pixels, grid_thw=images.grids).pooler_output
+    embeddings: Tensor = embed(input_ids)[0]
+    states = states.index_select(0, images.states).to(embeddings.dtype)
+    return embeddings.index_copy(0, images.places, states).unsqueeze(0)
+
+
+def vision_tower(body: nn.Module) -> nn.Module | None:
+    """What turns images into states of tokens; None in a model of text alone."""
+    return getattr(body, "visual", None)
 
 
 def body_of(lm: nn.Module) -> nn.Module:
@@ -138,7 +166,7 @@ def decoder_layers(body: nn.Module) -> nn.ModuleList:
     Raises:
         ModelError: the model has no list of decoder layers under `layers`.
     """
-    layers = getattr(body, "layers", None)
+    layers = getattr(getattr(body, "language_model", body), "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise ModelError(
             f"{type(body).__name__} has no list of decoder layers; use one of the architectures of "
@@ -150,7 +178,7 @@ def decoder_layers(body: nn.Module) -> nn.ModuleList:
 @contextmanager
 def first_layers(body: nn.Module) -> Iterator[None]:
     """Passes through the body end after its first layers: one of every kind at least, and two."""
-    config: Any = body.config
+    config: Any = body.config.get_text_config()  # type: ignore[operator, union-attr]
     sorts = getattr(config, "layer_types", None) or ()
     kinds: dict[object, int] = {}
     for number, layer in enumerate(decoder_layers(body)):

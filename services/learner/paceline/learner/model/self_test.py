@@ -3,16 +3,18 @@
 config.json -> a small model of the same kind with drawn weights -> packed log-probs, twice
             -> log-probs by transformers' own `ForCausalLM`, a sequence at a time -> the largest difference
 
-The small model can be kept, for an engine to be compared with.
+The small model can be kept, for an engine to be compared with. Where the model takes images, some of the
+rows have them. The engine is compared on the others.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from torch import Tensor
 from paceline.config.run import RunConfig
 from paceline.core.errors import ModelError
 from paceline.learner.batch.pack import pack
-from paceline.learner.batch.types import PackedRow
+from paceline.learner.batch.types import PackedRow, PromptImage
 from paceline.learner.model import architectures
 from paceline.learner.model.loading import draw_normal, empty_lm, give_storage, read_config
 from paceline.learner.model.networks import PolicyNetwork
@@ -46,6 +48,9 @@ _SMALL = {
 }
 """Upper bounds of sizes that no result of the test depends on, and windows that its rows exceed."""
 
+_IMAGES = {1: ((2, (1, 6, 4)),), 4: ((0, (1, 4, 2)), (3, (1, 6, 6)))}
+"""By row, where its images begin in the prompt and their grids in patches."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SelfTest:
@@ -55,12 +60,14 @@ class SelfTest:
     num_layers: int
     largest_error: float
     seconds: float
+    has_images: bool = False
 
     def __str__(self) -> str:
+        images = ", in prompts with images, too" if self.has_images else ""
         return (
             f"{self.architecture}, {self.num_layers} layers: packed log-probs are those of each sequence "
-            f"alone (largest difference {self.largest_error:.1e}, at most {TOLERANCE:g}), two passes are "
-            f"equal, no dropout; {self.seconds:.1f} s"
+            f"alone{images} (largest difference {self.largest_error:.1e}, at most {TOLERANCE:g}), two passes "
+            f"are equal, no dropout; {self.seconds:.1f} s"
         )
 
 
@@ -122,7 +129,7 @@ def run(config: Any, *, keep: Path | None = None) -> SelfTest:
     began = time.perf_counter()
     small = shrink(config)
     lm = _drawn(small)
-    rows = _rows(small.get_text_config().vocab_size)
+    rows = _rows(small)
     name = type(lm).__name__
     with torch.no_grad():
         first, second = (_packed(lm, rows) for _ in range(2))
@@ -147,6 +154,7 @@ def run(config: Any, *, keep: Path | None = None) -> SelfTest:
         num_layers=int(small.get_text_config().num_hidden_layers),
         largest_error=error,
         seconds=time.perf_counter() - began,
+        has_images=any(row.images for row in rows),
     )
 
 
@@ -180,7 +188,24 @@ def shrink(config: Any) -> Any:
             setattr(text, name, most)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(text, name, None)
+    if config.model_type in architectures.WITH_IMAGES:
+        _shrink_tower(small)
     return small
+
+
+def _shrink_tower(small: Any) -> None:
+    """A layer with windows, which the images exceed, and one without; ids within the small vocabulary."""
+    vision, most = small.vision_config, small.get_text_config().vocab_size
+    vision.update(
+        {
+            "depth": 2,
+            "fullatt_block_indexes": [1],
+            "window_size": 2 * vision.spatial_merge_size * vision.patch_size,
+            "intermediate_size": min(vision.intermediate_size, _SMALL["intermediate_size"]),
+        }
+    )
+    tokens = ("image", "video", "vision_start", "vision_end")
+    small.update({f"{token}_token_id": most - 1 - place for place, token in enumerate(tokens)})
 
 
 def _drawn(config: Any) -> Any:
@@ -202,17 +227,19 @@ def _drawn(config: Any) -> Any:
 
 def _reference(lm: Any, config: Any) -> Any:
     """transformers' own form of the same model, with the same weights."""
-    from transformers import AutoModelForCausalLM
-
+    kind = architectures.model_class(config)
     with torch.random.fork_rng(devices=[]):
-        reference = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+        reference = kind.from_config(config, attn_implementation="eager", dtype=torch.float32)
     reference.load_state_dict(dict(corrections.as_stored(lm.named_parameters())), strict=False)
     return reference.eval()
 
 
-def _rows(vocab_size: int) -> list[PackedRow]:
-    rng = np.random.default_rng(0)
-    return [
+def _rows(config: Any) -> list[PackedRow]:
+    rng, vocab_size = np.random.default_rng(0), config.get_text_config().vocab_size
+    has_images = config.model_type in architectures.WITH_IMAGES
+    if has_images:
+        vocab_size = config.video_token_id  # below the ids that stand for images
+    rows = [
         PackedRow(
             index=index,
             prompt_token_ids=rng.integers(0, vocab_size, prompt).astype(np.int32),
@@ -222,6 +249,24 @@ def _rows(vocab_size: int) -> list[PackedRow]:
         )
         for index, (prompt, response) in enumerate(_LENGTHS)
     ]
+    return [_with_images(row, config, rng) for row in rows] if has_images else rows
+
+
+def _with_images(row: PackedRow, config: Any, rng: np.random.Generator) -> PackedRow:
+    vision, tokens = config.vision_config, row.prompt_token_ids.copy()
+    width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    images = []
+    for start, grid in _IMAGES.get(row.index, ()):
+        image = PromptImage(
+            hash=f"{row.index}-{start}",
+            start=start,
+            grid=grid,
+            merge_size=vision.spatial_merge_size,
+            pixels=rng.normal(size=(math.prod(grid), width)).astype(np.float32),
+        )
+        tokens[start : start + image.num_tokens] = config.image_token_id
+        images.append(image)
+    return replace(row, prompt_token_ids=tokens, images=tuple(images))
 
 
 def _packed(lm: Any, rows: Sequence[PackedRow]) -> Tensor:
@@ -247,6 +292,7 @@ def _keep(reference: Any, rows: Sequence[PackedRow], log_probs: Tensor, folder: 
             "log_probs": part.tolist(),
         }
         for row, part in zip(rows, parts, strict=True)
+        if not row.images
     ]
     (folder / "scored_rows.json").write_text(json.dumps(scored), encoding="utf-8")
 
@@ -257,6 +303,15 @@ def _one_by_one(lm: Any, rows: Sequence[PackedRow]) -> Tensor:
     for row in rows:
         tokens = np.concatenate([row.prompt_token_ids, row.response_token_ids]).astype(np.int64)
         ids, start = torch.from_numpy(tokens), len(row.prompt_token_ids)
-        logits = lm(input_ids=ids[None], use_cache=False).logits[0, start - 1 : -1]
+        arguments = _image_arguments(row, ids, lm.config) if row.images else {}
+        logits = lm(input_ids=ids[None], use_cache=False, **arguments).logits[0, start - 1 : -1]
         log_probs.append(logits.float().log_softmax(-1).gather(-1, ids[start:, None]).squeeze(-1))
     return torch.cat(log_probs)
+
+
+def _image_arguments(row: PackedRow, ids: Tensor, config: Any) -> dict[str, Tensor]:
+    return {
+        "pixel_values": torch.from_numpy(np.concatenate([image.pixels for image in row.images])),
+        "image_grid_thw": torch.tensor([image.grid for image in row.images]),
+        "mm_token_type_ids": (ids == config.image_token_id).int()[None],
+    }

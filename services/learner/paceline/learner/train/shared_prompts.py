@@ -155,7 +155,7 @@ def _family(rows: Sequence[PackedRow], budget: int) -> list[PackedRow]:
 
     Half, because an update that ran out of memory is taken again in smaller parts, and this check is not.
     """
-    prompts = [row.prompt_token_ids.tobytes() for row in rows]
+    prompts = [(row.prompt_token_ids.tobytes(), *(image.hash for image in row.images)) for row in rows]
     shared = next((prompt for prompt in prompts if prompts.count(prompt) > 1), None)
     family: list[PackedRow] = []
     used = 0

@@ -24,16 +24,21 @@ _MIXTRAL = (
 """Mixtral's checkpoints have their own names for blocks and experts."""
 
 
+_WITH_IMAGES = ("qwen2_5_vl",)
+"""Kinds that are no causal language models to transformers: they have a vision tower, too."""
+
+
 def learner_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors that a learner has of the model of a Hugging Face configuration, by name.
 
     Empty if transformers has no causal language model for it.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    kind: Any = AutoModelForImageTextToText if config.model_type in _WITH_IMAGES else AutoModelForCausalLM
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = kind.from_config(config)
     except (ImportError, KeyError, TypeError, ValueError, AttributeError) as error:
         logger.info("the tensors of %s are unknown here: %s", config.model_type, error)
         return {}

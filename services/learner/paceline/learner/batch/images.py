@@ -1,0 +1,75 @@
+"""The images of prompts: where their tokens stand, what positions these have, and a micro-batch's pixels.
+
+A position has three numbers: time, height and width. They are equal in text. An image's tokens have those of
+their place in its grid; the text behind it goes on one above the largest of them (M-RoPE, arXiv:2409.12191).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from paceline.learner.batch.types import Int64Array, PackedImages, PromptImage
+
+_AXES = 3
+
+
+def prompt_positions(num_tokens: int, images: Sequence[PromptImage]) -> Int64Array:
+    """Positions (3, num_tokens) of a prompt with images, which are in the order of their tokens."""
+    parts, place, position = [], 0, 0
+    for image in images:
+        num_before = image.start - place
+        parts.append(_text(position, num_before))
+        position += num_before
+        t, h, w = image.token_grid
+        parts.append(np.indices((t, h, w)).reshape(_AXES, -1) + position)
+        position += max(t, h, w)
+        place = image.start + image.num_tokens
+    parts.append(_text(position, num_tokens - place))
+    return np.concatenate(parts, axis=1)
+
+
+def in_three(positions: Int64Array) -> Int64Array:
+    """(3, n) of positions in text, (n,); others pass as they are."""
+    return positions if positions.ndim == 2 else np.broadcast_to(positions, (_AXES, len(positions)))
+
+
+def _text(first: int, length: int) -> Int64Array:
+    return in_three(np.arange(first, first + length))
+
+
+@dataclass(kw_only=True, slots=True)
+class PlacedImages:
+    """The images of a micro-batch as they are laid out, each with the place of its first token in T."""
+
+    images: list[PromptImage] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.images)
+
+    def place(self, images: Sequence[PromptImage], prompt_start: int) -> None:
+        """Images of a prompt that begins at this place."""
+        self.images += images
+        self.starts += [prompt_start + image.start for image in images]
+
+    def pack(self, device: torch.device) -> PackedImages | None:
+        """Tensors on the device, with the pixels of equal images once; None without images."""
+        if not self.images:
+            return None
+        distinct = {image.hash: image for image in self.images}
+        lengths = [image.num_tokens for image in distinct.values()]
+        first_states = dict(zip(distinct, np.cumsum(lengths) - lengths, strict=True))
+        placed = list(zip(self.starts, self.images, strict=True))
+        places = [np.arange(start, start + image.num_tokens) for start, image in placed]
+        states = [first_states[image.hash] + np.arange(image.num_tokens) for image in self.images]
+        pixels = np.concatenate([image.pixels for image in distinct.values()])
+        return PackedImages(
+            pixels=torch.from_numpy(pixels).to(device, non_blocking=True),
+            grids=torch.tensor([image.grid for image in distinct.values()], device=device),
+            places=torch.from_numpy(np.concatenate(places)).to(device, non_blocking=True),
+            states=torch.from_numpy(np.concatenate(states)).to(device, non_blocking=True),
+        )

@@ -1,0 +1,99 @@
+"""Training steps on prompts with images: `run_ranks("support.image_ranks:steps", 2, MODEL)`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.core.ids import TrajectoryId
+from paceline.core.training import BatchRow, TrainOrder, TrainResult
+from paceline.learner.batch.types import PackedRow
+from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.model.loading import as_fsdp, hugging_face_names
+from paceline.learner.train.learner import Learner
+from paceline.learner.train.step import train_step
+from support.image_rows import PROMPTS, image_rows
+from support.learner_fakes import POLICY, run_config
+from support.learner_scenarios import numbers
+
+GROUPS = {"adv_estimator": "grpo", "use_kl_in_reward": False, "kl_ctrl": {"type": "fixed", "kl_coef": 0.0}}
+SAMPLES = 3
+
+
+def build(ranks: Ranks, folder: Path, **sections: Any) -> Learner:
+    """A GRPO run of six prompts, two of which have no image, in two mini-batches."""
+    actor = {
+        "ppo_mini_batch_size": 3,
+        "ppo_max_token_len_per_gpu": 160,
+        "ratio_audit_freq": 1,
+        "optim": {"lr": 1e-3},
+    }
+    tree: dict[str, Any] = {
+        "data": {"train_batch_size": len(PROMPTS), "max_prompt_length": 48},
+        "algorithm": GROUPS,
+        "rollout": {"n": SAMPLES},
+        **sections,
+    }
+    tree["actor"] = {**actor, **sections.get("actor", {})}
+    return Learner.build(run_config(folder, **tree), ranks)
+
+
+def take_image_step(learner: Learner, step: int, rows: list[PackedRow] | None = None) -> TrainResult:
+    """A step on made-up responses."""
+    packed = image_rows(samples=SAMPLES, seed=step) if rows is None else rows
+    rewards = np.random.default_rng([7, step]).normal(size=len(packed))
+    order = TrainOrder(
+        step=step,
+        policy=POLICY,
+        rows=tuple(_batch_row(row, step, reward) for row, reward in zip(packed, rewards, strict=True)),
+    )
+    return train_step(learner, order, lambda wanted: {index: packed[index] for index in wanted})
+
+
+def _batch_row(row: PackedRow, step: int, reward: float) -> BatchRow:
+    prompt, sample = divmod(row.index, SAMPLES)
+    return BatchRow(
+        trajectory_id=TrajectoryId(step=step, purpose="train", prompt_id=prompt, sample_index=sample),
+        blob_key=f"blob:{row.index}",
+        blob_digest="0" * 16,
+        reward=float(reward),
+        num_prompt_tokens=len(row.prompt_token_ids),
+        num_response_tokens=len(row.response_token_ids),
+        num_sampled_tokens=len(row.response_token_ids),
+    )
+
+
+def full_tensors(learner: Learner) -> dict[str, Tensor]:
+    """Copies of the policy's parameters; every rank calls it."""
+    network: Any = learner.actor.network
+    as_fsdp(network).reshard()
+    parameters: list[tuple[str, Any]] = list(hugging_face_names(network))
+    return {name: parameter.full_tensor().detach().clone() for name, parameter in parameters}
+
+
+def steps(ranks: Ranks, model: str) -> list[dict[str, float]]:
+    """Two steps, then a sum over the weights; images lie on one rank only."""
+    learner = build(ranks, Path(model))
+    results = [numbers(take_image_step(learner, 1)), numbers(take_image_step(learner, 2, _one_with_images()))]
+    sums = {name: float(tensor.double().abs().sum()) for name, tensor in full_tensors(learner).items()}
+    return [*results, sums]
+
+
+def _one_with_images() -> list[PackedRow]:
+    """Rows of which those of one prompt alone have an image."""
+    rows = image_rows(samples=SAMPLES, seed=9)
+    return [row if row.index < 2 * SAMPLES else replace(row, images=()) for row in rows]
+
+
+def on_policy_log_probs(learner: Learner, rows: list[PackedRow]) -> list[PackedRow]:
+    """The rows as if the learner's policy had sampled them."""
+    from paceline.learner.batch.pack import pack
+
+    with torch.no_grad():
+        own = [learner.actor.network(pack([row], learner.ranks.device))[0] for row in rows]
+    return [replace(row, response_log_probs=part.numpy()) for row, part in zip(rows, own, strict=True)]
