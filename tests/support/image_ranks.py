@@ -10,15 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.broker import names
 from paceline.core.ids import TrajectoryId
+from paceline.core.policy import PolicyTag
 from paceline.core.training import BatchRow, TrainOrder, TrainResult
 from paceline.learner.batch.types import PackedRow
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.loading import as_fsdp, hugging_face_names
 from paceline.learner.train.learner import Learner
 from paceline.learner.train.step import train_step
+from paceline.wire import blob_digest, encode_trajectory, image_of, pack_pixels
 from support.image_rows import PROMPTS, image_rows
-from support.learner_fakes import POLICY, run_config
+from support.learner_fakes import POLICY, make_trajectory, run_config
 from support.learner_scenarios import numbers
 
 GROUPS = {"adv_estimator": "grpo", "use_kl_in_reward": False, "kl_ctrl": {"type": "fixed", "kl_coef": 0.0}}
@@ -66,6 +69,27 @@ def _batch_row(row: PackedRow, step: int, reward: float) -> BatchRow:
         num_response_tokens=len(row.response_token_ids),
         num_sampled_tokens=len(row.response_token_ids),
     )
+
+
+def published(rows: list[PackedRow], policy: PolicyTag = POLICY) -> tuple[list[BatchRow], dict[str, bytes]]:
+    """The rows as rollout servers and the controller leave them: headers, and blobs by key."""
+    headers, blobs = [], dict[str, bytes]()
+    for row in rows:
+        header = _batch_row(row, 1, 0.5)
+        images = tuple(image_of(image.pixels, image.grid) for image in row.images)
+        trajectory = make_trajectory(
+            header.trajectory_id,
+            row.prompt_token_ids,
+            row.response_token_ids,
+            log_probs=row.response_log_probs,
+            policy=policy,
+        )
+        data = encode_trajectory(replace(trajectory, images=images))
+        headers.append(replace(header, blob_digest=blob_digest(data)))
+        blobs[header.blob_key] = data
+        for image, own in zip(images, row.images, strict=True):
+            blobs[names.image(trajectory.run_id, image.hash)] = pack_pixels(own.pixels)
+    return headers, blobs
 
 
 def full_tensors(learner: Learner) -> dict[str, Tensor]:

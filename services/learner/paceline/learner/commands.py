@@ -94,7 +94,12 @@ class Commands:
             return attempt(
                 learner.ranks,
                 lambda: fetch_rows(
-                    self._blobs, order.rows, wanted, policy=order.policy, vocab_size=learner.vocab_size
+                    self._blobs,
+                    order.rows,
+                    wanted,
+                    policy=order.policy,
+                    vocab_size=learner.vocab_size,
+                    images=learner.image_spec,
                 ),
             )
 

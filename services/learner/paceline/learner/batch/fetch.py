@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 
+from paceline.broker import names
 from paceline.core.errors import DataError, LostDataError, VersionMismatchError
 from paceline.core.ids import Purpose
 from paceline.core.policy import PolicyTag
 from paceline.core.training import BatchRow
 from paceline.core.trajectory import Trajectory
+from paceline.learner.batch.images import ImageSpec, find_images
 from paceline.learner.batch.types import PackedRow
-from paceline.wire import blob_digest, decode_trajectory
+from paceline.wire import blob_digest, decode_trajectory, unpack_pixels
 
 
 class Blobs(Protocol):
@@ -25,18 +28,33 @@ class Blobs(Protocol):
 
 
 def fetch_rows(
-    blobs: Blobs, rows: Sequence[BatchRow], wanted: Sequence[int], *, policy: PolicyTag, vocab_size: int
+    blobs: Blobs,
+    rows: Sequence[BatchRow],
+    wanted: Sequence[int],
+    *,
+    policy: PolicyTag,
+    vocab_size: int,
+    images: ImageSpec | None = None,
 ) -> dict[int, PackedRow]:
-    """Fetches the rows at the indices `wanted`, by index.
+    """Fetches the rows at the indices `wanted`, by index, and the pixels of their images, each once.
+
+    Args:
+        blobs: where they are.
+        rows: of the step.
+        wanted: indices of this rank's rows.
+        policy: that must have sampled them.
+        vocab_size: of the model.
+        images: what the model takes; None if it takes none.
 
     Raises:
         InvalidMessageError: a blob is not a trajectory.
         VersionMismatchError: a trajectory was sampled from another policy than `policy`.
         LostDataError: a blob is missing, or is not the one that was scored.
-        DataError: a trajectory is not the one that its row names or was not sampled for training.
+        DataError: a trajectory is not the one that its row names or was not sampled for training, or its
+            images are not those of its prompt.
         BrokerError, DeadlineError: the broker does not answer.
     """
-    packed = {}
+    packed, trajectories = {}, {}
     for index, blob in zip(wanted, blobs.get([rows[index].blob_key for index in wanted]), strict=True):
         _check_blob(blob, rows[index])
         trajectory = decode_trajectory(blob, vocab_size=vocab_size)
@@ -49,7 +67,40 @@ def fetch_rows(
             response_log_probs=trajectory.response_log_probs,
             segment_starts=trajectory.segment_starts,
         )
+        if trajectory.images:
+            trajectories[index] = trajectory
+    if trajectories:
+        _add_images(blobs, packed, trajectories, images)
     return packed
+
+
+def _add_images(
+    blobs: Blobs,
+    packed: dict[int, PackedRow],
+    trajectories: Mapping[int, Trajectory],
+    spec: ImageSpec | None,
+) -> None:
+    keys = {
+        names.image(trajectory.run_id, image.hash): image
+        for trajectory in trajectories.values()
+        for image in trajectory.images
+    }
+    loaded = {
+        image.hash: unpack_pixels(image, blob)
+        for image, blob in zip(keys.values(), blobs.get(list(keys)), strict=True)
+    }
+    for index, trajectory in trajectories.items():
+        if spec is None or trajectory.segment_starts:
+            raise DataError(
+                f"trajectory {trajectory.trajectory_id} has images, and "
+                + ("several turns: images go with a single one" if spec else "the model takes text alone")
+            )
+        own = [loaded[image.hash] for image in trajectory.images]
+        try:
+            placed = find_images(trajectory.prompt_token_ids, own, spec)
+        except DataError as error:
+            raise DataError(f"trajectory {trajectory.trajectory_id}: {error}") from error
+        packed[index] = replace(packed[index], images=placed)
 
 
 def _check_blob(blob: bytes, row: BatchRow) -> None:

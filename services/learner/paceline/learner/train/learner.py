@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -15,9 +16,11 @@ from paceline.config.algorithm import KLControlConfig
 from paceline.config.run import RunConfig
 from paceline.core.guard import Histories
 from paceline.learner.algorithms.kl import AdaptiveKLController, FixedKLController, KLController
+from paceline.learner.batch.images import ImageSpec
 from paceline.learner.distributed.catching_up import count_collectives
 from paceline.learner.distributed.host_memory import host_mesh
 from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.model.architectures import WITH_IMAGES
 from paceline.learner.model.compiling import CompileClock
 from paceline.learner.model.layers import LayerOptions
 from paceline.learner.model.loading import Precision, load_critic, load_policy
@@ -58,6 +61,12 @@ class Learner:
     def vocab_size(self) -> int:
         """Number of token ids that the policy knows."""
         return int(self.actor.network.lm.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
+
+    @property
+    def image_spec(self) -> ImageSpec | None:
+        """What the policy takes of images; None if it takes text alone."""
+        config: Any = self.actor.network.lm.config
+        return ImageSpec.of(config) if config.model_type in WITH_IMAGES else None
 
     @contextmanager
     def reference_present(self) -> Iterator[None]:
