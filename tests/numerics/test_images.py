@@ -329,6 +329,13 @@ def test_images_that_are_not_those_of_the_prompt_are_refused(change: Any, reason
         fetch_changed(change)
 
 
+def test_a_header_that_counts_other_patches_is_refused() -> None:
+    headers, blobs = published(image_rows()[1:2])
+    wrong = [replace(headers[0], num_patches=20)]
+    with pytest.raises(DataError, match="train:1:0:1 has images of 24 patches, its header says 20"):
+        fetch_rows(DictBlobs(blobs), wrong, [0], policy=POLICY, vocab_size=96, images=SPEC)
+
+
 def test_a_model_of_text_alone_is_given_no_images() -> None:
     with pytest.raises(DataError, match="train:1:0:1 has images, and the model takes text alone"):
         fetch_changed(lambda row: row, spec=None)

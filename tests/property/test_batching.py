@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import zip_longest
 
 import pytest
@@ -45,6 +46,27 @@ def cut(
 
 def tokens_of(rows: list[RowLength], indices: tuple[int, ...]) -> int:
     return sum(rows[row].num_tokens for row in indices)
+
+
+def test_patches_of_images_count_in_the_budget() -> None:
+    """Each prompt's once where its samples share it."""
+    rows = [
+        RowLength(prompt_id=prompt, num_prompt_tokens=4, num_response_tokens=4, num_patches=patches)
+        for prompt, patches in enumerate((0, 0, 24, 24))
+        for _ in range(2)
+    ]
+    (chunk,) = cut(rows, [4], 1).chunks
+    parts = [[rows[index].num_patches for index in part] for part in chunk.micro_batches[0]]
+    assert sorted(map(sorted, parts)) == [[0, 24], [0, 24], [0, 24], [0, 24]]
+    assert all(sum(rows[i].num_budgeted for i in part) <= BUDGET for part in chunk.micro_batches[0])
+    (shared,) = cut(rows, [4], 1, share_prompts=True).chunks
+    assert shared.num_micro_batches == 3
+    text = [replace(row, num_patches=0) for row in rows]
+    assert cut(text, [4], 1).chunks[0].num_micro_batches == 2
+    with pytest.raises(ConfigError, match="a sequence of 8 tokens and 24 patches of images is over"):
+        cut(rows, [4], 1, budget=31)
+    with pytest.raises(ConfigError, match="a sequence of 8 tokens is over the token budget of 7"):
+        cut(text, [4], 1, budget=7)
 
 
 lengths = st.tuples(st.integers(1, 20), st.integers(1, 20))

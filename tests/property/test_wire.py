@@ -149,6 +149,7 @@ def test_every_field_is_needed(message: Message, data: st.DataObject) -> None:
         "images",
         "token_rewards",
         "normalized",
+        "num_patches",
     }
     names = [name for name in msgpack.unpackb(encode(message)) if name not in optional]
     name = data.draw(st.sampled_from(names))
@@ -381,6 +382,7 @@ def test_rejections_of_trajectory_ids(header: TrajectoryHeader, trajectory_id: o
         ({"components": {"a": "1"}}, "wrong_type"),
         ({"num_response_tokens": 0}, "out_of_range"),
         ({"num_sampled_tokens": -1}, "out_of_range"),
+        ({"num_patches": 0}, "out_of_range"),
         ({"episode": {"stop_reason": "done", "num_turns": 0}}, "out_of_range"),
         ({"episode": "done"}, "wrong_type"),
         ({"finish_reason": "tired"}, "unknown_value"),

@@ -147,6 +147,7 @@ trajectory_headers = st.builds(
     seconds=seconds,
     context=contexts,
     episode=episodes,
+    num_patches=num_tokens,
 )
 reward_errors = st.tuples(st.sampled_from([kind.value for kind in RewardErrorKind]), texts)
 
@@ -176,6 +177,7 @@ def scored_headers(draw: st.DrawFn) -> ScoredHeader:
         episode=draw(episodes),
         token_rewards=draw(st.lists(st.tuples(st.just(0), finite), max_size=2).map(tuple)),
         normalized=draw(st.lists(st.tuples(names, finite, finite), max_size=2).map(tuple)),
+        num_patches=draw(num_tokens),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,7 @@ def _batch_row(row: PackedRow, step: int, reward: float) -> BatchRow:
         num_prompt_tokens=len(row.prompt_token_ids),
         num_response_tokens=len(row.response_token_ids),
         num_sampled_tokens=len(row.response_token_ids),
+        num_patches=sum(prod(image.grid) for image in row.images),
     )
 
 

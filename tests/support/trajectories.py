@@ -28,6 +28,7 @@ def finished_sample(
     traceparent: str = "",
     mask: Sequence[int] = (),
     episode: EpisodeOutcome | None = None,
+    num_patches: int = 0,
 ) -> Outgoing:
     """The message, its blob included, that a rollout server appends for one sample."""
     trajectory_id = TrajectoryId(
@@ -65,6 +66,7 @@ def finished_sample(
             ground_truth=ground_truth, data_source="test", prompt_text="how many?", extra=extra or {}
         ),
         episode=episode,
+        num_patches=num_patches,
     )
     return Outgoing(
         stream=names.trajectories(run_id),

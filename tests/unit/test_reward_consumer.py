@@ -142,13 +142,14 @@ async def test_a_trajectory_becomes_a_scored_header(bench: Bench) -> None:
     await bench.broker.append(
         [
             finished_sample(RUN, 5, [*tokens("abc"), 0], ground_truth="abc", extra={"level": 2}),
-            finished_sample(RUN, 6, tokens("bad"), sample_index=1),
+            finished_sample(RUN, 6, tokens("bad"), sample_index=1, num_patches=24),
         ]
     )
     async with bench.working():
         first, second = await bench.headers(2)
         await settle()
     assert str(first.trajectory_id) == "train:4:5:0"
+    assert (first.num_patches, second.num_patches) == (0, 24)
     assert (first.reward, first.components, first.reward_error) == (3.0, {"length": 3.0}, None)
     assert (first.run_id, first.policy, first.server_id, first.generation_s) == (
         RUN,

@@ -70,6 +70,19 @@ async def test_a_whole_run(tmp_path: Path) -> None:
         assert await it.broker.get_blobs([names.blob(RUN, "train:1:0:0", "fake", "0")]) == [None]
 
 
+async def test_the_learner_is_told_how_many_patches_of_images_a_row_has(tmp_path: Path) -> None:
+    async with run(tmp_path, trainer__total_steps=1) as it:
+        await it.enlist_all()
+
+        def answer(group: Any, index: int) -> dict[str, Any]:
+            return {"reward": float(index), "reward_error": None, "num_patches": 4 * group.prompt_id}
+
+        await it.go(answer)
+        (order,) = it.services.orders
+    assert [row.num_patches for row in order.rows] == [4 * row.trajectory_id.prompt_id for row in order.rows]
+    assert max(row.num_patches for row in order.rows) > 0
+
+
 @pytest.mark.parametrize(
     ("gpus", "num_gpus"),
     [

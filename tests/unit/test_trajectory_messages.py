@@ -8,13 +8,14 @@ import numpy as np
 
 from paceline.broker.base import Outgoing
 from paceline.core.ids import Purpose
+from paceline.core.images import Image
 from paceline.core.policy import PolicyTag
 from paceline.core.trajectory import FinishReason, PromptGroup, RewardContext, SamplingSpec
 from paceline.rollout.capacity import SamplerLimits
 from paceline.rollout.engines.base import Sample
 from paceline.rollout.episodes.recorder import Draw
 from paceline.rollout.trajectories import sample_requests, trajectory_messages
-from paceline.wire import blob_digest, decode_trajectory_header, decode_trajectory_headers
+from paceline.wire import blob_digest, decode_trajectory, decode_trajectory_header, decode_trajectory_headers
 from support import cli_configs
 
 
@@ -32,7 +33,9 @@ def group() -> PromptGroup:
     )
 
 
-def messages(server_id: str, *, draw: str, seconds: float, together: bool = False) -> list[Outgoing]:
+def messages(
+    server_id: str, *, draw: str, seconds: float, together: bool = False, images: tuple[Image, ...] = ()
+) -> list[Outgoing]:
     samples = [
         Sample(
             token_ids=np.array([8, 9 + index], np.int32),
@@ -43,7 +46,12 @@ def messages(server_id: str, *, draw: str, seconds: float, together: bool = Fals
     ]
     draws = [Draw.single(group().prompt_token_ids, sample) for sample in samples]
     return trajectory_messages(
-        group(), draws, server_id=server_id, draw=draw, seconds=seconds, together=together
+        replace(group(), images=images),
+        draws,
+        server_id=server_id,
+        draw=draw,
+        seconds=seconds,
+        together=together,
     )
 
 
@@ -67,6 +75,16 @@ def test_samples_that_are_scored_together_go_on_in_one_message_with_all_their_bl
     headers = decode_trajectory_headers(message.payload)
     assert headers == tuple(decode_trajectory_headers(m.payload) for m in single)
     assert dict(message.blobs) == {key: blob for m in single for key, blob in m.blobs.items()}
+
+
+def test_headers_count_the_patches_of_the_prompts_images() -> None:
+    images = (Image(hash="a" * 64, grid=(1, 4, 6)), Image(hash="b" * 64, grid=(1, 2, 2)))
+    for given, num_patches in (((), 0), (images, 28)):
+        sent = messages("rollout-0", draw="a/1", seconds=0.5, images=given)
+        headers = [decode_trajectory_header(message.payload) for message in sent]
+        assert [header.num_patches for header in headers] == [num_patches] * 2
+        for header, message in zip(headers, sent, strict=True):
+            assert decode_trajectory(message.blobs[header.blob_key]).images == given
 
 
 def test_they_do_where_a_scorer_asks_for_groups() -> None:

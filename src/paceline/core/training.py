@@ -24,6 +24,7 @@ class BatchRow:
         num_sampled_tokens: response tokens that the policy sampled; the others are its environment's.
         greedy_score: reward of the greedy answer to the same prompt; None where none was sampled.
         token_rewards: (position, part) for parts of the reward that belong to tokens before the last.
+        num_patches: of the prompt's images.
     """
 
     trajectory_id: TrajectoryId
@@ -35,6 +36,7 @@ class BatchRow:
     num_sampled_tokens: int
     greedy_score: float | None = None
     token_rewards: tuple[tuple[int, float], ...] = ()
+    num_patches: int = 0
 
 
 def batch_digest(policy: PolicyTag, rows: Iterable[BatchRow]) -> str:

@@ -129,8 +129,8 @@ class TrajectoryHeader:
     """The part of a trajectory that the mailboxes carry; the arrays are in the blob `blob_key`.
 
     `blob_digest` is taken over the blob's bytes: whoever fetches the blob can tell that it is the one meant.
-    `num_sampled_tokens` counts the response tokens that the policy sampled. `episode` is None for a single
-    answer.
+    `num_sampled_tokens` counts the response tokens that the policy sampled, `num_patches` the patches of the
+    prompt's images. `episode` is None for a single answer.
     """
 
     run_id: str
@@ -146,6 +146,7 @@ class TrajectoryHeader:
     seconds: float
     context: RewardContext
     episode: EpisodeOutcome | None = None
+    num_patches: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,6 +179,7 @@ class ScoredHeader:
     episode: EpisodeOutcome | None = None
     token_rewards: tuple[tuple[int, float], ...] = ()
     normalized: tuple[Part, ...] = ()
+    num_patches: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

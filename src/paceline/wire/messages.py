@@ -236,6 +236,7 @@ def encode_trajectory_header(header: TrajectoryHeader) -> bytes:
             "seconds": header.seconds,
             "context": pack_context(header.context),
             "episode": pack_episode(header.episode),
+            "num_patches": header.num_patches or None,
         },
     )
 
@@ -302,7 +303,14 @@ def _read_header(fields: Fields, limits: Limits) -> TrajectoryHeader:
         seconds=fields.number("seconds", minimum=0.0),
         context=read_context(fields),
         episode=read_episode(fields),
+        num_patches=_read_num_patches(fields, limits),
     )
+
+
+def _read_num_patches(fields: Fields, limits: Limits) -> int:
+    if fields.missing("num_patches"):
+        return 0
+    return fields.integer("num_patches", minimum=1, maximum=limits.max_tokens)
 
 
 def encode_scored_header(header: ScoredHeader) -> bytes:
@@ -330,6 +338,7 @@ def encode_scored_header(header: ScoredHeader) -> bytes:
             "episode": pack_episode(header.episode),
             "token_rewards": [list(pair) for pair in header.token_rewards] or None,
             "normalized": [list(part) for part in header.normalized] or None,
+            "num_patches": header.num_patches or None,
         },
     )
 
@@ -438,6 +447,7 @@ def _read_scored_header(fields: Fields, limits: Limits) -> ScoredHeader:
         text_key="" if fields.missing("text_key") else fields.name("text_key"),
         episode=read_episode(fields),
         token_rewards=_read_token_rewards(fields, limits),
+        num_patches=_read_num_patches(fields, limits),
         normalized=_read_normalized(fields, limits),
     )
 

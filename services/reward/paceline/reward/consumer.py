@@ -323,6 +323,7 @@ class Consumer:
             reward_s=seconds,
             text_key=text_key,
             episode=header.episode,
+            num_patches=header.num_patches,
             normalized=score.normalized,
         )
 

@@ -109,6 +109,7 @@ def trajectory_messages(
             seconds=seconds,
             context=group.context,
             episode=drawn.episode,
+            num_patches=sum(image.num_patches for image in group.images),
         )
         headers.append(header)
         blobs.append({header.blob_key: blob})

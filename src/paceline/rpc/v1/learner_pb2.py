@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from paceline.rpc.v1 import common_pb2 as paceline_dot_rpc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpaceline/rpc/v1/learner.proto\x12\x0fpaceline.rpc.v1\x1a\x1cpaceline/rpc/v1/common.proto\"\x1f\n\x1d\x44\x65scribeLearnerWeightsRequest\"u\n\x1e\x44\x65scribeLearnerWeightsResponse\x12\x14\n\x0crank_layouts\x18\x01 \x03(\x0c\x12\x12\n\nstore_host\x18\x02 \x01(\t\x12\x12\n\nstore_port\x18\x03 \x01(\x05\x12\x0f\n\x07version\x18\x04 \x01(\x03J\x04\x08\x05\x10\x06\"6\n\x17JoinLearnerGroupRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0c\n\x04spec\x18\x02 \x01(\x0c\"\x1a\n\x18JoinLearnerGroupResponse\"8\n\x11\x46reeMemoryRequest\x12\r\n\x05parts\x18\x01 \x03(\t\x12\x14\n\x0c\x65ngine_bytes\x18\x02 \x01(\x03\";\n\x12\x46reeMemoryResponse\x12\x13\n\x0b\x66reed_bytes\x18\x01 \x01(\x03\x12\x10\n\x08has_room\x18\x02 \x01(\x08\"7\n\x15PublishWeightsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0f\n\x07version\x18\x02 \x01(\x03\")\n\x16PublishWeightsResponse\x12\x0f\n\x07receipt\x18\x01 \x01(\x0c\")\n\x18LeaveLearnerGroupRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\"\x1b\n\x19LeaveLearnerGroupResponse\"1\n\x12\x41\x62\x61ndonPushRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0c\n\x04lost\x18\x02 \x01(\t\"\x15\n\x13\x41\x62\x61ndonPushResponse\"/\n\x0bTokenReward\x12\x10\n\x08position\x18\x01 \x01(\x05\x12\x0e\n\x06reward\x18\x02 \x01(\x01\"\x8d\x02\n\x08\x42\x61tchRow\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x10\n\x08\x62lob_key\x18\x02 \x01(\t\x12\x0e\n\x06reward\x18\x03 \x01(\x01\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\x05\x12\x1b\n\x13num_response_tokens\x18\x05 \x01(\x05\x12\x19\n\x0cgreedy_score\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x0b\x62lob_digest\x18\x07 \x01(\t\x12\x1a\n\x12num_sampled_tokens\x18\x08 \x01(\x05\x12\x33\n\rtoken_rewards\x18\t \x03(\x0b\x32\x1c.paceline.rpc.v1.TokenRewardB\x0f\n\r_greedy_score\"x\n\x10GuardAdjustments\x12\x10\n\x08lr_scale\x18\x01 \x01(\x01\x12\x10\n\x08kl_scale\x18\x02 \x01(\x01\x12\x1a\n\rfixed_kl_coef\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\nclip_scale\x18\x04 \x01(\x01\x42\x10\n\x0e_fixed_kl_coef\"d\n\x0cGuardReading\x12\x0c\n\x04rule\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\x12\x0f\n\x07network\x18\x03 \x01(\t\x12\x11\n\treference\x18\x04 \x01(\x01\x12\x13\n\x0bnum_skipped\x18\x05 \x01(\x05\"\xbd\x01\n\x10TrainStepRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12*\n\x06policy\x18\x02 \x01(\x0b\x32\x1a.paceline.rpc.v1.PolicyTag\x12\'\n\x04rows\x18\x03 \x03(\x0b\x32\x19.paceline.rpc.v1.BatchRow\x12\x36\n\x0b\x61\x64justments\x18\x04 \x01(\x0b\x32!.paceline.rpc.v1.GuardAdjustments\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\"\xe0\x01\n\x11TrainStepResponse\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12@\n\x07metrics\x18\x02 \x03(\x0b\x32/.paceline.rpc.v1.TrainStepResponse.MetricsEntry\x12\x14\n\x0cskip_reasons\x18\x03 \x03(\t\x12\x35\n\x0eguard_readings\x18\x04 \x03(\x0b\x32\x1d.paceline.rpc.v1.GuardReading\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"O\n\x15SaveCheckpointRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x0e\n\x06\x66older\x18\x02 \x01(\t\x12\x18\n\x10\x63ontroller_state\x18\x03 \x01(\x0c\")\n\x16SaveCheckpointResponse\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\"%\n\x15WaitCheckpointRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\")\n\x16WaitCheckpointResponse\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\"8\n\x15LoadCheckpointRequest\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\")\n\x16LoadCheckpointResponse\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\" \n\x0eRestartRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x11\n\x0fRestartResponse2\xb6\x08\n\x0eLearnerService\x12r\n\x0f\x44\x65scribeWeights\x12..paceline.rpc.v1.DescribeLearnerWeightsRequest\x1a/.paceline.rpc.v1.DescribeLearnerWeightsResponse\x12\x66\n\x0fJoinWeightGroup\x12(.paceline.rpc.v1.JoinLearnerGroupRequest\x1a).paceline.rpc.v1.JoinLearnerGroupResponse\x12\x61\n\x0ePublishWeights\x12&.paceline.rpc.v1.PublishWeightsRequest\x1a\'.paceline.rpc.v1.PublishWeightsResponse\x12i\n\x10LeaveWeightGroup\x12).paceline.rpc.v1.LeaveLearnerGroupRequest\x1a*.paceline.rpc.v1.LeaveLearnerGroupResponse\x12X\n\x0b\x41\x62\x61ndonPush\x12#.paceline.rpc.v1.AbandonPushRequest\x1a$.paceline.rpc.v1.AbandonPushResponse\x12U\n\nFreeMemory\x12\".paceline.rpc.v1.FreeMemoryRequest\x1a#.paceline.rpc.v1.FreeMemoryResponse\x12R\n\tTrainStep\x12!.paceline.rpc.v1.TrainStepRequest\x1a\".paceline.rpc.v1.TrainStepResponse\x12\x61\n\x0eSaveCheckpoint\x12&.paceline.rpc.v1.SaveCheckpointRequest\x1a\'.paceline.rpc.v1.SaveCheckpointResponse\x12\x61\n\x0eWaitCheckpoint\x12&.paceline.rpc.v1.WaitCheckpointRequest\x1a\'.paceline.rpc.v1.WaitCheckpointResponse\x12\x61\n\x0eLoadCheckpoint\x12&.paceline.rpc.v1.LoadCheckpointRequest\x1a\'.paceline.rpc.v1.LoadCheckpointResponse\x12L\n\x07Restart\x12\x1f.paceline.rpc.v1.RestartRequest\x1a .paceline.rpc.v1.RestartResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpaceline/rpc/v1/learner.proto\x12\x0fpaceline.rpc.v1\x1a\x1cpaceline/rpc/v1/common.proto\"\x1f\n\x1d\x44\x65scribeLearnerWeightsRequest\"u\n\x1e\x44\x65scribeLearnerWeightsResponse\x12\x14\n\x0crank_layouts\x18\x01 \x03(\x0c\x12\x12\n\nstore_host\x18\x02 \x01(\t\x12\x12\n\nstore_port\x18\x03 \x01(\x05\x12\x0f\n\x07version\x18\x04 \x01(\x03J\x04\x08\x05\x10\x06\"6\n\x17JoinLearnerGroupRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0c\n\x04spec\x18\x02 \x01(\x0c\"\x1a\n\x18JoinLearnerGroupResponse\"8\n\x11\x46reeMemoryRequest\x12\r\n\x05parts\x18\x01 \x03(\t\x12\x14\n\x0c\x65ngine_bytes\x18\x02 \x01(\x03\";\n\x12\x46reeMemoryResponse\x12\x13\n\x0b\x66reed_bytes\x18\x01 \x01(\x03\x12\x10\n\x08has_room\x18\x02 \x01(\x08\"7\n\x15PublishWeightsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0f\n\x07version\x18\x02 \x01(\x03\")\n\x16PublishWeightsResponse\x12\x0f\n\x07receipt\x18\x01 \x01(\x0c\")\n\x18LeaveLearnerGroupRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\"\x1b\n\x19LeaveLearnerGroupResponse\"1\n\x12\x41\x62\x61ndonPushRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0c\n\x04lost\x18\x02 \x01(\t\"\x15\n\x13\x41\x62\x61ndonPushResponse\"/\n\x0bTokenReward\x12\x10\n\x08position\x18\x01 \x01(\x05\x12\x0e\n\x06reward\x18\x02 \x01(\x01\"\xa2\x02\n\x08\x42\x61tchRow\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x10\n\x08\x62lob_key\x18\x02 \x01(\t\x12\x0e\n\x06reward\x18\x03 \x01(\x01\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\x05\x12\x1b\n\x13num_response_tokens\x18\x05 \x01(\x05\x12\x19\n\x0cgreedy_score\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x0b\x62lob_digest\x18\x07 \x01(\t\x12\x1a\n\x12num_sampled_tokens\x18\x08 \x01(\x05\x12\x33\n\rtoken_rewards\x18\t \x03(\x0b\x32\x1c.paceline.rpc.v1.TokenReward\x12\x13\n\x0bnum_patches\x18\n \x01(\x05\x42\x0f\n\r_greedy_score\"x\n\x10GuardAdjustments\x12\x10\n\x08lr_scale\x18\x01 \x01(\x01\x12\x10\n\x08kl_scale\x18\x02 \x01(\x01\x12\x1a\n\rfixed_kl_coef\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\nclip_scale\x18\x04 \x01(\x01\x42\x10\n\x0e_fixed_kl_coef\"d\n\x0cGuardReading\x12\x0c\n\x04rule\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\x12\x0f\n\x07network\x18\x03 \x01(\t\x12\x11\n\treference\x18\x04 \x01(\x01\x12\x13\n\x0bnum_skipped\x18\x05 \x01(\x05\"\xbd\x01\n\x10TrainStepRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12*\n\x06policy\x18\x02 \x01(\x0b\x32\x1a.paceline.rpc.v1.PolicyTag\x12\'\n\x04rows\x18\x03 \x03(\x0b\x32\x19.paceline.rpc.v1.BatchRow\x12\x36\n\x0b\x61\x64justments\x18\x04 \x01(\x0b\x32!.paceline.rpc.v1.GuardAdjustments\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\"\xe0\x01\n\x11TrainStepResponse\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12@\n\x07metrics\x18\x02 \x03(\x0b\x32/.paceline.rpc.v1.TrainStepResponse.MetricsEntry\x12\x14\n\x0cskip_reasons\x18\x03 \x03(\t\x12\x35\n\x0eguard_readings\x18\x04 \x03(\x0b\x32\x1d.paceline.rpc.v1.GuardReading\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"O\n\x15SaveCheckpointRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x0e\n\x06\x66older\x18\x02 \x01(\t\x12\x18\n\x10\x63ontroller_state\x18\x03 \x01(\x0c\")\n\x16SaveCheckpointResponse\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\"%\n\x15WaitCheckpointRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\")\n\x16WaitCheckpointResponse\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\"8\n\x15LoadCheckpointRequest\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\")\n\x16LoadCheckpointResponse\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\" \n\x0eRestartRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x11\n\x0fRestartResponse2\xb6\x08\n\x0eLearnerService\x12r\n\x0f\x44\x65scribeWeights\x12..paceline.rpc.v1.DescribeLearnerWeightsRequest\x1a/.paceline.rpc.v1.DescribeLearnerWeightsResponse\x12\x66\n\x0fJoinWeightGroup\x12(.paceline.rpc.v1.JoinLearnerGroupRequest\x1a).paceline.rpc.v1.JoinLearnerGroupResponse\x12\x61\n\x0ePublishWeights\x12&.paceline.rpc.v1.PublishWeightsRequest\x1a\'.paceline.rpc.v1.PublishWeightsResponse\x12i\n\x10LeaveWeightGroup\x12).paceline.rpc.v1.LeaveLearnerGroupRequest\x1a*.paceline.rpc.v1.LeaveLearnerGroupResponse\x12X\n\x0b\x41\x62\x61ndonPush\x12#.paceline.rpc.v1.AbandonPushRequest\x1a$.paceline.rpc.v1.AbandonPushResponse\x12U\n\nFreeMemory\x12\".paceline.rpc.v1.FreeMemoryRequest\x1a#.paceline.rpc.v1.FreeMemoryResponse\x12R\n\tTrainStep\x12!.paceline.rpc.v1.TrainStepRequest\x1a\".paceline.rpc.v1.TrainStepResponse\x12\x61\n\x0eSaveCheckpoint\x12&.paceline.rpc.v1.SaveCheckpointRequest\x1a\'.paceline.rpc.v1.SaveCheckpointResponse\x12\x61\n\x0eWaitCheckpoint\x12&.paceline.rpc.v1.WaitCheckpointRequest\x1a\'.paceline.rpc.v1.WaitCheckpointResponse\x12\x61\n\x0eLoadCheckpoint\x12&.paceline.rpc.v1.LoadCheckpointRequest\x1a\'.paceline.rpc.v1.LoadCheckpointResponse\x12L\n\x07Restart\x12\x1f.paceline.rpc.v1.RestartRequest\x1a .paceline.rpc.v1.RestartResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -61,33 +61,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENREWARD']._serialized_start=681
   _globals['_TOKENREWARD']._serialized_end=728
   _globals['_BATCHROW']._serialized_start=731
-  _globals['_BATCHROW']._serialized_end=1000
-  _globals['_GUARDADJUSTMENTS']._serialized_start=1002
-  _globals['_GUARDADJUSTMENTS']._serialized_end=1122
-  _globals['_GUARDREADING']._serialized_start=1124
-  _globals['_GUARDREADING']._serialized_end=1224
-  _globals['_TRAINSTEPREQUEST']._serialized_start=1227
-  _globals['_TRAINSTEPREQUEST']._serialized_end=1416
-  _globals['_TRAINSTEPRESPONSE']._serialized_start=1419
-  _globals['_TRAINSTEPRESPONSE']._serialized_end=1643
-  _globals['_TRAINSTEPRESPONSE_METRICSENTRY']._serialized_start=1597
-  _globals['_TRAINSTEPRESPONSE_METRICSENTRY']._serialized_end=1643
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=1645
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=1724
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=1726
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=1767
-  _globals['_WAITCHECKPOINTREQUEST']._serialized_start=1769
-  _globals['_WAITCHECKPOINTREQUEST']._serialized_end=1806
-  _globals['_WAITCHECKPOINTRESPONSE']._serialized_start=1808
-  _globals['_WAITCHECKPOINTRESPONSE']._serialized_end=1849
-  _globals['_LOADCHECKPOINTREQUEST']._serialized_start=1851
-  _globals['_LOADCHECKPOINTREQUEST']._serialized_end=1907
-  _globals['_LOADCHECKPOINTRESPONSE']._serialized_start=1909
-  _globals['_LOADCHECKPOINTRESPONSE']._serialized_end=1950
-  _globals['_RESTARTREQUEST']._serialized_start=1952
-  _globals['_RESTARTREQUEST']._serialized_end=1984
-  _globals['_RESTARTRESPONSE']._serialized_start=1986
-  _globals['_RESTARTRESPONSE']._serialized_end=2003
-  _globals['_LEARNERSERVICE']._serialized_start=2006
-  _globals['_LEARNERSERVICE']._serialized_end=3084
+  _globals['_BATCHROW']._serialized_end=1021
+  _globals['_GUARDADJUSTMENTS']._serialized_start=1023
+  _globals['_GUARDADJUSTMENTS']._serialized_end=1143
+  _globals['_GUARDREADING']._serialized_start=1145
+  _globals['_GUARDREADING']._serialized_end=1245
+  _globals['_TRAINSTEPREQUEST']._serialized_start=1248
+  _globals['_TRAINSTEPREQUEST']._serialized_end=1437
+  _globals['_TRAINSTEPRESPONSE']._serialized_start=1440
+  _globals['_TRAINSTEPRESPONSE']._serialized_end=1664
+  _globals['_TRAINSTEPRESPONSE_METRICSENTRY']._serialized_start=1618
+  _globals['_TRAINSTEPRESPONSE_METRICSENTRY']._serialized_end=1664
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=1666
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=1745
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=1747
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=1788
+  _globals['_WAITCHECKPOINTREQUEST']._serialized_start=1790
+  _globals['_WAITCHECKPOINTREQUEST']._serialized_end=1827
+  _globals['_WAITCHECKPOINTRESPONSE']._serialized_start=1829
+  _globals['_WAITCHECKPOINTRESPONSE']._serialized_end=1870
+  _globals['_LOADCHECKPOINTREQUEST']._serialized_start=1872
+  _globals['_LOADCHECKPOINTREQUEST']._serialized_end=1928
+  _globals['_LOADCHECKPOINTRESPONSE']._serialized_start=1930
+  _globals['_LOADCHECKPOINTRESPONSE']._serialized_end=1971
+  _globals['_RESTARTREQUEST']._serialized_start=1973
+  _globals['_RESTARTREQUEST']._serialized_end=2005
+  _globals['_RESTARTRESPONSE']._serialized_start=2007
+  _globals['_RESTARTRESPONSE']._serialized_end=2024
+  _globals['_LEARNERSERVICE']._serialized_start=2027
+  _globals['_LEARNERSERVICE']._serialized_end=3105
 # @@protoc_insertion_point(module_scope)

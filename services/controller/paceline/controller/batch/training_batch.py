@@ -133,6 +133,7 @@ def rows(batch: Batch) -> tuple[BatchRow, ...]:
             num_sampled_tokens=header.num_sampled_tokens,
             greedy_score=greedy.get(header.trajectory_id.prompt_id),
             token_rewards=header.token_rewards,
+            num_patches=header.num_patches,
         )
         for header in batch.samples
     )

@@ -13,11 +13,17 @@ class RowLength:
     prompt_id: int
     num_prompt_tokens: int
     num_response_tokens: int
+    num_patches: int = 0
 
     @property
     def num_tokens(self) -> int:
         """Prompt and response together."""
         return self.num_prompt_tokens + self.num_response_tokens
+
+    @property
+    def num_budgeted(self) -> int:
+        """What it takes of a micro-batch's token budget: its tokens, and the patches of its images."""
+        return self.num_tokens + self.num_patches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

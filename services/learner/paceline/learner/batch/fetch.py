@@ -133,6 +133,11 @@ def _check_row(trajectory: Trajectory, row: BatchRow, policy: PolicyTag) -> None
             f"trajectory {name} has {lengths[0]} + {lengths[1]} tokens, its header says "
             f"{row.num_prompt_tokens} + {row.num_response_tokens}"
         )
+    num_patches = sum(image.num_patches for image in trajectory.images)
+    if num_patches != row.num_patches:
+        raise DataError(
+            f"trajectory {name} has images of {num_patches} patches, its header says {row.num_patches}"
+        )
     num_sampled = int(trajectory.response_mask.sum(dtype=np.int64))
     if num_sampled != row.num_sampled_tokens or not num_sampled:
         raise DataError(

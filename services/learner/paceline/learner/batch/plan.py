@@ -120,11 +120,12 @@ def plan_batch(
     """
     if not rows:
         raise DataError("the step has no rows to train on")
-    longest = max(row.num_tokens for row in rows)
-    if longest > token_budget:
+    longest = max(rows, key=lambda row: row.num_budgeted)
+    if longest.num_budgeted > token_budget:
+        patches = f" and {longest.num_patches} patches of images" if longest.num_patches else ""
         raise ConfigError(
-            f"a sequence of {longest} tokens is over the token budget of {token_budget}; raise "
-            "actor.ppo_max_token_len_per_gpu (or sft.max_token_len_per_gpu)"
+            f"a sequence of {longest.num_tokens} tokens{patches} is over the token budget of "
+            f"{token_budget}; raise actor.ppo_max_token_len_per_gpu (or sft.max_token_len_per_gpu)"
         )
     groups = [
         [index for index, _ in run] for _, run in groupby(enumerate(rows), key=lambda pair: pair[1].prompt_id)
@@ -202,10 +203,10 @@ class _Cut:
         )
 
     def _num_tokens(self, part: Rows) -> int:
-        """With one copy of the prompt, which all rows of the part have."""
-        return self.rows[part[0]].num_prompt_tokens + sum(
-            self.rows[index].num_response_tokens for index in part
-        )
+        """With one copy of the prompt and its images, which all rows of the part have."""
+        first = self.rows[part[0]]
+        prompt = first.num_prompt_tokens + first.num_patches
+        return prompt + sum(self.rows[index].num_response_tokens for index in part)
 
     def _in_order(self, bundles: Bin, *, share_prompts: bool) -> Rows:
         """By length; with shared prompts first by prompt."""

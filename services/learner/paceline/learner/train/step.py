@@ -98,7 +98,7 @@ def _gather(
     """The step's plan and this rank's micro-batches."""
     config, ranks, sharing = learner.config, learner.ranks, learner.shared_prompts
     lengths = _lengths(rows)
-    longest = max((row.num_tokens for row in lengths), default=0)
+    longest = max((row.num_budgeted for row in lengths), default=0)
     budget = effective_budget(config.actor.ppo_max_token_len_per_gpu, ranks.device.type, longest)
     budget = learner.memory.budget(budget, longest)
 
@@ -143,6 +143,7 @@ def _lengths(rows: Sequence[BatchRow]) -> list[RowLength]:
             prompt_id=row.trajectory_id.prompt_id,
             num_prompt_tokens=row.num_prompt_tokens,
             num_response_tokens=row.num_response_tokens,
+            num_patches=row.num_patches,
         )
         for row in rows
     ]
