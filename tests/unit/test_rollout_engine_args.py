@@ -63,6 +63,19 @@ def test_latent_attention_on_a_cpu_has_torchs_rotary_embedding(tmp_path: Path) -
     assert "compilation_config" not in engine_arguments(latent, on_cpu=True)
 
 
+def test_a_model_that_takes_images_gets_them_processed_already(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "vision_config": {}}))
+    settings = config()
+    given = settings.model_copy(update={"model": settings.model.model_copy(update={"path": str(tmp_path)})})
+    for on_cpu in (True, False):
+        arguments = engine_arguments(given, on_cpu=on_cpu)
+        assert arguments["skip_tokenizer_init"] is False
+        assert arguments["mm_device_do_normalize"] is False
+        assert arguments["mm_processor_cache_gb"] == 0
+        assert arguments["limit_mm_per_prompt"] == {"video": 0}
+        assert arguments.get("skip_mm_profiling", False) is on_cpu
+
+
 def test_vllm_is_told_how_a_model_with_corrections_of_scores_routes(tmp_path: Path) -> None:
     tree = {"model_type": "deepseek_v3", "kv_lora_rank": 512}
     (tmp_path / "config.json").write_text(json.dumps(tree))

@@ -57,6 +57,12 @@ class FakeLlm:
         self.calls.append(("reset_prefix_cache",))
         return self.idle
 
+    async def reset_mm_cache(self) -> None:
+        self.calls.append(("reset_mm_cache",))
+
+    async def reset_encoder_cache(self) -> None:
+        self.calls.append(("reset_encoder_cache",))
+
     async def sleep(self, level: int) -> None:
         await self._order("sleep", level)
 
@@ -89,6 +95,13 @@ def receipt(rank: int, num_bytes: int, ms: float) -> dict[str, bytes]:
 
 def failure(kind: str, **fields: Any) -> dict[str, Any]:
     return {"error": {"kind": kind, "message": f"a {kind}", "rank": None, **fields}}
+
+
+async def test_a_push_into_a_model_with_a_vision_tower_resets_what_is_kept_of_images() -> None:
+    llm = FakeLlm([receipt(0, 100, 3.0)])
+    await VllmEngine(llm, EngineProcesses(), has_tower=True).receive(4, 20.0)
+    order = [call[0] for call in llm.calls]
+    assert order == ["paceline_receive", "reset_mm_cache", "reset_encoder_cache", "reset_prefix_cache"]
 
 
 async def test_a_push_is_received_then_the_prefix_cache_is_reset() -> None:

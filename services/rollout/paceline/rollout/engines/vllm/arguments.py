@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from paceline.config.run import RunConfig
-from paceline.rollout.engines.vllm import refusals
+from paceline.rollout.engines.vllm import refusals, vision
 from paceline.weights import corrections
 
 WORKER_EXTENSION = "paceline.rollout.engines.vllm.worker.PacelineWorkerExtension"
@@ -64,6 +64,8 @@ def engine_arguments(
     }
     if missing := missing_keys(Path(model.path)):
         arguments["hf_overrides"] = missing
+    if vision.has_tower(Path(model.path)):
+        arguments |= vision.arguments(on_cpu=on_cpu)
     if worker_extension is not None:
         arguments["worker_extension_cls"] = worker_extension
     if on_cpu:

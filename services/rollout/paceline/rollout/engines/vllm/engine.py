@@ -11,6 +11,7 @@ import gc
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 from paceline.config.run import RunConfig
@@ -18,7 +19,7 @@ from paceline.core.errors import DeadlineError, PeerLostError, WeightSyncError
 from paceline.core.members import EnginePart, LocalPart
 from paceline.rollout.engines.base import Engine, Sample, SampleRequest, do_nothing
 from paceline.rollout.engines.processes import EngineProcesses, kill
-from paceline.rollout.engines.vllm import calls, environment
+from paceline.rollout.engines.vllm import calls, environment, vision
 from paceline.rollout.engines.vllm.arguments import WORKER_EXTENSION
 from paceline.rollout.engines.vllm.log_probs import LogProbs
 from paceline.rollout.engines.vllm.samples import submit, to_sample
@@ -44,8 +45,8 @@ _WORKER_END_S = 0.5
 class VllmEngine(Engine):
     """An `Engine` over AsyncLLM; made by `start`. Each method's promise is in `engines/base.py`."""
 
-    def __init__(self, llm: Any, processes: EngineProcesses) -> None:
-        self._llm, self._processes = llm, processes
+    def __init__(self, llm: Any, processes: EngineProcesses, *, has_tower: bool = False) -> None:
+        self._llm, self._processes, self._has_tower = llm, processes, has_tower
         self._log_probs: LogProbs | None = None
         self._unusable: PeerLostError | None = None
         self._asleep: set[EnginePart] = set()
@@ -90,7 +91,7 @@ class VllmEngine(Engine):
         # What exists now stays: later collections need not look at it.
         gc.collect()
         gc.freeze()
-        engine = cls(built.pop(), processes)
+        engine = cls(built.pop(), processes, has_tower=vision.has_tower(Path(config.model.path)))
         if environment.batches_draws(config):
             await engine.batch_draws()
         return engine
@@ -127,12 +128,12 @@ class VllmEngine(Engine):
         await self.call_workers("paceline_join", (spec.to_bytes(), rank_offset, timeout_s), timeout_s)
 
     async def receive(self, version: int, timeout_s: float) -> PushReceipt:
-        """Receives one push and resets the prefix cache."""
+        """Receives one push; forgets cached prefixes, and what the vision tower made of images."""
         # Ordered together, done one after the other: the engine need not wait for the second order.
         receiving = asyncio.create_task(
             self.call_workers("paceline_receive", (version, timeout_s), timeout_s)
         )
-        resetting = asyncio.create_task(self._llm.reset_prefix_cache())
+        resetting = asyncio.create_task(self._reset_caches())
         try:
             replies = await receiving
             idle = await calls.answered(self._llm, resetting, "reset of the prefix cache", calls.GRACE_S)
@@ -146,6 +147,14 @@ class VllmEngine(Engine):
                 "and values of the old weights. Abort them before a push"
             )
         return PushReceipt.merge([PushReceipt.from_bytes(reply["receipt"]) for reply in replies])
+
+    async def _reset_caches(self) -> bool:
+        """Returns whether the engine was idle."""
+        if self._has_tower:
+            await self._llm.reset_mm_cache()
+            await self._llm.reset_encoder_cache()
+        idle: bool = await self._llm.reset_prefix_cache()
+        return idle
 
     async def digest(self, version: int) -> tuple[DigestReport, ...]:
         """The digest of what lies in the parameters now, one report per TP rank."""

@@ -12,6 +12,7 @@ from paceline.core.errors import InvalidMessageError, PacelineError
 from paceline.core.trajectory import FinishReason
 from paceline.rollout.engines.base import Sample, SampleRequest
 from paceline.rollout.engines.vllm.log_probs import LogProbs
+from paceline.rollout.engines.vllm.vision import prompt_with_images
 
 SEED: Final = "paceline_seed"
 """Where a request carries the seed by which `batched_sampler` draws: in `SamplingParams.extra_args`"""
@@ -44,7 +45,10 @@ async def submit(llm: Any, request: SampleRequest, *, keeps_log_probs: bool = Fa
         skip_clone=True,
         **seeded,
     )
-    prompt = vllm.tokens_input(list(request.prompt_token_ids), cache_salt=request.cache_salt or None)
+    if request.images:
+        prompt = prompt_with_images(request, llm.model_config.hf_config)
+    else:
+        prompt = vllm.tokens_input(list(request.prompt_token_ids), cache_salt=request.cache_salt or None)
     try:
         return await llm.add_request(request.request_id, prompt, params)
     # In 0.24 the first is a subclass of the second, in 0.32 it is not.

@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.config.run import RunConfig
 from paceline.core.errors import EnvironmentLackError, ModelError
-from paceline.rollout.engines.vllm import environment, prefork
+from paceline.rollout.engines.vllm import environment, prefork, vision, without_torchvision
 from paceline.rollout.engines.vllm.arguments import engine_arguments
 from paceline.rollout.engines.vllm.cause import ErrorOutput
 
@@ -48,15 +48,24 @@ def build(
         environment.prepare_cpu()
     if context is not None:
         prefork.use(context)
+    without_torchvision.register()
     arguments = engine_arguments(
         config, on_cpu=on_cpu, load_format=load_format, worker_extension=worker_extension
     )
+    _drop_unknown(arguments, AsyncEngineArgs)
     output = ErrorOutput()
     try:
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     except (ValueError, RuntimeError, OSError, TypeError) as error:
         cause = output.root_cause() or f"{error}; its own lines above say more"
         raise ModelError(f"the engine does not start with {config.model.path}: {cause}") from error
+
+
+def _drop_unknown(arguments: dict[str, Any], kind: Any) -> None:
+    """Drops what switches off something that an earlier vLLM does not have."""
+    for name in vision.LATER:
+        if name not in kind.__dataclass_fields__:
+            arguments.pop(name, None)
 
 
 def in_daemon(work: Callable[[], None]) -> asyncio.Future[None]:

@@ -22,6 +22,7 @@ from paceline.rollout.engines.vllm.checkpoint import learner_shapes
 from paceline.rollout.engines.vllm.layout import describe_model
 from paceline.rollout.engines.vllm.reload import Reloader
 from paceline.rollout.engines.vllm.trace import traced
+from paceline.rollout.engines.vllm.without_torchvision import register
 from paceline.weights.plan.spec import WeightGroupSpec
 
 if TYPE_CHECKING:
@@ -236,3 +237,4 @@ class PacelineWorkerExtension:
 _keep_plain_cpu_linears()
 _trace_loading()
 _wait_without_spinning()
+register()

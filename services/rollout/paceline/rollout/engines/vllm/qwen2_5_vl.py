@@ -1,0 +1,42 @@
+"""vLLM's Qwen2.5-VL with an image processor that needs no torchvision; see `without_torchvision`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from transformers import AutoImageProcessor
+from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl
+
+# vLLM imports a function of this module, which cannot be imported; its twin for Pillow has the same function.
+sys.modules.setdefault(
+    "transformers.models.qwen2_vl.image_processing_qwen2_vl", image_processing_pil_qwen2_vl
+)
+
+from vllm.model_executor.models import qwen2_5_vl  # noqa: E402
+from vllm.multimodal import MULTIMODAL_REGISTRY  # noqa: E402
+
+
+class ProcessingInfo(qwen2_5_vl.Qwen2_5_VLProcessingInfo):  # type: ignore[misc]
+    """Says how many tokens an image may have; nothing is processed here, and videos are not taken."""
+
+    def get_supported_mm_limits(self) -> dict[str, int | None]:
+        """As many images as a prompt has room for."""
+        return {"image": None}
+
+    def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Any) -> dict[str, int]:
+        """Of the largest image that the model's image processor makes, or that a sequence has room for."""
+        processor = AutoImageProcessor.from_pretrained(
+            self.ctx.model_config.model, backend="pil", local_files_only=True
+        )
+        token_pixels = (processor.patch_size * processor.merge_size) ** 2
+        return {"image": min(seq_len, processor.size["longest_edge"] // token_pixels)}
+
+
+@MULTIMODAL_REGISTRY.register_processor(
+    qwen2_5_vl.Qwen2_5_VLMultiModalProcessor,
+    info=ProcessingInfo,
+    dummy_inputs=qwen2_5_vl.Qwen2_5_VLDummyInputsBuilder,
+)
+class Qwen25VL(qwen2_5_vl.Qwen2_5_VLForConditionalGeneration):  # type: ignore[misc]
+    """vLLM's model."""

@@ -1,0 +1,132 @@
+"""Prompts with images for vLLM: as inputs that are processed already.
+
+vLLM's own processing would expand the placeholders a second time. What is passed on is what the learner sees,
+too: the tokens, and the patches of each image.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final, NoReturn
+
+import numpy as np
+
+from paceline.core.errors import InvalidMessageError
+from paceline.rollout.engines.base import SampleRequest
+
+_CHANNELS: Final = 3
+
+LATER: Final = ("mm_device_do_normalize",)
+"""Arguments that vLLM 0.24 does not have, nor what they switch off"""
+
+
+def has_tower(folder: Path) -> bool:
+    """Whether the model in this folder turns images into tokens."""
+    try:
+        return "vision_config" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+
+
+def arguments(*, on_cpu: bool) -> dict[str, Any]:
+    """Arguments of AsyncEngineArgs for a model with a vision tower."""
+    chosen: dict[str, Any] = {
+        # vLLM makes its processor of images at the start, though nothing is given to it.
+        "skip_tokenizer_init": False,
+        # Since 0.32 vLLM would normalise pixels that are normalised already.
+        "mm_device_do_normalize": False,
+        # Its cache serves that processing alone.
+        "mm_processor_cache_gb": 0,
+        "limit_mm_per_prompt": {"video": 0},
+    }
+    # The profile makes an image with the processor, to see what memory it takes: of use on a GPU alone.
+    return chosen | ({"skip_mm_profiling": True} if on_cpu else {})
+
+
+def prompt_with_images(request: SampleRequest, config: Any) -> Any:
+    """vLLM's input for a prompt with images.
+
+    Args:
+        config: the model's Hugging Face configuration.
+
+    Raises:
+        InvalidMessageError: the placeholders are not those of the images, or the model takes none.
+    """
+    vllm, ranges = _vllm(), placeholder_ranges(request, config)
+    grids = vllm.torch.tensor([loaded.image.grid for loaded in request.images])
+    pixels = vllm.torch.from_numpy(np.concatenate([loaded.pixels for loaded in request.images]))
+    items = vllm.MultiModalKwargsItems.from_hf_inputs(
+        {"pixel_values": pixels, "image_grid_thw": grids},
+        {
+            "pixel_values": vllm.MultiModalFieldConfig.flat_from_sizes("image", grids.prod(-1)),
+            "image_grid_thw": vllm.MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+        },
+    )
+    return vllm.mm_input(
+        list(request.prompt_token_ids),
+        items,
+        # By these vLLM keeps what the tower made of an image, for other requests with the same image.
+        {"image": [f"{loaded.image.hash}{request.cache_salt}" for loaded in request.images]},
+        {"image": [vllm.PlaceholderRange(offset=first, length=length) for first, length in ranges]},
+        cache_salt=request.cache_salt or None,
+    )
+
+
+def placeholder_ranges(request: SampleRequest, config: Any) -> list[tuple[int, int]]:
+    """(first position, length) of each image's placeholders in the prompt; checks the pixels' shape, too.
+
+    Wrong shapes would end the engine, and not only the request.
+
+    Raises:
+        InvalidMessageError: the images do not fit the prompt or the model.
+    """
+    vision = getattr(config, "vision_config", None)
+    if vision is None:
+        _refuse(request, f"its prompt has images, and a model of type {config.model_type} takes none")
+    merged, width = vision.spatial_merge_size, _CHANNELS * vision.temporal_patch_size * vision.patch_size**2
+    places = np.flatnonzero(np.asarray(request.prompt_token_ids) == config.image_token_id)
+    ranges, taken = [], 0
+    for number, loaded in enumerate(request.images):
+        time, height, width_patches = loaded.image.grid
+        if height % merged or width_patches % merged or loaded.pixels.shape[1] != width:
+            _refuse(
+                request,
+                f"image {number} has patches of {loaded.pixels.shape[1]} numbers in a grid of "
+                f"{height} x {width_patches}; it takes {width} numbers, in multiples of {merged}",
+            )
+        length = time * height * width_patches // merged**2
+        own = places[taken : taken + length]
+        if len(own) < length or own[-1] - own[0] != length - 1:
+            _refuse(
+                request, f"image {number} has {length} tokens, and the prompt no such run of placeholders"
+            )
+        ranges.append((int(own[0]), length))
+        taken += length
+    if taken < len(places):
+        _refuse(request, f"its prompt has {len(places)} placeholders, its images have {taken} tokens")
+    return ranges
+
+
+def _refuse(request: SampleRequest, why: str) -> NoReturn:
+    raise InvalidMessageError(
+        f"the engine refuses request {request.request_id}: {why}", reason="refused_by_engine"
+    )
+
+
+@cache
+def _vllm() -> Any:
+    """The parts of vLLM that a prompt with images needs; imported where there is one."""
+    import torch
+    from vllm.inputs import mm_input
+    from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
+
+    return SimpleNamespace(
+        torch=torch,
+        mm_input=mm_input,
+        MultiModalFieldConfig=MultiModalFieldConfig,
+        MultiModalKwargsItems=MultiModalKwargsItems,
+        PlaceholderRange=PlaceholderRange,
+    )

@@ -1,0 +1,233 @@
+"""Prompts with images in vLLM, against a Hugging Face forward pass, before and after a push."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+
+from paceline.config.load import parse
+from paceline.config.run import RunConfig
+from paceline.core.errors import InvalidMessageError
+from paceline.core.images import LoadedImage
+from paceline.core.trajectory import SamplingSpec
+from paceline.learner.distributed.publisher import WeightPublisher
+from paceline.rollout.engines.base import Sample, SampleRequest
+from paceline.rollout.engines.vllm.engine import VllmEngine
+from paceline.weights.digest.agreement import model_digest
+from paceline.weights.plan.spec import WeightGroupSpec
+from paceline.wire import image_of
+from support.tiny_vl import drawn_image, save_tiny_vl, tiny_vl_config, tiny_vl_model
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.torch,
+    pytest.mark.timeout(900),
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("ignore"),  # vLLM and its imports warn about themselves
+]
+
+SPEC = SamplingSpec(temperature=0.0, max_tokens=8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """An engine that holds the weights of `model`, and how to push them anew."""
+
+    engine: VllmEngine
+    model: Any
+    push: Callable[[], Any]
+    folder: Path
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def setup(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup]:
+    before = dict(os.environ)
+    folder = save_tiny_vl(tmp_path_factory.mktemp("tiny"), weights=False)
+    config = parse(
+        RunConfig,
+        {
+            "data": {"train_files": "x.parquet", "max_prompt_length": 112, "max_response_length": 16},
+            "model": {"path": str(folder)},
+            # Small blocks, so that a prompt fills some: a stale prefix cache would show.
+            "rollout": {
+                "max_num_seqs": 8,
+                "threads": 1,
+                "sampler": "engine",
+                "engine_kwargs": {"block_size": 32},
+            },
+            "reward": {"functions": [{"name": "exact_match"}]},
+            "trainer": {"total_steps": 1},
+        },
+    )
+    engine = await VllmEngine.start(config)
+    model = tiny_vl_model(1)
+    publisher, threads = WeightPublisher(model, torch.device("cpu")), ThreadPoolExecutor(max_workers=1)
+    versions = iter(range(100))
+
+    async def in_thread(call: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(threads, call)
+
+    async def push() -> None:
+        version = next(versions)
+        sending = asyncio.ensure_future(in_thread(lambda: publisher.publish(version)))
+        received = await engine.receive(version, 60.0)
+        sent = await sending
+        assert model_digest(received.reports) == model_digest(sent.reports)
+
+    host, port = publisher.open_store()
+    spec = WeightGroupSpec(
+        epoch=1,
+        backend="gloo",
+        store_host=host,
+        store_port=port,
+        learner_layouts=(publisher.layout(),),
+        rollout_layouts=await engine.describe(),
+        wire_dtype="float32",
+        timeout_s=60.0,
+    )
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(in_thread(lambda: publisher.join(spec)))
+        tasks.create_task(engine.join(spec, spec.num_learners, 60.0))
+    assert not spec.rollout_layouts[0].full_tensors, "the tower is pushed in place, too"
+    await push()
+    yield Setup(engine=engine, model=model, push=push, folder=folder)
+    publisher.leave()
+    threads.shutdown()
+    await engine.shutdown()
+    os.environ.clear()
+    os.environ.update(before)
+    gc.collect()  # vLLM leaves a ZeroMQ context to the collector, which warns: let it do so here
+
+
+def loaded(setup: Setup, *images: Any) -> list[LoadedImage]:
+    """The images as the controller makes them."""
+    from transformers import AutoImageProcessor
+
+    processor = AutoImageProcessor.from_pretrained(setup.folder, backend="pil", local_files_only=True)
+    made = []
+    for image in images:
+        output = processor([image])
+        grid = tuple(int(size) for size in output["image_grid_thw"][0])
+        made.append(LoadedImage(image=image_of(output["pixel_values"], grid), pixels=output["pixel_values"]))
+    return made
+
+
+def request(name: str, images: Sequence[LoadedImage], **changes: Any) -> SampleRequest:
+    """A prompt that shows each image and asks a little."""
+    config, ids = tiny_vl_config(), [11, 12]
+    for image in images:
+        length = image.image.num_patches // 4
+        ids += [config.vision_start_token_id, *[config.image_token_id] * length, config.vision_end_token_id]
+    ids += list(range(30, 64))
+    made = SampleRequest(request_id=name, prompt_token_ids=ids, sampling=SPEC, seed=3, images=images)
+    return replace(made, **changes)
+
+
+@torch.no_grad()
+def reference(model: Any, asked: SampleRequest, response: Sequence[int]) -> np.ndarray:
+    """Log-probabilities (R, vocabulary) of a float32 forward pass at the response's positions.
+
+    From embeddings: a response may hold the placeholder too, as a token like any other.
+    """
+    prompt = torch.tensor(asked.prompt_token_ids)
+    ids = torch.cat([prompt, torch.tensor(response)])[None]
+    places = torch.nonzero(prompt == model.config.image_token_id)[:, 0]
+    kinds = torch.zeros_like(ids, dtype=torch.int32)
+    kinds[0, places] = 1
+    embeddings, grids = model.get_input_embeddings()(ids), None
+    if asked.images:
+        grids = torch.tensor([image.image.grid for image in asked.images])
+        pixels = torch.from_numpy(np.concatenate([image.pixels for image in asked.images]))
+        embeddings[0, places] = model.model.visual(pixels, grid_thw=grids).pooler_output
+    positions, _ = model.model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grids)
+    logits = model(inputs_embeds=embeddings, position_ids=positions).logits[0]
+    return torch.log_softmax(logits[len(prompt) - 1 : -1], dim=-1).numpy()
+
+
+def assert_drawn_from(model: Any, asked: SampleRequest, sample: Sample) -> None:
+    full = reference(model, asked, sample.token_ids.tolist())
+    expected = full[np.arange(len(sample.token_ids)), sample.token_ids]
+    np.testing.assert_allclose(sample.log_probs, expected, atol=1e-4)
+    if asked.sampling.temperature == 0:
+        np.testing.assert_allclose(expected, full.max(axis=1), atol=1e-4)
+
+
+async def test_log_probs_are_those_of_a_forward_pass_with_the_images(setup: Setup) -> None:
+    first, second, wide = loaded(setup, drawn_image(1), drawn_image(2), drawn_image(3, 200, 60))
+    sampled = replace(SPEC, temperature=1.0)
+    asked = [
+        request("none", []),
+        request("first", [first]),
+        request("second", [second]),
+        request("both", [first, second]),
+        request("turned", [second, first]),
+        request("wide", [wide, first], sampling=sampled),
+        # The same image in a batch with itself.
+        *[request(f"sample {seed}", [second], sampling=sampled, seed=seed) for seed in range(3)],
+    ]
+    samples = await setup.engine.generate(asked)
+    for each, sample in zip(asked, samples, strict=True):
+        assert_drawn_from(setup.model, each, sample)
+    drawn = [sample.token_ids.tolist() for sample in samples[:5]]
+    assert len({str(ids) for ids in drawn}) == 5, "the images make no difference: the test shows nothing"
+
+
+async def test_no_embedding_of_an_image_outlives_a_push(setup: Setup) -> None:
+    """What the tower made of an image is kept by the image's hash, which a push does not change.
+
+    No salt here, which would keep versions apart too.
+    """
+    (image,) = loaded(setup, drawn_image(5))
+    asked = request("before", [image])
+    (before,) = await setup.engine.generate([asked])
+    assert_drawn_from(setup.model, asked, before)
+    with torch.no_grad():
+        for parameter in setup.model.model.visual.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(9)))
+    await setup.push()
+    again = replace(asked, request_id="after")
+    (after,) = await setup.engine.generate([again])
+    assert_drawn_from(setup.model, again, after)
+    changed = reference(setup.model, asked, before.token_ids.tolist())
+    kept = changed[np.arange(len(before.token_ids)), before.token_ids]
+    assert np.abs(kept - before.log_probs).max() > 0.01, "the push changed nothing: the test shows nothing"
+
+
+async def test_images_that_do_not_fit_are_refused_and_the_engine_lives_on(setup: Setup) -> None:
+    (image,) = loaded(setup, drawn_image(1))
+    fine = request("fine", [image])
+    ids = list(fine.prompt_token_ids)
+    placeholder = tiny_vl_config().image_token_id
+    fewer, apart = [*ids], [*ids]
+    fewer.remove(placeholder)
+    at = ids.index(placeholder)
+    apart[at : at + 2] = [placeholder, 30]
+    apart.append(placeholder)
+    narrow = LoadedImage(image=image.image, pixels=image.pixels[:, :-3])
+    for changes, message in [
+        ({"prompt_token_ids": fewer}, "image 0 has 4 tokens, and the prompt no such run"),
+        ({"prompt_token_ids": apart}, "image 0 has 4 tokens, and the prompt no such run"),
+        (
+            {"prompt_token_ids": [*ids, placeholder]},
+            "its prompt has 5 placeholders, its images have 4 tokens",
+        ),
+        ({"images": [image, image]}, "image 1 has 4 tokens"),
+        ({"images": [narrow]}, "image 0 has patches of 1173 numbers"),
+    ]:
+        with pytest.raises(InvalidMessageError, match=message):
+            await setup.engine.generate([replace(fine, **changes)])
+    (sample,) = await setup.engine.generate([fine])
+    assert_drawn_from(setup.model, fine, sample)
