@@ -14,15 +14,19 @@ from torch import Tensor
 from paceline.config.load import dump_yaml
 from paceline.core.errors import DataError, InvalidMessageError, ModelError
 from paceline.learner.batch.fetch import fetch_rows
+from paceline.learner.batch.halve import Halves, Part
 from paceline.learner.batch.images import ImageSpec
 from paceline.learner.batch.pack import pack
-from paceline.learner.batch.types import MicroBatch, PackedRow
+from paceline.learner.batch.types import MicroBatch, OldLogProbs, PackedRow, TrainingBatch
+from paceline.learner.distributed.publisher import WeightPublisher
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.export import export
 from paceline.learner.model import loading
 from paceline.learner.model.architectures import require_text_alone
 from paceline.learner.model.layers import LayerOptions
 from paceline.learner.model.loading import Precision, load_critic, load_policy
+from paceline.learner.model.networks import body_of, vision_tower
+from paceline.rollout.engines.vllm.checkpoint import learner_shapes
 from support.architectures import tiny_config
 from support.image_ranks import (
     SAMPLES,
@@ -357,3 +361,56 @@ def with_prompt(row: PackedRow, place: int, token: int) -> PackedRow:
 
 def with_image(row: PackedRow, **changes: Any) -> PackedRow:
     return replace(row, images=(replace(row.images[0], **changes),))
+
+
+def test_halves_of_a_micro_batch_have_the_images_of_their_rows(folder: Path, ranks: Ranks) -> None:
+    """What an update that ran out of memory goes on with."""
+    network, batch = load_policy(folder, ranks, FLOAT32), pack(image_rows(samples=2), CPU)
+    halves = Halves.of(Part(batch=bare(batch))).halves
+    assert [half.batch.batch.images is not None for half in halves] == [True, True]
+    with torch.no_grad():
+        expected = batch.table(network(batch)[0])[batch.mask]
+        parts = [half.batch.batch for half in halves]
+        own = torch.cat([part.table(network(part)[0])[part.mask] for part in parts])
+    torch.testing.assert_close(own, expected, atol=1e-5, rtol=1e-5)
+
+
+def bare(batch: MicroBatch) -> TrainingBatch:
+    """A micro-batch as an update takes it, its numbers zeros."""
+    return TrainingBatch(
+        batch=batch,
+        old_log_probs=OldLogProbs(),
+        ref_log_probs=None,
+        values=None,
+        scores=torch.zeros(len(batch.rows)),
+        advantages=torch.zeros(batch.mask.shape),
+        returns=None,
+        weights=None,
+    )
+
+
+def test_a_push_describes_the_tower_too(folder: Path, ranks: Ranks) -> None:
+    """An engine that slept has lost it."""
+    network = load_policy(folder, ranks, FLOAT32)
+    lm: Any = network.lm
+    layout = WeightPublisher(lm, CPU).layout()
+    shapes = {part.name: part.global_shape for part in layout.slices}
+    tied = {"lm_head.weight"} if lm.config.get_text_config().tie_word_embeddings else set()
+    expected = {name: tuple(parameter.shape) for name, parameter in hugging_face(folder).named_parameters()}
+    assert shapes == {name: shape for name, shape in expected.items() if name not in tied}
+    assert learner_shapes(lm.config) == expected
+
+
+def test_bfloat16_computes_the_tower_too(folder: Path, ranks: Ranks) -> None:
+    batch = pack(image_rows(), CPU)
+    with torch.no_grad():
+        exact = load_policy(folder, ranks, FLOAT32)(batch)[0]
+    network = load_policy(folder, ranks, Precision(compute=torch.bfloat16))
+    dtypes = []
+    tower: Any = vision_tower(body_of(network.lm))
+    tower.merger.register_forward_hook(lambda module, given, made: dtypes.append(made.dtype))
+    log_probs = network(batch)[0]
+    log_probs.sum().backward()
+    assert dtypes == [torch.bfloat16]
+    assert 0 < float((log_probs.detach() - exact).abs().mean()) < 0.05
+    assert all((p.grad is None) == ("visual" in n) for n, p in loading.hugging_face_names(network))
