@@ -20,7 +20,7 @@ from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.export import export
 from paceline.learner.model import experts
 from paceline.learner.model.flops import arithmetic_of
-from paceline.learner.model.folder import gather_tensors, write_folder
+from paceline.learner.model.folder import gathered_tensors, write_folder
 from paceline.learner.model.loading import Precision, as_fsdp, hugging_face_names, load_policy
 from paceline.learner.train.learner import Learner
 from paceline.weights import corrections
@@ -99,7 +99,7 @@ def test_a_checkpoint_of_experts_loads_trains_and_is_written_again(
         assert parameter.grad is not None, name
         torch.testing.assert_close(parameter.grad.full_tensor(), wanted[name].grad, atol=1e-4, rtol=1e-3)
 
-    write_folder(tmp_path / "out", gather_tensors(network, keep=True), source=tmp_path / "model")
+    write_folder(tmp_path / "out", gathered_tensors(network, keep=True), source=tmp_path / "model")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     for name, parameter in again.named_parameters():
         assert torch.equal(parameter, wanted[name]), name

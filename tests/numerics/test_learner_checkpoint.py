@@ -277,7 +277,8 @@ def test_a_checkpoint_in_an_object_store_has_the_guarantees_of_one_on_disk(
     load(loaded, newest.address)
     load(expected, folders[0])
     assert same(tensors(loaded), tensors(expected))
-    assert (loaded.version, read_policy(newest).keys()) == (2, read_policy(Folder.at(folders[0])).keys())
+    assert loaded.version == 2
+    assert dict(read_policy(newest)).keys() == dict(read_policy(Folder.at(folders[0]))).keys()
 
     shards = "bucket/r-1/step_000002/__0_0.distcp"
     s3.objects[shards] = s3.objects[shards][:-1] + b"\xff"

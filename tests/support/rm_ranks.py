@@ -11,7 +11,7 @@ import yaml
 from paceline.config.load import parse
 from paceline.config.run import RmRunConfig
 from paceline.learner.distributed.ranks import Ranks
-from paceline.learner.model.folder import gather_tensors
+from paceline.learner.model.folder import gathered_tensors
 from paceline.learner.model.loading import Precision, load_critic
 from paceline.learner.rm import RmTrainer, read_comparisons
 
@@ -25,9 +25,7 @@ def steps(ranks: Ranks, file: str) -> dict[str, Any]:
     network = load_critic(config.model.path, ranks, Precision(compute=torch.float32), seed=0, has_bias=False)
     trainer = RmTrainer(config, network, ranks)
     told = [trainer.step(step, pairs[step % 3 :][:5]) for step in range(1, NUM_STEPS + 1)]
-    weights = {
-        name: tensor.flatten()[:8].tolist() for name, tensor in gather_tensors(network, keep=True).items()
-    }
+    weights = {name: tensor.flatten()[:8].tolist() for name, tensor in gathered_tensors(network, keep=True)}
     return {
         "losses": [progress.loss for progress in told],
         "grad_norms": [progress.grad_norm for progress in told],

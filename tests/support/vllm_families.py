@@ -76,7 +76,7 @@ def export(model_type: str, folder: Path) -> dict[str, Any]:
         else draw_normal(parameter.shape, 0.2, 0, name) + (parameter.ndim == 1)
         for name, parameter in lm.named_parameters()
     }
-    write_folder(folder / "export", tensors, source=source, dtype=torch.float32)
+    write_folder(folder / "export", tensors.items(), source=source, dtype=torch.float32)
     return tensors
 
 

@@ -1,13 +1,15 @@
 """`python -m paceline.learner.export RUN STEP OUT`: a checkpoint's policy as a Hugging Face folder.
 
-It runs in one process without a GPU and assembles the shards in memory.
+It runs in one process without a GPU, and has a layer and a file of weights in memory at a time.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,9 @@ from paceline.learner.checkpoint.manifest import Manifest
 from paceline.learner.checkpoint.shards import reader
 from paceline.learner.checkpoint.state import POLICY
 from paceline.learner.model.architectures import WITH_IMAGES
-from paceline.learner.model.folder import write_adapters, write_folder
+from paceline.learner.model.folder import by_layer, write_adapters, write_folder
 from paceline.learner.model.loading import read_config, stored_tensors
-from paceline.learner.model.lora import merge
+from paceline.learner.model.lora import merged
 from paceline.learner.train.learner import DTYPES
 from paceline.storage.folder import Folder
 from paceline.storage.models import local_model
@@ -71,11 +73,12 @@ def export(run_dir: Path, step: int, out: Path, *, dtype: torch.dtype | None = N
     if has_frozen and source == Path(model.path):
         source = Path(local_model(config.model, "learner").path)
     tokenizer = Path(model.tokenizer_path) if model.tokenizer_path else None
-    trained = read_policy(folder)
+    tensors, adapters = read_policy(folder), dict[str, Tensor]()
     if lora is not None:
-        tensors = merge(_base(config, source), trained, lora)
-    else:
-        tensors = {**trained, **_base(config, source, frozen_alone=True)} if has_frozen else trained
+        adapters = dict(tensors)
+        tensors = merged(_base(config, source), adapters, lora)
+    elif has_frozen:
+        tensors = itertools.chain(tensors, _base(config, source, frozen_alone=True))
     write_folder(
         out,
         tensors,
@@ -84,38 +87,47 @@ def export(run_dir: Path, step: int, out: Path, *, dtype: torch.dtype | None = N
         dtype=dtype or DTYPES[config.model.dtype],
     )
     if lora is not None:
-        write_adapters(out / ADAPTERS, trained, lora=lora, base=config.model.path)
+        write_adapters(out / ADAPTERS, adapters, lora=lora, base=config.model.path)
     return out
 
 
-def _base(config: RunConfig, source: Path, *, frozen_alone: bool = False) -> dict[str, Tensor]:
+def _base(config: RunConfig, source: Path, *, frozen_alone: bool = False) -> Iterator[tuple[str, Tensor]]:
     """The weights that training began with: all of them, or a vision tower's alone."""
-    is_random = config.model.load_format == "random"
-    seed = config.trainer.seed if is_random else None
-    tensors = stored_tensors(source, seed, frozen_alone=frozen_alone)
-    return {name: tensor.to(DTYPES[config.model.dtype]) for name, tensor in tensors.items()}
+    seed = config.trainer.seed if config.model.load_format == "random" else None
+    for name, tensor in stored_tensors(source, seed, frozen_alone=frozen_alone):
+        yield name, tensor.to(DTYPES[config.model.dtype])
 
 
-def read_policy(folder: Folder) -> dict[str, Tensor]:
-    """The policy's full tensors by Hugging Face name, read from a checkpoint folder.
+def read_policy(folder: Folder) -> Iterator[tuple[str, Tensor]]:
+    """The policy's full tensors by Hugging Face name, read from a checkpoint folder a layer at a time.
 
     Raises:
         CheckpointError: the folder holds no policy.
     """
     entries: dict[str, Any] = reader(folder).read_metadata().state_dict_metadata
     prefix = f"{POLICY}."
-    tensors: dict[str, Tensor] = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in entries.items()
-        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
-    }
-    if not tensors:
+    layers: dict[str, dict[str, TensorStorageMetadata]] = {}
+    for name, entry in entries.items():
+        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata):
+            layers.setdefault(by_layer(name), {})[name] = entry
+    if not layers:
         raise CheckpointError(f"{folder} holds no policy")
-    with warnings.catch_warnings():
-        # torch warns about loading in a single process even with no_dist=True.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        load_shards(tensors, storage_reader=reader(folder), no_dist=True)
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    return _read(folder, prefix, layers.values())
+
+
+def _read(
+    folder: Folder, prefix: str, layers: Iterable[Mapping[str, TensorStorageMetadata]]
+) -> Iterator[tuple[str, Tensor]]:
+    for entries in layers:
+        tensors = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()
+        }
+        with warnings.catch_warnings():
+            # torch warns about loading in a single process even with no_dist=True.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+            load_shards(tensors, storage_reader=reader(folder), no_dist=True)
+        for name in list(tensors):
+            yield name.removeprefix(prefix), tensors.pop(name)
 
 
 def main(argv: list[str] | None = None) -> int:

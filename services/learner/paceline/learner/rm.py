@@ -29,7 +29,7 @@ from paceline.learner.batch.arithmetic import RowLength
 from paceline.learner.batch.types import MicroBatch, PackedRow
 from paceline.learner.distributed.ranks import RankEnvironment, Ranks, leave_group
 from paceline.learner.model.architectures import require_text_alone
-from paceline.learner.model.folder import gather_tensors, write_folder
+from paceline.learner.model.folder import Tensors, write_folder, write_from_ranks
 from paceline.learner.model.layers import LayerOptions
 from paceline.learner.model.loading import Precision, forget_forward_passes, load_critic, read_config
 from paceline.learner.model.networks import ValueNetwork, num_parameters
@@ -228,23 +228,20 @@ def train(config: RmRunConfig, environment: RankEnvironment) -> None:
 
 
 def _write(config: RmRunConfig, network: ValueNetwork, ranks: Ranks) -> None:
-    gathered = gather_tensors(network, keep=ranks.rank == 0)
-    if ranks.rank != 0:
-        return
-    tensors = {name.replace("value_head.", "score."): tensor for name, tensor in gathered.items()}
     model = config.model
 
-    def write(out: Path) -> None:
-        write_folder(
-            out,
-            tensors,
+    def write(tensors: Tensors) -> None:
+        write_folder_to = partial(
+            write_folder,
+            tensors=((name.replace("value_head.", "score."), tensor) for name, tensor in tensors),
             source=Path(model.path),
             tokenizer_source=Path(model.tokenizer_path) if model.tokenizer_path else None,
             dtype=DTYPES[model.dtype],
             is_reward_model=True,
         )
+        tuning.replace_folder(Path(config.rm.output), write_folder_to, key="rm.output")
 
-    tuning.replace_folder(Path(config.rm.output), write, key="rm.output")
+    write_from_ranks(network, ranks, write)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -27,7 +27,7 @@ from paceline.learner import tuning
 from paceline.learner.batch.arithmetic import RowLength
 from paceline.learner.batch.types import MicroBatch, PackedRow
 from paceline.learner.distributed.ranks import RankEnvironment, Ranks, leave_group
-from paceline.learner.model.folder import gather_tensors, write_folder
+from paceline.learner.model.folder import Tensors, write_folder, write_from_ranks
 from paceline.learner.model.layers import LayerOptions
 from paceline.learner.model.loading import Precision, forget_forward_passes, load_policy
 from paceline.learner.model.networks import PolicyNetwork, num_parameters
@@ -205,17 +205,19 @@ def train(config: SftRunConfig, environment: RankEnvironment) -> None:
 
 
 def _write(config: SftRunConfig, network: PolicyNetwork, ranks: Ranks) -> None:
-    tensors = gather_tensors(network, keep=ranks.rank == 0)
-    if ranks.rank != 0:
-        return
     model = config.model
 
-    def write(out: Path) -> None:
-        tokenizer = Path(model.tokenizer_path) if model.tokenizer_path else None
-        dtype = DTYPES[model.dtype]
-        write_folder(out, tensors, source=Path(model.path), tokenizer_source=tokenizer, dtype=dtype)
+    def write(tensors: Tensors) -> None:
+        write_folder_to = partial(
+            write_folder,
+            tensors=tensors,
+            source=Path(model.path),
+            tokenizer_source=Path(model.tokenizer_path) if model.tokenizer_path else None,
+            dtype=DTYPES[model.dtype],
+        )
+        tuning.replace_folder(Path(config.sft.output), write_folder_to, key="sft.output")
 
-    tuning.replace_folder(Path(config.sft.output), write, key="sft.output")
+    write_from_ranks(network, ranks, write)
 
 
 def _row(index: int, pair: Pair) -> PackedRow:

@@ -1,12 +1,17 @@
-"""Writes a model folder in the Hugging Face layout, which transformers and vLLM load."""
+"""Writes a model folder in the Hugging Face layout, which transformers and vLLM load.
+
+Tensors come one after another and are written file by file, so that a model may be larger than the memory.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from paceline.config.model import LoraConfig
 from paceline.core.errors import ModelError
+from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.architectures import model_class
 from paceline.learner.model.loading import hugging_face_names
 from paceline.learner.model.lora import A, B
@@ -36,33 +42,47 @@ COMPANIONS = (
     "processor_config.json",
 )
 
+FILE_BYTES: Final = 2 << 30
+"""A file of weights is written when it has so many; it is in memory then, twice, and so is a layer."""
+
+_LAYER = re.compile(r".*?\.layers\.\d+\.")
+
+Tensors = Iterable[tuple[str, Tensor]]
+
+
+def by_layer(name: str) -> str:
+    """What the tensors of a decoder layer have in common; others are on their own."""
+    match = _LAYER.match(name)
+    return match.group() if match else name
+
 
 def write_folder(
     out: Path,
-    tensors: Mapping[str, Tensor],
+    tensors: Tensors,
     *,
     source: Path,
     tokenizer_source: Path | None = None,
     dtype: torch.dtype = torch.float32,
     is_reward_model: bool = False,
+    file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Writes config.json, safetensors and the companions of `source`.
+    """Writes safetensors, then config.json and the companions of `source`.
 
     Args:
         out: new or empty folder; created if it is missing.
-        tensors: full tensors by the learner's names; a tied head once, under the embedding's name.
+        tensors: full tensors by the learner's names, those of a layer together; a tied head once, under the
+            embedding's name.
         source: folder of the starting model.
         tokenizer_source: folder of the tokenizer, if it is not in `source`.
         dtype: of the weights written.
         is_reward_model: a model for sequence classification with one label, whose head is `score`.
+        file_bytes: after so many bytes a file of weights ends.
 
     Raises:
         ModelError: `out` is not empty, or the tensors do not fit the model of config.json.
     """
     from transformers import AutoConfig, AutoModelForSequenceClassification
-    from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # type: ignore[no-untyped-call,unused-ignore]
     if out.exists() and any(out.iterdir()):
         raise ModelError(f"{out} is not empty; give a new folder")
     config = AutoConfig.from_pretrained(str(source), local_files_only=True)
@@ -74,22 +94,82 @@ def write_folder(
         lm = kind.from_config(config, dtype=dtype)
     for name, value in corrections.missing_keys(config.to_dict()).items():
         setattr(lm.config, name, value)
-    stored = dict(corrections.as_stored(tensors.items()))
-    unrounded = {name for name, _ in lm.named_buffers() if name.endswith(corrections.BUFFER)}
-    expected = dict(lm.named_parameters()).keys() | unrounded
-    if expected != stored.keys():
-        wrong = sorted(expected ^ stored.keys())
-        raise ModelError(f"{len(wrong)} tensors do not fit the model of {source}: {', '.join(wrong[:4])}")
     out.mkdir(parents=True, exist_ok=True)
-    state = {
-        name: tensor.to(torch.float32 if name in unrounded else dtype).contiguous()
-        for name, tensor in stored.items()
-    }
-    lm.save_pretrained(str(out), state_dict=state)
+    wrong = _write_weights(out, tensors, lm, dtype, file_bytes)
+    if wrong:
+        raise ModelError(f"{len(wrong)} tensors do not fit the model of {source}: {', '.join(wrong[:4])}")
+    lm.config.dtype, lm.config.architectures = str(dtype).removeprefix("torch."), [type(lm).__name__]
+    if lm.can_generate():
+        lm.generation_config.save_pretrained(str(out))
+    lm.config.save_pretrained(str(out))
     for folder in (source, tokenizer_source):
         for name in COMPANIONS:
             if folder is not None and (folder / name).is_file():
                 shutil.copyfile(folder / name, out / name)
+
+
+def _write_weights(out: Path, tensors: Tensors, lm: Any, dtype: torch.dtype, file_bytes: int) -> list[str]:
+    """Writes the files of weights; returns the names that are missing or too many."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    unrounded = {name for name, _ in lm.named_buffers() if name.endswith(corrections.BUFFER)}
+    expected = dict(lm.named_parameters()).keys() | unrounded
+    files, names = _Files(out, file_bytes), set[str]()
+    for _, layer in itertools.groupby(corrections.as_stored(tensors), key=lambda pair: by_layer(pair[0])):
+        state = {
+            name: tensor.to(torch.float32 if name in unrounded else dtype).contiguous()
+            for name, tensor in layer
+        }
+        names |= state.keys()
+        if names <= expected:
+            files.add(revert_weight_conversion(lm, state))
+    if names == expected:
+        files.finish()
+    return sorted(expected ^ names)
+
+
+class _Files:
+    """The files of weights of a folder: each is written when it is large enough."""
+
+    def __init__(self, out: Path, file_bytes: int) -> None:
+        self._out, self._file_bytes = out, file_bytes
+        self._tensors: dict[str, Tensor] = {}
+        self._parts: list[tuple[Path, list[str]]] = []
+        self._total = self._pending = 0
+
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """Takes tensors for the current file."""
+        for name, tensor in tensors.items():
+            self._tensors[name] = tensor
+            self._pending += tensor.nbytes
+            if self._pending >= self._file_bytes:
+                self._write()
+
+    def finish(self) -> None:
+        """Writes what is left, and the index if there are several files."""
+        self._write()
+        if len(self._parts) == 1:
+            self._parts[0][0].rename(self._out / "model.safetensors")
+            return
+        weight_map: dict[str, str] = {}
+        for number, (path, names) in enumerate(self._parts, 1):
+            file_name = f"model-{number:05}-of-{len(self._parts):05}.safetensors"
+            path.rename(self._out / file_name)
+            weight_map |= dict.fromkeys(names, file_name)
+        index = {"metadata": {"total_size": self._total}, "weight_map": dict(sorted(weight_map.items()))}
+        path = self._out / "model.safetensors.index.json"
+        path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+    def _write(self) -> None:
+        from safetensors.torch import save_file
+
+        if not self._tensors:
+            return
+        path = self._out / f"part-{len(self._parts):05}.safetensors"
+        save_file(self._tensors, str(path), metadata={"format": "pt"})
+        self._parts.append((path, list(self._tensors)))
+        self._total += self._pending
+        self._tensors, self._pending = {}, 0
 
 
 def write_adapters(out: Path, tensors: Mapping[str, Tensor], *, lora: LoraConfig, base: str) -> None:
@@ -126,18 +206,26 @@ def _peft_name(name: str) -> str:
     return f"base_model.model.{name}.weight".replace(A, ".lora_A").replace(B, ".lora_B")
 
 
-def gather_tensors(network: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """Gathers the full tensors of a sharded network on the CPU, one at a time; every rank calls it.
+def gathered_tensors(network: nn.Module, *, keep: bool) -> Iterator[tuple[str, Tensor]]:
+    """The full tensors of a sharded network, one at a time; every rank goes through all of them.
 
     Args:
         network: sharded.
-        keep: whether this rank keeps them; other ranks get {}.
+        keep: whether this rank needs them, on the CPU.
     """
-    tensors = {}
     for name, parameter in hugging_face_names(network):
         tensor = parameter.detach()
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
-        if keep:
-            tensors[name] = tensor.cpu()
-    return tensors
+        yield name, tensor.cpu() if keep else tensor
+
+
+def write_from_ranks(network: nn.Module, ranks: Ranks, write: Callable[[Tensors], None]) -> None:
+    """Has rank 0 write a network's full tensors as they are gathered; every rank calls it."""
+    tensors = gathered_tensors(network, keep=ranks.rank == 0)
+    try:
+        if ranks.rank == 0:
+            write(tensors)
+    finally:
+        for _ in tensors:  # also where rank 0 cannot write: the others wait for it in every one
+            pass

@@ -122,16 +122,13 @@ def unfilled_policy(
 
 def stored_tensors(
     folder: str | Path, random_seed: int | None = None, *, frozen_alone: bool = False
-) -> dict[str, Tensor]:
-    """The full tensors that `load_policy` reads or draws, by Hugging Face name; or a vision tower's alone."""
+) -> Iterator[tuple[str, Tensor]]:
+    """The full tensors that `load_policy` reads or draws, one at a time; or a vision tower's alone."""
     lm = empty_lm(read_config(folder))
     source = _source(folder, random_seed, lm.config)
-    shapes = {
-        name: parameter.shape
-        for name, parameter in lm.named_parameters()
-        if not (frozen_alone and parameter.requires_grad)
-    }
-    return {name: source.rows(name, shape)(0, shape[0]) for name, shape in shapes.items()}
+    for name, parameter in lm.named_parameters():
+        if not (frozen_alone and parameter.requires_grad):
+            yield name, source.rows(name, parameter.shape)(0, parameter.shape[0])
 
 
 def load_critic(

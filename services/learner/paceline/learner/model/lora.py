@@ -7,7 +7,7 @@ rows, as W is: the rows of B that a rank holds belong to the rows of W that it h
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -122,19 +122,23 @@ def with_adapters(network: nn.Module) -> Iterator[None]:
             _local(module.weight).copy_(values)
 
 
-def merge(base: Mapping[str, Tensor], adapters: Mapping[str, Tensor], lora: LoraConfig) -> dict[str, Tensor]:
-    """Full tensors of a model with its adapters merged, in float32 where there is one.
+def merged(
+    base: Iterable[tuple[str, Tensor]], adapters: Mapping[str, Tensor], lora: LoraConfig
+) -> Iterator[tuple[str, Tensor]]:
+    """Full tensors of a model with its adapters merged, one at a time; in float32 where there is one.
 
     Args:
         base: full tensors of the model, as it was trained with.
         adapters: full tensors of A and B, by the names of parameters.
         lora: of the run.
     """
-    tensors = dict(base)
-    for name in (name.removesuffix(A) for name in adapters if name.endswith(A)):
-        product = lora.alpha / lora.rank * (adapters[name + B] @ adapters[name + A])
-        tensors[f"{name}.weight"] = base[f"{name}.weight"].float() + product
-    return tensors
+    for name, tensor in base:
+        linear = name.removesuffix(".weight")
+        if linear != name and linear + A in adapters:
+            product = lora.alpha / lora.rank * (adapters[linear + B] @ adapters[linear + A])
+            yield name, tensor.float() + product
+        else:
+            yield name, tensor
 
 
 def _product(module: LoraLinear) -> Tensor:
