@@ -5,7 +5,9 @@ Needs a Docker daemon and the images of deploy/compose/build.sh. Each test takes
 
 from __future__ import annotations
 
+import json
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -194,4 +196,47 @@ def test_each_container_killed_once(stack: Stack) -> None:
                 f"{service} starts again", lambda _, s=service, n=before: stack.starts(s) > n, 600.0
             )
         assert stack.exit_code("follow", END_S) == 0, stack.logs()
+        verify(stack)
+
+
+# A tiny model with one label, beside the starting model.
+WRITE_RM = """
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+torch.manual_seed(0)
+start, path = "models/arithmetic/start", "models/arithmetic/rm"
+AutoModelForSequenceClassification.from_pretrained(start, num_labels=1).save_pretrained(path)
+AutoTokenizer.from_pretrained(start).save_pretrained(path)
+"""
+RM = {
+    "name": "rm", "address": "reward-model-server:7000", "token_file": "/run/secrets/token", "concurrency": 1,
+    "timeout_s": 120, "weight": 0.1,
+}  # fmt: skip
+SERVER = "services: {reward-model-server: {profiles: [cpu]}}"
+
+
+def test_two_reward_services_call_one_reward_model_and_one_is_killed(stack: Stack, tmp_path: Path) -> None:
+    stack.compose("run", "--rm", "--entrypoint", "python", "prepare", "-c", WRITE_RM)
+    file = tmp_path / "server.yaml"
+    file.write_text(SERVER)
+    overrides = ("trainer.total_steps=12", *_SMALL, f"'reward.services={json.dumps([RM])}'")
+    with stack.settings("shared", *overrides, file=file, REWARD_MODEL_PATH="models/arithmetic/rm"):
+        stack.scale(reward=2)
+        stack.wait_for("two steps", lambda events: finished(events) >= 2, 1200.0)
+        stack.kill("reward")
+        print(f"killed a reward service after step {finished(stack.lines('events.jsonl'))}")
+        stack.wait_for("it starts again", lambda _: stack.starts("reward") > 0, 600.0)
+        assert stack.exit_code("follow", END_S) == 0, stack.logs()
+        steps = [line for line in stack.lines("metrics.jsonl") if "reward/rm/mean" in line]
+        assert [line["step"] for line in steps] == list(range(1, 13))
+        assert {line["barrier/groups_dropped"] for line in steps} == {0.0}
+        assert all(line["reward/rm/std"] > 0 for line in steps)
+        scored = Counter(
+            span["instance"]
+            for span in stack.lines("spans.jsonl")
+            for _ in range(span["attributes"].get("num_items", 0))
+            if span["name"] == "reward.score"
+        )
+        print(scored)
+        assert len(scored) >= 2
         verify(stack)

@@ -95,9 +95,9 @@ def test_every_service_of_a_run_is_asked_for_its_health(services: dict[str, dict
         name: service["healthcheck"]["test"][1:]
         for name, service in services.items()
         if name.partition("-")[0] in ("controller", "learner", "rollout", "reward")
-        and not name.startswith("reward-model")  # which has no port
+        and name not in ("reward-model", "reward-model-gpu")  # which have no port
     }
-    assert len(asked) == 4 + (3 + 4) + (3 + 8)
+    assert len(asked) == 4 + (3 + 4) + (3 + 8) + 1
     for name, command in asked.items():
         role = name.partition("-")[0]
         assert command == ["paceline", "health", "127.0.0.1:7000", "--role", role], name

@@ -102,6 +102,7 @@ IDENTITIES = {
     "rollout": "rollout",
     "reward-model": "client",
     "reward-model-gpu": "client",
+    "reward-model-server": "reward",
     **{f"rollout-gpu-{number}": "rollout" for number in range(4)},
     **{f"rollout-colocated-{number}": "rollout" for number in range(8)},
 }

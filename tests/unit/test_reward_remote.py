@@ -373,6 +373,7 @@ async def test_the_service_gets_the_token_of_its_own_file(
             await remote.close()
     assert score.error is not None
     assert "name a file with its token as token_file" in score.error[1]
+    assert "the same PACELINE_REWARD_TOKEN" in score.error[1]
 
 
 async def test_a_service_has_limits_of_its_own() -> None:

@@ -293,7 +293,7 @@ class RemoteScorer:
         if isinstance(cause, grpc.aio.AioRpcError) and cause.code() is grpc.StatusCode.UNAUTHENTICATED:
             return ConfigError(
                 f"{self._peer} refused the token; name a file with its token as token_file of this entry of "
-                "reward.services, or give the service the run's token (PACELINE_TOKEN)"
+                "reward.services, or give this process and the service the same PACELINE_REWARD_TOKEN"
             )
         return error
 
