@@ -8,7 +8,6 @@ are copied, and once from the export. All parameters must be equal to the bit. N
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import sys
@@ -143,20 +142,6 @@ def _groups() -> None:
     parallel_state._EP = parallel_state._EP or parallel_state._TP
 
 
-def _without_torchvision() -> None:
-    """Lets vLLM find its class of Qwen2.5-VL, whose module imports what needs torchvision in transformers.
-
-    vLLM looks at classes in another process, unless it is given them.
-    """
-    pil: Any = importlib.import_module("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
-    sys.modules.setdefault("transformers.models.qwen2_vl.image_processing_qwen2_vl", pil)
-    from vllm import ModelRegistry
-
-    name = "Qwen2_5_VLForConditionalGeneration"
-    module = importlib.import_module("vllm.model_executor.models.qwen2_5_vl")
-    ModelRegistry.register_model(name, getattr(module, name))
-
-
 def main(kinds: list[str]) -> int:
     """Prints a line of JSON per architecture; returns how many are wrong."""
     from paceline.rollout.engines.vllm import environment
@@ -165,7 +150,6 @@ def main(kinds: list[str]) -> int:
     import torch
 
     torch.accelerator.empty_cache = lambda: None  # vLLM's worker on a CPU does so too
-    _without_torchvision()
     from paceline.learner.model.architectures import ARCHITECTURES
     from paceline.rollout.engines.vllm import worker  # noqa: F401  it makes vLLM's loading traced
 

@@ -106,6 +106,24 @@ def test_a_self_test_that_never_ends_is_a_fault(
 
 
 @pytest.mark.usefixtures("without_torch")
+def test_check_looks_into_the_language_model_beside_a_vision_tower(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = project / "model" / "config.json"
+    tree = json.loads(file.read_text())
+    sizes = {name: tree.pop(name) for name in ("max_position_embeddings", "num_attention_heads")}
+    file.write_text(json.dumps(tree | {"text_config": sizes}))
+    main(["check", "run.yaml", "--quick"])
+    assert "ok    model: model: Tiny, up to 64 tokens\n" in capsys.readouterr().out
+    for override, sentence in (
+        ("data.max_prompt_length=60", "max_position_embeddings=64"),
+        ("rollout.tensor_model_parallel_size=4", "the model's 6 attention heads"),
+    ):
+        assert main(["check", "run.yaml", "--quick", override]) == 2
+        assert sentence in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("without_torch")
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [

@@ -181,13 +181,14 @@ def _has_weights(model: ModelConfig) -> bool:
 
 def _model(config: RunConfig) -> str:
     tree = _model_config(config)
-    longest = tree.get("max_position_embeddings")
+    text = tree | (tree.get("text_config") or {})  # beside a vision tower
+    longest = text.get("max_position_embeddings")
     if isinstance(longest, int) and config.max_model_len > longest:
         raise ModelError(
             f"data.max_prompt_length + data.max_response_length = {config.max_model_len} exceed the model's "
             f"max_position_embeddings={longest}; lower them"
         )
-    heads, ranks = tree.get("num_attention_heads"), config.rollout.tensor_model_parallel_size
+    heads, ranks = text.get("num_attention_heads"), config.rollout.tensor_model_parallel_size
     if isinstance(heads, int) and heads % ranks:
         raise ConfigError(
             f"rollout.tensor_model_parallel_size={ranks} must divide the model's {heads} attention heads"
