@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ pytestmark = pytest.mark.torch
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
 
 
-def save(folder: Path, *, num_labels: int = 1) -> str:
+def save(folder: Path, *, num_labels: int = 1, hidden_size: int = 32, num_heads: int = 4) -> str:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
@@ -46,8 +47,9 @@ def save(folder: Path, *, num_labels: int = 1) -> str:
     fast.save_pretrained(folder)
     torch.manual_seed(1)
     config = LlamaConfig(
-        vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, num_labels=num_labels, pad_token_id=33,
+        vocab_size=256, hidden_size=hidden_size, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=num_heads, num_key_value_heads=2, max_position_embeddings=512,
+        num_labels=num_labels, pad_token_id=33,
     )  # fmt: skip
     LlamaForSequenceClassification(config).save_pretrained(folder)
     return str(folder)
@@ -89,6 +91,36 @@ def test_bfloat16_weights_give_float32_scores(tmp_path: Path) -> None:
 def test_a_model_with_two_labels_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has 2 labels: a reward model has one"):
         SequenceModel(ModelOptions(path=save(tmp_path, num_labels=2)))
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+async def test_vllm_gives_the_scores_of_transformers(tmp_path: Path) -> None:
+    """As a process with `--engine vllm`; a row longer than the model loses its beginning in both."""
+    path = save(tmp_path, hidden_size=128, num_heads=2)
+    rows = items(*RESPONSES, "y" * 2000, *("z" * number for number in range(40)))
+    command = [sys.executable, "-m", "paceline.reward.models", path, "--port", "0", "--engine", "vllm"]
+    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    assert process.stderr is not None
+    lines: list[str] = []
+    address = None
+    try:
+        async with asyncio.timeout(240):
+            async for line in process.stderr:
+                lines.append(line.decode())
+                if address := re.search(r"reward server on (\S+)", lines[-1]):
+                    break
+            assert address is not None, "".join(lines)
+            async with RewardClient(address[1]) as client:
+                together = await client.score(rows)
+                alone = [result for row in rows[:8] for result in await client.score([row])]
+    finally:
+        process.terminate()
+        await process.communicate()
+    wanted = SequenceModel(ModelOptions(path=path))(rows)
+    assert max(wanted) - min(wanted) > 0.1
+    assert [result.reward for result in together] == pytest.approx(wanted, abs=1e-4)
+    assert [result.reward for result in alone] == pytest.approx(wanted[:8], abs=1e-4)
 
 
 async def test_it_is_served_as_any_batch_function(tmp_path: Path) -> None:
@@ -370,6 +402,25 @@ def test_a_container_takes_its_model_from_the_runs_configuration(
     if words[-1] == "rm":
         wanted = ModelOptions(path="models/judge", device="cuda:0", dtype="bfloat16")
         assert options == [wanted]
+
+
+def test_a_container_takes_its_engine_from_the_runs_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text((RUN % "models/judge").replace("name: rm", "name: rm, engine: vllm"))
+    # As where it is not installed.
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert reward_models.main(["--config", str(file), "--name", "rm", "--port", "0"]) == 2
+    assert "install what a rollout server has, or set engine: transformers" in capsys.readouterr().err
+
+
+def test_vllm_is_for_models_with_one_score() -> None:
+    judge = {"name": "j", "path": "m", "kind": "generative", "prompt_file": "j.txt", "engine": "vllm"}
+    with pytest.raises(ValueError, match="has kind: generative, which vLLM's pooling runner does not"):
+        RewardConfig.model_validate({"models": [judge]})
+    with pytest.raises(SystemExit):
+        reward_models.main(["m", "--kind", "process", "--engine", "vllm", "--port", "0"])
 
 
 @pytest.mark.parametrize(

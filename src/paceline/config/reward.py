@@ -134,6 +134,11 @@ class RewardModelConfig(OutsideConfig):
         "share of it is the reward of the step's last token. generative: a judge, a language model that is "
         "asked for a grade.",
     )
+    engine: Literal["transformers", "vllm"] = Field(
+        "transformers",
+        description="sequence_classification: what computes the scores. vllm: its pooling runner, in the "
+        "model's own process; with device: cpu, of vLLM's build for CPUs.",
+    )
     step_separator: str = Field("\n", min_length=1, description="process: what ends a step of a response.")
     prompt_file: str | None = Field(
         None,
@@ -187,6 +192,15 @@ class RewardModelConfig(OutsideConfig):
             raise ValueError(
                 f"the reward model {self.name!r} has kind: {self.kind}, where {', '.join(given)} would have "
                 "no effect: set kind: generative for a judge, or remove it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_an_engine(self) -> Self:
+        if self.engine == "vllm" and self.kind != "sequence_classification":
+            raise ValueError(
+                f"the reward model {self.name!r} has kind: {self.kind}, which vLLM's pooling runner does not "
+                "compute here: set engine: transformers"
             )
         return self
 

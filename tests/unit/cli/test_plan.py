@@ -56,7 +56,7 @@ def test_replicas_of_reward_models_attach_to_the_reward_service_and_keep_their_g
     assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in replicas] == ["1", "2"]
     assert replicas[1].command[1:] == (
         "-m", "paceline.reward.models", "judge", "--attach", "127.0.0.1:4711", "--name", "rm",
-        "--kind", "sequence_classification", "--step-separator", "\n",
+        "--kind", "sequence_classification", "--engine", "transformers", "--step-separator", "\n",
         "--device", "cuda:0", "--dtype", "float32", "--max-batch-tokens", "16384",
         "--timeout", "120.0", "--load-timeout", "600.0",
     )  # fmt: skip

@@ -255,6 +255,7 @@ def reward_model(
         "--attach", *addresses,
         "--name", model.name,
         "--kind", model.kind,
+        "--engine", model.engine,
         "--step-separator", model.step_separator,
         "--device", "cuda:0" if model.devices else "cpu",
         "--dtype", model.dtype,

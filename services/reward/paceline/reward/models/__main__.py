@@ -19,6 +19,7 @@ from paceline.reward.judge.question import read_prompt_file
 from paceline.reward.models.deadline import Bounded, or_end
 from paceline.reward.models.generative import GenerativeModel
 from paceline.reward.models.model import ModelOptions
+from paceline.reward.models.pooling import PoolingModel
 from paceline.reward.models.process import ProcessModel
 from paceline.reward.models.sequence import SequenceModel
 from paceline.reward.models.version import folder_version
@@ -43,7 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
             _take_from(args.config, args)
         options = _options(args)
         with or_end(args.load_timeout):
-            loaded: Callable[[list[ScoreItem]], list[Any]] = _KINDS[args.kind](options)
+            loads = PoolingModel if args.engine == "vllm" else _KINDS[args.kind]
+            loaded: Callable[[list[ScoreItem]], list[Any]] = loads(options)
         model, version = Bounded(loaded, args.timeout), _version(options)
         if args.attach:
             attach_reward(
@@ -111,6 +113,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--kind", default="sequence_classification", choices=_KINDS, help="default: %(default)s"
     )
+    parser.add_argument(
+        "--engine", default="transformers", choices=["transformers", "vllm"], help="default: %(default)s"
+    )
     parser.add_argument("--step-separator", default="\n", help="process: what ends a step (default: newline)")
     parser.add_argument("--prompt-file", metavar="FILE", help="generative: what it is asked, with {response}")
     parser.add_argument(
@@ -151,6 +156,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error("give either the path of a model or --config")
     if args.config is None and (args.kind == "generative") is (args.prompt_file is None):
         parser.error("--kind generative and --prompt-file go together")
+    if args.engine == "vllm" and args.kind != "sequence_classification":
+        parser.error("--engine vllm goes with --kind sequence_classification")
     if args.ready_file is not None and not args.attach:
         parser.error("--ready-file goes with --attach; what listens has a health check: paceline health")
     return args
@@ -167,7 +174,8 @@ def _take_from(file: str, args: argparse.Namespace) -> None:
     if model is None:
         names = ", ".join(model.name for model in models) or "none"
         raise ConfigError(f"{file} has no model {args.name!r} under reward.models, which names {names}")
-    args.path, args.kind, args.step_separator = model.path, model.kind, model.step_separator
+    args.path, args.kind, args.engine = model.path, model.kind, model.engine
+    args.step_separator = model.step_separator
     args.prompt_file, args.pattern, args.words, args.max_tokens = (
         model.prompt_file,
         model.pattern,
