@@ -42,6 +42,16 @@ class DataConfig(Section):
         description="Further columns that are handed to the reward functions by name; one with a dot in its "
         "name comes in **extra.",
     )
+    image_key: str | None = Field(
+        None,
+        description="Column with the images of a row's prompt: paths relative to the data file, bytes, or "
+        "{bytes, path} as data sets of the hub have them; one, or a list. For models with a vision tower.",
+    )
+    max_pixels: int | None = Field(
+        None,
+        gt=0,
+        description="Larger images are made smaller than that; null: as the model's image processor does.",
+    )
     prompt_format: Literal["auto", "chat", "text"] = Field(
         "auto",
         description="chat: through the tokenizer's chat template (a string becomes one user message); "

@@ -143,6 +143,10 @@ class RunConfig(Section):
                 "rollout.tools and rollout.environment make conversations of several turns, and "
                 "data.prompt_format=text has none; write chat, or auto with lists of messages"
             )
+        if self.has_episodes and self.data.image_key is not None:
+            raise ValueError(
+                "data.image_key is for single answers: leave it out, or rollout.tools and rollout.environment"
+            )
         if not self.reward.has_scorer and self.rollout.environment is None:
             raise ValueError(
                 "no scorer: name at least one under reward.functions (say exact_match), reward.services, "

@@ -14,8 +14,9 @@ from paceline.config.data import DataConfig
 from paceline.core.errors import DataError, ModelError
 from paceline.core.trajectory import Int32Array, RewardContext
 from paceline.data.hub import local_files
+from paceline.data.images import ImageReader, ImageSource, expanded, with_images
 from paceline.data.plain import plain_value
-from paceline.data.rows import Row, read_rows, value_at
+from paceline.data.rows import Row, rows_with_folders, value_at
 
 
 class Decoder(Protocol):
@@ -147,7 +148,10 @@ def encode_prompt(tokenizer: Tokenizer, value: object, prompt_format: str) -> li
 
 def last_message(value: object) -> str:
     """The text of a prompt's last message, which scorers see; all of a plain text."""
-    return value if isinstance(value, str) else str(value[-1]["content"])  # type: ignore[index]
+    content = value if isinstance(value, str) else value[-1]["content"]  # type: ignore[index]
+    if isinstance(content, list):
+        return "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
+    return str(content)
 
 
 def exchange_text(tokenizer: Tokenizer, prompt: str, answer: str) -> str:
@@ -169,13 +173,15 @@ def encode_exchange(tokenizer: Tokenizer, prompt: str, answer: str) -> list[int]
 class Prompt:
     """One row. `prompt_id` is its number among all rows of the files, so that filtering changes no id.
 
-    `messages` are what a chat prompt was rendered from; empty for plain text.
+    `messages` are what a chat prompt was rendered from; empty for plain text. `images` are in the order of
+    their placeholders.
     """
 
     prompt_id: int
     token_ids: Int32Array
     context: RewardContext
     messages: tuple[Mapping[str, object], ...] = ()
+    images: tuple[ImageSource, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,8 +192,17 @@ class PromptSet:
     num_filtered: int
 
     @classmethod
-    def load(cls, config: DataConfig, tokenizer: Tokenizer, *, split: str = "train") -> PromptSet:
+    def load(
+        cls,
+        config: DataConfig,
+        tokenizer: Tokenizer,
+        *,
+        split: str = "train",
+        images: ImageReader | None = None,
+    ) -> PromptSet:
         """Reads, tokenizes and filters `data.train_files` or (split="val") `data.val_files`.
+
+        `images` reads those of `data.image_key`.
 
         Raises:
             DataError: a file or column is missing, a row is unusable, a prompt is too long with
@@ -195,8 +210,12 @@ class PromptSet:
         """
         files = config.train_files if split == "train" else config.val_files
         required = [config.prompt_key, config.ground_truth_key, *config.extra_keys]
-        rows = read_rows(local_files(files, split), required)
-        prompts = [_prompt(config, tokenizer, number, row) for number, row in enumerate(rows)]
+        required += [images.column] if images is not None else []
+        rows = rows_with_folders(local_files(files, split), required)
+        prompts = [
+            _prompt(config, tokenizer, number, row, images, folder)
+            for number, (row, folder) in enumerate(rows)
+        ]
         limit = config.max_prompt_length
         kept = {p.prompt_id: p for p in prompts if 0 < len(p.token_ids) <= limit}
         dropped = len(rows) - len(kept)
@@ -219,13 +238,27 @@ class PromptSet:
         return sorted(self.prompts)
 
 
-def _prompt(config: DataConfig, tokenizer: Tokenizer, number: int, row: Row) -> Prompt:
+def _prompt(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    number: int,
+    row: Row,
+    images: ImageReader | None,
+    folder: Path,
+) -> Prompt:
     value, truth = _column(number, row, config.prompt_key), _column(number, row, config.ground_truth_key)
     if value is None or truth is None:
         key = config.prompt_key if value is None else config.ground_truth_key
         raise DataError(f"row {number} has no value in column {key!r}; fill it or drop the row")
+    sources: tuple[ImageSource, ...] = ()
     try:
-        token_ids = encode_prompt(tokenizer, value, config.prompt_format)
+        if images is None:
+            token_ids = encode_prompt(tokenizer, value, config.prompt_format)
+        else:
+            sources = images.sources(row, folder)
+            messages = with_images(_conversation(value, config.prompt_format), len(sources))
+            token_ids = encode_prompt(tokenizer, messages, "chat")
+            token_ids = expanded(token_ids, images.image_token_id, sources)
     except DataError as error:
         raise DataError(f"row {number}: {error}") from error
     source_key = config.data_source_key
@@ -241,7 +274,14 @@ def _prompt(config: DataConfig, tokenizer: Tokenizer, number: int, row: Row) -> 
         token_ids=np.asarray(token_ids, dtype=np.int32),
         context=context,
         messages=_messages(value, config.prompt_format),
+        images=sources,
     )
+
+
+def _conversation(value: object, prompt_format: str) -> object:
+    """A prompt as messages, where it is to be rendered as such."""
+    is_chat = isinstance(value, str) and prompt_format == "chat"
+    return [{"role": "user", "content": value}] if is_chat else value
 
 
 def _messages(value: object, prompt_format: str) -> tuple[Mapping[str, object], ...]:

@@ -31,9 +31,13 @@ def read_rows(files: Sequence[str | Path], required: Iterable[str] = ()) -> list
         DataError: a file is missing, unreadable, of an unknown kind or without a column of `required`, or all
             are empty.
     """
-    rows: list[Row] = []
-    for file in files:
-        rows += _read_file(Path(file), tuple(required))
+    return [row for row, _ in rows_with_folders(files, required)]
+
+
+def rows_with_folders(files: Sequence[str | Path], required: Iterable[str] = ()) -> list[tuple[Row, Path]]:
+    """As `read_rows`; each row with the folder of its file."""
+    wanted = tuple(required)
+    rows = [(row, Path(file).parent) for file in files for row in _read_file(Path(file), wanted)]
     if not rows:
         raise DataError(
             f"no rows in {', '.join(map(str, files)) or 'an empty list of files'}; "

@@ -118,7 +118,7 @@ async def serve(context: ServiceContext, options: Options) -> None:
         run,
         broker=broker,
         mailboxes=mailboxes,
-        dispatcher=Dispatcher(run, broker),
+        dispatcher=Dispatcher(run, broker, inputs.images),
         wait_for_services=lambda: _services(supervisor, config.service.recovery_timeout_s),
         count=progress.count,
     )

@@ -210,6 +210,7 @@ def _tokenizer(config: RunConfig) -> str:
 def _prompts(config: RunConfig, split: str) -> str:
     from paceline.cli.launch.example import first_prompt
     from paceline.data.hub import local_files
+    from paceline.data.images import ImageReader
     from paceline.data.prompts import PromptSet, load_tokenizer
     from paceline.data.rows import read_rows
 
@@ -223,7 +224,7 @@ def _prompts(config: RunConfig, split: str) -> str:
     read_rows(local_files(files, split), [data.prompt_key, data.ground_truth_key, *data.extra_keys])
     model = local_model(config.model, "controller")
     tokenizer = load_tokenizer(model.tokenizer_path or model.path)
-    prompts = PromptSet.load(data, tokenizer, split=split)
+    prompts = PromptSet.load(data, tokenizer, split=split, images=ImageReader.load(data, model.path))
     kept, batch = len(prompts.prompts), data.train_batch_size
     if split == "train" and kept < batch:
         raise DataError(

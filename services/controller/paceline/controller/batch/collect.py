@@ -172,6 +172,7 @@ class Collector:
         Raises:
             LostDataError: the broker has lost the run's data.
         """
+        await self._dispatcher.clean_up(version)
         await self._mailboxes.clean_up(version=version, position=self.position, blob_keys=self.blob_keys)
         self.blob_keys = []
 

@@ -8,18 +8,21 @@ prompt would do no harm: its samples have the same seeds, and the barrier drops 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
 
 from paceline.broker import names
 from paceline.broker.backpressure import append_when_room
 from paceline.broker.base import Broker, Outgoing
 from paceline.broker.log import read_all
+from paceline.controller.batch.images import PromptImages
 from paceline.controller.progress import Run
 from paceline.core.errors import InvalidMessageError
 from paceline.core.ids import Purpose, sample_seed
 from paceline.core.policy import PolicyTag
 from paceline.core.trajectory import PromptGroup, SamplingSpec
+from paceline.data.images import ImageReader
 from paceline.data.prompts import Prompt
 from paceline.service.telemetry import current_traceparent
 from paceline.wire import decode_prompt_group, encode_prompt_group
@@ -42,26 +45,43 @@ class Order:
 
 
 class Dispatcher:
-    """Sends prompts out."""
+    """Sends prompts out, their images before them.
 
-    def __init__(self, run: Run, broker: Broker) -> None:
+    Args:
+        images: makes the images' pixels; None where prompts have none.
+    """
+
+    def __init__(self, run: Run, broker: Broker, images: ImageReader | None = None) -> None:
         self._config, self._run_id, self._journal = run.config, run.id, run.journal
         self._broker = broker
         self._sent: set[_Key] = set()
+        self._images = PromptImages(broker, run.id, images)
 
     async def recall(self, version: int) -> None:
         """Learns from the stream of a version which prompts an earlier controller sent."""
         self._sent.clear()
-        async for entry in read_all(self._broker, names.prompts(self._run_id, version)):
-            try:
-                group = decode_prompt_group(entry.payload)
-            except InvalidMessageError:
-                continue
+        self._images.forget()
+        async for group in self._groups_of(version):
             self._sent.add((group.step, group.purpose.value, group.prompt_id))
+            self._images.note(group.images, group.step)
+        if self._images.expected:
+            # Those of the finished step, if it was not cleaned up.
+            async for group in self._groups_of(version - 1):
+                self._images.note(group.images, group.step)
+
+    async def _groups_of(self, version: int) -> AsyncIterator[PromptGroup]:
+        async for entry in read_all(self._broker, names.prompts(self._run_id, version)):
+            with contextlib.suppress(InvalidMessageError):
+                yield decode_prompt_group(entry.payload)
 
     def forget(self) -> None:
         """Everything is sent again: the broker has lost it."""
         self._sent.clear()
+        self._images.forget()
+
+    async def clean_up(self, version: int) -> None:
+        """Removes the images of finished steps; the last of them sampled from `version`."""
+        await self._images.drop(before=version + 2)
 
     async def dispatch(self, order: Order) -> list[int]:
         """Appends one message per prompt, in the order of `order.prompts`, and one for its greedy answer.
@@ -74,6 +94,8 @@ class Dispatcher:
         groups = [group for prompt in order.prompts.values() for group in self._groups(order, prompt)]
         keys = [(group.step, group.purpose.value, group.prompt_id) for group in groups]
         missing = [group for group, key in zip(groups, keys, strict=True) if key not in self._sent]
+        if self._images.expected:
+            missing = [await self._with_images(group, order.prompts[group.prompt_id]) for group in missing]
         traceparent = current_traceparent()
         await append_when_room(
             self._broker,
@@ -86,6 +108,9 @@ class Dispatcher:
         )
         self._sent = {key for key in self._sent if key[0] >= order.step} | set(keys)
         return list(dict.fromkeys(group.prompt_id for group in missing))
+
+    async def _with_images(self, group: PromptGroup, prompt: Prompt) -> PromptGroup:
+        return replace(group, images=await self._images.store(prompt.images, group.step))
 
     def _groups(self, order: Order, prompt: Prompt) -> list[PromptGroup]:
         """A prompt's messages: for its samples, and for its greedy answer where one is wanted."""

@@ -12,6 +12,7 @@ from paceline.config.run import RunConfig
 from paceline.core.errors import DataError
 from paceline.core.trajectory import SamplingSpec
 from paceline.data.cursor import PromptCursor
+from paceline.data.images import ImageReader
 from paceline.data.prompts import PromptSet, load_tokenizer, stop_token_ids
 from paceline.storage.models import local_model
 
@@ -20,12 +21,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Training and held-out prompts, the cursor over the former, and the tokens that end an answer."""
+    """Training and held-out prompts, the cursor over the former, and the tokens that end an answer.
+
+    `images` makes the pixels of the prompts' images.
+    """
 
     train: PromptSet
     val: PromptSet | None
     cursor: PromptCursor
     stop_token_ids: tuple[int, ...]
+    images: ImageReader | None = None
 
     @functools.cached_property
     def digest(self) -> str:
@@ -36,6 +41,8 @@ class Inputs:
                 context = json.dumps(asdict(prompt.context), sort_keys=True, default=repr)
                 digest.update(f"{prompt_id}\n{context}\n".encode(errors="backslashreplace"))
                 digest.update(prompt.token_ids.tobytes())
+                for image in prompt.images:
+                    digest.update(image.digest.encode())
             digest.update(b"\0")
         return digest.hexdigest()
 
@@ -52,8 +59,11 @@ def load_inputs(config: RunConfig) -> Inputs:
     """Reads prompts and tokenizer; raises DataError or ModelError."""
     model = local_model(config.model, "controller")
     tokenizer = load_tokenizer(model.tokenizer_path or model.path)
-    train = PromptSet.load(config.data, tokenizer)
-    val = PromptSet.load(config.data, tokenizer, split="val") if config.data.val_files else None
+    images = ImageReader.load(config.data, model.path)
+    train = PromptSet.load(config.data, tokenizer, images=images)
+    val = None
+    if config.data.val_files:
+        val = PromptSet.load(config.data, tokenizer, split="val", images=images)
     for name, prompts in (("training", train), ("validation", val)):
         if prompts is not None:
             log.info(
@@ -64,7 +74,13 @@ def load_inputs(config: RunConfig) -> Inputs:
     cursor = PromptCursor(
         train.ids(), batch_size=config.data.train_batch_size, seed=seed, shuffle=config.data.shuffle
     )
-    return Inputs(train=train, val=val, cursor=cursor, stop_token_ids=stop_token_ids(model.path, tokenizer))
+    return Inputs(
+        train=train,
+        val=val,
+        cursor=cursor,
+        stop_token_ids=stop_token_ids(model.path, tokenizer),
+        images=images,
+    )
 
 
 def _check_episodes(config: RunConfig, prompts: PromptSet) -> None:
