@@ -1,0 +1,63 @@
+"""`paceline train` without fakes on prompts with images: GRPO with a tiny random Qwen2.5-VL."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.tiny_vl import drawn_image, save_tiny_vl
+from support.training_run import assert_sound, tiny_config, training
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+NUM_STEPS, NUM_PROMPTS, NUM_SAMPLES = 3, 4, 4
+
+
+def image_inputs(folder: Path) -> Path:
+    """Eight prompts with none, one or two of five images."""
+    save_tiny_vl(folder / "model", seed=3)
+    (folder / "data").mkdir()
+    for number in range(5):
+        drawn_image(number, 70 + 14 * number, 56).save(folder / "data" / f"{number}.png")
+    rows: list[dict[str, Any]] = []
+    for number in range(8):
+        images = [f"{(number + i) % 5}.png" for i in range(number % 3)]
+        rows.append({"prompt": f"Letters {number}?", "ground_truth": "", "images": images})
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    for split in ("train", "val"):
+        (folder / "data" / f"{split}.jsonl").write_text(text)
+    return folder
+
+
+def test_grpo_with_images(tmp_path: Path) -> None:
+    inputs = image_inputs(tmp_path / "inputs")
+    tree = tiny_config(
+        inputs,
+        data={
+            "train_files": str(inputs / "data/train.jsonl"),
+            "val_files": str(inputs / "data/val.jsonl"),
+            "image_key": "images",
+            "prompt_format": "chat",
+            "max_prompt_length": 160,
+            "max_response_length": 12,
+            "train_batch_size": NUM_PROMPTS,
+        },
+        algorithm={"adv_estimator": "grpo", "use_kl_in_reward": False},
+        actor={"ppo_mini_batch_size": NUM_PROMPTS, "ppo_max_token_len_per_gpu": 2048, "use_kl_loss": True},
+        rollout={"n": NUM_SAMPLES, "max_num_seqs": 8},
+        trainer={"name": "images", "total_steps": NUM_STEPS, "save_freq": 2, "export_model": True},
+    )
+    with training(tree, tmp_path / "run") as run:
+        assert run.finish() == 0, run.output
+    assert [row["step"] for row in run.metrics] == list(range(NUM_STEPS + 1))
+    for row in run.metrics[1:]:
+        assert abs(row["actor/ppo_kl"]) < 1e-6
+        # The learner sees the images that the engine saw, with the same weights, after every push.
+        assert row["rollout/logprob_diff_max"] < 1e-4
+        assert row["barrier/admitted"] == NUM_PROMPTS * NUM_SAMPLES
+        assert row["barrier/rejected"] == row["barrier/groups_dropped"] == 0
+        assert row["actor/grad_norm"] > 0
+    assert_sound(run)
