@@ -46,7 +46,12 @@ def test_grpo_with_images(tmp_path: Path) -> None:
             "train_batch_size": NUM_PROMPTS,
         },
         algorithm={"adv_estimator": "grpo", "use_kl_in_reward": False},
-        actor={"ppo_mini_batch_size": NUM_PROMPTS, "ppo_max_token_len_per_gpu": 2048, "use_kl_loss": True},
+        actor={
+            "ppo_mini_batch_size": NUM_PROMPTS,
+            "ppo_max_token_len_per_gpu": 2048,
+            "use_kl_loss": True,
+            "ratio_audit_freq": 1,
+        },
         rollout={"n": NUM_SAMPLES, "max_num_seqs": 8},
         trainer={"name": "images", "total_steps": NUM_STEPS, "save_freq": 2, "export_model": True},
     )
@@ -55,9 +60,21 @@ def test_grpo_with_images(tmp_path: Path) -> None:
     assert [row["step"] for row in run.metrics] == list(range(NUM_STEPS + 1))
     for row in run.metrics[1:]:
         assert abs(row["actor/ppo_kl"]) < 1e-6
+        assert row["actor/first_ppo_kl"] == 0.0
         # The learner sees the images that the engine saw, with the same weights, after every push.
         assert row["rollout/logprob_diff_max"] < 1e-4
         assert row["barrier/admitted"] == NUM_PROMPTS * NUM_SAMPLES
         assert row["barrier/rejected"] == row["barrier/groups_dropped"] == 0
         assert row["actor/grad_norm"] > 0
     assert_sound(run)
+    started, trained = (tensors(folder) for folder in (inputs / "model", tmp_path / "run" / "model"))
+    assert started.keys() == trained.keys()
+    unchanged = {name for name, data in started.items() if trained[name] == data}
+    assert unchanged == {name for name in started if name.startswith("visual.")} != set()
+
+
+def tensors(folder: Path) -> dict[str, bytes]:
+    """A model's tensors as its files name them, bit by bit."""
+    from safetensors.numpy import load_file
+
+    return {name: tensor.tobytes() for name, tensor in load_file(folder / "model.safetensors").items()}
