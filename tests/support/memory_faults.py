@@ -80,7 +80,8 @@ def out_of_memory(learner: Learner, place: str, passes: set[int]) -> Iterator[li
 
 def build(ranks: Ranks, model: str, notes: list[str], **actor: Any) -> Learner:
     """A run of two mini-batches with several micro-batches each."""
-    settings = {"ppo_max_token_len_per_gpu": 96, "ratio_audit_freq": 100, **actor}
+    fixed = {"ppo_max_token_len_per_gpu": 96, "ratio_audit_freq": 100, "shared_prompts": "off"}
+    settings = fixed | actor
     return Learner.build(run_config(Path(model), algorithm=GROUPS, actor=settings), ranks, notes.append)
 
 
