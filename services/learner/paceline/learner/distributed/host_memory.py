@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import weakref
 
 import torch
@@ -35,15 +36,19 @@ def sharded_like(tensor: Tensor, local: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def pinned_memory(num_bytes: int) -> Tensor:
-    """Host memory that is pinned until the tensor is dropped; torch's own would be a power of two of bytes.
+    """Host memory, zeros, that is pinned as long as a tensor uses it; torch's own would be a power of two.
 
     CUDA refuses to copy to and from memory that comes to lie where a buffer was that is still registered.
     """
-    buffer = torch.empty(num_bytes, dtype=torch.uint8)
+    if not num_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    # The storage that all views share keeps the mapping. A tensor would not do: its views outlive it.
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    buffer = torch.frombuffer(memory, dtype=torch.uint8)
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     code = int(runtime.cudaHostRegister(buffer.data_ptr(), num_bytes, 0))
     if code == 0:
-        weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr())
+        weakref.finalize(memory, runtime.cudaHostUnregister, buffer.data_ptr())
     else:
         log.warning(
             "%d MiB of host memory cannot be pinned (CUDA error %d); copies are slower",

@@ -1,7 +1,11 @@
-"""AdamW's averages in host memory (`actor.memory.offload`): parts of them visit the GPU in each step."""
+"""AdamW's averages in host memory (`actor.memory.offload`): parts of them visit the GPU in each step.
+
+host -- one part --> GPU, AdamW -- the part before --> host, both ways at once
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
@@ -12,8 +16,8 @@ from torch.optim.adamw import adamw
 
 from paceline.learner.distributed.host_memory import local_part, pinned_memory, sharded_like
 
-PART_BYTES: Final = 512 << 20
-"""Of parameters, whose averages are on the GPU at a time"""
+PART_BYTES: Final = 256 << 20
+"""Of parameters whose averages are a part; the averages of two parts are on the GPU at a time."""
 
 _AVERAGES: Final = ("exp_avg", "exp_avg_sq")
 
@@ -44,12 +48,14 @@ def host_averages(parameters: Sequence[Tensor], mesh: DeviceMesh) -> list[dict[s
 @torch.no_grad()
 def step_from_host(optimizer: torch.optim.AdamW) -> None:
     """A step with averages in host memory: the same numbers as `optimizer.step()`."""
+    way_back = _WayBack()
     for group in optimizer.param_groups:
         beta1, beta2 = group["betas"]
         for part in _parts([parameter for parameter in group["params"] if parameter.grad is not None]):
             states = [optimizer.state[parameter] for parameter in part]
             hosts = [[local_part(state[name]) for state in states] for name in _AVERAGES]
             device = local_part(part[0]).device
+            way_back.make_room()
             averages, squares = ([host.to(device, non_blocking=True) for host in kind] for kind in hosts)
             adamw(
                 [local_part(parameter) for parameter in part],
@@ -67,12 +73,40 @@ def step_from_host(optimizer: torch.optim.AdamW) -> None:
                 eps=group["eps"],
                 maximize=False,
             )
-            for kind, moved in zip(hosts, (averages, squares), strict=True):
-                for host, visitor in zip(kind, moved, strict=True):
-                    if host is not visitor:  # on a CPU they are the same
-                        host.copy_(visitor, non_blocking=True)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)  # a checkpoint may read them next
+            if device.type == "cuda":  # on a CPU the averages are the hosts' own
+                way_back.send([*averages, *squares], [*hosts[0], *hosts[1]], device)
+    way_back.close()  # a checkpoint may read them next
+
+
+class _WayBack:
+    """Copies parts back to the host on a stream of its own, beside the next part's way to the GPU."""
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        self._parts: deque[torch.cuda.Event] = deque()
+
+    def make_room(self) -> None:
+        """Waits until at most one part is on its way."""
+        while len(self._parts) > 1:
+            self._parts.popleft().synchronize()
+
+    def send(self, visitors: Sequence[Tensor], hosts: Sequence[Tensor], device: torch.device) -> None:
+        """Begins to copy what the current stream computes."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            for visitor, host in zip(visitors, hosts, strict=True):
+                host.copy_(visitor, non_blocking=True)
+                visitor.record_stream(self._stream)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+        self._parts.append(event)
+
+    def close(self) -> None:
+        """Waits for all."""
+        while self._parts:
+            self._parts.popleft().synchronize()
 
 
 def _parts(parameters: Sequence[Any]) -> Iterator[list[Any]]:
