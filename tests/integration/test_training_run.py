@@ -223,28 +223,6 @@ def test_one_rank_learns_what_two_learn_and_ctrl_c_ends_it(
                 assert row[name] == pytest.approx(expected[name], abs=1e-4), (row["step"], name)
 
 
-def test_the_same_command_goes_on_after_the_launcher_was_killed(
-    inputs: Path, undisturbed: TrainingRun, tmp_path: Path
-) -> None:
-    config = tiny_config(inputs, trainer={"total_steps": NUM_STEPS})
-    with training(config, tmp_path / "run") as run:
-        run.wait_for_phase("learn", 4)
-        run.look()
-        run.process.kill()
-        run.process.wait(30)
-        run.wait_until_nothing_is_left(timeout_s=120)
-    with training(config, tmp_path / "run") as run:
-        assert run.finish() == 0, run.output
-        first, second = only(run.events, "run")
-        assert (first["step"], first["term"], second["term"]) == (0, 1, 2)
-        finished = [event["step"] for event in only(run.events, "step") if event["n"] < second["n"]]
-        assert 3 <= second["step"] == finished[-1] < NUM_STEPS
-        assert_sound(run)
-        assert_same_metrics(
-            run.metrics, undisturbed.metrics, without=("barrier/duplicates", "barrier/rejected")
-        )
-
-
 def test_an_environment_of_one_turn_that_owns_the_rows_gives_the_metrics_of_the_plain_path(
     inputs: Path, undisturbed: TrainingRun, tmp_path: Path
 ) -> None:
