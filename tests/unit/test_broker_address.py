@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from paceline.broker import open_broker
@@ -56,12 +57,19 @@ def test_no_password_is_shown_in_any_form(password: str) -> None:
 
 
 @given(password=SECRET)
+@example(password="plain")
 def test_no_error_about_an_address_shows_its_password(password: str) -> None:
     url = f"redis://:Xq7{password}Xq7@host:many/0"
+    # What an @ and then a /, ? or # stand in is an address of another host, in which nothing need be wrong.
+    refuses = re.search("@.*[/?#]", password) is None
     for use in (open_broker, BlobClient, lambda url: check_reach(url, insecure=False)):
-        with pytest.raises(ConfigError, match="cannot be used") as caught:
+        problem = ""
+        try:
             use(url)
-        assert "Xq7" not in "".join(traceback.format_exception_only(caught.value))
+        except ConfigError as error:
+            problem = "".join(traceback.format_exception_only(error))
+        assert "cannot be used" in problem or not (refuses or problem)
+        assert "Xq7" not in problem
 
 
 def test_the_password_comes_from_a_file(tmp_path: Path) -> None:
