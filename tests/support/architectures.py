@@ -136,7 +136,8 @@ def features(model_type: str) -> str:
     """What is special about an architecture, read from its tiny model: what the learner must not miss."""
     import torch
 
-    from paceline.learner.model.architectures import WITH_IMAGES, logit_scale, logit_softcap, model_class
+    from paceline.core.images import MODELS_WITH_IMAGES
+    from paceline.learner.model.architectures import logit_scale, logit_softcap, model_class
     from paceline.weights.corrections import BUFFER
 
     config = tiny_config(model_type)
@@ -156,7 +157,7 @@ def features(model_type: str) -> str:
         "latent attention": bool(getattr(config, "kv_lora_rank", None)),
         "correction of scores": any(name.endswith(BUFFER) for name, _ in lm.named_buffers()),
         "experts": any(name.endswith("experts.gate_up_proj") for name, _ in lm.named_parameters()),
-        "images, by a frozen vision tower": model_type in WITH_IMAGES,
+        "images, by a frozen vision tower": model_type in MODELS_WITH_IMAGES,
         "dropout set to 0": any("drop" in name and value for name, value in vars(config).items()),
     }
     return ", ".join(name for name, holds in special.items() if holds)

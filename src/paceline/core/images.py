@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+
+MODELS_WITH_IMAGES: Final = ("qwen2_5_vl",)
+"""By `model_type` of config.json: a vision tower turns the prompt's images into states of tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

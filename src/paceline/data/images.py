@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from paceline.core.errors import DataError, EnvironmentLackError, ModelError
-from paceline.core.images import LoadedImage
+from paceline.core.images import MODELS_WITH_IMAGES, LoadedImage
 from paceline.data.rows import Row, value_at
 from paceline.wire import DEFAULT_LIMITS, image_of
 
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 PLACEHOLDER = "<image>"
 """Where an image belongs in a prompt's text"""
-
-_MODEL_TYPES = ("qwen2_5_vl",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,11 +65,11 @@ class ImageReader:
         path = Path(folder)
         tree = json.loads((path / "config.json").read_text(encoding="utf-8"))
         kind = tree.get("model_type")
-        if "vision_config" not in tree or kind not in _MODEL_TYPES:
+        if "vision_config" not in tree or kind not in MODELS_WITH_IMAGES:
             what = "has no vision tower" if "vision_config" not in tree else "is not supported with images"
             raise ModelError(
                 f"data.image_key is {config.image_key!r}, and the model in {path} ({kind}) {what}; "
-                f"take a model of type {' or '.join(_MODEL_TYPES)}, or leave data.image_key out"
+                f"take a model of type {' or '.join(MODELS_WITH_IMAGES)}, or leave data.image_key out"
             )
         if not (path / "preprocessor_config.json").is_file():
             raise ModelError(

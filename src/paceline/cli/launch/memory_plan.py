@@ -22,7 +22,7 @@ ENGINE_ASLEEP = 2 * GIB
 ENGINE_REST = 2 * GIB
 """The least for an engine's activations and CUDA graphs."""
 SLICE = 1024
-"""Tokens of the vocabulary whose sum the draw's kernels keep."""
+"""Tokens of the vocabulary per slice: the draw's kernels keep a largest logit and a sum of each."""
 OFFLOADED = GIB
 """Averages of parameters that visit the GPU at a time, where they are in host memory"""
 LOGITS = GIB

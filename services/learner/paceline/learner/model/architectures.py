@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from paceline.core.errors import ModelError
+from paceline.core.images import MODELS_WITH_IMAGES
 
 log = logging.getLogger(__name__)
 
@@ -51,9 +52,6 @@ ARCHITECTURES: Mapping[str, str] = {
 }
 """Names by `model_type` of config.json."""
 
-WITH_IMAGES = ("qwen2_5_vl",)
-"""Kinds with a vision tower, which turns images of the prompt into states of tokens."""
-
 _ROPE_BY_LENGTH = ("longrope", "dynamic")
 """Kinds of rotary embedding whose frequencies follow the longest sequence of a forward pass."""
 
@@ -82,7 +80,7 @@ def require_text_alone(config: Any) -> None:
     Raises:
         ModelError: with what to do.
     """
-    if config.model_type in WITH_IMAGES:
+    if config.model_type in MODELS_WITH_IMAGES:
         raise ModelError(
             f"{config.model_type} takes images, too, and transformers has no reward model of this kind; take "
             "a model of text alone (docs/models.md)"
@@ -93,7 +91,7 @@ def model_class(config: Any) -> Any:
     """The class of transformers that makes a model of this kind: a body with a language-model head."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    return AutoModelForImageTextToText if config.model_type in WITH_IMAGES else AutoModelForCausalLM
+    return AutoModelForImageTextToText if config.model_type in MODELS_WITH_IMAGES else AutoModelForCausalLM
 
 
 def require_length(config: Any, longest: int) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from paceline.config.model import LoraConfig
 from paceline.core.errors import ModelError
+from paceline.core.images import MODELS_WITH_IMAGES
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model import architectures, attention
 from paceline.learner.model.experts import use_correction_parameters, use_float32_routers
@@ -199,7 +200,7 @@ def empty_lm(config: Any) -> Any:
     """
     attention.register()
     implementation: Any = attention.PACKED_ATTENTION
-    if config.model_type in architectures.WITH_IMAGES:
+    if config.model_type in MODELS_WITH_IMAGES:
         # The tower attends within an image, to what follows, too.
         implementation = {"text_config": implementation, "vision_config": "sdpa"}
     try:

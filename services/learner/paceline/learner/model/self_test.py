@@ -24,6 +24,7 @@ from torch import Tensor
 
 from paceline.config.run import RunConfig
 from paceline.core.errors import ModelError
+from paceline.core.images import MODELS_WITH_IMAGES
 from paceline.learner.batch.pack import pack
 from paceline.learner.batch.types import PackedRow, PromptImage
 from paceline.learner.model import architectures
@@ -188,7 +189,7 @@ def shrink(config: Any) -> Any:
             setattr(text, name, most)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(text, name, None)
-    if config.model_type in architectures.WITH_IMAGES:
+    if config.model_type in MODELS_WITH_IMAGES:
         _shrink_tower(small)
     return small
 
@@ -236,7 +237,7 @@ def _reference(lm: Any, config: Any) -> Any:
 
 def _rows(config: Any) -> list[PackedRow]:
     rng, vocab_size = np.random.default_rng(0), config.get_text_config().vocab_size
-    has_images = config.model_type in architectures.WITH_IMAGES
+    has_images = config.model_type in MODELS_WITH_IMAGES
     if has_images:
         vocab_size = config.video_token_id  # below the ids that stand for images
     rows = [

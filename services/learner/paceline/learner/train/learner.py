@@ -15,12 +15,12 @@ from paceline.config.actor import OptimConfig
 from paceline.config.algorithm import KLControlConfig
 from paceline.config.run import RunConfig
 from paceline.core.guard import Histories
+from paceline.core.images import MODELS_WITH_IMAGES
 from paceline.learner.algorithms.kl import AdaptiveKLController, FixedKLController, KLController
 from paceline.learner.batch.images import ImageSpec
 from paceline.learner.distributed.catching_up import count_collectives
 from paceline.learner.distributed.host_memory import host_mesh
 from paceline.learner.distributed.ranks import Ranks
-from paceline.learner.model.architectures import WITH_IMAGES
 from paceline.learner.model.compiling import CompileClock
 from paceline.learner.model.layers import LayerOptions
 from paceline.learner.model.loading import Precision, load_critic, load_policy
@@ -66,7 +66,7 @@ class Learner:
     def image_spec(self) -> ImageSpec | None:
         """What the policy takes of images; None if it takes text alone."""
         config: Any = self.actor.network.lm.config
-        return ImageSpec.of(config) if config.model_type in WITH_IMAGES else None
+        return ImageSpec.of(config) if config.model_type in MODELS_WITH_IMAGES else None
 
     @contextmanager
     def reference_present(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from paceline.core.images import MODELS_WITH_IMAGES
 from paceline.weights import corrections
 
 logger = logging.getLogger(__name__)
@@ -24,10 +25,6 @@ _MIXTRAL = (
 """Mixtral's checkpoints have their own names for blocks and experts."""
 
 
-_WITH_IMAGES = ("qwen2_5_vl",)
-"""Kinds that are no causal language models to transformers: they have a vision tower, too."""
-
-
 def learner_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors that a learner has of the model of a Hugging Face configuration, by name.
 
@@ -35,7 +32,9 @@ def learner_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    kind: Any = AutoModelForImageTextToText if config.model_type in _WITH_IMAGES else AutoModelForCausalLM
+    kind: Any = (
+        AutoModelForImageTextToText if config.model_type in MODELS_WITH_IMAGES else AutoModelForCausalLM
+    )
     try:
         with torch.device("meta"):
             model = kind.from_config(config)
