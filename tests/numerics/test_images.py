@@ -13,9 +13,9 @@ from torch import Tensor
 
 from paceline.config.load import dump_yaml
 from paceline.core.errors import DataError, InvalidMessageError, ModelError
+from paceline.core.images import ImageSpec
 from paceline.learner.batch.fetch import fetch_rows
 from paceline.learner.batch.halve import Halves, Part
-from paceline.learner.batch.images import ImageSpec
 from paceline.learner.batch.pack import pack
 from paceline.learner.batch.types import MicroBatch, OldLogProbs, PackedRow, TrainingBatch
 from paceline.learner.distributed.publisher import WeightPublisher
@@ -321,9 +321,12 @@ def fetch_changed(change: Any, *, spec: ImageSpec | None = SPEC) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda row: with_prompt(row, 5, 7), "needs 6 tokens side by side in the prompt, which has 5"),
-        (lambda row: with_prompt(row, 0, SPEC.token_id), "needs 6 tokens side by side"),
-        (lambda row: with_prompt(row, 12, SPEC.token_id), "has 7 tokens that stand for images, 6 of them"),
+        (lambda row: with_prompt(row, 5, 7), "needs 6 placeholders side by side, .*; 5 of its tokens"),
+        (lambda row: with_prompt(row, 0, SPEC.token_id), "needs 6 placeholders side by side"),
+        (
+            lambda row: with_prompt(row, 12, SPEC.token_id),
+            "has 7 placeholders of images, and its 1 images take 6",
+        ),
         (lambda row: with_image(row, grid=(1, 3, 8)), "heights and widths that are multiples of 2"),
         (lambda row: with_image(row, pixels=row.images[0].pixels[:, :-1]), "1 x 4 x 6 patches of 95 numbers"),
     ],

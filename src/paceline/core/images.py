@@ -1,12 +1,19 @@
-"""An image of a prompt: what messages say of it, and its patches, which travel beside them by hash."""
+"""An image of a prompt: what messages say of it, its patches, and where its placeholders stand.
+
+Messages carry an image's hash and grid; the patches travel beside them, by hash. In the prompt's token ids a
+placeholder stands for each of the image's tokens.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from paceline.core.errors import DataError
 
 MODELS_WITH_IMAGES: Final = ("qwen2_5_vl",)
 """By `model_type` of config.json: a vision tower turns the prompt's images into states of tokens."""
@@ -36,3 +43,70 @@ class LoadedImage:
 
     image: Image
     pixels: npt.NDArray[np.float32]
+
+
+class PlaceholderRange(NamedTuple):
+    """The placeholders of an image, side by side in a prompt's token ids."""
+
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageSpec:
+    """What a model's configuration says of images.
+
+    Attributes:
+        token_id: of the placeholder.
+        merge_size: the patches along height and along width that a token stands for.
+        width: numbers of a patch.
+    """
+
+    token_id: int
+    merge_size: int
+    width: int
+
+    @classmethod
+    def of(cls, config: Any) -> ImageSpec:
+        """From the transformers configuration of a model with a vision tower."""
+        vision = config.vision_config
+        return cls(
+            token_id=int(config.image_token_id),
+            merge_size=int(vision.spatial_merge_size),
+            width=int(vision.in_channels * vision.temporal_patch_size * vision.patch_size**2),
+        )
+
+
+def placeholder_ranges(
+    prompt_token_ids: npt.ArrayLike, images: Sequence[LoadedImage], spec: ImageSpec
+) -> tuple[PlaceholderRange, ...]:
+    """Where the placeholders of each image stand in its prompt, in the order of the images.
+
+    Raises:
+        DataError: the prompt's placeholders are not those of the images, or an image was prepared for another
+            model.
+    """
+    places = np.flatnonzero(np.asarray(prompt_token_ids) == spec.token_id)
+    ranges, taken = [], 0
+    for number, loaded in enumerate(images):
+        (time, height, width), merge = loaded.image.grid, spec.merge_size
+        if height % merge or width % merge or loaded.pixels.shape[1] != spec.width:
+            raise DataError(
+                f"image {number} of the prompt ({loaded.image.hash[:12]}) has {time} x {height} x {width} "
+                f"patches of {loaded.pixels.shape[1]} numbers; the model takes heights and widths that are "
+                f"multiples of {merge}, and {spec.width} numbers: was it prepared for another model?"
+            )
+        length = loaded.image.num_patches // merge**2
+        own = places[taken : taken + length]
+        if len(own) < length or own[-1] - own[0] != length - 1:
+            raise DataError(
+                f"image {number} of the prompt ({loaded.image.hash[:12]}) needs {length} placeholders side "
+                f"by side, and the prompt has no such run; {len(places)} of its tokens are placeholders"
+            )
+        ranges.append(PlaceholderRange(int(own[0]), length))
+        taken += length
+    if taken < len(places):
+        raise DataError(
+            f"the prompt has {len(places)} placeholders of images, and its {len(images)} images take {taken}"
+        )
+    return tuple(ranges)

@@ -10,42 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 
-from paceline.core.errors import DataError
-from paceline.core.images import LoadedImage
+from paceline.core.images import ImageSpec, LoadedImage, placeholder_ranges
 from paceline.core.trajectory import Int32Array
 from paceline.learner.batch.types import Int64Array, PackedImages, PromptImage
 
 _AXES = 3
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ImageSpec:
-    """What a model's configuration says of images.
-
-    Attributes:
-        token_id: of the token that stands for a part of an image.
-        merge_size: the patches along height and along width that such a token stands for.
-        width: numbers of a patch.
-    """
-
-    token_id: int
-    merge_size: int
-    width: int
-
-    @classmethod
-    def of(cls, config: Any) -> ImageSpec:
-        """From the transformers configuration of a model with a vision tower."""
-        vision = config.vision_config
-        return cls(
-            token_id=int(config.image_token_id),
-            merge_size=int(vision.spatial_merge_size),
-            width=int(vision.in_channels * vision.temporal_patch_size * vision.patch_size**2),
-        )
 
 
 def find_images(
@@ -54,39 +27,19 @@ def find_images(
     """The images with the places of their tokens in the prompt.
 
     Raises:
-        DataError: the prompt's tokens do not stand for these images, or an image is not for this model.
+        DataError: as `placeholder_ranges`.
     """
-    places = np.flatnonzero(prompt == spec.token_id)
-    placed, first = [], 0
-    for loaded in images:
-        (t, h, w), merge = loaded.image.grid, spec.merge_size
-        if h % merge or w % merge or loaded.pixels.shape[1] != spec.width:
-            raise DataError(
-                f"image {loaded.image.hash[:12]} has {t} x {h} x {w} patches of {loaded.pixels.shape[1]} "
-                f"numbers; the model takes heights and widths that are multiples of {merge}, and "
-                f"{spec.width} numbers: was it prepared for another model?"
-            )
-        own = places[first : first + t * h * w // merge**2]
-        first += len(own)
-        image = PromptImage(
+    ranges = placeholder_ranges(prompt, images, spec)
+    return tuple(
+        PromptImage(
             hash=loaded.image.hash,
-            start=int(own[0]) if len(own) else 0,
+            start=start,
             grid=loaded.image.grid,
-            merge_size=merge,
+            merge_size=spec.merge_size,
             pixels=loaded.pixels,
         )
-        if len(own) != image.num_tokens or int(own[-1]) - image.start != len(own) - 1:
-            raise DataError(
-                f"image {image.hash[:12]} needs {image.num_tokens} tokens side by side in the prompt, which "
-                f"has {len(own)} for it"
-            )
-        placed.append(image)
-    if first != len(places):
-        raise DataError(
-            f"the prompt has {len(places)} tokens that stand for images, {first} of them for its "
-            f"{len(images)} images"
-        )
-    return tuple(placed)
+        for loaded, (start, _) in zip(images, ranges, strict=True)
+    )
 
 
 def prompt_positions(num_tokens: int, images: Sequence[PromptImage]) -> Int64Array:

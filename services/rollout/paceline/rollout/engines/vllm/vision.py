@@ -14,10 +14,9 @@ from typing import Any, Final, NoReturn
 
 import numpy as np
 
-from paceline.core.errors import InvalidMessageError
+from paceline.core.errors import DataError, InvalidMessageError
+from paceline.core.images import ImageSpec, PlaceholderRange, placeholder_ranges
 from paceline.rollout.engines.base import SampleRequest
-
-_CHANNELS: Final = 3
 
 LATER: Final = ("mm_device_do_normalize",)
 """Arguments that vLLM 0.24 does not have, nor what they switch off"""
@@ -55,7 +54,7 @@ def prompt_with_images(request: SampleRequest, config: Any) -> Any:
     Raises:
         InvalidMessageError: the placeholders are not those of the images, or the model takes none.
     """
-    vllm, ranges = _vllm(), placeholder_ranges(request, config)
+    vllm, ranges = _vllm(), _ranges(request, config)
     grids = vllm.torch.tensor([loaded.image.grid for loaded in request.images])
     pixels = vllm.torch.from_numpy(np.concatenate([loaded.pixels for loaded in request.images]))
     items = vllm.MultiModalKwargsItems.from_hf_inputs(
@@ -75,45 +74,24 @@ def prompt_with_images(request: SampleRequest, config: Any) -> Any:
     )
 
 
-def placeholder_ranges(request: SampleRequest, config: Any) -> list[tuple[int, int]]:
-    """(first position, length) of each image's placeholders in the prompt; checks the pixels' shape, too.
-
-    Wrong shapes would end the engine, and not only the request.
+def _ranges(request: SampleRequest, config: Any) -> tuple[PlaceholderRange, ...]:
+    """Each image's placeholders; wrong shapes would end the engine, and not only the request.
 
     Raises:
         InvalidMessageError: the images do not fit the prompt or the model.
     """
-    vision = getattr(config, "vision_config", None)
-    if vision is None:
+    if getattr(config, "vision_config", None) is None:
         _refuse(request, f"its prompt has images, and a model of type {config.model_type} takes none")
-    merged, width = vision.spatial_merge_size, _CHANNELS * vision.temporal_patch_size * vision.patch_size**2
-    places = np.flatnonzero(np.asarray(request.prompt_token_ids) == config.image_token_id)
-    ranges, taken = [], 0
-    for number, loaded in enumerate(request.images):
-        time, height, width_patches = loaded.image.grid
-        if height % merged or width_patches % merged or loaded.pixels.shape[1] != width:
-            _refuse(
-                request,
-                f"image {number} has patches of {loaded.pixels.shape[1]} numbers in a grid of "
-                f"{height} x {width_patches}; it takes {width} numbers, in multiples of {merged}",
-            )
-        length = time * height * width_patches // merged**2
-        own = places[taken : taken + length]
-        if len(own) < length or own[-1] - own[0] != length - 1:
-            _refuse(
-                request, f"image {number} has {length} tokens, and the prompt no such run of placeholders"
-            )
-        ranges.append((int(own[0]), length))
-        taken += length
-    if taken < len(places):
-        _refuse(request, f"its prompt has {len(places)} placeholders, its images have {taken} tokens")
-    return ranges
+    try:
+        return placeholder_ranges(request.prompt_token_ids, request.images, ImageSpec.of(config))
+    except DataError as error:
+        _refuse(request, str(error), error)
 
 
-def _refuse(request: SampleRequest, why: str) -> NoReturn:
+def _refuse(request: SampleRequest, why: str, cause: Exception | None = None) -> NoReturn:
     raise InvalidMessageError(
         f"the engine refuses request {request.request_id}: {why}", reason="refused_by_engine"
-    )
+    ) from cause
 
 
 @cache
