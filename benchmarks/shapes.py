@@ -50,6 +50,39 @@ LARGE_MIXTURE: dict[str, Any] = shape(2048, 6144, 16, 32, 4, 151936, tied=False)
 }
 """Qwen3-30B-A3B's with 16 of its 48 layers: 10.6 thousand million parameters, 1.5 of them per token"""
 
+LATENT: dict[str, Any] = shape(1024, 2048, 4, 8, 8, 1024, tied=False) | {
+    "q_lora_rank": 256,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "head_dim": 64,
+    "moe_intermediate_size": 256,
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+}
+"""Latent attention of DeepSeek's sizes in a small model, one dense layer and three with experts"""
+
+DEEPSEEK_V2 = LATENT | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "topk_method": "group_limited_greedy",
+    "scoring_func": "softmax",
+}
+
+DEEPSEEK_V3 = LATENT | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+}
+
 SMALL_LLAMA: dict[str, Any] = shape(576, 1536, 30, 9, 3, 49152, tied=True) | {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -60,8 +93,12 @@ SHAPES = {
     "tiny": shape(128, 512, 4, 4, 2, 1024, tied=True),
     "tiny-moe": MIXTURE,
     "10B-moe": LARGE_MIXTURE,
+    "small-v2": DEEPSEEK_V2,
+    "small-v3": DEEPSEEK_V3,
     "135M": SMALL_LLAMA,
     "0.5B": shape(896, 4864, 24, 14, 2, 151936, tied=True),
+    "1.5B": shape(1536, 8960, 28, 12, 2, 151936, tied=True),
+    "3B": shape(2048, 11008, 36, 16, 2, 151936, tied=True),
     "7B": shape(3584, 18944, 28, 28, 4, 152064, tied=False),
     "32B": shape(5120, 27648, 64, 40, 8, 152064, tied=False),
 }

@@ -230,6 +230,26 @@ def test_a_step_reports_the_balance_and_its_weight_changes_the_gradient(ranks: R
     assert results["on"]["actor/grad_norm"] > 1.05 * results["off"]["actor/grad_norm"]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_activations_that_are_recomputed_change_nothing(kind: str, ranks: Ranks, tmp_path: Path) -> None:
+    write_model(tmp_path, kind)
+    results = []
+    for recompute in ("none", "full"):
+        config = run_config(
+            tmp_path,
+            algorithm={"adv_estimator": "grpo", "use_kl_in_reward": False},
+            actor={
+                "ppo_mini_batch_size": 8,
+                "load_balance_coef": 10.0,
+                "memory": {"recompute": recompute},
+            },
+        )
+        results.append(numbers(take_step(Learner.build(config, ranks), 1)))
+    kept, recomputed = results
+    for name in ("actor/load_balance", "actor/grad_norm", "actor/pg_loss"):
+        assert recomputed[name] == pytest.approx(kept[name], rel=1e-5)
+
+
 def test_the_arithmetic_counts_the_experts_that_a_token_meets(ranks: Ranks, tmp_path: Path) -> None:
     write_model(tmp_path, "qwen3_moe")
     network = load_policy(tmp_path, ranks, Precision(compute=torch.float32))

@@ -75,14 +75,15 @@ def _forward_in_float32(router: nn.Module, hidden: Tensor) -> tuple[Tensor, Tens
 def recorded_choices(lm: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """Collects (logits, indices) of each router's next forward pass, (T, E) and (T, K).
 
-    The softmax of the logits is each expert's share of the scores, whatever they are computed by.
-    Recomputation in the backward pass comes later and is not recorded.
+    The list is filled at the end of the block. The softmax of the logits is each expert's share of the
+    scores, whatever they are computed by. Recomputation in the backward pass comes later and is not recorded,
+    so nothing may be computed within a layer: the backward pass would miss what it kept.
     """
+    noted: list[tuple[nn.Module, Tensor, Tensor]] = []
     choices: list[tuple[Tensor, Tensor]] = []
 
     def note(router: nn.Module, arguments: Any, result: tuple[Tensor, Tensor, Tensor]) -> None:
-        is_sigmoid = type(router).__name__ == _SIGMOID
-        choices.append((F.logsigmoid(result[0]) if is_sigmoid else result[0], result[2]))
+        noted.append((router, result[0], result[2]))
 
     handles = [router.register_forward_hook(note) for router in routers(lm)]
     try:
@@ -90,6 +91,9 @@ def recorded_choices(lm: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
     finally:
         for handle in handles:
             handle.remove()
+        for router, logits, indices in noted:
+            is_sigmoid = type(router).__name__ == _SIGMOID
+            choices.append((F.logsigmoid(logits) if is_sigmoid else logits, indices))
 
 
 def balance_by_row(choices: Sequence[tuple[Tensor, Tensor]], batch: MicroBatch) -> Tensor:

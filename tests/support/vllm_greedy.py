@@ -1,0 +1,146 @@
+"""Greedy tokens of vLLM after a push, of a vLLM that loaded the export, and of transformers.
+
+    python -m support.vllm_greedy [MODEL_TYPE ...]     # prints a line of JSON per architecture
+
+A tiny model of the kind is exported. One engine loads the export. Another starts without weights and gets
+what a push brings: the slices of the plan where it is direct, else full tensors through vLLM's own loader.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+NUM_TOKENS = 16
+PROMPTS = ((5, 17, 102, 3), (190, 7, 64), (11, 12, 13, 14, 15, 16, 17, 18, 19), (150,))
+
+
+def compare(model_type: str) -> dict[str, Any]:
+    """Whether all three choose the same tokens.
+
+    With the largest difference between vLLM's log-probs of them and transformers', and how far the best token
+    was ahead of the second at least.
+    """
+    from support.vllm_families import export
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tensors = export(model_type, folder)
+        expected, expected_log_probs, lead = _transformers(folder / "export")
+        loaded, _, _ = _vllm(folder / "export")
+        pushed, log_probs, path = _vllm(folder / "export", tensors)
+    return {
+        "model_type": model_type,
+        "push": path,
+        "num_tokens": sum(map(len, loaded)),
+        "pushed_as_loaded": pushed == loaded,
+        "loaded_as_transformers": loaded == expected,
+        "largest_difference": max(abs(a - b) for a, b in zip(log_probs, expected_log_probs, strict=True)),
+        "smallest_lead": lead,
+    }
+
+
+def _transformers(folder: Path) -> tuple[list[list[int]], list[float], float]:
+    import torch
+
+    from paceline.learner.model.architectures import model_class
+    from paceline.learner.model.loading import read_config
+
+    model: Any = model_class(read_config(folder)).from_pretrained(folder, dtype=torch.float32)
+    model.eval()
+    responses, log_probs, lead = [], [], float("inf")
+    for prompt in PROMPTS:
+        tokens = list(prompt)
+        for _ in range(NUM_TOKENS):
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].float()
+            best = logits.log_softmax(-1).topk(2)
+            lead = min(lead, float(best.values[0] - best.values[1]))
+            tokens.append(int(best.indices[0]))
+            log_probs.append(float(best.values[0]))
+        responses.append(tokens[len(prompt) :])
+    return responses, log_probs, lead
+
+
+def _vllm(folder: Path, pushed: dict[str, Any] | None = None) -> tuple[list[list[int]], list[float], str]:
+    """Greedy tokens, their log-probs, and how the weights came."""
+    from vllm import LLM, SamplingParams
+
+    from paceline.rollout.engines.vllm.arguments import WITHOUT_ROTARY_KERNEL, WORKER_EXTENSION
+
+    engine = LLM(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        load_format="auto" if pushed is None else "dummy",
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=64,
+        max_num_seqs=4,
+        kv_cache_memory_bytes=1 << 26,
+        enable_prefix_caching=False,
+        compilation_config=dict(WITHOUT_ROTARY_KERNEL),
+        worker_extension_cls=WORKER_EXTENSION,
+    )
+    path = "export" if pushed is None else _push(engine, pushed)
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0, detokenize=False
+    )
+    outputs = engine.generate(
+        [{"prompt_token_ids": list(prompt)} for prompt in PROMPTS], sampling, use_tqdm=False
+    )
+    responses = [output.outputs[0] for output in outputs]
+    tokens = [list(response.token_ids) for response in responses]
+    log_probs = [
+        entry[token].logprob
+        for response in responses
+        for token, entry in zip(response.token_ids, response.logprobs, strict=True)
+    ]
+    engine.llm_engine.engine_core.shutdown()
+    del engine
+    gc.collect()
+    return tokens, log_probs, path
+
+
+def _push(engine: Any, tensors: dict[str, Any]) -> str:
+    import torch
+
+    from paceline.rollout.engines.vllm.layout import describe_model
+    from paceline.rollout.engines.vllm.trace import recall
+
+    worker = engine.llm_engine.model_executor.driver_worker.worker
+    model = worker.get_model()
+    if describe_model(model).full_tensors:
+        worker._paceline_receiver()._load_full(iter(tensors.items()))
+        return "general"
+    params = dict(model.named_parameters())
+    trace = recall(model)
+    assert trace is not None
+    with torch.no_grad():
+        for part in trace.slices:
+            params[part.param][part.local_box.slices] = tensors[part.name][part.box.slices]
+    return "direct"
+
+
+def main(kinds: list[str]) -> int:
+    """Prints a line of JSON per architecture; returns how many differ."""
+    from paceline.rollout.engines.vllm import environment
+
+    os.environ.update(environment.in_this_process())
+    environment.prepare_cpu()
+    from paceline.learner.model.architectures import ARCHITECTURES
+
+    num_wrong = 0
+    for kind in kinds or ARCHITECTURES:
+        outcome = compare(kind)
+        num_wrong += not (outcome["pushed_as_loaded"] and outcome["loaded_as_transformers"])
+        print(json.dumps(outcome), flush=True)
+    return num_wrong
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
