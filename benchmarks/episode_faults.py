@@ -2,85 +2,161 @@
 
     python benchmarks/episode_faults.py --seed 1 --faults 20
     python benchmarks/episode_faults.py --seed 2 --faults 40 --alive 3 8 learner.threads=1
+    python benchmarks/episode_faults.py --seed 3 --kills --attached --limit-s 420
 
 `paceline chaos` kills, pauses and cuts off two rollout servers, the reward service, the learner, the
-controller and Redis; the environment is a process of its own that gets SIGKILL after a random time and is
-started again. Steps of 16 games. Prints the faults, what `paceline verify` finds, how often the environment
-was killed, and how many games were trained. The starting model is that of `benchmarks/episodes.py`, made if
-it is not there.
+controller and Redis; with --kills it kills rollout servers, their engines and the reward service, and nothing
+else. The environment is a process of its own that gets SIGKILL after a random time and is started again: one
+that serves, or with --attached one that attaches to the rollout servers. Steps of 16 games of up to 8 turns.
+Prints the faults, what `paceline verify` finds, how often which process was killed, how many games were
+trained, and how many the environment still has open. The starting model is that of `benchmarks/episodes.py`,
+made if it is not there.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
 import numpy as np
+from attached_guess import NAME
 from episodes import EXAMPLES, folder_of, prepare
 from recipes import ROOT, json_lines, paceline
 
 from paceline.cli.launch.machine import free_port
+from paceline.cli.launch.run_dir import read_note
+from paceline.rpc.v1 import environment_pb2 as pb
+from paceline.rpc.v1 import environment_pb2_grpc
+from paceline.service import channels
+from paceline.service.credentials import ENVIRONMENT_TOKEN, Credentials
 
+NUM_SERVERS = 2
 SMALL = (
-    "rollout.replicas=2",
+    f"rollout.replicas={NUM_SERVERS}",
     "rollout.n=2",
     "rollout.max_num_seqs=16",
+    "rollout.episode.max_turns=8",
     "rollout.episode.retries=20",
+    # 64 tokens are all that the model has room for.
+    "data.max_prompt_length=8",
+    "data.max_response_length=56",
     "data.train_batch_size=8",
     "actor.ppo_mini_batch_size=4",
     "actor.ppo_max_token_len_per_gpu=1024",
     "guard.throughput.warn=null",
     "trainer.save_freq=4",
 )
+ONLY_KILLS = ("--only", "kill rollout-*", "--only", "kill reward")
 COUNTS = ("steps", "rows_trained", "dropped_groups", "lost", "twice", "off_policy", "sound")
+STOP_S = 60.0
+CLOSING_S = 30.0
 
 
 @dataclass
 class Killed:
-    """The environment, killed and started again by a thread of its own."""
+    """The environment, killed and started again by a thread of its own.
 
-    port: int
+    Attributes:
+        num_open: episodes that the last one still has when the run is over; None: it did not say.
+    """
+
+    ports: tuple[int, ...]
     alive_s: tuple[float, float]
     rng: np.random.Generator
+    run_dir: Path
+    is_attached: bool = False
     num_kills: int = 0
+    num_open: int | None = None
     over: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
         """Until it is over."""
         while not self.over.is_set():
-            process = subprocess.Popen(
-                [sys.executable, str(EXAMPLES / "guess" / "environment.py")],
-                env={**os.environ, "PORT": str(self.port)},
-                cwd=ROOT,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
+            process = self._start()
+            if process is None:
+                continue
             try:
-                self._until_it_listens(process)
-                if not self.over.wait(self.rng.uniform(*self.alive_s)):
+                if not self.is_attached:
+                    self._until_it_listens(process)
+                if self.over.wait(self.rng.uniform(*self.alive_s)):
+                    self.num_open = self._ask(process)
+                else:
                     self.num_kills += 1
             finally:
                 process.kill()
                 process.wait()
 
-    def _until_it_listens(self, process: subprocess.Popen[bytes]) -> None:
+    def overrides(self) -> list[str]:
+        """What the configuration says of it."""
+        if self.is_attached:
+            return [
+                "rollout.environment.address=null",
+                f"rollout.environment.attached={NAME}",
+                f"service.rollout_port={self.ports[0]}",
+            ]
+        return [f"rollout.environment.address=127.0.0.1:{self.ports[0]}"]
+
+    def _start(self) -> subprocess.Popen[str] | None:
+        """Its process; None: the run that it attaches to is not there yet."""
+        env = {**os.environ, "PORT": str(self.ports[0])}
+        command = [sys.executable, str(EXAMPLES / "guess" / "environment.py")]
+        if self.is_attached:
+            note = read_note(self.run_dir)
+            if note is None or not note.token:
+                self.over.wait(0.5)
+                return None
+            env[ENVIRONMENT_TOKEN] = note.token
+            client = str(ROOT / "benchmarks" / "attached_guess.py")
+            command = [sys.executable, client, *(f"127.0.0.1:{port}" for port in self.ports)]
+        return subprocess.Popen(
+            command, env=env, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+
+    def _until_it_listens(self, process: subprocess.Popen[str]) -> None:
         while not self.over.wait(0.1):
             if process.poll() is not None:
-                raise RuntimeError(f"the environment does not start at port {self.port}")
+                raise RuntimeError(f"the environment does not start at port {self.ports[0]}")
             with contextlib.suppress(OSError):
-                socket.create_connection(("127.0.0.1", self.port), timeout=5.0).close()
+                socket.create_connection(("127.0.0.1", self.ports[0]), timeout=5.0).close()
                 return
+
+    def _ask(self, process: subprocess.Popen[str]) -> int | None:
+        """How many episodes are open, when none is or it has had its time."""
+        if self.is_attached:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                said, _ = process.communicate(timeout=CLOSING_S)
+                return int(said.rpartition("open: ")[2]) if "open: " in said else None
+            return None
+        deadline = time.monotonic() + CLOSING_S
+        while (count := asyncio.run(num_open_at(self.ports[0]))) and time.monotonic() < deadline:
+            time.sleep(1.0)
+        return count
+
+
+async def num_open_at(port: int) -> int:
+    """Episodes that an environment has open."""
+    channel = channels.connect(f"127.0.0.1:{port}", credentials=Credentials(), role="environment")
+    try:
+        describe = environment_pb2_grpc.EnvironmentServiceStub(channel).Describe
+        answer = await describe(pb.DescribeEnvironmentRequest(), timeout=CLOSING_S, wait_for_ready=True)
+        return int(answer.num_open)
+    finally:
+        await channel.close()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,31 +164,49 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     start = folder_of(args.start.resolve(), "guess", 0)
     prepare(start, "guess", 0, args.overrides)
-    killed = Killed(free_port(), tuple(args.alive), np.random.default_rng(args.seed))
-    thread = threading.Thread(target=killed.run)
-    thread.start()
     run_dir = args.run_dir.resolve()
+    first = args.port or free_port()
+    killed = Killed(
+        tuple(range(first, first + (NUM_SERVERS if args.attached else 1))),
+        tuple(args.alive),
+        np.random.default_rng(args.seed),
+        run_dir,
+        is_attached=args.attached,
+    )
     values = [
         f"trainer.run_dir={run_dir}",
         f"trainer.seed={args.seed}",
         f"model.path={start}/start",
         f"data.train_files={start}/data/train.parquet",
-        f"rollout.environment.address=127.0.0.1:{killed.port}",
+        *killed.overrides(),
         *SMALL,
         *args.overrides,
     ]
     config = str(EXAMPLES / "guess" / "grpo.yaml")
     options = ["--seed", str(args.seed), "--faults", str(args.faults), "--rate", str(args.rate), "--plain"]
+    options += ONLY_KILLS if args.kills else ()
+    thread = threading.Thread(target=killed.run)
+    thread.start()
     began = time.monotonic()
     try:
-        code = subprocess.run(
-            [*paceline(), "chaos", config, *options, *values], check=False, cwd=ROOT
-        ).returncode
+        code = chaos([*paceline(), "chaos", config, *options, *values], args.limit_s)
     finally:
         killed.over.set()
         thread.join()
-    report(run_dir, killed.num_kills, time.monotonic() - began)
+    report(args, run_dir, killed, time.monotonic() - began)
     return code
+
+
+def chaos(command: Sequence[str], limit_s: float | None) -> int:
+    """Runs `paceline chaos`; after the limit it is told to end, and still prints what it has."""
+    process = subprocess.Popen(command, cwd=ROOT)
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(limit_s)
+        process.send_signal(signal.SIGTERM)
+        return process.wait(STOP_S)
+    finally:
+        process.kill()
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -125,31 +219,52 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--rate", type=float, default=12.0, help="of them per minute")
     parser.add_argument(
+        "--kills", action="store_true", help="of them kills of servers, engines and the reward service alone"
+    )
+    parser.add_argument(
+        "--attached", action="store_true", help="an environment that attaches to the rollout servers"
+    )
+    parser.add_argument(
         "--alive",
         type=float,
         nargs=2,
         default=(3.0, 8.0),
         help="seconds that the environment lives: from, to",
     )
+    parser.add_argument("--limit-s", type=float, help="end the run after so many seconds, faults or not")
+    parser.add_argument("--port", type=int, help="of the environment, or of the first server; default: free")
     parser.add_argument("--start", type=Path, default=ROOT / "runs" / "episodes", help="where the model is")
     parser.add_argument("--run-dir", type=Path, default=ROOT / "runs" / "episode-faults")
     return parser.parse_args(argv)
 
 
-def report(run_dir: Path, num_kills: int, seconds: float) -> None:
-    """Prints what the run directory says."""
-    turns = [
-        line["episode/turns/mean"]
-        for line in json_lines(run_dir / "metrics.jsonl")
-        if "episode/turns/mean" in line
-    ]
-    chaos = run_dir / "chaos.json"
-    told = json.loads(chaos.read_text()) if chaos.is_file() else {}
-    counts = {name: told.get(name) for name in COUNTS}
-    print(
-        f"environment killed {num_kills} times in {seconds:.0f} s; "
-        f"{fmean(turns) if turns else 0:.1f} turns per game; {counts}"
+def report(args: argparse.Namespace, run_dir: Path, killed: Killed, seconds: float) -> None:
+    """Prints what the run directory says, the last line as JSON."""
+    metrics = [line for line in json_lines(run_dir / "metrics.jsonl") if "episode/turns/mean" in line]
+    file = run_dir / "chaos.json"
+    if not file.is_file():  # it did not come to its end
+        subprocess.run([*paceline(), "verify", str(run_dir)], check=False, cwd=ROOT)
+    told = json.loads(file.read_text()) if file.is_file() else {}
+    faults = Counter(
+        f"{line['fault']} {kind_of(line['target'])}" for line in json_lines(run_dir / "chaos.jsonl")
     )
+    faults["kill client of Attach" if args.attached else "kill environment"] += killed.num_kills
+    found = {
+        "seed": args.seed,
+        "seconds": round(seconds),
+        "faults": dict(sorted(faults.items())),
+        "turns": round(fmean(line["episode/turns/mean"] for line in metrics), 1) if metrics else None,
+        "most_turns": max((line["episode/turns/max"] for line in metrics), default=None),
+        **{name: told.get(name) for name in COUNTS},
+        "left_open": killed.num_open,
+    }
+    print(json.dumps(found))
+
+
+def kind_of(target: str) -> str:
+    """A target without its number: rollout-1/engine is an engine, rollout-1 a rollout server."""
+    name, _, part = target.partition("/")
+    return part or name.partition("-")[0]
 
 
 if __name__ == "__main__":

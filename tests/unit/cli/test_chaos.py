@@ -26,6 +26,7 @@ from paceline.cli.launch.run_dir import RunNote
 from paceline.cli.live.clock import Clock
 from paceline.cli.live.view import PlainView
 from paceline.cli.main import main
+from paceline.core.errors import ConfigError
 from paceline.rpc.v1 import controller_pb2
 from support.cli_configs import config
 from support.fake_controller import FakeController, serve
@@ -64,6 +65,20 @@ def test_what_costs_the_start_of_an_engine_or_a_long_silence_is_rarer() -> None:
     }
     assert {kind for kind, _ in once} == {FaultKind.KILL, FaultKind.LONG_PAUSE, FaultKind.LONG_HOLE}
     assert set(times.values()) == {1, 3}
+
+
+def test_patterns_choose_the_faults_that_may_come() -> None:
+    only = ("kill rollout-*", "kill reward")
+    drawn = list(islice(draw(TWO, seed=5, only=only), 40))
+    servers = {"rollout-0", "rollout-1", "rollout-0/engine", "rollout-1/engine"}
+    assert {fault.target for fault in drawn} == {*servers, "reward"}
+    assert {fault.kind for fault in drawn} == {FaultKind.KILL}
+    assert Counter(target for _, target in deck(TWO, only)) == {**dict.fromkeys(servers, 1), "reward": 3}
+
+
+def test_a_pattern_that_matches_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'kill rollout' matches no fault.*kill rollout-0"):
+        deck(TWO, ("kill reward", "kill rollout"))
 
 
 def test_long_faults_last_longer_than_a_silent_member_lives() -> None:

@@ -44,6 +44,7 @@ class Plan:
     Attributes:
         overlap: the most faults that the run has not recovered from; 1: one after the other.
         stop: whether the run ends after the last recovery; else at its last step.
+        only: patterns of the faults that may come; empty: all.
     """
 
     seed: int
@@ -51,6 +52,7 @@ class Plan:
     per_minute: float
     overlap: int
     stop: bool
+    only: tuple[str, ...] = ()
 
 
 class Conductor:
@@ -89,7 +91,7 @@ class Conductor:
             await asyncio.gather(asking, return_exceptions=True)
 
     async def _inject_all(self) -> None:
-        faults = draw(self._config, seed=self._plan.seed)
+        faults = draw(self._config, seed=self._plan.seed, only=self._plan.only)
         async with asyncio.TaskGroup() as strikes:
             for number in range(1, self._plan.num_faults + 1):
                 await asyncio.sleep(float(self._rng.exponential(60 / self._plan.per_minute)))

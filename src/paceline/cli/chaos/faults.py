@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import numpy as np
 
 from paceline.config.run import RunConfig
+from paceline.core.errors import ConfigError
 
 REDIS, CONTROLLER = "redis", "controller"
 ENGINE, CHILD = "engine", "child"
@@ -81,22 +83,41 @@ def all_faults(config: RunConfig) -> list[tuple[FaultKind, str]]:
     ]
 
 
-def deck(config: RunConfig) -> list[tuple[FaultKind, str]]:
-    """All of `all_faults`, the cheap ones several times."""
+def deck(config: RunConfig, only: Sequence[str] = ()) -> list[tuple[FaultKind, str]]:
+    """All of `all_faults`, or those that match one of the patterns; the cheap ones several times.
+
+    Raises:
+        ConfigError: a pattern matches no fault.
+    """
+    faults = all_faults(config)
+    for pattern in only:
+        if not any(_matches(fault, pattern) for fault in faults):
+            words = ", ".join(_words(fault) for fault in faults)
+            raise ConfigError(f"--only '{pattern}' matches no fault of this run; there are: {words}")
     return [
         (kind, target)
-        for kind, target in all_faults(config)
+        for kind, target in faults
+        if not only or any(_matches((kind, target), pattern) for pattern in only)
         for _ in range(1 if _costly(kind, target) else _TIMES)
     ]
 
 
-def draw(config: RunConfig, *, seed: int) -> Iterator[Fault]:
+def draw(config: RunConfig, *, seed: int, only: Sequence[str] = ()) -> Iterator[Fault]:
     """Endless faults: a `deck` in a random order, then again in another one."""
-    rng, faults = np.random.default_rng(seed), deck(config)
+    rng, faults = np.random.default_rng(seed), deck(config, only)
     while True:
         for index in rng.permutation(len(faults)):
             kind, target = faults[index]
             yield Fault(kind=kind, target=target, seconds=_duration(kind, config, rng))
+
+
+def _words(fault: tuple[FaultKind, str]) -> str:
+    kind, target = fault
+    return f"{kind.value} {target}"
+
+
+def _matches(fault: tuple[FaultKind, str], pattern: str) -> bool:
+    return fnmatchcase(_words(fault), pattern)
 
 
 def _costly(kind: FaultKind, target: str) -> bool:

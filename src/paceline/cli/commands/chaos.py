@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from paceline.cli.chaos.conduct import Plan, conduct
+from paceline.cli.chaos.faults import deck
 from paceline.cli.chaos.record import SUMMARY, Tally, summary, table
 from paceline.cli.commands import arguments
 from paceline.cli.commands.train import log_to, make_view
@@ -49,6 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=3,
         help="the most faults that the run has not recovered from; 1: one after the other (default: 3)",
     )
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="faults of this kind and target alone, such as 'kill rollout-*'; may be repeated (default: all)",
+    )
     arguments.add_form(parser)
 
 
@@ -66,13 +74,19 @@ def run(args: argparse.Namespace) -> int:
             "chaos restarts, fills and empties the run's own Redis server: leave out broker.url"
         )
     config = settle(config, Machine.here()).config
+    deck(config, args.only)
     quick_check(config)
     prepared = run_dirs.prepare(config)
     config, run_dir = prepared.config, prepared.run_dir
     log_to(run_dir / "logs" / "launcher.log")
     view = make_view(config, run_dir, form=args.form)
     plan = Plan(
-        seed=args.seed, num_faults=args.faults, per_minute=args.rate, overlap=args.overlap, stop=until_done
+        seed=args.seed,
+        num_faults=args.faults,
+        per_minute=args.rate,
+        overlap=args.overlap,
+        stop=until_done,
+        only=tuple(args.only),
     )
     began = time.monotonic()
     try:
