@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -92,8 +93,9 @@ class Killed:
             try:
                 if not self.is_attached:
                     self._until_it_listens(process)
-                if self.over.wait(self.rng.uniform(*self.alive_s)):
+                if self.over.wait(self.rng.uniform(*self.alive_s)) or self._run_is_over():
                     self.num_open = self._ask(process)
+                    self.over.wait()
                 else:
                     self.num_kills += 1
             finally:
@@ -125,6 +127,10 @@ class Killed:
         return subprocess.Popen(
             command, env=env, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
+
+    def _run_is_over(self) -> bool:
+        note = read_note(self.run_dir)
+        return note is not None and note.state == "ended"
 
     def _until_it_listens(self, process: subprocess.Popen[str]) -> None:
         while not self.over.wait(0.1):
@@ -165,6 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     start = folder_of(args.start.resolve(), "guess", 0)
     prepare(start, "guess", 0, args.overrides)
     run_dir = args.run_dir.resolve()
+    shutil.rmtree(run_dir, ignore_errors=True)
     first = args.port or free_port()
     killed = Killed(
         tuple(range(first, first + (NUM_SERVERS if args.attached else 1))),
@@ -249,7 +256,7 @@ def report(args: argparse.Namespace, run_dir: Path, killed: Killed, seconds: flo
         f"{line['fault']} {kind_of(line['target'])}" for line in json_lines(run_dir / "chaos.jsonl")
     )
     faults["kill client of Attach" if args.attached else "kill environment"] += killed.num_kills
-    found = {
+    result = {
         "seed": args.seed,
         "seconds": round(seconds),
         "faults": dict(sorted(faults.items())),
@@ -258,7 +265,7 @@ def report(args: argparse.Namespace, run_dir: Path, killed: Killed, seconds: flo
         **{name: told.get(name) for name in COUNTS},
         "left_open": killed.num_open,
     }
-    print(json.dumps(found))
+    print(json.dumps(result))
 
 
 def kind_of(target: str) -> str:
