@@ -16,6 +16,7 @@ from paceline.sdk.served import Served, serve_until_signal
 from paceline.sdk.sessions import Key, Sessions
 from paceline.service.credentials import ENVIRONMENT_TOKEN, Credentials
 from paceline.wire.environment import (
+    ENVIRONMENT_CONTRACT,
     message_from_proto,
     message_to_proto,
     tool_to_proto,
@@ -115,7 +116,10 @@ class _Servicer(environment_pb2_grpc.EnvironmentServiceServicer):
         self, request: pb.DescribeEnvironmentRequest, context: object
     ) -> pb.EnvironmentDescription:
         return pb.EnvironmentDescription(
-            name=self._name, max_episodes=self._sessions.max_episodes, num_open=self._sessions.num_open
+            name=self._name,
+            max_episodes=self._sessions.max_episodes,
+            num_open=self._sessions.num_open,
+            contract=ENVIRONMENT_CONTRACT,
         )
 
     async def Tasks(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Final
 
 from paceline.core.chat import Message, ToolCall, ToolSpec
 from paceline.core.errors import InvalidMessageError
@@ -11,6 +12,9 @@ from paceline.core.text import encodable
 from paceline.rpc.v1 import environment_pb2 as pb
 from paceline.wire.fields import reject
 from paceline.wire.json_object import read_json_object, write_json_object
+
+ENVIRONMENT_CONTRACT: Final = 1
+"""The version of `EnvironmentService` that this package speaks"""
 
 _ROLES = ("system", "user", "assistant", "tool")
 _MAX_CALLS = 256

@@ -45,9 +45,10 @@ def test_check_names_every_fault_once(project: Path, capsys: pytest.CaptureFixtu
     assert lines[10].startswith("ok    devices: CPU, ")
     assert lines[11] == "ok    reward models: none"
     assert lines[12] == "ok    reward services: none"
-    assert lines[13] == "ok    memory: CPU, nothing to plan"
-    assert lines[14] == "ok    trackers: none"
-    assert lines[15] == "ok    engine's log-probs: the line of the engine"
+    assert lines[13] == "ok    environment: none"
+    assert lines[14] == "ok    memory: CPU, nothing to plan"
+    assert lines[15] == "ok    trackers: none"
+    assert lines[16] == "ok    engine's log-probs: the line of the engine"
     assert lines[-1] == "3 fault(s); nothing was started"
 
 
@@ -225,7 +226,7 @@ def test_what_concerns_this_machine_can_be_left_out(
     )
     main(["check", "--elsewhere", "run.yaml", far])
     out = capsys.readouterr().out
-    assert not {"devices:", "services:"} & set(out.split())
+    assert not {"devices:", "services:", "environment:"} & set(out.split())
     assert "self-test" in out
     assert "engine's log-probs" not in out
 

@@ -60,6 +60,19 @@ def test_train_refuses_in_one_sentence(
     assert not (project / "runs").exists(), "nothing is made for a run that cannot start"
 
 
+def test_an_environment_that_nobody_serves_is_named_before_anything_is_created(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "_PATIENCE_S", 0.0)
+    words = ["rollout.environment.address=127.0.0.1:1", "data.prompt_format=chat"]
+    assert main(["train", "run.yaml", *words]) == 2
+    assert capsys.readouterr().err.strip() == (
+        "paceline train: nobody answers at rollout.environment.address=127.0.0.1:1, the environment "
+        "(Connection refused); start it (serve_environment) before the run, or correct the address"
+    )
+    assert not (project / "runs").exists()
+
+
 @pytest.mark.parametrize(
     ("command", "lacking"), [("train", "CONFIG.yaml"), ("reward", "RESPONSE, GROUND_TRUTH")]
 )

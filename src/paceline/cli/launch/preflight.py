@@ -6,6 +6,7 @@ import fnmatch
 import importlib.util
 import json
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +31,9 @@ from paceline.storage.hub import is_named
 from paceline.storage.models import local_model
 
 _REACH_S = 3.0
+# An environment that is started beside the run imports first.
+_PATIENCE_S = 10.0
+_PAUSE_S = 0.2
 _PACKAGES = ("torch", "transformers", "safetensors", "pyarrow", "aiohttp")
 _WEIGHTS = ("*.safetensors", "model.safetensors.index.json")
 
@@ -55,6 +59,7 @@ def quick_check(config: RunConfig, *, here: bool = True) -> None:
         _reward_models(config)
         _devices(config)
         _reward_services(config)
+        _environment(config)
 
 
 def require_packages(config: RunConfig, *, engine: bool = True) -> None:
@@ -294,16 +299,41 @@ def _reward_services(config: RunConfig) -> str:
         _check_question(judge.prompt_file, judge.pattern)
     for number, service in enumerate(config.reward.services):
         key = f"reward.services.{number}.address"
-        try:
-            socket.create_connection(split(service.address), timeout=_REACH_S).close()
-        except OSError as error:
-            reason = error.strerror or str(error) or type(error).__name__
-            raise EnvironmentLackError(
-                f"nobody answers at {key}={service.address}, the reward service {service.name!r} ({reason}); "
-                "start it before the run, or correct the address"
-            ) from error
+        _reach(key, service.address, f"the reward service {service.name!r}", "start it")
     names = [f"{service.name} at {service.address}" for service in config.reward.services]
     return ", ".join(names) or "none"
+
+
+def _environment(config: RunConfig) -> str:
+    """Whether an environment of this contract answers where one is said to be."""
+    service = config.rollout.environment
+    if service is None:
+        return "none"
+    if service.address is None:
+        return f"{service.attached}, which attaches to the rollout servers of the run"
+    remedy = "start it (serve_environment)"
+    key = "rollout.environment.address"
+    _reach(key, service.address, "the environment", remedy, patience_s=_PATIENCE_S)
+    from paceline.rollout.episodes.check import check_environment
+
+    return check_environment(config)
+
+
+def _reach(key: str, address: str, what: str, remedy: str, *, patience_s: float = 0.0) -> None:
+    """Raises EnvironmentLackError if nobody listens at an address, `patience_s` from now on at the latest."""
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            return socket.create_connection(split(address), timeout=_REACH_S).close()
+        except OSError as error:
+            if time.monotonic() < until:
+                time.sleep(_PAUSE_S)
+                continue
+            reason = error.strerror or str(error) or type(error).__name__
+            raise EnvironmentLackError(
+                f"nobody answers at {key}={address}, {what} ({reason}); {remedy} before the run, or correct "
+                "the address"
+            ) from error
 
 
 def _devices(config: RunConfig) -> str:
@@ -403,6 +433,7 @@ _HERE: tuple[tuple[str, Callable[[RunConfig], str]], ...] = (
     ("devices", _devices),
     ("reward models", _reward_models),
     ("reward services", _reward_services),
+    ("environment", _environment),
     ("memory", _memory),
     ("trackers", _trackers),
 )

@@ -41,20 +41,24 @@ class EnvironmentDescription(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     MAX_EPISODES_FIELD_NUMBER: _builtins.int
     NUM_OPEN_FIELD_NUMBER: _builtins.int
+    CONTRACT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     max_episodes: _builtins.int
     """open at once"""
     num_open: _builtins.int
+    contract: _builtins.int
+    """The version of this contract that it speaks; 0 where that was written before versions were named: 1."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         max_episodes: _builtins.int = ...,
         num_open: _builtins.int = ...,
+        contract: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_episodes", b"max_episodes", "name", b"name", "num_open", b"num_open"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract", b"contract", "max_episodes", b"max_episodes", "name", b"name", "num_open", b"num_open"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,14 +1,19 @@
-"""What `paceline check` says of episodes: the chat template's self-test, the tools that can be called."""
+"""What `paceline check` says of episodes: the chat template's self-test, the tools, the environment."""
 
 from __future__ import annotations
 
 import asyncio
 
 from paceline.config.run import RunConfig
+from paceline.core.errors import ConfigError, EnvironmentLackError, PacelineError
+from paceline.core.text import one_line
 from paceline.data.prompts import load_tokenizer, stop_token_ids
 from paceline.rollout.episodes.group import environment_of, rules_of
+from paceline.rollout.episodes.remote import RemoteEnvironment, RemoteOptions
+from paceline.rpc.v1.environment_pb2 import EnvironmentDescription
 from paceline.service.credentials import Credentials
 from paceline.storage.models import local_model
+from paceline.wire.environment import ENVIRONMENT_CONTRACT
 
 
 def check_episodes(config: RunConfig) -> str:
@@ -32,6 +37,47 @@ def check_episodes(config: RunConfig) -> str:
         f"up to {rules.limits.max_turns} turns; tools {names}; calls are {rules.call_format}, "
         f"answers come in the role {rules.joiner.tool_role}"
     )
+
+
+def check_environment(config: RunConfig) -> str:
+    """A line of facts about the environment at `rollout.environment.address`.
+
+    Raises:
+        EnvironmentLackError: what answers there is no environment, or speaks another version of the contract.
+        ConfigError: it refuses the token, or the token's file cannot be read.
+    """
+    service = config.rollout.environment
+    assert service is not None, "there is an address"
+    # `paceline train` makes the run's own token when it starts: here any other stands for it.
+    credentials = Credentials.from_env().with_token("check")
+    options = RemoteOptions.of(service, turn_s=service.call_s, credentials=credentials)
+    where = f"rollout.environment.address={service.address}"
+    try:
+        described = asyncio.run(_described(RemoteEnvironment(options)))
+    except ConfigError as error:
+        raise ConfigError(
+            f"{where}: {error}; rollout.environment.token_file names the token of an environment that has "
+            "one of its own"
+        ) from error
+    except PacelineError as error:
+        raise EnvironmentLackError(
+            f"what answers at {where} is no environment ({error}); start one there with serve_environment, "
+            "or correct the address"
+        ) from error
+    if described.contract > ENVIRONMENT_CONTRACT:
+        raise EnvironmentLackError(
+            f"the environment at {where} speaks version {described.contract} of the contract of "
+            f"environments, this Paceline version {ENVIRONMENT_CONTRACT}: upgrade Paceline on the run's "
+            "hosts, or serve the environment with an earlier version"
+        )
+    return f"{one_line(described.name)} at {service.address}, up to {described.max_episodes} episodes"
+
+
+async def _described(environment: RemoteEnvironment) -> EnvironmentDescription:
+    try:
+        return await environment.describe()
+    finally:
+        await environment.close()
 
 
 async def _call_names(config: RunConfig) -> list[str]:

@@ -96,23 +96,31 @@ class RemoteEnvironment:
 
     async def start(self) -> None:
         """Connects. A service that cannot be reached now is logged, and may come up later."""
-        self._channel = channels.connect(
-            self._options.address, credentials=self._options.credentials, role="environment"
-        )
-        stub = environment_pb2_grpc.EnvironmentServiceStub(self._channel)
         try:
-            description = await channels.call(
-                stub.Describe,
-                pb.DescribeEnvironmentRequest(),
-                timeout_s=_REACH_S,
-                phase="ENVIRONMENT",
-                peer=self._peer,
-                wait_for_ready=True,
-            )
+            description = await self.describe()
         except PacelineError as error:
             log.warning("%s cannot be reached (yet): %s", self._peer, error)
         else:
             log.info("%s: %s, up to %d episodes", self._peer, description.name, description.max_episodes)
+
+    async def describe(self) -> pb.EnvironmentDescription:
+        """What the service says of itself, within a few seconds.
+
+        Raises:
+            PacelineError: as `channels.call`.
+        """
+        if self._channel is None:
+            self._channel = channels.connect(
+                self._options.address, credentials=self._options.credentials, role="environment"
+            )
+        return await channels.call(
+            environment_pb2_grpc.EnvironmentServiceStub(self._channel).Describe,
+            pb.DescribeEnvironmentRequest(),
+            timeout_s=_REACH_S,
+            phase="ENVIRONMENT",
+            peer=self._peer,
+            wait_for_ready=True,
+        )
 
     async def close(self) -> None:
         """Closes the connection."""
