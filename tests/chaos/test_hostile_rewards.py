@@ -33,7 +33,8 @@ from support.reward_servers import OddServer, serving
 
 DOCS = Path(__file__).parents[2] / "docs" / "security.md"
 OBEDIENT = FunctionSpec(name="f", reference="support.reward_functions:obedient")
-TIMEOUT_S, SOON_S = 1.0, 9.0
+# What hangs hangs for an hour; the second is for a machine that has much to do.
+TIMEOUT_S, SOON_S = 1.0, 30.0
 GROWTH_MIB = 700
 COLUMNS_MIB = 300
 
@@ -193,8 +194,8 @@ async def service(answer: Answer, describe: Answer | None = None) -> AsyncIterat
         await server.stop(0)
 
 
-async def asked(address: str) -> list[str]:
-    options = RemoteOptions(name="judge", address=address, timeout_s=TIMEOUT_S, retry_for_s=0.0)
+async def asked(address: str, *, timeout_s: float = TIMEOUT_S) -> list[str]:
+    options = RemoteOptions(name="judge", address=address, timeout_s=timeout_s, retry_for_s=0.0)
     remote = RemoteScorer(options)
     await remote.start()
     try:
@@ -262,15 +263,22 @@ async def test_a_connection(name: str) -> None:
 
 async def test_others_of_the_run_are_scored_meanwhile() -> None:
     """A service that hangs costs a second one nothing."""
-    async with service(_hang) as hanging, serving(OddServer()) as good:
-        hanging_call = asyncio.create_task(asked(hanging))
-        remote = RemoteScorer(RemoteOptions(name="good", address=good, timeout_s=5.0))
+    hangs = asyncio.Event()
+
+    async def hang(request: bytes, context: Any) -> bytes:
+        hangs.set()
+        return await _hang(request, context)
+
+    async with service(hang) as hanging, serving(OddServer()) as good:
+        hanging_call = asyncio.create_task(asked(hanging, timeout_s=60.0))
+        await asyncio.wait_for(hangs.wait(), 30)
+        remote = RemoteScorer(RemoteOptions(name="good", address=good, timeout_s=50.0))
         await remote.start()
-        started = time.monotonic()
         assert [outcome(score) for score in await remote.score(items("a", "b"))] == ["scored"] * 2
-        assert time.monotonic() - started < TIMEOUT_S
         await remote.close()
-        assert await hanging_call == ["timeout"] * 2
+        assert not hanging_call.done()
+        hanging_call.cancel()
+        await asyncio.wait([hanging_call])
 
 
 def columns(text: str, *, count: int = 1) -> bytes:

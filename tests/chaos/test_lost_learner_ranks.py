@@ -1,4 +1,4 @@
-"""A learner rank is killed or frozen: the other one ends within 15 seconds and names it."""
+"""A learner rank is killed or frozen: the other one ends within seconds and names it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from support.learner_processes import running
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
 
 NOBODY = "redis://127.0.0.1:1"
+# After at most 10 s (learner.rank_silent_s), with room for a busy machine; torch itself would wait for 30 s.
+SOON_S = 25
 
 
 @pytest.mark.parametrize("fault", [signal.SIGSTOP, signal.SIGKILL], ids=["frozen", "killed"])
@@ -28,9 +30,9 @@ async def test_the_other_rank_ends_and_names_the_lost_one(
     async with running(model, NOBODY, tmp_path) as learner:
         os.kill(learner.ranks[lost].pid, fault)
         began = time.monotonic()
-        code = await asyncio.wait_for(learner.ranks[survivor].wait(), 25)
+        code = await asyncio.wait_for(learner.ranks[survivor].wait(), 60)
         seconds = time.monotonic() - began
-    assert (code, seconds < 15) == (1, True), f"{seconds:.1f} s"
+    assert (code, seconds < SOON_S) == (1, True), f"{seconds:.1f} s"
     said = learner.failure[0] if survivor == 0 else (tmp_path / "rank1.log").read_text()
     assert f"rank {lost} " in said.splitlines()[-1]
     if fault is signal.SIGSTOP:

@@ -468,12 +468,16 @@ async def test_waiting_readers_leave_room_for_other_commands(broker: Broker, pre
     for stream in streams:
         await broker.ensure_group(stream, G)
     readers = [
-        asyncio.create_task(broker.read(stream, G, "a", max_entries=1, block_s=2.5)) for stream in streams
+        asyncio.create_task(broker.read(stream, G, "a", max_entries=1, block_s=60)) for stream in streams
     ]
     await asyncio.sleep(0.1)
     await broker.ping()
     await broker.append(messages(streams[0], ["hello"]))
+    assert payloads(await readers[0]) == ["hello"]
     assert not any(reader.done() for reader in readers[1:])  # none had to end first
-    results = await asyncio.gather(*readers)
-    assert payloads(results[0]) == ["hello"]
-    assert not any(results[1:])
+    # Who has waited for its turn to ask gets it.
+    await broker.append(messages(streams[-1], ["late"]))
+    for reader in readers[1:-1]:
+        reader.cancel()
+    assert payloads(await readers[-1]) == ["late"]
+    await asyncio.wait(readers)

@@ -84,12 +84,15 @@ def test_what_may_be_left_out_is_not_called_required(
     assert capsys.readouterr().err.endswith(f"the following arguments are required: {lacking}\n")
 
 
-@pytest.mark.parametrize("command", ["train", "check"])
+@pytest.mark.parametrize("command", [("train",), ("check", "--quick")])
 def test_too_few_gpus_are_a_fault_before_the_start(
-    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
+    project: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: tuple[str, ...],
 ) -> None:
     monkeypatch.setattr(preflight.Machine, "here", lambda: Machine(num_cores=2, gpus=(0, 1)))
-    assert main([command, "run.yaml", "learner.device=cuda", "learner.world_size=2"]) == 2
+    assert main([*command, "run.yaml", "learner.device=cuda", "learner.world_size=2"]) == 2
     told = capsys.readouterr()
     assert "need 1 GPUs, 0 are left beside the learner's (0,1)" in told.out + told.err
     assert not (project / "runs").exists()
