@@ -42,13 +42,13 @@ def test_a_paused_controller_takes_nobody_for_dead_and_servers_leave_in_order(tm
         run.look()
         # By name, since the run is not under runs/.
         command = [str(PACELINE), "rollout", "drain", "rollout-1", str(run.run_dir)]
-        drained = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        drained = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         assert (drained.returncode, drained.stdout.splitlines()[-1:]) == (0, ["rollout-1 has left"]), drained
         last = subprocess.run(
             [*command[:3], "rollout-0", str(run.run_dir)],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             check=False,
         )
         assert last.returncode == 2

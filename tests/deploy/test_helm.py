@@ -249,7 +249,7 @@ def secrets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, byt
     (folder / "paceline").chmod(0o755)
     env = os.environ | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
     command = ["sh", str(FOLDER / "secrets.sh"), str(folder / "run"), "run"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     made = [each for each in yaml.safe_load_all(done.stdout) if each]
     for secret in made:

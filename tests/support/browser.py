@@ -36,7 +36,7 @@ def probe(page: str, script: str, folder: Path, *, width: int = 1240) -> Any:
         f"--window-size={width},900",
         f"--user-data-dir={folder / 'chromium'}",
     ]
-    done = subprocess.run([*command, file.as_uri()], capture_output=True, text=True, timeout=50, check=True)
+    done = subprocess.run([*command, file.as_uri()], capture_output=True, text=True, timeout=300, check=True)
     match = re.search(r'<pre id="probe">(.*?)</pre>', done.stdout, re.DOTALL)
     assert match is not None, done.stderr[-2000:]
     value = json.loads(unescape(match[1]))
@@ -49,4 +49,4 @@ def dom(address: str, folder: Path) -> str:
     assert CHROMIUM is not None
     command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--dump-dom"]
     command += ["--virtual-time-budget=5000", f"--user-data-dir={folder / 'chromium'}", address]
-    return subprocess.run(command, capture_output=True, text=True, timeout=50, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout

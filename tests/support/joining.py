@@ -47,8 +47,8 @@ def join_and_leave(run: TrainingRun, folder: Path) -> None:
     ):
         run.wait_for(lambda e: e["event"] == "trajectory" and e.get("server") == "rollout-1", timeout_s=250)
         run.wait_for_member("reward-1")
-        drain = [str(PACELINE), "rollout", "drain", "rollout-1", str(run.run_dir), "--timeout", "60"]
-        subprocess.run(drain, check=True, timeout=90, capture_output=True)
+        drain = [str(PACELINE), "rollout", "drain", "rollout-1", str(run.run_dir), "--timeout", "250"]
+        subprocess.run(drain, check=True, timeout=300, capture_output=True)
         assert rollout.wait(120) == 0
         reward.terminate()
         assert reward.wait(120) == 0

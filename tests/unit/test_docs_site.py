@@ -14,7 +14,7 @@ def test_the_site_is_built_and_no_link_is_broken(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(
-        command, cwd=source.ROOT, env=environ, capture_output=True, text=True, timeout=50, check=False
+        command, cwd=source.ROOT, env=environ, capture_output=True, text=True, timeout=300, check=False
     )
     # With --quiet it would count no warnings.
     assert done.returncode == 0, done.stderr

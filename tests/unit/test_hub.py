@@ -261,7 +261,7 @@ def test_the_option_offline_reaches_the_hub_s_library(hub: StandInHub, tmp_path:
     file.write_text(json.dumps(_config().model_dump(mode="json", exclude_unset=True)), encoding="utf-8")
     environment = os.environ | {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home")}
     command = [sys.executable, "-m", "paceline.cli.main", "train", str(file), "--dry-run", "--offline"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert "acme/tiny is no folder or file here" in done.stderr
     assert "--offline" in done.stderr
     assert hub.requests == []

@@ -53,7 +53,7 @@ def scrape(port: int, context: ssl.SSLContext | None) -> str:
     if context is None:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     else:
-        connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=5, context=context)
+        connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=30, context=context)
     try:
         connection.request("GET", "/metrics")
         return connection.getresponse().read().decode()

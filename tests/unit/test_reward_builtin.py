@@ -167,6 +167,6 @@ def test_importing_the_built_ins_loads_nothing_heavy() -> None:
         "print([name for name in ('torch', 'grpc', 'math_verify', 'sympy', 'redis') if name in sys.modules])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=50
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
     )
     assert done.stdout.strip() == "[]"

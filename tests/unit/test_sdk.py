@@ -207,7 +207,7 @@ def test_the_example_runs_and_ends_on_sigterm(tmp_path: Path) -> None:
             assert asyncio.run(ask()) == 1 / (1 + 14 / 1000)
         finally:
             process.terminate()
-        assert process.wait(timeout=15) == 0
+        assert process.wait(timeout=120) == 0
 
 
 def test_importing_the_sdk_loads_nothing_heavy() -> None:
@@ -217,7 +217,7 @@ def test_importing_the_sdk_loads_nothing_heavy() -> None:
         "print(json.dumps([name for name in heavy if name in sys.modules]))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=50
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
     )
     assert json.loads(done.stdout) == []
 
@@ -374,4 +374,4 @@ def test_a_server_whose_function_hangs_ends_soon_after_sigterm(tmp_path: Path) -
 
         asyncio.run(ask())
         process.terminate()
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=120) == 0

@@ -127,7 +127,7 @@ def test_the_controllers_error_at_start_is_the_commands_last_line(project: Path)
         [sys.executable, "-m", "paceline.cli.main", "train", *words],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 2
@@ -148,7 +148,7 @@ def test_a_start_that_fails_gives_an_earlier_run_its_folder_back(project: Path) 
         [sys.executable, "-m", "paceline.cli.main", "train", *words],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 2
