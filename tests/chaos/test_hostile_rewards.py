@@ -310,6 +310,7 @@ COLUMNS: dict[str, tuple[Callable[[], bytes], str]] = {
         lambda: columns(many("{}", 10_000), count=100),
         "over 1048576 values in extra_json of all items",
     ),
+    "10^6 items, with nothing in it": (lambda: columns("", count=10**6), "1000000 items, at most 65536"),
 }
 
 

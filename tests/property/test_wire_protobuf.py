@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from paceline.core.errors import InvalidMessageError
 from paceline.core.policy import PolicyTag
 from paceline.core.run_events import EndEvent, NoticeEvent, PhaseEvent, RunEvent, StepEvent
-from paceline.core.scoring import ScoreItem, ScoreResult
+from paceline.core.scoring import MAX_ITEMS_PER_CALL, ScoreItem, ScoreResult
 from paceline.rpc.v1 import common_pb2, controller_pb2, reward_pb2
 from paceline.wire import protobuf
 from paceline.wire.fields import DEFAULT_LIMITS
@@ -153,6 +153,15 @@ def test_the_extra_columns_of_a_call_have_a_limit_together() -> None:
     assert len(protobuf.score_items_from_proto(parts)) == 4
     with pytest.raises(InvalidMessageError, match=f"over {MOST_VALUES} values .* send fewer items"):
         protobuf.score_items_from_proto([*parts, with_extra("[]")])
+
+
+def test_a_call_has_a_most_number_of_items() -> None:
+    """It is looked at before any item is read."""
+    items = [reward_pb2.ScoreItem(trajectory_id="t")] * MAX_ITEMS_PER_CALL
+    assert len(protobuf.score_items_from_proto(items)) == MAX_ITEMS_PER_CALL
+    with pytest.raises(InvalidMessageError, match="65537 items, at most 65536: send fewer items") as caught:
+        protobuf.score_items_from_proto([reward_pb2.ScoreItem(), *items])
+    assert caught.value.reason == "too_large"
 
 
 @pytest.mark.parametrize("value", ["{}", "[]", '""', "0", '{"":[]}'])

@@ -19,7 +19,17 @@ import pytest
 
 from paceline.cli.certificates import Authority
 from paceline.config.reward import AttachedConfig
-from paceline.core.attachment import Answers, FromClient, Hello, Leave, ToClient, Welcome, Window, Work
+from paceline.core.attachment import (
+    MAX_WINDOW,
+    Answers,
+    FromClient,
+    Hello,
+    Leave,
+    ToClient,
+    Welcome,
+    Window,
+    Work,
+)
 from paceline.core.errors import (
     ConfigError,
     InvalidMessageError,
@@ -28,7 +38,7 @@ from paceline.core.errors import (
     RewardError,
     RewardErrorKind,
 )
-from paceline.core.scoring import ScoreItem, ScoreResult
+from paceline.core.scoring import MAX_ITEMS_PER_CALL, ScoreItem, ScoreResult
 from paceline.reward.attached.scorer import AttachedScorer
 from paceline.reward.attached.servicer import GatewayServicer
 from paceline.reward.cached import Cached
@@ -38,7 +48,7 @@ from paceline.service import channels, tokens
 from paceline.service.credentials import Credentials, TlsFiles
 from paceline.service.gateway import Gateway, GatewayOptions
 from paceline.service.grpc_server import start_server
-from paceline.wire.attachment import gateway_message_from_proto, scorer_message_to_proto
+from paceline.wire.attachment import GroupAnswer, gateway_message_from_proto, scorer_message_to_proto
 from support.clocks import ManualClock
 
 
@@ -187,7 +197,7 @@ class RawClient:
 
     def __init__(self, address: str, token: str = "") -> None:
         self._channel = channels.connect(address, credentials=Credentials(token=token))
-        self._says: asyncio.Queue[FromClient[ScoreResult] | None] = asyncio.Queue()
+        self._says: asyncio.Queue[FromClient[GroupAnswer] | None] = asyncio.Queue()
         attach = reward_pb2_grpc.RewardGatewayStub(self._channel).Attach
         self.hears = channels.duplex(attach, self._messages(), phase="ATTACH", peer="gateway")
 
@@ -195,7 +205,7 @@ class RawClient:
         while (message := await self._says.get()) is not None:
             yield scorer_message_to_proto(message)
 
-    def say(self, message: FromClient[ScoreResult] | None) -> None:
+    def say(self, message: FromClient[GroupAnswer] | None) -> None:
         self._says.put_nowait(message)
 
     async def next(self) -> ToClient[ScoreItem]:
@@ -422,7 +432,18 @@ async def _nonsense(client: RawClient, tasks: list[tuple[int, ScoreItem]]) -> No
     client.say(Window(window=0))
 
 
-@pytest.mark.parametrize("misbehave", [_twice, _others, _flood, _hello_again, _nonsense])
+async def _many_answers(client: RawClient, tasks: list[tuple[int, ScoreItem]]) -> None:
+    client.say(Answers(tuple(answer(*task) for task in tasks for _ in range(MAX_WINDOW + 1))))
+
+
+async def _many_results(client: RawClient, tasks: list[tuple[int, ScoreItem]]) -> None:
+    result = ScoreResult(trajectory_id="t0", reward=1.0)
+    client.say(Answers(((tasks[0][0], (result,) * (MAX_ITEMS_PER_CALL + 1)),)))
+
+
+@pytest.mark.parametrize(
+    "misbehave", [_twice, _others, _flood, _hello_again, _nonsense, _many_answers, _many_results]
+)
 async def test_a_client_that_breaks_the_contract_is_sent_away_and_harms_no_item(
     misbehave: Callable[..., Any],
 ) -> None:

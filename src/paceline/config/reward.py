@@ -7,6 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from paceline.config.base import Section
+from paceline.core.scoring import MAX_ITEMS_PER_CALL
 
 NUMBER = r"(-?\d+(?:\.\d+)?)"
 """Finds a judge's grade where it is a number."""
@@ -88,7 +89,7 @@ class RewardServiceConfig(GroupedConfig, OutsideConfig):
 
     name: str = Field(description="What its component is called in metrics.")
     address: str = Field(description="host:port.")
-    max_items_per_call: int = Field(256, gt=0, description="Largest request.")
+    max_items_per_call: int = Field(256, gt=0, le=MAX_ITEMS_PER_CALL, description="Largest request.")
     concurrency: int = Field(16, gt=0, description="Requests at once.")
     timeout_s: float | None = Field(
         None, gt=0, description="Longest time for one request; null: reward.timeout_s."

@@ -10,6 +10,9 @@ from paceline.core.episode import EpisodeOutcome
 REWARD_CONTRACT = 2
 """Version of the contract of reward services; version 1 had neither a description nor groups."""
 
+MAX_ITEMS_PER_CALL = 65536
+"""Most items of a call of `Score`, and most results in a message of an attached client."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreItem:

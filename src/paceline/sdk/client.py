@@ -58,11 +58,12 @@ class RewardClient:
             phase="REWARD",
             peer=f"reward server at {self._address}",
         )
-        results = {result.trajectory_id: score_result_from_proto(result) for result in answer.results}
-        if len(answer.results) != len(items) or results.keys() != {item.trajectory_id for item in items}:
+        ids = {item.trajectory_id for item in items}
+        if len(answer.results) != len(items) or {result.trajectory_id for result in answer.results} != ids:
             raise RewardError(
                 f"the reward server at {self._address} answered {len(answer.results)} results to "
                 f"{len(items)} items, or under other trajectory ids than theirs",
                 kind=RewardErrorKind.WRONG_COUNT,
             )
+        results = {result.trajectory_id: score_result_from_proto(result) for result in answer.results}
         return [results[item.trajectory_id] for item in items]

@@ -21,7 +21,7 @@ from paceline.core.attachment import (
     Work,
 )
 from paceline.core.errors import InvalidMessageError, ProtocolError, RewardError, RewardErrorKind
-from paceline.core.scoring import ScoreItem, ScoreResult
+from paceline.core.scoring import MAX_ITEMS_PER_CALL, ScoreItem, ScoreResult
 from paceline.core.text import one_line
 from paceline.rpc.v1 import attachment_pb2, reward_pb2
 from paceline.wire.fields import reject
@@ -68,9 +68,15 @@ def scorer_message_from_proto(message: reward_pb2.ScorerMessage) -> FromClient[G
     """Reads what an attached scorer says.
 
     Raises:
-        InvalidMessageError: it says nothing, or a number is out of its range.
+        InvalidMessageError: it says nothing, a number is out of its range, or there are too many results.
         ProtocolError: it speaks another version of the contract.
     """
+    num_results = sum(len(row.group) for row in message.answers.answers[:MAX_WINDOW])
+    if num_results > MAX_ITEMS_PER_CALL:
+        detail = (
+            f"{num_results} results, at most {MAX_ITEMS_PER_CALL} in a message: send fewer answers in each"
+        )
+        reject("ScorerMessage", "too_large", detail)
     return client_message_from_proto(message, _answer_from_proto)
 
 
@@ -143,7 +149,7 @@ def client_message_from_proto(message: Any, read: Callable[[Any], T]) -> FromCli
     """Reads what a client says; `read` reads what one of its answers holds beside the ticket.
 
     Raises:
-        InvalidMessageError: it says nothing, or a number is out of its range.
+        InvalidMessageError: it says nothing, a number is out of its range, or there are too many answers.
         ProtocolError: it speaks another version of the contract.
     """
     match message.WhichOneof("message"):
@@ -154,6 +160,9 @@ def client_message_from_proto(message: Any, read: Callable[[Any], T]) -> FromCli
         case "leave":
             return leave_from_proto(message.leave)
         case "answers":
+            if (count := len(message.answers.answers)) > MAX_WINDOW:
+                detail = f"{count} answers, at most {MAX_WINDOW} in a message: no client has more tasks"
+                reject(message.DESCRIPTOR.name, "too_large", detail)
             return Answers(tuple((row.ticket, read(row)) for row in message.answers.answers))
         case _:
             raise _empty(message)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from paceline.core.attachment import MAX_DATA_SOURCES, MAX_NAME_CHARS
 from paceline.core.policy import PolicyTag
-from paceline.core.scoring import RewardDescription, ScoreItem, ScoreResult
+from paceline.core.scoring import MAX_ITEMS_PER_CALL, RewardDescription, ScoreItem, ScoreResult
 from paceline.core.text import one_line
 from paceline.rpc.v1 import common_pb2, reward_pb2
 from paceline.wire.fields import DEFAULT_LIMITS, reject
@@ -68,12 +68,16 @@ def check_score_item(item: ScoreItem) -> str:
     return write_json_object(item.extra, f"ScoreItem: {item.trajectory_id[:80]}: extra") if item.extra else ""
 
 
-def score_items_from_proto(messages: Iterable[reward_pb2.ScoreItem]) -> list[ScoreItem]:
+def score_items_from_proto(messages: Sequence[reward_pb2.ScoreItem]) -> list[ScoreItem]:
     """Reads the items of a call.
 
     Raises:
-        InvalidMessageError: an item is malformed, or the `extra_json` of all hold too many values.
+        InvalidMessageError: there are too many items, one is malformed, or the `extra_json` of all hold too
+            many values.
     """
+    if len(messages) > MAX_ITEMS_PER_CALL:
+        detail = f"{len(messages)} items, at most {MAX_ITEMS_PER_CALL}: send fewer items in a call"
+        reject("ScoreRequest", "too_large", detail)
     items, left = [], DEFAULT_LIMITS.max_values
     for message in messages:
         left -= check_json_text(message.extra_json, _extra_of(message))

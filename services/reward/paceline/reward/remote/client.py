@@ -33,9 +33,14 @@ async def call_score(
     )
     score = reward_pb2_grpc.RewardServiceStub(channel).Score
     answer = await channels.call(score, request, timeout_s=timeout_s, phase="REWARD", peer=peer)
+    if len(answer.results) != len(items):
+        raise RewardError(
+            f"the answer must hold one result for each item, and has {len(answer.results)} for {len(items)}",
+            kind=RewardErrorKind.WRONG_COUNT,
+        )
     by_id = {result.trajectory_id: result for result in answer.results}
     trajectory_ids = [item.trajectory_id for item in items]
-    if len(answer.results) != len(items) or by_id.keys() != set(trajectory_ids):
+    if by_id.keys() != set(trajectory_ids):
         raise RewardError(
             "the answer must hold one result for each item, each under its item's trajectory_id",
             kind=RewardErrorKind.WRONG_COUNT,
