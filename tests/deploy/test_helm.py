@@ -60,6 +60,7 @@ MODELS: dict[str, Any] = {
         "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
         "named": {"rm": {"resources": {"limits": {"memory": "64Gi"}}, "nodeSelector": {"gpu": "h100"}}},
     },
+    "reward": {"replicas": 2},
     "envFromSecrets": ["object-store"],
     "metrics": {"scrapers": [{"namespaceSelector": {}}]},
 }
@@ -357,7 +358,8 @@ def test_each_reward_model_has_its_replicas_and_what_it_needs(
         assert selectors[-1] == spec["template"]["metadata"]["labels"]
         pods_of[name], container_ = pod, pod["containers"][0]
         arguments: list[str] = container_["args"]
-        assert arguments[arguments.index("--attach") + 1] == "run-reward:7000"
+        assert arguments[arguments.index("--attach") + 1] == "run-reward-members:7000"
+        assert "--every-address" in arguments
         ready = tmp_path / "ready"
         words = [
             {"/etc/paceline/run.yaml": str(tmp_path / "run.yaml"), "/tmp/attached": str(ready)}.get(
@@ -411,6 +413,19 @@ def test_a_reward_models_probes_look_at_the_file_that_it_writes(
     assert passes()["livenessProbe"] is False
 
 
+def test_the_name_that_reward_models_attach_to_stands_for_every_reward_service(
+    models: dict[tuple[str, str], Manifest],
+) -> None:
+    service, reward = (
+        models[key]["spec"] for key in (("Service", "reward-members"), ("Deployment", "reward"))
+    )
+    assert reward["replicas"] == 2
+    # Without an address of its own its name stands for those of the pods.
+    assert service["clusterIP"] == "None"
+    assert service["selector"] == reward["template"]["metadata"]["labels"]
+    assert service["ports"] == [{"name": "grpc", "port": 7000}]
+
+
 def test_reward_models_reach_the_reward_service_alone(models: dict[tuple[str, str], Manifest]) -> None:
     peers = {pair: ports for pair, ports in ways(models).items() if "reward-model" in pair}
     assert peers == {("reward-model", "reward"): {7000}}
@@ -423,7 +438,6 @@ def test_reward_models_reach_the_reward_service_alone(models: dict[tuple[str, st
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"reward": {"replicas": 2}}, "reward models attach to one reward service: set reward.replicas=1"),
         ({"config": MODELS["config"].replace("name: rm", "name: my_rm")}, "lower-case letters, digits and"),
         ({"overrides": ["reward.models=[]"]}, "name reward models in config, not in overrides"),
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import shutil
+import socket
 import sys
 import threading
 import time
@@ -34,6 +35,7 @@ from paceline.core.errors import (
     ConfigError,
     InvalidMessageError,
     PacelineError,
+    PeerLostError,
     ProtocolError,
     RewardError,
     RewardErrorKind,
@@ -43,7 +45,7 @@ from paceline.reward.attached.scorer import AttachedScorer
 from paceline.reward.attached.servicer import GatewayServicer
 from paceline.reward.cached import Cached
 from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
-from paceline.sdk import RewardAttachment
+from paceline.sdk import RewardAttachment, attachment
 from paceline.service import channels, tokens
 from paceline.service.credentials import Credentials, TlsFiles
 from paceline.service.gateway import Gateway, GatewayOptions
@@ -91,6 +93,7 @@ async def run(
     weight: float = 1.0,
     token: str = "",
     port: int = 0,
+    host: str = "127.0.0.1",
     credentials: Credentials | None = None,
 ) -> AsyncIterator[Run]:
     config = AttachedConfig(name="judge", weight=weight, timeout_s=timeout_s, wait_for_s=wait_for_s)
@@ -98,7 +101,8 @@ async def run(
     servicer = GatewayServicer()
     servicer.gateways = {"judge": scorer.gateway}
     add: Callable[..., None] = reward_pb2_grpc.add_RewardGatewayServicer_to_server
-    server = await start_server(add, servicer, port=port, credentials=credentials or Credentials(token=token))
+    credentials = credentials or Credentials(token=token)
+    server = await start_server(add, servicer, host=host, port=port, credentials=credentials)
     await scorer.start()
     try:
         yield Run(scorer, server.address, server)
@@ -145,6 +149,91 @@ async def test_one_client_scores_for_several_reward_services() -> None:
     assert batches[0] == ["a"]
     assert sorted(batches[1]) == ["bb", "ccc", "dddd"]
     assert len(batches) == 2
+
+
+@pytest.fixture
+def listed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The addresses that the name `reward` stands for; it is looked up often."""
+    hosts: set[str] = set()
+
+    async def look_up(loop: Any, host: str, port: int, **_: Any) -> list[Any]:
+        assert host == "reward"
+        if not hosts:
+            raise socket.gaierror("no such name")
+        other = (socket.AF_INET6, 0, 0, "", ("::1", port, 0, 0))
+        return [*((socket.AF_INET, 0, 0, "", (each, port)) for each in sorted(hosts)), other]
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", look_up)
+    monkeypatch.setattr(attachment, "_LOOK_UP_EVERY_S", 0.02)
+    return hosts
+
+
+async def test_a_client_attaches_to_every_address_of_a_name(listed: set[str]) -> None:
+    """To one that comes later, too; one that goes away does no harm; the run's end ends the client."""
+    async with run() as first:
+        port = int(first.address.rpartition(":")[2])
+        client = RewardAttachment(length, address=f"reward:{port}", name="judge", every_address=True)
+        running = asyncio.create_task(client.run())
+        await asyncio.sleep(0)
+        assert not client.is_attached
+        listed |= {"127.0.0.1"}
+        await first.clients(1)
+        async with run(port=port, host="127.0.0.2") as second:
+            listed |= {"127.0.0.2"}
+            await second.clients(1)
+            assert first.scorer.gateway.num_clients == 1  # no stream twice
+            for service in (first, second):
+                assert [score.reward for score in await service.scorer.score(items("a", "bb"))] == [1.0, 2.0]
+        listed -= {"127.0.0.2"}
+        async with asyncio.timeout(30):
+            while len(client._clients) > 1:  # noqa: ASYNC110  a test's own look
+                await asyncio.sleep(0.01)
+        assert client.is_attached
+        assert [score.reward for score in await first.scorer.score(items("ccc"))] == [3.0]
+        async with run(port=port, host="127.0.0.2") as second:  # under the address of the one that went
+            listed |= {"127.0.0.2"}
+            await second.clients(1)
+            await second.scorer.gateway.close(Leave(reason="the run is over", for_good=True))
+            await first.scorer.gateway.close(Leave(reason="the run is over", for_good=True))
+            async with asyncio.timeout(30):
+                await running
+
+
+async def test_a_server_that_is_still_asked_is_not_left_when_its_name_is_unknown_for_a_while(
+    listed: set[str],
+) -> None:
+    async with run() as service:
+        listed |= {"127.0.0.1"}
+        port = service.address.rpartition(":")[2]
+        client = RewardAttachment(length, address=f"reward:{port}", name="judge", every_address=True)
+        running = asyncio.create_task(client.run())
+        await service.clients(1)
+        (stream,) = service.scorer.gateway._streams
+        listed.clear()
+        for response in "abcdef":
+            await asyncio.sleep(0.03)
+            assert [score.reward for score in await service.scorer.score(items(response))] == [1.0]
+        assert list(service.scorer.gateway._streams) == [stream]
+        client.stop()
+        async with asyncio.timeout(30):
+            await running
+
+
+async def test_a_name_without_an_address_ends_the_client_after_its_patience(listed: set[str]) -> None:
+    client = RewardAttachment(length, address="reward:7000", name="judge", every_address=True, patience_s=0.1)
+    with pytest.raises(PeerLostError, match="reward:7000 has stood for no address for 0.1 s"):
+        await client.run()
+
+
+async def test_a_client_of_a_name_that_is_refused_says_so(listed: set[str]) -> None:
+    async with run(token="secret") as service:
+        listed |= {"127.0.0.1"}
+        port = service.address.rpartition(":")[2]
+        client = RewardAttachment(
+            length, address=f"reward:{port}", name="judge", every_address=True, token="wrong"
+        )
+        with pytest.raises(ConfigError, match="refused the token"):
+            await client.run()
 
 
 async def test_scores_of_another_version_of_the_clients_are_not_remembered() -> None:
@@ -393,7 +482,10 @@ async def test_without_a_client_an_item_waits_and_then_has_an_error() -> None:
     async with run(wait_for_s=0.3) as service:
         (score,) = await service.scorer.score(items("a"))
         assert score.error is not None
-        assert (score.error[0].value, score.error[1]) == ("unavailable", "judge: no client is attached")
+        assert score.error[0].value == "unavailable"
+        assert score.error[1].startswith(
+            "judge: no client is attached here; where the run has several servers"
+        )
 
 
 async def test_only_items_of_its_data_sources_go_to_a_client() -> None:

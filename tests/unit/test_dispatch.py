@@ -99,9 +99,13 @@ def test_answers_to_the_tasks_of_others_are_stray_and_counted() -> None:
 
 
 def test_nobody_comes() -> None:
+    nobody = (
+        "no client is attached here; where the run has several servers, a client attaches to each of them "
+        "(every_address=True, or a list of addresses)"
+    )
     tasks = dispatcher()
     tasks.submit("", until=3.0)
-    assert [failure.message for failure in tasks.overdue(3.0)] == ["no client is attached"]
+    assert [failure.message for failure in tasks.overdue(3.0)] == [nobody]
     tasks.join("late", window=1)
     assert given(tasks) == {}
 

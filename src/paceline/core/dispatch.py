@@ -222,7 +222,10 @@ class Dispatcher:
 
     def _nobody(self, source: str) -> str:
         if not self._clients:
-            return "no client is attached"
+            return (
+                "no client is attached here; where the run has several servers, a client attaches to each of "
+                "them (every_address=True, or a list of addresses)"
+            )
         if any(client.takes(source) for client in self._clients.values()):
             return f"all of the {len(self._clients)} attached clients were busy"
         return f"none of the {len(self._clients)} attached clients takes the data source {source!r}"

@@ -24,6 +24,8 @@ class RewardAttachment(Attachment[Task, GroupAnswer]):
     Args:
         function: as of `RewardServer`: `f(response, ground_truth, **extra)`, or with `batch` `f(items)`.
         address: host:port of the run's reward service; several: one stream to each.
+        every_address: attach to each address that the host of `address` stands for, looked up again every
+            five seconds: several servers of the run behind one name, which come and go.
         name: one of the names under `reward.attached` of the run's configuration.
         token: of the scope `attach`, or the run's; None takes PACELINE_REWARD_TOKEN from the environment.
         data_sources: what the function can score; none: everything.
@@ -54,6 +56,7 @@ class RewardAttachment(Attachment[Task, GroupAnswer]):
         patience_s: float = 300.0,
         version: str | None = None,
         group: bool = False,
+        every_address: bool = False,
     ) -> None:
         self._function = CalledFunction(
             function, batch=batch, group=group, max_concurrent=max_concurrent, timeout_s=timeout_s
@@ -70,6 +73,7 @@ class RewardAttachment(Attachment[Task, GroupAnswer]):
             patience_s=patience_s,
             version=version_of(function) if version is None else version,
             groups=group,
+            every_address=every_address,
         )
 
     def _stream(

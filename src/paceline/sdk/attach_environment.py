@@ -23,6 +23,8 @@ class EnvironmentAttachment(Attachment[Play, Played]):
     Args:
         make: the class, or a function without arguments that makes an instance: one per attempt.
         address: host:port of a rollout server of the run; several: one stream to each.
+        every_address: attach to each address that the host of `address` stands for, looked up again every
+            five seconds: several servers of the run behind one name, which come and go.
         name: the `rollout.environment.attached` of the run's configuration.
         token: of the scope `attach`, or the run's; None takes PACELINE_ENVIRONMENT_TOKEN.
         max_episodes: most episodes at a time, from each server.
@@ -40,6 +42,7 @@ class EnvironmentAttachment(Attachment[Play, Played]):
         max_episodes: int = 64,
         data_sources: Sequence[str] = (),
         patience_s: float = 300.0,
+        every_address: bool = False,
     ) -> None:
         credentials = Credentials.from_env(ENVIRONMENT_TOKEN)
         self._make, self._ask = make, Asker(max_episodes, credentials.tls)
@@ -51,6 +54,7 @@ class EnvironmentAttachment(Attachment[Play, Played]):
             data_sources=data_sources,
             window=max_episodes,
             patience_s=patience_s,
+            every_address=every_address,
         )
 
     def _stream(

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from paceline.core.attachment import FromClient, Hello, ToClient
-from paceline.core.errors import ConfigError
-from paceline.service import channels
+from paceline.core.errors import ConfigError, DeadlineError, EnvironmentLackError, PeerLostError
+from paceline.service import addresses, channels
 from paceline.service.attaching import AttachedClient, ClientOptions
 from paceline.service.credentials import Credentials
 from paceline.service.runtime import ServiceContext, run_service
+
+_log = logging.getLogger(__name__)
 
 TaskT = TypeVar("TaskT")
 AnswerT = TypeVar("AnswerT")
 
 _READY_FILE_EVERY_S: Final = 2.0
+_LOOK_UP_EVERY_S: Final = 5.0
+_LOOK_UP_S: Final = 30.0
 
 
 class Attachment(Generic[TaskT, AnswerT]):
@@ -36,6 +42,8 @@ class Attachment(Generic[TaskT, AnswerT]):
         patience_s: how long to try to reach a run that is away.
         version: of what it computes; "" does not say.
         groups: whether its tasks are groups.
+        every_address: attach to every address that the host of `address` stands for, and look it up again and
+            again: the servers behind one name may be several, and come and go.
     """
 
     def __init__(
@@ -50,8 +58,10 @@ class Attachment(Generic[TaskT, AnswerT]):
         patience_s: float,
         version: str = "",
         groups: bool = False,
+        every_address: bool = False,
     ) -> None:
         self._credentials, self._role = credentials, role
+        self._every_address, self._stopping = every_address, asyncio.Event()
         self._addresses = [address] if isinstance(address, str) else list(address)
         self._patience_s = patience_s
         self._hello = Hello(
@@ -62,7 +72,7 @@ class Attachment(Generic[TaskT, AnswerT]):
             version=version,
             groups=groups,
         )
-        self._clients: list[AttachedClient[TaskT, AnswerT]] = []
+        self._clients: dict[str, AttachedClient[TaskT, AnswerT]] = {}
 
     async def run(self) -> None:
         """Returns when the run is over, or after `stop`. When cancelled, its tasks go to other clients.
@@ -75,8 +85,9 @@ class Attachment(Generic[TaskT, AnswerT]):
         """
         try:
             async with asyncio.TaskGroup() as tasks:
+                attach = self._attach_to_every if self._every_address else self._attach
                 for address in self._addresses:
-                    tasks.create_task(self._attach(address), name=f"attached to {address}")
+                    tasks.create_task(attach(address), name=f"attached to {address}")
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
@@ -84,13 +95,76 @@ class Attachment(Generic[TaskT, AnswerT]):
 
     @property
     def is_attached(self) -> bool:
-        """Whether it has an open stream to each server."""
-        return len(self._clients) == len(self._addresses) and all(c.is_attached for c in self._clients)
+        """Whether it has an open stream to each server; with `every_address`, to one at least."""
+        attached = [client.is_attached for client in self._clients.values()]
+        return (
+            any(attached)
+            if self._every_address
+            else len(attached) == len(set(self._addresses)) and all(attached)
+        )
 
     def stop(self) -> None:
         """Answers what is under way, then leaves."""
-        for client in self._clients:
+        self._stopping.set()
+        for client in self._clients.values():
             client.stop()
+
+    async def _attach_to_every(self, name: str) -> None:
+        """A stream to each address that the name stands for, until the run is over."""
+        streams: dict[str, asyncio.Task[None]] = {}
+        is_over, last = False, time.monotonic()
+        try:
+            while True:
+                is_ending = is_over or self._stopping.is_set()
+                listed = set() if is_ending else await _look_up(name)
+                for address in listed - streams.keys():
+                    streams[address] = asyncio.create_task(
+                        self._attach(address), name=f"attached to {address}"
+                    )
+                for address in streams.keys() - listed:
+                    if not self._is_attached_to(address):  # nobody will be there again
+                        gone = streams.pop(address)
+                        gone.cancel()
+                        await asyncio.gather(gone, return_exceptions=True)
+                if is_ending and not streams:
+                    return
+                if streams:
+                    last = time.monotonic()
+                elif time.monotonic() - last > self._patience_s:
+                    raise PeerLostError(
+                        f"{name} has stood for no address for {self._patience_s:g} s", peer=name
+                    )
+                await self._wait_for_change(streams.values())
+                for address in [address for address, stream in streams.items() if stream.done()]:
+                    is_over |= self._has_ended(streams.pop(address))
+        finally:
+            for stream in streams.values():
+                stream.cancel()
+            await asyncio.gather(*streams.values(), return_exceptions=True)
+
+    def _is_attached_to(self, address: str) -> bool:
+        client = self._clients.get(address)
+        return client is not None and client.is_attached
+
+    async def _wait_for_change(self, streams: Collection[asyncio.Task[None]]) -> None:
+        """Until the name is to be looked up again, a stream ends, or where there is none `stop` is called."""
+        if streams:
+            await asyncio.wait(streams, timeout=_LOOK_UP_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LOOK_UP_EVERY_S):
+                await self._stopping.wait()
+
+    def _has_ended(self, stream: asyncio.Task[None]) -> bool:
+        """Whether the run is over; False after the loss of one server of several."""
+        try:
+            stream.result()
+        except (PeerLostError, DeadlineError, EnvironmentLackError) as error:
+            if not self.is_attached:
+                raise
+            _log.warning("%s; this client stays attached to others", error)
+            return False
+        return True
 
     async def _attach(self, address: str) -> None:
         channel = channels.connect(address, credentials=self._credentials, role=self._role)
@@ -100,11 +174,12 @@ class Attachment(Generic[TaskT, AnswerT]):
             return self._stream(channel, messages, peer)
 
         options = ClientOptions(hello=self._hello, peer=peer, patience_s=self._patience_s)
-        client = AttachedClient(options, open_stream, self._answer)
-        self._clients.append(client)
+        client = self._clients[address] = AttachedClient(options, open_stream, self._answer)
         try:
             await client.run()
         finally:
+            if self._every_address:
+                del self._clients[address]
             await channel.close()
 
     def _stream(
@@ -119,6 +194,23 @@ class Attachment(Generic[TaskT, AnswerT]):
 
     def _end(self) -> None:
         """Frees what the client holds."""
+
+
+async def _look_up(name: str) -> set[str]:
+    """The addresses that the host of host:port stands for, all of one family; none where it is unknown.
+
+    Raises:
+        ConfigError: it is not of the form host:port.
+    """
+    host, port = addresses.split(name)
+    try:
+        async with asyncio.timeout(_LOOK_UP_S):
+            rows = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, TimeoutError) as error:
+        _log.warning("%s cannot be looked up (%s)", host, error)
+        return set()
+    # A server with an IPv4 and an IPv6 address is one server.
+    return {addresses.join(str(row[4][0]), port) for row in rows if row[0] == rows[0][0]}
 
 
 class _Runnable(Protocol):

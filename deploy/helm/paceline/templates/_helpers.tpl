@@ -181,8 +181,5 @@ resources: {requests: {storage: {{ .size }}}}
 {{- range $name, $_ := .Values.rewardModels.named }}
 {{- if not (has $name $names) }}{{ fail (printf "rewardModels.named has %s, which reward.models of config does not name" $name) }}{{ end }}
 {{- end }}
-{{- if and $models (gt (int .Values.reward.replicas) 1) }}
-{{- fail "reward models attach to one reward service: set reward.replicas=1, and replicas of the models in config" }}
-{{- end }}
 {{- $models | toJson }}
 {{- end }}

@@ -55,6 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
                 batch=True,
                 version=version,
                 ready_file=args.ready_file,
+                every_address=args.every_address,
             )
         else:
             serve_reward(model, host=args.host, port=args.port, batch=True, version=version)
@@ -128,6 +129,11 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--port", type=int, help="serve for an entry of reward.services; 0: any free port")
     where.add_argument("--attach", metavar="HOST:PORT", nargs="+", help="attach to a run's reward services")
+    parser.add_argument(
+        "--every-address",
+        action="store_true",
+        help="--attach: to each address that HOST stands for, looked up again every five seconds",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="to listen on (default: %(default)s)")
     parser.add_argument("--name", default="rm", help="entry of reward.attached (default: %(default)s)")
     parser.add_argument("--device", default="cpu", help="torch's name, cuda:0 say (default: %(default)s)")
@@ -158,6 +164,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error("--kind generative and --prompt-file go together")
     if args.engine == "vllm" and args.kind != "sequence_classification":
         parser.error("--engine vllm goes with --kind sequence_classification")
+    if args.every_address and not args.attach:
+        parser.error("--every-address goes with --attach")
     if args.ready_file is not None and not args.attach:
         parser.error("--ready-file goes with --attach; what listens has a health check: paceline health")
     return args
