@@ -141,10 +141,13 @@ def _result(item: reward_pb2.ScoreItem) -> reward_pb2.ScoreResult:
 
 
 @asynccontextmanager
-async def serving(servicer: OddServer, *, port: int = 0, token: str = "") -> AsyncIterator[str]:
+async def serving(
+    servicer: OddServer, *, port: int = 0, token: str = "", credentials: Credentials | None = None
+) -> AsyncIterator[str]:
     """The server's address."""
     add: Callable[..., None] = reward_pb2_grpc.add_RewardServiceServicer_to_server
-    server = await start_server(add, servicer, port=port, credentials=Credentials(token=token))
+    credentials = credentials or Credentials(token=token)
+    server = await start_server(add, servicer, port=port, credentials=credentials)
     try:
         yield server.address
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from paceline.cli.certificates import Authority
 from paceline.config.load import dump_yaml
 from paceline.config.reward import RewardConfig, RewardFunctionConfig, RewardServiceConfig
 from paceline.core.errors import ConfigError, PacelineError, RewardErrorKind
@@ -27,7 +29,7 @@ from paceline.reward.shape import Shape
 from paceline.reward.weighted_sum import WeightedSum
 from paceline.rpc.v1 import reward_pb2
 from paceline.sdk import RewardServer
-from paceline.service.credentials import Credentials
+from paceline.service.credentials import Credentials, TlsFiles
 from support import cli_configs
 from support.reward_servers import OddServer, serving
 
@@ -374,6 +376,65 @@ async def test_the_service_gets_the_token_of_its_own_file(
     assert score.error is not None
     assert "name a file with its token as token_file" in score.error[1]
     assert "the same PACELINE_REWARD_TOKEN" in score.error[1]
+
+
+async def called(address: str, credentials: Credentials, **keys: Any) -> str:
+    """What becomes of an item of a service that is configured with these keys."""
+    service = RewardServiceConfig(name="judge", address=address, retry_for_s=0.0, **keys)
+    settings = ScorerSettings(config=RewardConfig(services=(service,)), credentials=credentials)
+    (remote,) = RemoteScorer.configured(settings)
+    await remote.start()
+    (kind,) = kinds(await remote.score(items("a")))
+    await remote.close()
+    return kind
+
+
+async def test_a_service_may_have_tls_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run has an authority; one service is of another, with another name, and one speaks plain text."""
+    monkeypatch.setattr("paceline.reward.remote.scorer._REACH_TIMEOUT_S", 1.0)
+    for name in ("run", "other"):
+        authority = Authority.create(tmp_path / name, days=1)
+        authority.issue(tmp_path / name / "reward", "reward", role="reward", hosts=["judge.example.org"])
+    run = Credentials(token="secret", tls=TlsFiles(tmp_path / "run" / "reward"))
+    trust = tmp_path / "trust"
+    trust.mkdir()
+    shutil.copy(tmp_path / "other" / "reward" / "ca.pem", trust)
+    other = replace(run, tls=TlsFiles(tmp_path / "other" / "reward")).for_outside_callers()
+    async with serving(OddServer(), credentials=other) as address:
+        assert await called(address, run) == "unavailable"
+        assert await called(address, run, tls_dir=str(trust)) == "1.0"
+        assert await called(address, Credentials(token="secret"), tls_dir=str(trust)) == "1.0"
+        assert await called(address, run, tls_dir=str(trust), tls_name="judge.example.org") == "1.0"
+        assert await called(address, run, tls_dir=str(trust), tls_name="x.example.org") == "unavailable"
+    async with serving(OddServer(), token="secret") as address:
+        assert await called(address, run) == "unavailable"
+        assert await called(address, run, tls=False) == "1.0"
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"tls_dir": "/nowhere"}, "tls_dir=/nowhere of the reward service 'judge' cannot be used"),
+        ({"tls": True}, "'judge' is to be called over TLS, and there are no files for it: name a folder"),
+        ({"tls_name": "x"}, "'judge' is to be called over TLS, and there are no files for it: name a folder"),
+    ],
+)
+def test_tls_that_cannot_be_is_refused(keys: dict[str, Any], sentence: str) -> None:
+    service = RewardServiceConfig(name="judge", address="a:1", **keys)
+    with pytest.raises(ConfigError, match=sentence):
+        RemoteScorer.configured(ScorerSettings(config=RewardConfig(services=(service,))))
+    with pytest.raises(ValueError, match="has tls: false, where tls_dir would have no effect"):
+        RewardServiceConfig(name="judge", address="a:1", tls=False, tls_dir="x")
+
+
+async def test_a_service_in_plain_text_on_another_machine_does_not_get_the_token() -> None:
+    service = RewardServiceConfig(name="judge", address="192.0.2.1:1", tls=False)
+    settings = ScorerSettings(
+        config=RewardConfig(services=(service,)), credentials=Credentials(token="secret")
+    )
+    (remote,) = RemoteScorer.configured(settings)
+    with pytest.raises(ConfigError, match="refusing to send the token to 192.0.2.1:1 in plain text"):
+        await remote.start()
 
 
 async def test_a_service_has_limits_of_its_own() -> None:

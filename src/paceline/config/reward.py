@@ -105,6 +105,32 @@ class RewardServiceConfig(GroupedConfig, OutsideConfig):
         description="A file with the token that the service asks for, on the hosts of the reward service "
         "of the run. null: the run's own token is sent.",
     )
+    tls: bool | None = Field(
+        None,
+        description="Whether it is called over TLS. null: where the run's reward services have TLS files "
+        "(PACELINE_TLS_DIR). false: in plain text, which a token leaves this machine in with "
+        "service.insecure alone.",
+    )
+    tls_dir: str | None = Field(
+        None,
+        description="A folder with ca.pem of the authority that its certificate is of, and cert.pem with "
+        "key.pem if it asks for one, on the hosts of the reward service of the run. null: the run's own.",
+    )
+    tls_name: str | None = Field(
+        None,
+        description="Name that its certificate must have. null: reward.paceline, as `paceline certs issue` "
+        "writes it.",
+    )
+
+    @model_validator(mode="after")
+    def _says_how_over_tls(self) -> Self:
+        given = [key for key in ("tls_dir", "tls_name") if getattr(self, key) is not None]
+        if self.tls is False and given:
+            raise ValueError(
+                f"the reward service {self.name!r} has tls: false, where {', '.join(given)} would have no "
+                "effect: remove one of the two"
+            )
+        return self
 
 
 class AttachedConfig(GroupedConfig, OutsideConfig):

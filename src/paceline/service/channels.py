@@ -31,6 +31,7 @@ def connect(
     *,
     credentials: Credentials | None = None,
     role: str = "",
+    tls_name: str = "",
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
     term: int = 0,
 ) -> grpc.aio.Channel:
@@ -40,6 +41,7 @@ def connect(
         address: host:port.
         credentials: the token that goes with every call, and the files for TLS; None: neither.
         role: of the server, which its certificate must name; "": the certificate must name the address.
+        tls_name: what the server's certificate must name in place of the role's name.
         max_message_bytes: largest message in either direction.
         term: a controller's, sent with every call; 0 for a caller that is no controller.
 
@@ -60,8 +62,8 @@ def connect(
     if credentials.tls is None:
         _check_reach(address, credentials)
         return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
-    if role:
-        options.append(("grpc.ssl_target_name_override", server_name(role)))
+    if role or tls_name:
+        options.append(("grpc.ssl_target_name_override", tls_name or server_name(role)))
 
     def open_channel(proof: grpc.ChannelCredentials) -> grpc.aio.Channel:
         return grpc.aio.secure_channel(address, proof, options=options, interceptors=interceptors)

@@ -17,6 +17,7 @@ from paceline.config.reward import RewardConfig, RewardServiceConfig
 from paceline.core.errors import (
     ConfigError,
     DeadlineError,
+    EnvironmentLackError,
     PacelineError,
     PeerLostError,
     RewardError,
@@ -34,7 +35,7 @@ from paceline.reward.shape import Shape
 from paceline.reward.shaped import Shaped
 from paceline.service import channels
 from paceline.service.connection import DEFAULT_MAX_MESSAGE_BYTES
-from paceline.service.credentials import Credentials
+from paceline.service.credentials import TLS_DIR, Credentials, TlsFiles
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class RemoteOptions:
         concurrency: calls at once.
         max_message_bytes: largest message; calls are cut to stay below it.
         credentials: the token for a service that asks for one, and the files for TLS.
+        tls_name: what its certificate must name; "": as Paceline's own reward services.
     """
 
     name: str
@@ -71,6 +73,7 @@ class RemoteOptions:
     concurrency: int = 16
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
     credentials: Credentials = field(default_factory=Credentials)
+    tls_name: str = ""
 
 
 class _Fault(enum.Enum):
@@ -117,7 +120,7 @@ class RemoteScorer:
         """One scorer for each configured service.
 
         Raises:
-            ConfigError: the file with a service's token cannot be read.
+            ConfigError: the file with a service's token, or its files for TLS, cannot be read.
         """
         return [Shaped(remote, remote.options.shape) for remote in cls.services(settings)]
 
@@ -147,6 +150,7 @@ class RemoteScorer:
             options.address,
             credentials=options.credentials,
             role="reward",
+            tls_name=options.tls_name,
             max_message_bytes=options.max_message_bytes,
         )
         try:
@@ -321,7 +325,8 @@ def _options(service: RewardServiceConfig, settings: ScorerSettings) -> RemoteOp
         max_items_per_call=service.max_items_per_call,
         concurrency=service.concurrency,
         max_message_bytes=settings.max_message_bytes,
-        credentials=_credentials(service, settings.credentials),
+        credentials=_over_tls(service, _credentials(service, settings.credentials)),
+        tls_name=service.tls_name or "",
     )
 
 
@@ -336,3 +341,26 @@ def _credentials(service: RewardServiceConfig, credentials: Credentials) -> Cred
             f"({error}); it must be on the host of the run's reward service"
         ) from error
     return replace(credentials, token=token)
+
+
+def _over_tls(service: RewardServiceConfig, credentials: Credentials) -> Credentials:
+    """With the files for TLS that the service is called with."""
+    if service.tls is False:
+        return replace(credentials, tls=None)
+    if service.tls_dir is not None:
+        files = TlsFiles(Path(service.tls_dir))
+        try:
+            files.read()
+        except EnvironmentLackError as error:
+            raise ConfigError(
+                f"tls_dir={service.tls_dir} of the reward service {service.name!r} cannot be used; it must "
+                f"be on the host of the run's reward service ({error})"
+            ) from error
+        return replace(credentials, tls=files)
+    if credentials.tls is None and (service.tls or service.tls_name is not None):
+        raise ConfigError(
+            f"the reward service {service.name!r} is to be called over TLS, and there are no files for it: "
+            f"name a folder with its authority's ca.pem as tls_dir, or set {TLS_DIR} for the run's reward "
+            "service"
+        )
+    return credentials
