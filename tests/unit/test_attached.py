@@ -620,6 +620,24 @@ async def test_who_may_attach() -> None:
         await wide.close()
 
 
+async def test_a_message_has_tasks_up_to_a_size() -> None:
+    """Long responses in one message would be more than a client takes."""
+    async with run() as service:
+        client = RawClient(service.address)
+        await client.hello()
+        scoring = asyncio.create_task(
+            service.scorer.score(items("x" * 3 * 2**20, "y" * 3 * 2**20, "z", "zz"))
+        )
+        counts = []
+        while sum(counts) < 4:
+            tasks = await client.work()
+            counts.append(len(tasks))
+            client.say(Answers(tuple(answer(*task) for task in tasks)))
+        assert counts == [1, 3]
+        assert all(score.error is None for score in await scoring)
+        await client.close()
+
+
 async def test_a_client_that_is_stopped_answers_what_it_has() -> None:
     began, may_end = threading.Semaphore(0), threading.Event()
 

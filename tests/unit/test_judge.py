@@ -19,6 +19,7 @@ from paceline.reward.judge.client import JudgeClient, JudgeOptions
 from paceline.reward.judge.question import Grade, Question
 from paceline.reward.judge.scorer import JudgeScorer
 from paceline.reward.scorer import ScorerSettings
+from support.clocks import ManualClock
 
 PROMPT = "Is {response} right for {prompt}? The truth is {ground_truth}; {level}, {unknown}. Grade:"
 
@@ -225,18 +226,16 @@ async def test_calls_begin_evenly_where_they_are_bounded_per_minute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []
-
-    class Clock:
-        @staticmethod
-        def monotonic() -> float:
-            return 100.0
-
+    clock = ManualClock(now=100.0)
     async with judged(lambda *_: "1", tmp_path, per_minute=120.0) as (judge, scorer):
-        monkeypatch.setattr("paceline.reward.judge.scorer.time", Clock)
+        monkeypatch.setattr("paceline.reward.judge.scorer.time", clock)
         monkeypatch.setattr(scorer, "_wait", lambda seconds: pauses.append(seconds) or asyncio.sleep(0))
         await scorer.score([item("4", number) for number in range(4)])
-    assert len(judge.calls) == 4
-    assert pauses == [0.5, 1.0, 1.5]
+        assert len(judge.calls) == 4
+        assert pauses == [0.5, 1.0, 1.5]
+        clock.advance(60.0)  # a time without calls is nothing to make up for
+        await scorer.score([item("4", number) for number in range(3)])
+    assert pauses[3:] == [0.5, 1.0]
 
 
 async def test_the_key_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def save(folder: Path, *, num_labels: int = 1, hidden_size: int = 32, num_heads:
     config = LlamaConfig(
         vocab_size=256, hidden_size=hidden_size, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=num_heads, num_key_value_heads=2, max_position_embeddings=512,
-        num_labels=num_labels, pad_token_id=33,
+        num_labels=num_labels, pad_token_id=33, attention_dropout=0.5,
     )  # fmt: skip
     LlamaForSequenceClassification(config).save_pretrained(folder)
     return str(folder)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from paceline.core.errors import ConfigError, RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem, ScoreResult
 from paceline.core.text import MAX_MESSAGE_CHARS
+from paceline.reward.cached import Cached
 from paceline.reward.functions.spec import FunctionSpec, combine
 from paceline.reward.scores import Score, failed, score_of
 from paceline.reward.shape import Shape
@@ -140,11 +143,11 @@ def test_rows_are_chosen_by_any_column(where: dict[str, tuple[str, ...]], takes:
 
 
 def test_a_column_may_weight_each_row() -> None:
-    shape = Shape(weight=0.5, weight_key="level", maximum=3.0)
-    assert shape.contribution(4.0, ITEM) == 0.5 * 2 * 3.0
+    shape = Shape(weight=0.25, weight_key="level", maximum=3.0)
+    assert shape.contribution(4.0, ITEM) == 0.25 * 2 * 3.0
     result = ScoreResult(trajectory_id="t", reward=4.0, placed=((1, 1.0),))
     score = score_of(ITEM, result, name="f", shape=shape, seconds=0.0)
-    assert (score.reward, score.placed, dict(score.components)) == (3.0, ((1, 1.0),), {"f": 4.0})
+    assert (score.reward, score.placed, dict(score.components)) == (1.5, ((1, 0.5),), {"f": 4.0})
     for key in ("absent", "hard"):
         failed_score = score_of(ITEM, result, name="f", shape=Shape(weight_key=key), seconds=0.0)
         assert failed_score.error_kind is RewardErrorKind.WRONG_TYPE
@@ -163,3 +166,28 @@ def test_parts_of_several_scorers_come_together_and_go_with_an_error() -> None:
     parts = [Score(trajectory_id="t", reward=1.0, placed=pairs) for pairs in (((5, 1.0),), ((3, 0.5),))]
     assert add_scores(parts, minimum=-10, maximum=10).placed == ((3, 0.5), (5, 1.0))
     assert add_scores([*parts, score(None)], minimum=-10, maximum=10).placed == ()
+
+
+async def test_a_score_that_was_computed_while_the_version_changed_is_not_remembered() -> None:
+    """It may be the later version's, and the earlier one may come back."""
+
+    class Replaced:
+        names = ("f",)
+        version: str | None = "1"
+        num_asked = 0
+
+        async def start(self) -> None: ...
+        async def close(self) -> None: ...
+
+        async def score(self, items: Sequence[ScoreItem], *, run_id: str = "", step: int = 0) -> list[Score]:
+            self.num_asked += 1
+            if self.num_asked == 1:
+                self.version = "2"
+            return [Score(trajectory_id=item.trajectory_id, reward=float(self.num_asked)) for item in items]
+
+    scorer = Replaced()
+    cached = Cached(scorer, 10)
+    assert [score.reward for score in await cached.score([ITEM])] == [1.0]
+    scorer.version = "1"
+    assert [score.reward for score in await cached.score([ITEM, ITEM])] == [2.0, 2.0]
+    assert [score.reward for score in await cached.score([ITEM])] == [2.0]
