@@ -15,11 +15,16 @@ import pytest
 
 from paceline.broker import Broker, Mailbox, names, open_broker
 from paceline.broker.redis_server import RedisServer
+from paceline.core.attachment import Hello, Leave, Welcome
 from paceline.core.scoring import ScoreItem
 from paceline.core.trajectory import ScoredHeader
+from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
 from paceline.sdk import RewardClient
+from paceline.service import channels
+from paceline.service.credentials import Credentials
 from paceline.service.run_directory import write_run_id
 from paceline.wire import decode_scored
+from paceline.wire.attachment import gateway_message_from_proto, scorer_message_to_proto
 from support.fake_controller import FakeController, serve
 from support.training_rewards import letters
 from support.trajectories import finished_sample
@@ -242,3 +247,36 @@ async def test_clients_attach_one_is_killed_one_comes_and_every_item_has_the_sco
             values["length"] for values in expected
         ]
         assert await second.wait() < 0
+
+
+@pytest.mark.redis
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("is_run_over", [False, True])
+async def test_clients_hear_whether_the_run_is_over_or_this_service_alone(
+    tmp_path: Path, model: Path, redis_server: RedisServer, broker: Broker, *, is_run_over: bool
+) -> None:
+    """After a service's own end they attach again, to its successor."""
+    reward: dict[str, object] = {"attached": [{"name": "letters"}]}
+    left = asyncio.Event()
+
+    async def says() -> AsyncIterator[reward_pb2.ScorerMessage]:
+        yield scorer_message_to_proto(Hello(name="letters", client="test", window=1))
+        await left.wait()
+
+    async with service(tmp_path, model, redis_server.url, reward) as (controller, process):
+        await controller.reported("serving")
+        channel = channels.connect(controller.registrations[0].address, credentials=Credentials(token=TOKEN))
+        attach = reward_pb2_grpc.RewardGatewayStub(channel).Attach
+        hears = channels.duplex(attach, says(), phase="ATTACH", peer="reward-0")
+        async with asyncio.timeout(60):
+            assert isinstance(gateway_message_from_proto(await anext(hears)), Welcome)
+            if is_run_over:
+                controller.run_over = True
+            else:
+                process.send_signal(signal.SIGTERM)
+            leave = gateway_message_from_proto(await anext(hears))
+            left.set()
+            assert isinstance(leave, Leave)
+            assert leave.for_good is is_run_over
+            assert await process.wait() == 0
+        await channel.close()
