@@ -46,7 +46,8 @@ learner, and chooses what to recompute. Where that is not enough:
   `actor.memory.recompute: full`, a lower `actor.ppo_max_token_len_per_gpu` (not below one sequence),
   `actor.memory.accumulate: false`, more learner ranks. `actor.memory.offload_reference: true` keeps the
   reference model in host memory except while it scores; `actor.memory.offload: true` keeps AdamW's averages
-  there, which the plan chooses by itself where nothing else fits.
+  there, which the plan chooses by itself where nothing else fits. The policy's own shards
+  [stay on the GPU](decisions/0027-parameters-stay-on-the-gpu.md).
 - **PPO** (`gae`) has a critic as large as the model, with its optimizer: take nearly twice the
   numbers above.
 - **An engine that does not fit**: `rollout.tensor_model_parallel_size: 2` halves its weights per GPU.

@@ -52,3 +52,12 @@ def test_a_push_into_each_family_writes_what_its_export_holds() -> None:
     # A CPU repacks experts for its kernel; everything else is pushed in place.
     assert general == {"deepseek_v2", "deepseek_v3", "mixtral", "qwen2_moe", "qwen3_moe"}
     assert all("prepack_moe_weight" in outcomes[kind]["reason"] for kind in general)
+
+
+def test_greedy_tokens_after_a_push_are_those_of_the_export_in_vllm_and_transformers() -> None:
+    """One family by the general path, with corrections of scores, and one by slices, of fused projections."""
+    done = run("support.vllm_greedy", "deepseek_v3", "phi3")
+    outcomes = list(map(json.loads, done.stdout.splitlines()))
+    assert [row["push"] for row in outcomes] == ["general", "direct"], done.stderr[-2000:]
+    assert all(row["pushed_as_loaded"] and row["pushed_as_transformers"] for row in outcomes), outcomes
+    assert all(row["num_compared"] >= 40 and row["largest_difference"] < 1e-4 for row in outcomes), outcomes

@@ -388,6 +388,24 @@ def test_the_general_path_loads_full_tensors(engines: int, relay: str) -> None:
         assert torch.equal(tensor, named[name])
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_general_path_does_not_care_for_the_default_device_of_the_loader(shared: bool) -> None:
+    """vLLM's reload makes its GPU the default; what the ranks signal to each other is on the CPU."""
+    loaded: list[tuple[str, torch.Tensor]] = []
+
+    def load(tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        with torch.device("meta"):
+            loaded.extend(tensors)
+
+    fleet = Fleet(dense(), 1, moe=True, load=load)
+    fleet.join(fleet.spec(shared=shared))
+    sent, received = fleet.push(1)
+    assert agree(sent, received)
+    named = dict(fleet.source.named_parameters())
+    assert {name for name, _ in loaded} == named.keys()
+    assert all(torch.equal(tensor, named[name]) for name, tensor in loaded)
+
+
 def test_a_loader_that_stops_early_is_an_error() -> None:
     fleet = Fleet(dense(), 1, moe=True, load=lambda tensors: next(tensors))
     fleet.join(fleet.spec())

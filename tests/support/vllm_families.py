@@ -41,6 +41,7 @@ _LATENT = {
 CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v2": _LATENT,
     "deepseek_v3": {**_LATENT, "head_dim": 64},  # of the rotary part
+    "cohere2": {"sliding_window": 32},  # no row is longer: vLLM's window is a token longer
     # vLLM runs sliding windows in all layers of a Qwen 2, or in none.
     "qwen2": {"use_sliding_window": False, "layer_types": ["full_attention"] * 3},
 }

@@ -246,7 +246,7 @@ class SharedGroup(WeightGroup):
         tag = _NUM_SIGNALS * number + kind
         for call, peers in (("send", to), ("recv", origins)):
             for peer in peers:
-                word = torch.zeros(1, dtype=torch.uint8)
+                word = torch.zeros(1, dtype=torch.uint8, device="cpu")  # the default may be the GPU
                 try:
                     pending.add(getattr(signals, call)([word], peer, tag), self.spec.rank_ref(peer))
                 except RuntimeError as error:
