@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-import weakref
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.cli.launch.memory_plan import EngineMemory
 from paceline.cli.launch.model_shape import ModelShape
@@ -20,6 +18,7 @@ from paceline.rollout.engines.vllm.draw import SLICE, draw, uniforms
 from paceline.rollout.engines.vllm.log_probs import LogProbs
 from paceline.rollout.engines.vllm.places import Places
 from support.cli_configs import config
+from support.live_bytes import LiveBytes
 
 CPU = torch.device("cpu")
 MASK = (1 << 64) - 1
@@ -56,29 +55,6 @@ def test_numbers_are_uniform_and_neighbours_have_nothing_in_common() -> None:
         same = table[: len(other), : other.shape[1]]
         correlation = torch.corrcoef(torch.stack([same.flatten(), other.flatten()]))[0, 1]
         assert abs(float(correlation)) < 0.01
-
-
-class LiveBytes(TorchDispatchMode):
-    """The most bytes that tensors made in the context hold at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.most = self._now = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        storage = result.untyped_storage()
-        if storage._cdata not in self._known:
-            self._known.add(storage._cdata)
-            self._now += storage.nbytes()
-            self.most = max(self.most, self._now)
-            weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
-        return result
-
-    def _gone(self, key: int, num_bytes: int) -> None:
-        self._known.discard(key)
-        self._now -= num_bytes
 
 
 def test_the_memory_plan_counts_what_the_tables_hold() -> None:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import DeepseekV2ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForImageTextToText,
+    DeepseekV2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from paceline.config.model import LoraConfig
-from paceline.learner.batch.arithmetic import RowLength
+from paceline.learner.batch.arithmetic import Arithmetic, RowLength
 from paceline.learner.model.flops import arithmetic_of, peak_flops
 from paceline.learner.model.lora import add_adapters
 from paceline.learner.model.networks import PolicyNetwork
@@ -74,6 +79,37 @@ def test_frozen_matrices_count_four_operations_by_torchs_own_count(targets: tupl
     arithmetic = arithmetic_of(PolicyNetwork(lm))
     assert products == num_tokens * (arithmetic.per_token - norms - spared)
     assert arithmetic.per_response_token == (6 if targets is None else 4) * 24 * 48
+
+
+def test_a_vision_tower_counts_its_forward_pass_by_torchs_own_count() -> None:
+    lm = AutoModelForImageTextToText.from_config(tiny_config("qwen2_5_vl"), attn_implementation="eager")
+    tower = lm.model.visual.requires_grad_(False)
+    config = tower.config
+    assert config.window_size // config.patch_size == 4
+    height, width = 8, 12  # whole windows of 4 x 4 patches
+    pixels = torch.randn(height * width, 3 * 2 * config.patch_size**2)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        tower(pixels, grid_thw=torch.tensor([[1, height, width]]))
+    merger, vectors = 0, 0
+    for name, parameter in tower.named_parameters():  # norms and biases are no products
+        if parameter.ndim == 1:
+            merger += parameter.numel() * name.startswith("merger.")
+            vectors += parameter.numel() * (not name.startswith("merger."))
+    arithmetic = arithmetic_of(PolicyNetwork(lm))
+    row = RowLength(prompt_id=0, num_prompt_tokens=0, num_response_tokens=0, num_patches=height * width)
+    added = height * width * 2 * (vectors + merger / 4)
+    assert arithmetic.of_images(row) == pytest.approx(counter.get_total_flops() + added, abs=height * width)
+
+
+def test_images_of_a_prompt_count_once() -> None:
+    arithmetic = Arithmetic(per_token=0, per_response_token=0, per_pair=0, per_patch=10, per_patch_pair=1)
+    rows = [
+        RowLength(prompt_id=prompt, num_prompt_tokens=9, num_response_tokens=2, num_patches=patches)
+        for prompt, patches in ((0, 4), (0, 4), (1, 8), (2, 0))
+    ]
+    once = 10 * (4 + 8) + 4**2 + 8**2
+    assert arithmetic.of_rows(rows) == arithmetic.of_rows(rows, share_prompts=True) == once
+    assert arithmetic.of_rows(rows[:1]) == 10 * 4 + 4**2
 
 
 def test_a_cpu_has_no_known_peak() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import Qwen2_5_VLConfig
 
+from paceline.cli.launch.memory_plan import LearnerMemory
+from paceline.cli.launch.model_shape import ModelShape, TowerShape
 from paceline.config.load import dump_yaml
 from paceline.core.errors import DataError, InvalidMessageError, ModelError
 from paceline.core.images import ImageSpec
@@ -24,7 +28,7 @@ from paceline.learner.export import export
 from paceline.learner.model import loading
 from paceline.learner.model.architectures import require_text_alone
 from paceline.learner.model.layers import LayerOptions
-from paceline.learner.model.loading import Precision, load_critic, load_policy
+from paceline.learner.model.loading import Precision, as_fsdp, load_critic, load_policy, local_rows
 from paceline.learner.model.networks import body_of, vision_tower
 from paceline.rollout.engines.vllm.checkpoint import learner_shapes
 from support.architectures import tiny_config
@@ -41,6 +45,7 @@ from support.image_rows import image_rows, reference_log_probs, reference_positi
 from support.learner_fakes import POLICY, DictBlobs, write_model
 from support.learner_ranks import run_ranks
 from support.learner_scenarios import save
+from support.live_bytes import LiveBytes
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ranks")]
 
@@ -417,3 +422,48 @@ def test_bfloat16_computes_the_tower_too(folder: Path, ranks: Ranks) -> None:
     assert dtypes == [torch.bfloat16]
     assert 0 < float((log_probs.detach() - exact).abs().mean()) < 0.05
     assert all((p.grad is None) == ("visual" in n) for n, p in loading.hugging_face_names(network))
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_memory_plan_counts_what_the_learner_keeps(
+    tmp_path: Path, ranks: Ranks, dtype: str, lora: Any
+) -> None:
+    folder = write_tiny_vl(tmp_path / "model", num_experts=0, num_local_experts=0)
+    learner = build(ranks, folder, model={"path": str(folder), "dtype": dtype, "lora": lora})
+    take_image_step(learner, 1)
+    shape = ModelShape.of(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    assert shape is not None
+    plan, network = LearnerMemory.of(learner.config, shape), learner.actor.network
+    as_fsdp(network).reshard()
+    parameters = list(network.parameters())
+    assert plan.resident["weights"] == sum(local_rows(parameter)[0].nbytes for parameter in parameters)
+    averages = [
+        tensor for name, tensor in learner.actor.optimizer.state().items() if not name.endswith("step")
+    ]
+    assert plan.resident["optimizer"] == sum(local_rows(tensor)[0].nbytes for tensor in averages)
+    tower = vision_tower(body_of(network.lm))
+    assert tower is not None
+    assert shape.num_frozen == sum(parameter.numel() for parameter in tower.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_memory_plan_bounds_the_towers_activations(dtype: torch.dtype) -> None:
+    """By torch's own count, with sizes in the proportion of the published models'."""
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+
+    sizes = {"depth": 2, "hidden_size": 256, "intermediate_size": 684, "out_hidden_size": 512, "num_heads": 4}
+    config = Qwen2_5_VLConfig(vision_config=sizes | {"fullatt_block_indexes": [1]}).vision_config
+    tower = Qwen2_5_VisionTransformerPretrainedModel._from_config(config, dtype=dtype)
+
+    @torch.no_grad()
+    def most(height: int) -> int:
+        pixels = torch.zeros(height * 16, 1176)
+        with LiveBytes() as live:
+            tower(pixels, grid_thw=torch.tensor([[1, height, 16]]))
+        return live.most
+
+    # Of two sizes, since some memory does not depend on the number of patches.
+    measured = (most(48) - most(16)) / (32 * 16)
+    bound = TowerShape.of(config.to_dict()).activations(1, dtype.itemsize) - 4 * 1176
+    assert measured < bound < 2.5 * measured

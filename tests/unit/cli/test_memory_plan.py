@@ -33,6 +33,31 @@ HALF = {
     "tie_word_embeddings": True,
 }
 
+TOWER = {
+    "depth": 32,
+    "hidden_size": 1280,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "in_chans": 3,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "window_size": 112,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+}
+SEVEN_VL = SEVEN | {"model_type": "qwen2_5_vl", "vision_config": TOWER | {"out_hidden_size": 3584}}
+THREE_VL = {
+    "model_type": "qwen2_5_vl",
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "vision_config": TOWER | {"out_hidden_size": 2048},
+}
+
 
 def shape_of(tree: dict[str, Any]) -> ModelShape:
     shape = ModelShape.of(tree)
@@ -72,6 +97,20 @@ def test_parameters_are_those_of_the_published_models() -> None:
     moe |= {"num_experts": 8, "moe_intermediate_size": 4, "intermediate_size": 99, "vocab_size": 10}
     assert shape_of(moe).layer == 8 * 96 + 64 + 16 + 2 * 64 + 2 * 32
     assert ModelShape.of({"model_type": "gpt2", "n_embd": 8}) is None
+    assert ModelShape.of(SEVEN_VL | {"model_type": "llava"}) is None
+    seven, three = shape_of(SEVEN_VL), shape_of(THREE_VL)
+    assert seven.num_parameters == 7_615_616_512
+    assert (seven.num_parameters + seven.num_frozen, seven.num_frozen) == (8_292_166_656, 676_550_144)
+    assert three.num_parameters + three.num_frozen == 3_754_622_976
+    # As transformers writes them since its version 5.
+    text = {
+        name: value
+        for name, value in THREE_VL.items()
+        if name not in ("tie_word_embeddings", "vision_config")
+    }
+    outer = {name: value for name, value in THREE_VL.items() if name not in text}
+    nested = outer | {"model_type": "qwen2_5_vl", "text_config": text | {"model_type": "qwen2_5_vl_text"}}
+    assert shape_of(nested) == three
     assert ModelShape.of(SEVEN | {"model_type": "deepseek_v2", "kv_lora_rank": 512}) is None
 
 
@@ -302,3 +341,55 @@ def test_engines_that_sleep_leave_the_gpu_to_the_update_and_what_stays_of_the_le
     )
     with pytest.raises(ConfigError, match=r"needs 211.9 GiB beside 2.0 GiB of a sleeping engine: set actor"):
         plan_for(too_much, shared=True).lines()
+
+
+IMAGES = {
+    "image_key": "images",
+    "train_files": "x.jsonl",
+    "max_prompt_length": 512,
+    "max_response_length": 1024,
+}
+
+
+def test_a_vision_tower_is_counted_where_it_is_and_never_trains() -> None:
+    config = run_of(data=IMAGES)
+    text, both = (LearnerMemory.of(config, shape_of(tree)) for tree in (SEVEN, SEVEN_VL))
+    tower = shape_of(SEVEN_VL).num_frozen
+    # Float32 shards like the weights around it, gathered as it computes, without averages or gradients.
+    assert both.resident["weights"] - text.resident["weights"] == 4 * tower // 4
+    assert both.resident["optimizer"] == text.resident["optimizer"]
+    for phase in ("scoring", "update"):
+        ours, theirs = getattr(both, phase), getattr(text, phase)
+        assert ours["gathered"] - theirs["gathered"] == 2 * tower
+        assert ours.get("gradients") == theirs.get("gradients")
+    adapted = run_of(data=IMAGES, model={"path": "m", "dtype": "bfloat16", "lora": {"rank": 8}})
+    text, both = (LearnerMemory.of(adapted, shape_of(tree)) for tree in (SEVEN, SEVEN_VL))
+    assert both.resident["weights"] - text.resident["weights"] == 2 * tower // 4
+    assert both.update["gradients"] == text.update["gradients"]
+    engines = [EngineMemory.of(config, shape_of(tree)) for tree in (SEVEN, SEVEN_VL)]
+    assert engines[1].weights - engines[0].weights == 2 * tower
+    assert engines[1].rest > engines[0].rest
+    assert (
+        engines[1].rest
+        == EngineMemory.of(run_of(), shape_of(SEVEN_VL)).rest + engines[1].rest - engines[0].rest
+    )
+
+
+def test_the_towers_activations_count_where_they_are_more_than_the_layers() -> None:
+    small = SEVEN_VL | {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
+    actor = {"memory": {"recompute": "full"}, "ppo_max_token_len_per_gpu": 65_536}
+    shape = shape_of(small)
+    with_images, without = (LearnerMemory.of(run_of(data=data, actor=actor), shape) for data in (IMAGES, {}))
+    # Four fifths of the budget are patches, the rest their tokens.
+    assert shape.tower is not None
+    expected = shape.tower.activations(65_536 * 4 // 5, 2)
+    assert with_images.update["activations"] == with_images.scoring["activations"] == expected
+    assert without.update["activations"] < expected
+    large = LearnerMemory.of(run_of(data=IMAGES), shape_of(SEVEN_VL))
+    assert large.update["activations"] == LearnerMemory.of(run_of(), shape_of(SEVEN)).update["activations"]
+
+
+def test_the_least_budget_that_the_plan_advises_holds_a_row_with_its_images() -> None:
+    config = run_of(data=IMAGES)
+    with pytest.raises(ConfigError, match=f"ppo_max_token_len_per_gpu: {512 + 1024 + 4 * 512}"):
+        plan_for(config, SEVEN_VL, gib=47).lines()

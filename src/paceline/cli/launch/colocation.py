@@ -65,7 +65,7 @@ def settle_elsewhere(config: RunConfig, *, on_gpus: bool) -> RunConfig:
 def engine_size(config: RunConfig, num_gpus: int, tree: Mapping[str, Any]) -> int:
     """GPUs per engine: the fewest on which the weights leave room for a KV cache, at most half of all."""
     num_bytes = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
-    heads = tree.get("num_attention_heads")
+    heads = (tree.get("text_config") or tree).get("num_attention_heads")
     smallest = min(gpu_memory().values(), default=_USUAL_MEMORY)
     room = smallest * config.rollout.gpu_memory_utilization * _WEIGHTS_SHARE
     size = 1

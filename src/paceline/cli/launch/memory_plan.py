@@ -21,6 +21,8 @@ ENGINE_ASLEEP = 2 * GIB
 """What an engine that sleeps keeps: its context and its captured graphs."""
 ENGINE_REST = 2 * GIB
 """The least for an engine's activations and CUDA graphs."""
+ENGINE_PREFILL = 8192
+"""Prompt tokens that vLLM computes at a time on a GPU, unless it is told otherwise"""
 SLICE = 1024
 """Tokens of the vocabulary per slice: the draw's kernels keep a largest logit and a sum of each."""
 OFFLOADED = GIB
@@ -41,7 +43,7 @@ class LearnerMemory:
         world_size: ranks that share the shards.
         bytes_per_number: of the forward pass.
         bytes_per_gradient: of what gradients are summed in.
-        num_tokens: of a micro-batch.
+        num_tokens: of a micro-batch, with the patches of its images.
         kept_share: share of the activations that the update keeps.
         compiled: whether the layers are.
         keeps_gathered: whether weights stay gathered within a mini-batch.
@@ -52,6 +54,7 @@ class LearnerMemory:
         offloads_reference: whether it is in host memory except while it scores.
         num_adapters: numbers of the policy's adapters, which alone train; 0: all its weights do.
         num_adapted: numbers of the matrices that have adapters.
+        has_images: whether prompts have images.
     """
 
     shape: ModelShape
@@ -69,13 +72,14 @@ class LearnerMemory:
     offloads_reference: bool = False
     num_adapters: int = 0
     num_adapted: int = 0
+    has_images: bool = False
 
     @classmethod
     def of(cls, config: RunConfig, shape: ModelShape) -> LearnerMemory:
         """Of a run, whose micro-batches are taken to be as large as its settings allow."""
         actor = config.actor
         sequences = actor.ppo_mini_batch_size * config.rollout.n
-        most = -(-sequences // config.learner.world_size) * config.max_model_len
+        most = -(-sequences // config.learner.world_size) * _longest_row(config, shape)
         lora = config.model.lora
         return cls(
             shape=shape,
@@ -93,21 +97,24 @@ class LearnerMemory:
             offloads_reference=actor.memory.offload_reference,
             num_adapters=0 if lora is None else shape.num_adapters(lora.targets, lora.rank),
             num_adapted=0 if lora is None else shape.num_adapted(lora.targets),
+            has_images=_has_images(config),
         )
 
     @property
     def resident(self) -> Parts:
         """What stays: float32 weights and AdamW's two averages, sharded; what is frozen as it computes.
 
-        With adapters the policy is frozen, and the reference is the policy without them.
+        With adapters the policy is frozen, and the reference is the policy without them. A vision tower is
+        kept as the network around it is, and has no averages.
         """
         shard, trained = self._share(self.shape.num_parameters), self._share(self._num_trained)
+        tower = self._share(self.shape.num_frozen)
         critic = shard if self.has_critic else 0
         reference = 0 if self.offloads_reference else self._reference
-        frozen = self.bytes_per_number * shard if self.num_adapters else reference
+        frozen = self.bytes_per_number * (shard + tower) if self.num_adapters else reference + 4 * tower
         return {
             "context": CONTEXT,
-            "weights": 4 * (trained + critic) + frozen,
+            "weights": 4 * (trained + critic + (tower if self.has_critic else 0)) + frozen,
             "optimizer": OFFLOADED if self.offloads else 8 * (trained + critic),
         }
 
@@ -120,7 +127,7 @@ class LearnerMemory:
             **self.resident,
             **visiting,
             "gathered": self._gathered,
-            "activations": activations + LOGITS,
+            "activations": max(activations + LOGITS, self._of_images),
         }
 
     @property
@@ -130,7 +137,7 @@ class LearnerMemory:
             **self.resident,
             "gradients": self._gradients,
             "gathered": self._gathered,
-            "activations": self._activations + LOGITS,
+            "activations": max(self._activations + LOGITS, self._of_images),
         }
 
     @property
@@ -152,7 +159,8 @@ class LearnerMemory:
     def _reference(self) -> int:
         """This rank's share of a reference model of its own."""
         has_own = self.has_reference and not self.num_adapters
-        return self.bytes_per_number * self._share(self.shape.num_parameters) if has_own else 0
+        numbers = self.shape.num_parameters + self.shape.num_frozen
+        return self.bytes_per_number * self._share(numbers) if has_own else 0
 
     @property
     def _num_trained(self) -> int:
@@ -174,13 +182,25 @@ class LearnerMemory:
 
     @property
     def _gathered(self) -> int:
-        """The whole model, or embedding and head, the layer at work and the next one."""
+        """The whole model, or embedding and head, the layer at work and the next one; always the tower."""
         number = self.shape.num_parameters if self.keeps_gathered else self._in_flight
-        return self.bytes_per_number * number
+        return self.bytes_per_number * (number + self.shape.num_frozen)
 
     @property
     def _in_flight(self) -> int:
         return self.shape.root + 2 * self.shape.layer
+
+    @property
+    def _of_images(self) -> int:
+        """The tower's activations, before the layers have any: of a micro-batch that is images all over.
+
+        Each of its tokens stands for `patches_per_token` patches, and both count in the budget.
+        """
+        tower = self.shape.tower
+        if tower is None or not self.has_images:
+            return 0
+        num_patches = self.num_tokens * tower.patches_per_token // (1 + tower.patches_per_token)
+        return tower.activations(num_patches, self.bytes_per_number)
 
     @property
     def _activations(self) -> int:
@@ -230,11 +250,21 @@ class EngineMemory:
         kv_width = max(1, shape.kv_width // ranks)
         graphs = ENGINE_ASLEEP - CONTEXT
         return cls(
-            weights=-(-shape.num_parameters * bytes_per_number // ranks),
+            weights=-(-(shape.num_parameters + shape.num_frozen) * bytes_per_number // ranks),
             bytes_per_token=2 * shape.num_layers * kv_width * bytes_per_number,
             sampler=0 if rollout.sampler == "engine" else rollout.max_num_seqs * (rows + slices),
-            rest=max(ENGINE_REST, graphs + rollout.max_num_seqs * (bytes_per_number + 4 * 4) * shape.vocab),
+            rest=max(ENGINE_REST, graphs + rollout.max_num_seqs * (bytes_per_number + 4 * 4) * shape.vocab)
+            + cls._of_images(config, shape, bytes_per_number),
         )
+
+    @staticmethod
+    def _of_images(config: RunConfig, shape: ModelShape, bytes_per_number: int) -> int:
+        """The tower's activations for the images of a batch of prompts, and their states, which are kept."""
+        if shape.tower is None or not _has_images(config):
+            return 0
+        num_tokens = max(ENGINE_PREFILL, config.data.max_prompt_length)
+        states = num_tokens * shape.tower.out * bytes_per_number
+        return states + shape.tower.activations(shape.num_patches(num_tokens), bytes_per_number)
 
     def budget_for(self, num_tokens: int) -> int:
         """The bytes with which so many tokens fit into the KV cache."""
@@ -249,6 +279,17 @@ class EngineMemory:
             "sampler": self.sampler,
         }
         return {**rest, "kv cache": budget - sum(rest.values())}
+
+
+def _has_images(config: RunConfig) -> bool:
+    return config.data.image_key is not None
+
+
+def _longest_row(config: RunConfig, shape: ModelShape) -> int:
+    """Tokens of a run's longest row, with the patches of its images."""
+    return config.max_model_len + (
+        shape.num_patches(config.data.max_prompt_length) if _has_images(config) else 0
+    )
 
 
 def engine_budget(config: RunConfig, total: int) -> int:
@@ -396,7 +437,7 @@ class MemoryPlan:
 
     def _advice(self, total: int) -> str:
         """The first setting that makes the update fit."""
-        learner, longest = self.learner, self.config.max_model_len
+        learner, longest = self.learner, _longest_row(self.config, self.learner.shape)
         lean = learner.changed(kept_share=0.0, keeps_gathered=False)
 
         def most_tokens(memory: LearnerMemory) -> int | None:

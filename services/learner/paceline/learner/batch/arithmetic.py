@@ -34,18 +34,23 @@ class Arithmetic:
         per_token: of all layers' matrix products.
         per_response_token: of the head.
         per_pair: of attention, by the squared length of a sequence.
+        per_patch: of the vision tower's forward pass; it has no other.
+        per_patch_pair: of the tower's attention, by the squared number of a row's patches. Those of several
+            images count as if they were of one: for a few images that is some per cent of the tower's.
     """
 
     per_token: int
     per_response_token: int
     per_pair: int
+    per_patch: int = 0
+    per_patch_pair: int = 0
 
-    def of_row(self, row: RowLength) -> int:
-        """A row by itself."""
-        return self.of_prompt(row) + self.of_response(row)
+    def of_images(self, row: RowLength) -> int:
+        """The images of the row's prompt."""
+        return self.per_patch * row.num_patches + self.per_patch_pair * row.num_patches**2
 
     def of_prompt(self, row: RowLength) -> int:
-        """The row's prompt."""
+        """The tokens of the row's prompt."""
         return self.per_token * row.num_prompt_tokens + self.per_pair * row.num_prompt_tokens**2
 
     def of_response(self, row: RowLength) -> int:
@@ -54,9 +59,12 @@ class Arithmetic:
         return (self.per_token + self.per_response_token) * row.num_response_tokens + self.per_pair * pairs
 
     def of_rows(self, rows: Iterable[RowLength], *, share_prompts: bool = False) -> int:
-        """Rows by themselves, or with one copy of each prompt."""
-        if not share_prompts:
-            return sum(map(self.of_row, rows))
+        """Rows by themselves, or with one copy of each prompt; a prompt's images are computed once anyway."""
         rows = tuple(rows)
-        prompts = {row.prompt_id: row for row in rows}
-        return sum(map(self.of_prompt, prompts.values())) + sum(map(self.of_response, rows))
+        prompts = {row.prompt_id: row for row in rows}.values()
+        copies = prompts if share_prompts else rows
+        return (
+            sum(map(self.of_images, prompts))
+            + sum(map(self.of_prompt, copies))
+            + sum(map(self.of_response, rows))
+        )

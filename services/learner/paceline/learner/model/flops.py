@@ -8,7 +8,14 @@ import torch
 
 from paceline.learner.batch.arithmetic import Arithmetic
 from paceline.learner.model.experts import active_parameters
-from paceline.learner.model.networks import PolicyNetwork, ValueNetwork, body_of, decoder_layers, output_head
+from paceline.learner.model.networks import (
+    PolicyNetwork,
+    ValueNetwork,
+    body_of,
+    decoder_layers,
+    output_head,
+    vision_tower,
+)
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "A100": 312e12, "B200": 2250e12}
 """Dense bfloat16 operations per second, as the vendor publishes them."""
@@ -20,7 +27,8 @@ def arithmetic_of(network: PolicyNetwork | ValueNetwork) -> Arithmetic:
     Six per token and parameter that it uses in the layers, six per parameter of the head and response token,
     and twelve per layer, attention channel and pair of tokens, half of which causal attention leaves out: as
     many for keys as for values, whose heads are of another size in latent attention.
-    Four per parameter that is frozen: it has no gradient of its own.
+    Four per parameter that is frozen: it has no gradient of its own. Two per patch and parameter of a frozen
+    vision tower, through which nothing goes back.
     """
     body: Any = body_of(network.lm) if isinstance(network, PolicyNetwork) else network.body
     head = output_head(network.lm).weight if isinstance(network, PolicyNetwork) else network.value_head.weight
@@ -29,11 +37,29 @@ def arithmetic_of(network: PolicyNetwork | ValueNetwork) -> Arithmetic:
     width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
     keys, values = (int(getattr(config, name, None) or width) for name in ("qk_head_dim", "v_head_dim"))
     trained, frozen = (active_parameters(layers, config, trained=trains) for trains in (True, False))
+    per_patch, per_patch_pair = _of_tower(vision_tower(body))
     return Arithmetic(
         per_token=6 * trained + 4 * frozen,
         per_response_token=(6 if head.requires_grad else 4) * head.numel(),
         per_pair=3 * heads * (keys + values) * len(layers),
+        per_patch=per_patch,
+        per_patch_pair=per_patch_pair,
     )
+
+
+def _of_tower(tower: Any) -> tuple[int, int]:
+    """Per patch, and per pair of patches in layers that look at whole images; others look at windows."""
+    if tower is None:
+        return 0, 0
+    config = tower.config
+    patches_per_token = config.spatial_merge_size**2
+    merger = sum(parameter.numel() for parameter in tower.merger.parameters())
+    rest = sum(parameter.numel() for parameter in tower.parameters()) - merger
+    num_whole = len(config.fullatt_block_indexes)
+    window = (config.window_size // config.patch_size) ** 2
+    pair = 4 * config.hidden_size
+    products = 2 * rest + 2 * merger // patches_per_token
+    return products + pair * window * (config.depth - num_whole), pair * num_whole
 
 
 def peak_flops(device: torch.device) -> float | None:
