@@ -20,6 +20,7 @@ from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.core.trajectory import Float32Array, SamplingSpec
 from paceline.rollout.engines.base import Sample, SampleRequest
+from paceline.rollout.engines.vllm import model_class
 from paceline.rollout.engines.vllm.engine import VllmEngine
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -245,3 +246,27 @@ async def test_two_tensor_parallel_ranks_draw_from_the_same_distribution(folder:
         os.environ.clear()
         os.environ.update(before)
         gc.collect()
+
+
+async def test_no_other_interpreter_is_asked_about_the_models_class(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.model_executor.models import registry
+
+    def ask(_: Any) -> Any:
+        raise AssertionError("vLLM starts another interpreter")
+
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))  # what it was told before is kept there
+    monkeypatch.setattr(registry, "_run_in_subprocess", ask)
+    lazily = "vllm.model_executor.models.qwen2:Qwen2ForCausalLM"
+    registry.ModelRegistry.register_model("Qwen2ForCausalLM", lazily)
+    model_class.load(folder)
+    chosen = AsyncEngineArgs(model=str(folder), skip_tokenizer_init=True).create_model_config()
+    assert chosen.architecture == "Qwen2ForCausalLM"
+
+
+async def test_a_folder_without_a_known_class_is_left_to_vllm(tmp_path: Path) -> None:
+    model_class.load(tmp_path)
+    (tmp_path / "config.json").write_text('{"architectures": ["Unheard"]}')
+    model_class.load(tmp_path)

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from paceline.core.errors import exit_code
 from paceline.rollout.engines.vllm.cause import first_exception
+from paceline.rollout.engines.vllm.startup import failure
 
 WORKER = "(Worker pid=8768) ERROR 11-22 06:10:20 [multiproc_executor.py:1063] "
 CORE = "(EngineCore pid=8763) ERROR 11-22 06:10:20 [core.py:1510] "
@@ -58,3 +60,27 @@ def test_only_what_was_written_since_counts_and_only_a_file_can_be_read(
             check=True,
         )
     assert done.stdout.strip() == ("ValueError: of this start" if to_file else "")
+
+
+_ENDED = "Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': %d}"
+_MEMORY = "AssertionError: Error in memory profiling. Initial free memory 135.25 GiB, current 137.84 GiB."
+_WORKER = "Exception: WorkerProc initialization failed due to an exception in a background process."
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "code"),
+    [
+        (_ENDED % -9, "", 1),
+        (_ENDED % -15, "ValueError: said before it was killed", 1),
+        (_ENDED % 1, _MEMORY, 1),
+        (_ENDED % 1, _WORKER, 1),
+        (_ENDED % 1, "ValueError: 500.0 GiB are asked for, 14.69 are there", 2),
+        (_ENDED % 1, "", 2),
+        (_ENDED % -11, "", 2),
+        ("no such architecture", "", 2),
+    ],
+)
+def test_only_what_may_pass_is_tried_again(error: str, cause: str, code: int) -> None:
+    failed = failure("models/small", error, cause)
+    assert exit_code(failed) == code
+    assert (cause or error) in str(failed)

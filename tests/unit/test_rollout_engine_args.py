@@ -181,6 +181,14 @@ def test_environment_keeps_what_the_user_has_set() -> None:
     assert environ["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
 
 
+@pytest.mark.parametrize(("dtype", "precision"), [("float32", "tf32x3"), ("bfloat16", None)])
+def test_triton_multiplies_float32_in_float32(dtype: str, precision: str | None) -> None:
+    given, environ = config(), dict[str, str]()
+    given = given.model_copy(update={"model": given.model.model_copy(update={"dtype": dtype})})
+    environment.prepare(given, num_cores=1, environ=environ)
+    assert environ.get("TRITON_F32_DEFAULT") == precision
+
+
 @pytest.mark.parametrize(
     ("layers", "width", "rollout", "chosen"),
     [

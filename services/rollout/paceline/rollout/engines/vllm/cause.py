@@ -11,7 +11,25 @@ from typing import Final
 _MOST_BYTES: Final = 1_000_000
 _MOST_CHARACTERS: Final = 400
 _PROCESS: Final = r"^\((?:EngineCore|[A-Za-z]*Worker)\S* pid=\d+\) ERROR [^\]]*\] "
+_KILLED: Final = re.compile(r"core proc\(s\): \{.*'[^']*': -(9|15)\b")
+"""vLLM's words for processes that SIGKILL or SIGTERM ended, as the kernel does where memory runs out"""
+_PASSING: Final = (
+    # Another process on the GPU gave memory back while vLLM measured how much there is.
+    "Error in memory profiling",
+    # The core says so; a worker that failed by itself would have logged its own exception before.
+    "WorkerProc initialization failed",
+)
 _LINE: Final = re.compile(_PROCESS + r"(?P<text>[A-Za-z_.]*(?:Error|Exception): .+)$", re.MULTILINE)
+
+
+def may_pass(error: str, cause: str) -> bool:
+    """Whether the same start may succeed the next time.
+
+    Args:
+        error: what vLLM raised.
+        cause: as `ErrorOutput.root_cause` returns it.
+    """
+    return bool(_KILLED.search(error)) or any(text in (cause or error) for text in _PASSING)
 
 
 class ErrorOutput:

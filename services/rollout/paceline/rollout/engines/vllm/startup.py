@@ -7,13 +7,20 @@ import contextlib
 import threading
 from collections.abc import Callable
 from multiprocessing.context import BaseContext
+from pathlib import Path
 from typing import Any
 
 from paceline.config.run import RunConfig
-from paceline.core.errors import EnvironmentLackError, ModelError
-from paceline.rollout.engines.vllm import environment, prefork, vision, without_torchvision
+from paceline.core.errors import EnvironmentLackError, ModelError, PacelineError, PeerLostError
+from paceline.rollout.engines.vllm import (
+    environment,
+    model_class,
+    prefork,
+    vision,
+    without_torchvision,
+)
 from paceline.rollout.engines.vllm.arguments import engine_arguments
-from paceline.rollout.engines.vllm.cause import ErrorOutput
+from paceline.rollout.engines.vllm.cause import ErrorOutput, may_pass
 
 
 def prepare(config: RunConfig) -> BaseContext | None:
@@ -34,6 +41,7 @@ def build(
         EnvironmentLackError: vLLM is not installed.
         ConfigError: rollout.engine_kwargs or rollout.temperature cannot be used.
         ModelError: the engine does not start with this model and configuration.
+        PeerLostError: one of its processes was killed, or the GPU's memory changed under it.
     """
     try:
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -49,6 +57,7 @@ def build(
     if context is not None:
         prefork.use(context)
     without_torchvision.register()
+    model_class.load(Path(config.model.path))
     arguments = engine_arguments(
         config, on_cpu=on_cpu, load_format=load_format, worker_extension=worker_extension
     )
@@ -57,8 +66,15 @@ def build(
     try:
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     except (ValueError, RuntimeError, OSError, TypeError) as error:
-        cause = output.root_cause() or f"{error}; its own lines above say more"
-        raise ModelError(f"the engine does not start with {config.model.path}: {cause}") from error
+        raise failure(config.model.path, str(error), output.root_cause()) from error
+
+
+def failure(model: str, error: str, cause: str) -> PacelineError:
+    """What to raise for an engine that did not start, after vLLM's `error`."""
+    reason = cause or f"{error}; its own lines above say more"
+    if may_pass(error, cause):
+        return PeerLostError(f"the engine did not start this time: {reason}", peer="the engine core")
+    return ModelError(f"the engine does not start with {model}: {reason}")
 
 
 def _drop_unknown(arguments: dict[str, Any], kind: Any) -> None:

@@ -1,0 +1,37 @@
+"""Imports vLLM's class of a model here, before vLLM asks what the class can do.
+
+vLLM would ask a new interpreter, which imports torch and vLLM again: ten seconds of a core, wherever its
+cache in the home folder is empty, as in every new container. It does so to keep CUDA out of this process; the
+classes of its models do not start CUDA on import.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+
+def load(folder: Path) -> None:
+    """Loads the classes that config.json names; one that fails is left to vLLM, which says why."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    for architecture in _architectures(folder):
+        known = ModelRegistry.models.get(architecture)
+        if known is None:
+            continue
+        try:
+            ModelRegistry.register_model(architecture, known.load_model_cls())
+        except Exception:  # whatever an import raises
+            log.debug("vLLM's %s is not loaded ahead", architecture, exc_info=True)
+
+
+def _architectures(folder: Path) -> list[str]:
+    try:
+        tree: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return [str(name) for name in tree.get("architectures") or ()]
