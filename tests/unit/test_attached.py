@@ -394,6 +394,42 @@ async def test_async_and_batch_functions_work_and_the_window_bounds_what_is_sent
         await ended(client)
 
 
+async def test_a_batch_leaves_out_what_nobody_waits_for() -> None:
+    """The items of a stream that has ended meanwhile went to another client."""
+    began, go_on = asyncio.Event(), threading.Event()
+    batches: list[list[str]] = []
+
+    async def score(rows: list[ScoreItem]) -> list[float]:
+        batches.append([row.response for row in rows])
+        loop.call_soon_threadsafe(began.set)
+        await asyncio.to_thread(go_on.wait, 60)
+        return [1.0] * len(rows)
+
+    loop = asyncio.get_running_loop()
+    async with run() as gone, run() as stays:
+        attachment = RewardAttachment(score, address=[gone.address, stays.address], name="judge", batch=True)
+        running = asyncio.create_task(attachment.run())
+        await gone.clients(1)
+        await stays.clients(1)
+        first = asyncio.create_task(stays.scorer.score(items("a")))
+        async with asyncio.timeout(30):
+            await began.wait()
+        lost = asyncio.create_task(gone.scorer.score(items("b")))
+        kept = asyncio.create_task(stays.scorer.score(items("c")))
+        async with asyncio.timeout(30):
+            while len(attachment._batches._waiting) < 2:  # noqa: ASYNC110  a test's own look
+                await asyncio.sleep(0.01)
+            await gone.server.stop(grace_s=0)
+            while not any(done.cancelled() for _, done in attachment._batches._waiting):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        go_on.set()
+        async with asyncio.timeout(30):
+            assert [score.reward for score in (*await first, *await kept)] == [1.0, 1.0]
+        assert batches == [["a"], ["c"]]
+        lost.cancel()
+        await ended(lost, running)
+
+
 async def test_two_clients_share_the_load() -> None:
     counts = {"a": 0, "b": 0}
 

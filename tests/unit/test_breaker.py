@@ -89,3 +89,17 @@ async def test_who_waits_past_the_time_is_not_admitted() -> None:
         tested.failed("no answer")
     assert await tested.admit(soon())
     assert not await tested.admit(time.monotonic() + 0.05)
+
+
+async def test_the_pause_has_a_bound(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A service that is back is found soon, however long it was away."""
+    monkeypatch.setattr(breaker, "_LONGEST_PAUSE_S", 0.1)
+    tested = Breaker("judge")
+    for _ in range(3):
+        tested.failed("no answer")
+    for _ in range(4):
+        assert await tested.admit(soon())
+        tested.failed("no answer")
+    assert [record.args[-1] for record in caplog.records if record.args] == [0.05, 0.1, 0.1, 0.1, 0.1]
