@@ -38,14 +38,15 @@ DOCS = Path(__file__).parents[2] / "docs" / "security.md"
 PROBLEM = asyncio.run(why_not_confined())
 ATTEMPTS = Path(escapes.__file__).read_text()
 INSIDE = Path(confined.inside.__file__).read_text()
+PROGRAM = f"program-{os.getpid()}.py"  # other tests and runs of this machine confine programs, too
 pytestmark = pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM)
 
 
 async def run(program: str, *arguments: str, stdin: str = "", **limits: float) -> Outcome:
     return await run_confined(
         Command(
-            words=[python(), "-I", "-B", "/tmp/program.py", *arguments],
-            files={"program.py": program},
+            words=[python(), "-I", "-B", f"/tmp/{PROGRAM}", *arguments],
+            files={PROGRAM: program},
             stdin=stdin.encode(),
             limits=ConfinedLimits(**limits),  # type: ignore[arg-type]
         )
@@ -140,13 +141,21 @@ os.kill(os.getpid(), 9)
 """
 
 
-def left(word: str) -> list[int]:
+def running() -> list[int]:
+    """The processes of a test's program."""
     processes = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if word in " ".join(process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
+            if PROGRAM in " ".join(process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
                 processes.append(process.pid)
     return processes
+
+
+async def all_have_ended() -> None:
+    """The kernel ends what a program has started; on a busy machine that takes a moment."""
+    async with asyncio.timeout(20):
+        while running():  # noqa: ASYNC110  a test's own look
+            await asyncio.sleep(0.05)
 
 
 @pytest.mark.parametrize(
@@ -172,17 +181,18 @@ async def test_a_program_ends_with_all_that_it_started(program: str, ending: End
     assert time.monotonic() - started < 30
     if program is BOMB:
         assert int(outcome.stdout) <= 8
-    await asyncio.sleep(0.1)
-    assert left("/tmp/program.py") == []
+    await all_have_ended()
 
 
 async def test_what_is_cancelled_ends() -> None:
-    running = asyncio.create_task(run("import time; time.sleep(600)", seconds=600.0))
-    await asyncio.sleep(1.0)
-    running.cancel()
+    sleeping = asyncio.create_task(run("import time; time.sleep(600)", seconds=600.0))
+    async with asyncio.timeout(60):
+        while not running():  # noqa: ASYNC110  a test's own look
+            await asyncio.sleep(0.05)
+    sleeping.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await running
-    assert left("/tmp/program.py") == []
+        await sleeping
+    await all_have_ended()
 
 
 async def test_a_machine_that_cannot_confine_runs_nothing(
@@ -220,6 +230,13 @@ CHEATS = "import os\nprint(3, flush=True)\nos._exit(0)"
         ("a, b = map(int, input().split())\nprint(a + b)", PRINTS, 1.0, 1.0),
         ("print(3)", PRINTS, 0.0, 0.5),
         ("def add(", CALLS, 0.0, 0.0),
+        (
+            "First:\n```\nprint(3)\n```\nBetter:\n```python\nprint(sum(map(int, input().split())))\n```",
+            PRINTS,
+            1,
+            1,
+        ),
+        ("print(sum(map(int, input().split())), flush=True)\nexit(1)", PRINTS, 0.0, 0.0),
     ],
 )
 async def test_a_program_is_scored_by_its_tests(
