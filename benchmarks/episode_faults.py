@@ -72,6 +72,7 @@ class Killed:
     """The environment, killed and started again by a thread of its own.
 
     Attributes:
+        num_kills: since the run's first step was over.
         num_open: episodes that the last one still has when the run is over; None: it did not say.
     """
 
@@ -97,7 +98,7 @@ class Killed:
                     self.num_open = self._ask(process)
                     self.over.wait()
                 else:
-                    self.num_kills += 1
+                    self.num_kills += (self.run_dir / "metrics.jsonl").is_file()
             finally:
                 process.kill()
                 process.wait()

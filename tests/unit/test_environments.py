@@ -16,7 +16,7 @@ from paceline.core.chat import Message, ToolCall
 from paceline.core.errors import ConfigError, ProtocolError
 from paceline.rollout.episodes.environment import EnvironmentLostError, EpisodeTask
 from paceline.rollout.episodes.remote import RemoteEnvironment, RemoteOptions
-from paceline.sdk import Environment, EnvironmentServer, tool
+from paceline.sdk import Environment, EnvironmentServer, Observation, tool
 from paceline.sdk.sessions import Sessions
 from paceline.service.credentials import Credentials
 from support.clocks import ManualClock
@@ -168,6 +168,27 @@ async def test_a_session_that_nobody_closes_ends_with_its_lease() -> None:
     assert (sessions.num_open, Guess.released) == (0, [1])
     with pytest.raises(ProtocolError, match="its lease ran out"):
         await sessions.step(KEY, 1, 2, action(digit=1))
+
+
+async def test_no_lease_ends_while_a_call_is_under_way() -> None:
+    clock, may_answer = ManualClock(), asyncio.Event()
+
+    class Slow(Guess):
+        async def step(self, action: Message) -> Observation:
+            await may_answer.wait()
+            return await super().step(action)
+
+    sessions = Sessions(Slow, 1, clock)
+    await sessions.open(KEY, 1, {}, task_seed=7, episode_seed=0, lease_s=30.0)
+    stepping = asyncio.create_task(sessions.step(KEY, 1, 1, action(digit=1)))
+    await asyncio.sleep(0)  # it has begun
+    clock.advance(1000.0)
+    assert (await sessions.expire(), sessions.num_open) == (0, 1)
+    may_answer.set()
+    assert (await stepping).messages[0].content == "too low"
+    assert (await sessions.expire(), sessions.num_open) == (0, 1), "the lease begins anew with the answer"
+    clock.advance(31.0)
+    assert (await sessions.expire(), sessions.num_open) == (1, 0)
 
 
 async def test_episodes_with_a_served_environment() -> None:
