@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from paceline.cli.certificates import Authority
+from paceline.core.episode import Play, Played
 from paceline.core.errors import ConfigError
 from paceline.core.trajectory import sampled_spans
 from paceline.rollout.episodes.attached import AttachedEnvironment, EnvironmentGatewayServicer
@@ -22,7 +23,7 @@ from paceline.rollout.episodes.loop import Slot
 from paceline.rollout.episodes.recorder import Draw
 from paceline.rollout.episodes.remote import RemoteEnvironment, RemoteOptions
 from paceline.rpc.v1 import environment_pb2_grpc
-from paceline.sdk import Environment, EnvironmentAttachment, EnvironmentServer, Observation
+from paceline.sdk import Environment, EnvironmentAttachment, EnvironmentServer, Observation, playing
 from paceline.service.credentials import Credentials, TlsFiles
 from paceline.service.grpc_server import start_server
 from support.environments import Bad, Guess
@@ -35,6 +36,17 @@ GAME = (
     "I give up",
 )
 CREDENTIALS = Credentials(token="secret")
+PLAY = Play(
+    run_id="r",
+    trajectory_id="train:1:7:0",
+    attempt=5,
+    task={"messages": [{"role": "user", "content": "Go."}]},
+    task_seed=17,
+    episode_seed=3,
+    base_url="http://127.0.0.1:1/v1",
+    token="t",
+    model="policy",
+)
 
 
 @asynccontextmanager
@@ -181,6 +193,17 @@ async def test_a_client_that_goes_away_costs_an_attempt_and_its_tokens() -> None
         assert [drawn.token_ids[a:b].tolist() for a, b in sampled_spans(drawn.mask)] == [[*ids("first"), END]]
         assert len(engine.requests) == 2
         assert engine.requests[0].seed == engine.requests[1].seed
+
+
+@pytest.mark.parametrize("code", ["invalid_api_key", "too_many_requests", "context_length_exceeded"])
+async def test_a_refusal_that_ends_no_episode_is_an_error_and_none_of_its_ends(code: str) -> None:
+    async def refuse(episode: Play, body: Mapping[str, object]) -> dict[str, Any]:
+        return {"error": {"code": code, "message": "refused: why"}}
+
+    Guess.released.clear()
+    played = await playing.play(Guess(), PLAY, refuse)
+    assert played == Played(error="RuntimeError: the rollout server refused: refused: why")
+    assert len(Guess.released) == 1
 
 
 async def test_nobody_attaches_in_time() -> None:

@@ -113,6 +113,24 @@ async def test_a_rewritten_history_starts_a_segment() -> None:
     assert (drawn.episode.reward, drawn.episode.num_turns) == (None, 4)
 
 
+async def test_other_tools_start_a_segment() -> None:
+    """A segment's prompt tells the model which tools it has."""
+
+    async def handing_over(task: Any, *, base_url: str, token: str, model: str) -> None:
+        async with client(base_url, token) as api:
+            asked: list[Any] = [ASK]
+            for tools in ([ADD], [ADD], [ADD, {**ADD, "function": {**ADD["function"], "name": "divide"}}]):
+                made = await api.chat.completions.create(model=model, messages=asked, tools=tools)
+                asked += [made.choices[0].message.model_dump(), {"role": "user", "content": "Sure?"}]
+
+    engine = Script("three", "yes", "no")
+    [drawn] = await play(handing_over, engine)
+    [start] = drawn.segment_starts
+    spans = [drawn.token_ids[a:b].tolist() for a, b in sampled_spans(drawn.mask)]
+    assert spans == [[*ids(said), END] for said in ("three", "yes", "no")]
+    assert engine.requests[2].prompt_token_ids == drawn.token_ids[start:].tolist()[: -len(spans[2])]
+
+
 async def test_clients_do_not_choose_how_the_policy_is_sampled() -> None:
     async def demanding(task: Any, *, base_url: str, token: str, model: str) -> None:
         async with client(base_url, token) as api:

@@ -132,6 +132,7 @@ async def test_the_engine_is_free_while_a_tool_works() -> None:
         (("the " * 50,), {"max_response_tokens": 30}, "max_response_tokens", 1),
         (("the the", "the " * 50), {"max_sampled_tokens": 12}, "max_sampled_tokens", 2),
         ((call("a") + call("b"),), {"max_tool_calls": 3}, "max_tool_calls", 2),
+        ((call("a"),), {"max_tool_calls": 2}, "max_tool_calls", 3),
         (("a",), {"max_response_tokens": 25}, "max_response_tokens", 1),
     ],
 )
@@ -156,6 +157,17 @@ async def test_a_lost_environment_begins_the_episode_again_from_its_start() -> N
     assert (opened[0].task_seed, opened[0].episode_seed) == (opened[1].task_seed, opened[1].episode_seed)
     assert [r.seed for r in engine.requests] == [100, 100, turn_seed(100, 2)]
     assert text(drawn.token_ids).count("<|im_start|>") == 2, "nothing of the first attempt is in it"
+
+
+async def test_a_server_that_starts_again_has_the_higher_attempts() -> None:
+    """Else an environment would refuse it for as long as the lease of the attempt before lasts."""
+    attempts = []
+    for _ in range(2):  # each `draw` is a server of its own
+        echo = Echo(num_steps=1, losses=[LOST])
+        await draw(Script("a"), echo)
+        attempts += [task.attempt for kind, task in echo.events if kind == "open"]
+    assert attempts == sorted(set(attempts))
+    assert len(attempts) == 4
 
 
 async def test_attempts_are_bounded() -> None:
