@@ -102,10 +102,15 @@ def test_attention_that_cannot_be_exchanged_is_refused_with_a_sentence(
         check(tmp_path, tiny_config(model_type), trust=True)
 
 
-def test_an_architecture_outside_the_table_needs_trust_and_the_self_test(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name"), [("persimmon", "PersimmonForCausalLM"), ("gpt_oss", "GptOssForCausalLM")]
+)
+def test_an_architecture_outside_the_table_needs_trust_and_the_self_test(
+    kind: str, name: str, tmp_path: Path
+) -> None:
     with pytest.raises(ModelError, match="set model.trust_architecture: true"):
-        check(tmp_path, tiny_config("persimmon"))
-    assert check(tmp_path, tiny_config("persimmon"), trust=True).architecture == "PersimmonForCausalLM"
+        check(tmp_path, tiny_config(kind))
+    assert check(tmp_path, tiny_config(kind), trust=True).architecture == name
 
 
 def test_a_model_whose_numbers_are_wrong_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

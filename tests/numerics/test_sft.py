@@ -6,9 +6,10 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,11 +19,12 @@ from safetensors.torch import load_file
 from paceline.config.load import dump_yaml, parse
 from paceline.config.run import SftRunConfig
 from paceline.core.errors import CheckpointError, DataError, ModelError
+from paceline.learner.checkpoint.state import State
 from paceline.learner.checkpoint.tuning import TuningCheckpoints
 from paceline.learner.distributed.ranks import RankEnvironment, Ranks, leave_group
 from paceline.learner.model.loading import Precision, load_policy
 from paceline.learner.sft import Pair, SftTrainer, read_pairs, train
-from paceline.learner.tuning import batch_indices, form_ranks
+from paceline.learner.tuning import batch_indices, form_ranks, take_steps
 from support.byte_tokenizer import save_tokenizer
 from support.learner_fakes import VOCAB_SIZE, write_model
 from support.learner_ranks import alone
@@ -181,6 +183,48 @@ def test_a_killed_training_goes_on_and_gives_the_weights_of_an_undisturbed_one(
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert not (tmp_path / "out.checkpoints").exists()
+
+
+class CountingTuner:
+    """Stands for a `Tuner`: a tensor, and the steps that were skipped."""
+
+    def __init__(self) -> None:
+        self.weight, self.numbers = torch.zeros(4), {"num_skipped": 0}
+
+    def state(self) -> State:
+        return {"network": {"w": self.weight}}
+
+    def go_on(self, numbers: Mapping[str, int]) -> None:
+        self.numbers = dict(numbers)
+
+
+def test_an_interrupted_training_goes_on_with_its_skipped_steps_and_under_no_other_seed(
+    tmp_path: Path,
+) -> None:
+    """Interrupted after its last step, before its model is written."""
+    config = config_of(tmp_path, tmp_path, steps=3, save_freq=3)
+    ranks = form_ranks(config.learner, RankEnvironment.read({}))
+
+    def run(tuner: Any, config: SftRunConfig) -> list[int]:
+        taken: list[int] = []
+
+        def take_step(step: int, indices: list[int]) -> str:
+            taken.append(step)
+            tuner.numbers = {"num_skipped": step}
+            return ""
+
+        checkpoints = take_steps(config, config.sft, tuner, 10, take_step, name="sft", ranks=ranks)
+        checkpoints._writer.finish()
+        return taken
+
+    assert run(CountingTuner(), config) == [1, 2, 3]
+    resumed = CountingTuner()
+    assert run(resumed, config) == []
+    assert resumed.numbers == {"num_skipped": 3}
+    other = config.model_copy(update={"seed": config.seed + 1})
+    with pytest.raises(CheckpointError, match="another configuration or other data"):
+        run(CountingTuner(), other)
+    leave_group()
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:

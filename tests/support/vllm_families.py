@@ -47,25 +47,28 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-def family_config(model_type: str) -> Any:
+def family_config(model_type: str, **changes: Any) -> Any:
     """A tiny configuration that vLLM's build for the CPU can run."""
     from support.architectures import tiny_config
 
     config = tiny_config(model_type)
     known = {*vars(config), *config.attribute_map}
     sizes = {name: value for name, value in SIZES.items() if name in known}
-    return tiny_config(model_type, **(sizes | CHANGES.get(model_type, {})))
+    return tiny_config(model_type, **(sizes | CHANGES.get(model_type, {}) | changes))
 
 
-def export(model_type: str, folder: Path) -> dict[str, Any]:
-    """Writes a tiny model as the learner exports it; returns the learner's tensors."""
+def export(model_type: str, folder: Path, **changes: Any) -> dict[str, Any]:
+    """Writes a tiny model as the learner exports it; returns the learner's tensors.
+
+    `changes` are those of `family_config`.
+    """
     import torch
 
     from paceline.learner.model.folder import write_folder
     from paceline.learner.model.loading import draw_normal, empty_lm
     from paceline.weights import corrections
 
-    config = family_config(model_type)
+    config = family_config(model_type, **changes)
     source = folder / "source"
     lm = empty_lm(config)
     config.architectures = [type(lm).__name__]

@@ -20,6 +20,11 @@ NUM_TOKENS = 16
 TIE = 1e-4
 PROMPTS = ((5, 17, 102, 3), (190, 7, 64), (11, 12, 13, 14, 15, 16, 17, 18, 19), (150,))
 
+CHANGES: dict[str, dict[str, Any]] = {
+    # As published. Scores far beyond the tiny model's cap of 2 are NaN in vLLM's kernel for the CPU (0.32).
+    "gemma2": {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+}
+
 Response = list[tuple[int, float]]
 """Tokens and their log-probs."""
 
@@ -33,7 +38,7 @@ def compare(model_type: str) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        tensors = export(model_type, folder)
+        tensors = export(model_type, folder, **CHANGES.get(model_type, {}))
         expected = _transformers(folder / "export")
         loaded, _ = _vllm(folder / "export")
         pushed, path = _vllm(folder / "export", tensors)

@@ -10,6 +10,7 @@ import pytest
 from paceline.config.guard import GuardConfig
 from paceline.config.load import load, parse
 from paceline.config.run import RunConfig
+from paceline.controller.guard.policy import GuardPolicy
 from paceline.core.errors import ConfigError
 from paceline.core.guard import (
     RULES,
@@ -186,3 +187,16 @@ def test_a_loss_without_a_clip_range_cannot_have_it_lowered() -> None:
     with pytest.raises(ConfigError, match="actor.policy_loss=gpg has no clip range"):
         parse(RunConfig, {**MINIMAL, "guard": guard, "actor": {"policy_loss": "gpg"}})
     parse(RunConfig, {**MINIMAL, "guard": guard})
+
+
+def test_a_rollback_ends_all_streaks() -> None:
+    """What the steps that were taken back had crossed does not count towards a rule's patience again."""
+    rules = {"ppo_kl": {"warn": 0.1, "stop": 0.2, "patience": 2}, "reward_jump": {"rollback": 5.0}}
+    policy = GuardPolicy(GuardConfig.model_validate(rules), kl_coef=0.01)
+    crossing = Reading(rule="ppo_kl", network="actor", value=0.3)
+    jump = Reading(rule="reward_jump", value=9.0, reference=1.0)
+    assert policy.judge(1, [crossing, jump]).rollback
+    policy.rolled_back()
+    again = policy.judge(2, [crossing])
+    assert (again.stop, [firing.streak for firing in again.firings]) == ("", [1])
+    assert "for 2 steps now" in policy.judge(3, [crossing]).stop
