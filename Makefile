@@ -19,6 +19,7 @@ TESTS := tests --ignore=tests/chaos --ignore=tests/deploy
 TEST_PROCESSES ?= 4
 
 .PHONY: help venv venv-cuda venv-cpu docs demo demo-grpo demo-start test test-fast test-chaos test-deploy lint format generate clean
+.PHONY: test-chaos-runs test-chaos-others
 
 help:
 	@echo "make venv       install into $(VENV) from the lock files, for GPUs if nvidia-smi finds one, else for CPUs"
@@ -27,7 +28,7 @@ help:
 	@echo "make demo-grpo  the same with GRPO, no critic"
 	@echo "make test       all tests but those of test-chaos; starts Redis by itself"
 	@echo "make test-fast  the tests without a real engine or a whole run"
-	@echo "make test-chaos runs under faults: about a quarter of an hour"
+	@echo "make test-chaos runs under faults: less than half an hour"
 	@echo "make test-deploy  the deployed forms: hosts, containers, Prometheus, chart; skips what lacks a program, and says which"
 	@echo "make docs       the docs as a site, in .cache/site"
 	@echo "make lint       formatter, linter, types, import rules, generated code"
@@ -82,8 +83,15 @@ test: test-fast
 test-fast: venv
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not e2e and not vllm" $(TESTS)
 
+# Whole runs in one process, one after the other; beside them, in another, what is no run and mostly waits.
 test-chaos: venv
-	$(BIN)/python -m pytest tests/chaos
+	$(MAKE) -j $(if $(filter 0,$(TEST_PROCESSES)),1,2) test-chaos-runs test-chaos-others
+
+test-chaos-runs:
+	$(BIN)/python -m pytest -m e2e tests/chaos
+
+test-chaos-others:
+	$(BIN)/python -m pytest -p no:cacheprovider -m "not e2e" tests/chaos
 
 # Without whole runs, as in .ci/run: make test-deploy DEPLOY_OPTIONS='-m "not e2e and not containers"'
 # Helm comes out of a Python package; without it the chart's tests are skipped.

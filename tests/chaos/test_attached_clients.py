@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 from paceline.cli.launch.machine import free_port
-from support.training_run import TRANSPORT, assert_same_metrics, assert_sound, only, training
+from support.training_run import TRANSPORT, Row, assert_same_metrics, assert_sound, only, training
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-NUM_STEPS = 5
+# With the validation of the reference.
+NUM_STEPS = 14
 
 
 @contextlib.contextmanager
@@ -40,18 +41,16 @@ def wait_for(path: Path, num_bytes: int) -> None:
         time.sleep(0.01)
 
 
-def test_clients_that_come_and_go_change_nothing(config: dict[str, Any], tmp_path: Path) -> None:
+def test_clients_that_come_and_go_change_nothing(
+    config: dict[str, Any], undisturbed: list[Row], tmp_path: Path
+) -> None:
     """The reference scored with the same function in a child process of the reward service, which lived."""
-    short = {**config, "trainer": {**config["trainer"], "total_steps": NUM_STEPS, "test_freq": NUM_STEPS}}
-    with training(short, tmp_path / "undisturbed") as run:
-        assert run.finish(timeout_s=200) == 0, run.output
-        undisturbed = run.metrics
     port = free_port()
     address, token = f"127.0.0.1:{port}", tmp_path / "run" / "token"
     with_clients = {
-        **short,
+        **config,
         # It goes on until the client that comes late has scored something, whenever that is.
-        "trainer": {**short["trainer"], "total_steps": 1000},
+        "trainer": {**config["trainer"], "total_steps": 1000},
         "reward": {"attached": [{"name": "letters", "timeout_s": 60}]},
         "service": {**config["service"], "reward_port": port},
     }
@@ -72,5 +71,6 @@ def test_clients_that_come_and_go_change_nothing(config: dict[str, Any], tmp_pat
             # The run's end ends them.
             assert [process.wait(timeout=60) for process in (lives, late)] == [0, 0]
         assert only(run.events, "group_dropped") == []
-        assert_same_metrics(run.metrics[: NUM_STEPS + 1], undisturbed, without=TRANSPORT)
+        assert_same_metrics(run.metrics[: NUM_STEPS + 1], undisturbed[: NUM_STEPS + 1], without=TRANSPORT)
+        assert "val/reward/mean" in undisturbed[NUM_STEPS]
         assert_sound(run)
