@@ -58,6 +58,9 @@ def test_a_relative_rule_measures_by_the_median_and_never_without_one() -> None:
     assert crossed(Limits(bounds={Action.WARN: 0.25}), slow) == (Action.WARN,)
     words = describe(Reading(rule="grad_norm", network="critic", value=6.0, reference=0.5), 10.0, Action.WARN)
     assert words == "critic grad_norm is 6, above 5, 10 times its running median (guard.grad_norm.warn)"
+    words = describe(Reading(rule="mismatch_kl", value=2e-6, reference=1e-6), 1.0, Action.WARN)
+    allowed = "above 1e-06, which is what model.dtype allows"
+    assert words == f"rollout/mismatch_kl is 2e-06, {allowed} (guard.mismatch_kl.warn)"
 
 
 def test_histories_give_the_median_of_the_last_values_once_there_are_enough() -> None:

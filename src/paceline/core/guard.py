@@ -186,7 +186,7 @@ def describe(reading: Reading, bound: float, action: Action) -> str:
     detail = f" ({reading.detail})" if reading.detail else ""
     limit = f"{reading.threshold(bound):.4g}"
     if rule.relative:
-        limit += f", {bound:g} times {rule.scale}"
+        limit += f", which is {rule.scale}" if bound == 1 else f", {bound:g} times {rule.scale}"
     return (
         f"{of}{rule.metric}{detail} is {reading.value:.4g}, {rule.sense.value} {limit} "
         f"(guard.{rule.name}.{action.value})"
