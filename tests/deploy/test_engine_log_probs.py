@@ -6,11 +6,13 @@ import json
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from paceline.cli.launch import service_checks
 from paceline.core.errors import ModelError
 from support.cli_configs import config
+from support.tiny_vl import tiny_vl_config
 from support.vllm_families import family_config
 
 pytestmark = [
@@ -53,3 +55,21 @@ def test_latent_attention_has_the_same_log_probs_in_the_engine(kind: str, tmp_pa
     service_checks.self_test(run, kept)
     number = service_checks.engine_log_probs(run, kept).rpartition(" ")[2]
     assert 0 < float(number.rstrip(")")) < 1e-4
+
+
+def test_rows_with_images_are_compared_and_other_pixels_are_a_fault(tmp_path: Path) -> None:
+    model, kept = tmp_path / "model", tmp_path / "kept"
+    tiny_vl_config().save_pretrained(model)
+    kept.mkdir()
+    run = config(model={"path": str(model), "load_format": "random"})
+    service_checks.self_test(run, kept)
+    line = service_checks.engine_log_probs(run, kept)
+    text, _, number = line.rpartition(" ")
+    assert text == "vLLM's log-probs are the learner's, in prompts with images, too (largest difference"
+    assert 0 < float(number.rstrip(")")) < 1e-4
+
+    pixels = dict(np.load(kept / "images.npz"))
+    pixels[min(pixels)] += 0.3
+    np.savez(kept / "images.npz", **pixels)
+    with pytest.raises(ModelError, match=r"differ from the learner's by up to 0.1 nats \(allowed 0.001\)"):
+        service_checks.engine_log_probs(run, kept)

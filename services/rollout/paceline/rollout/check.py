@@ -1,20 +1,19 @@
 """`python -m paceline.rollout.check FOLDER` compares vLLM's log-probs with those that the learner left there.
 
-FOLDER holds the small model of the learner's self-test and `scored_rows.json`. The engine runs in this
-process, on the CPU in float32.
+FOLDER holds the small model of the learner's self-test, `scored_rows.json`, and the images of its rows. The
+engine runs in this process, on the CPU in float32.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.core.errors import PacelineError, exit_code
-from paceline.rollout.engines.vllm.scoring import ScoredRow, largest_difference
+from paceline.rollout.engines.vllm.scoring import largest_difference, read_rows
 from paceline.service.logs import setup_logging
 from paceline.service.process import die_with_parent
 
@@ -28,24 +27,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     die_with_parent()
     setup_logging("rollout-check", "INFO")
-    if _takes_images(given.folder):
-        print(
-            "not compared for a model that takes images; guard.mismatch_kl compares log-probs in the first "
-            "step of the run"
-        )
-        return 0
-    rows = [ScoredRow(**row) for row in json.loads((given.folder / "scored_rows.json").read_text("utf-8"))]
+    rows = read_rows(given.folder)
     try:
         difference = largest_difference(given.folder, rows)
     except PacelineError as error:
         _log.error("fatal: %s", error)
         return exit_code(error)
-    print(f"vLLM's log-probs are the learner's (largest difference {difference:.1e})")
+    images = ", in prompts with images, too" if any(row.images for row in rows) else ""
+    print(f"vLLM's log-probs are the learner's{images} (largest difference {difference:.1e})")
     return 0
-
-
-def _takes_images(folder: Path) -> bool:
-    return "vision_config" in json.loads((folder / "config.json").read_text("utf-8"))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ config.json -> a small model of the same kind with drawn weights -> packed log-p
             -> log-probs by transformers' own `ForCausalLM`, a sequence at a time -> the largest difference
 
 The small model can be kept, for an engine to be compared with. Where the model takes images, some of the
-rows have them. The engine is compared on the others.
+rows have them.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def check_model(
         folder: in the Hugging Face layout.
         longest: prompt and response tokens of the longest row of the run.
         trust_architecture: accept an architecture outside the table if the test passes.
-        keep: a folder for the small model, in transformers' form, and `scored_rows.json`: the rows' tokens
-            and log-probs.
+        keep: a folder for the small model, in transformers' form, and `scored_rows.json`: the rows' tokens,
+            images and log-probs. The images' pixels are in `images.npz`, by their hash.
 
     Raises:
         ModelError: the model is refused, or its numbers are wrong.
@@ -291,10 +291,13 @@ def _keep(reference: Any, rows: Sequence[PackedRow], log_probs: Tensor, folder: 
             "prompt": row.prompt_token_ids.tolist(),
             "response": row.response_token_ids.tolist(),
             "log_probs": part.tolist(),
+            "images": [{"hash": image.hash, "grid": image.grid} for image in row.images],
         }
         for row, part in zip(rows, parts, strict=True)
-        if not row.images
     ]
+    pixels = {image.hash: image.pixels for row in rows for image in row.images}
+    if pixels:
+        np.savez(folder / "images.npz", **pixels)  # type: ignore[arg-type]
     (folder / "scored_rows.json").write_text(json.dumps(scored), encoding="utf-8")
 
 

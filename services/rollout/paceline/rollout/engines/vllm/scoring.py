@@ -9,11 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pydantic import ValidationError
 
 from paceline.core.errors import EnvironmentLackError, ModelError
+from paceline.core.images import Image, LoadedImage
 from paceline.core.text import one_line
-from paceline.rollout.engines.vllm import environment
+from paceline.core.trajectory import SamplingSpec
+from paceline.rollout.engines.base import SampleRequest
+from paceline.rollout.engines.vllm import environment, vision, without_torchvision
 from paceline.rollout.engines.vllm.arguments import WITHOUT_ROTARY_KERNEL, has_latent_attention, missing_keys
 
 TOLERANCE = 1e-3
@@ -25,11 +29,26 @@ _MAX_LENGTH = 128
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoredRow:
-    """Tokens, and the learner's log-probs of the response's."""
+    """Tokens, the prompt's images, and the learner's log-probs of the response's tokens."""
 
     prompt: list[int]
     response: list[int]
     log_probs: list[float]
+    images: tuple[LoadedImage, ...] = ()
+
+
+def read_rows(folder: Path) -> list[ScoredRow]:
+    """What the learner's self-test has left in a folder: `scored_rows.json`, and `images.npz` if need be."""
+    rows = json.loads((folder / "scored_rows.json").read_text(encoding="utf-8"))
+    path = folder / "images.npz"
+    pixels = dict(np.load(path)) if path.exists() else {}
+
+    def loaded(image: Any) -> LoadedImage:
+        return LoadedImage(
+            image=Image(hash=image["hash"], grid=tuple(image["grid"])), pixels=pixels[image["hash"]]
+        )
+
+    return [ScoredRow(**{**row, "images": tuple(map(loaded, row["images"]))}) for row in rows]
 
 
 def largest_difference(folder: Path, rows: Sequence[ScoredRow]) -> float:
@@ -43,15 +62,18 @@ def largest_difference(folder: Path, rows: Sequence[ScoredRow]) -> float:
         EnvironmentLackError: vLLM's build for the CPU is not installed.
         ModelError: vLLM does not run the model, or computes other log-probs.
     """
-    engine = _engine(folder)
+    engine = _engine(folder).llm_engine
     from vllm import SamplingParams
 
     sampling = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
-    prompts = [{"prompt_token_ids": row.prompt + row.response} for row in rows]
-    outputs = engine.generate(prompts, sampling, use_tqdm=False)
+    for number, row in enumerate(rows):
+        engine.add_request(str(number), _prompt(row, engine.model_config.hf_config), sampling)
+    outputs: dict[str, Any] = {}
+    while engine.has_unfinished_requests():
+        outputs |= {output.request_id: output for output in engine.step() if output.finished}
     difference = 0.0
-    for row, output in zip(rows, outputs, strict=True):
-        scored = output.prompt_logprobs[len(row.prompt) :]
+    for number, row in enumerate(rows):
+        scored = outputs[str(number)].prompt_logprobs[len(row.prompt) :]
         own = [entry[token].logprob for entry, token in zip(scored, row.response, strict=True)]
         difference = max(difference, *(abs(a - b) for a, b in zip(own, row.log_probs, strict=True)))
     if not difference <= TOLERANCE:
@@ -61,6 +83,20 @@ def largest_difference(folder: Path, rows: Sequence[ScoredRow]) -> float:
             "architectures of docs/models.md"
         )
     return difference
+
+
+def _prompt(row: ScoredRow, config: Any) -> Any:
+    """vLLM's input: the whole row, whose response's tokens are scored as part of the prompt."""
+    tokens = row.prompt + row.response
+    if row.images:
+        sampling = SamplingSpec(temperature=1.0, max_tokens=1)
+        request = SampleRequest(
+            request_id="row", prompt_token_ids=tokens, sampling=sampling, seed=0, images=row.images
+        )
+        return vision.prompt_with_images(request, config)
+    from vllm.inputs import tokens_input
+
+    return tokens_input(tokens)
 
 
 def _engine(folder: Path) -> Any:
@@ -76,10 +112,13 @@ def _engine(folder: Path) -> Any:
         extra["compilation_config"] = dict(WITHOUT_ROTARY_KERNEL)
     if missing := missing_keys(folder):
         extra["hf_overrides"] = missing
+    if vision.has_tower(folder):
+        without_torchvision.register()
+        vision.write_processor(folder)
+        extra |= vision.arguments(on_cpu=True)
     try:
         return LLM(
             model=str(folder),
-            skip_tokenizer_init=True,
             dtype="float32",
             enforce_eager=True,
             generation_config="vllm",
@@ -88,7 +127,7 @@ def _engine(folder: Path) -> Any:
             kv_cache_memory_bytes=_KV_CACHE_BYTES,
             enable_prefix_caching=False,
             disable_log_stats=True,
-            **extra,
+            **{"skip_tokenizer_init": True, **extra},
         )
     except (ValueError, RuntimeError, OSError, TypeError, AssertionError, NotImplementedError) as error:
         raise ModelError(

@@ -45,6 +45,26 @@ def arguments(*, on_cpu: bool) -> dict[str, Any]:
     return chosen | ({"skip_mm_profiling": True} if on_cpu else {})
 
 
+def write_processor(folder: Path) -> None:
+    """Writes what vLLM loads beside a model that takes images; nothing is processed with it."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {"<unk>": 0, "<|image_pad|>": 1, "<|video_pad|>": 2}
+    words = Tokenizer(models.WordLevel(vocab=vocab, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(folder)
+    tower = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vision_config"]
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": tower["patch_size"],
+        "temporal_patch_size": tower["temporal_patch_size"],
+        "merge_size": tower["spatial_merge_size"],
+        "min_pixels": (tower["patch_size"] * tower["spatial_merge_size"]) ** 2,
+        "max_pixels": 64 * (tower["patch_size"] * tower["spatial_merge_size"]) ** 2,
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor), encoding="utf-8")
+
+
 def prompt_with_images(request: SampleRequest, config: Any) -> Any:
     """vLLM's input for a prompt with images.
 
