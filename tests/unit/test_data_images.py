@@ -10,10 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline.cli.launch import preflight
 from paceline.config.data import DataConfig
-from paceline.core.errors import DataError, ModelError
+from paceline.config.run import RunConfig
+from paceline.controller.batch.inputs import load_inputs
+from paceline.core.errors import ConfigError, DataError, ModelError
+from paceline.data import images as data_images
 from paceline.data.images import ImageReader
 from paceline.data.prompts import Prompt, PromptSet, load_tokenizer
+from paceline.wire import Limits
+from support.cli_configs import config
 from support.tiny_vl import IMAGE, drawn_image, save_tiny_vl
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -40,6 +46,7 @@ def load(model: Path, file: Path, **changes: Any) -> tuple[PromptSet, ImageReade
 
 
 def jsonl(folder: Path, *rows: dict[str, Any]) -> Path:
+    folder.mkdir(exist_ok=True)
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps({"ground_truth": "1", **row}) + "\n" for row in rows))
     return file
@@ -204,3 +211,74 @@ def test_a_file_that_changed_or_is_cut_off_is_noticed_when_its_prompt_is_sent(
     prompts, images = load(model, file)
     with pytest.raises(DataError, match=r"a.png cannot be decoded"):
         images.process(prompts.prompts[0].images[0])
+
+
+def test_an_image_that_cannot_travel_is_refused_when_its_row_is_read(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 16 patches of 1,176 numbers."""
+    (tmp_path / "a.png").write_bytes(png(1))
+    file = jsonl(tmp_path, {"prompt": "x", "images": "a.png"})
+    num_bytes = 4 * 16 * 1176
+    monkeypatch.setattr(data_images, "DEFAULT_LIMITS", Limits(max_bytes=num_bytes))
+    load(model, file)
+    monkeypatch.setattr(data_images, "DEFAULT_LIMITS", Limits(max_bytes=num_bytes - 1))
+    with pytest.raises(DataError, match="image 0 of column 'images' takes 0 MiB .* lower data.max_pixels"):
+        load(model, file)
+
+
+def test_a_prompt_whose_patches_exceed_a_micro_batch_is_refused_before_the_run(
+    model: Path, tmp_path: Path
+) -> None:
+    """By `paceline check` and by the controller; a prompt for validation trains nobody."""
+    (tmp_path / "a.png").write_bytes(png(1))
+    (tmp_path / "b.png").write_bytes(png(2, 200, 60))
+    file = jsonl(tmp_path, {"prompt": "x", "images": "b.png"}, {"prompt": "x", "images": ["a.png", "b.png"]})
+    prompts, _ = load(model, file)
+    patches = 16 + 56
+    needed = len(prompts.prompts[1].token_ids) + patches + 8
+    assert [image.num_patches for image in prompts.prompts[1].images] == [16, 56]
+
+    def run(budget: int, **data: object) -> RunConfig:
+        rows = {"train_files": [str(file)], "image_key": "images", "prompt_format": "chat"}
+        lengths = {"max_prompt_length": 100, "max_response_length": 8, "train_batch_size": 1}
+        return config(
+            data=rows | lengths | data,
+            model={"path": str(model)},
+            actor={"ppo_max_token_len_per_gpu": budget, "ppo_mini_batch_size": 1},
+        )
+
+    message = (
+        f"row 1: .* {patches} patches of images, with a response of 8 tokens, .* to at least {needed}, or"
+    )
+    for check in (lambda settled: preflight._prompts(settled, "train"), load_inputs):
+        check(run(needed))
+        with pytest.raises(DataError, match=message):
+            check(run(needed - 1))
+    short = jsonl(tmp_path / "short", {"prompt": "x", "images": None})
+    preflight._prompts(run(needed - 1, train_files=[str(short)], val_files=[str(file)]), "val")
+
+
+def test_a_critic_that_takes_no_images_is_refused_before_the_run(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    sections: dict[str, Any] = {
+        "critic": {"path": str(tmp_path)},
+        "data": {"train_files": ["x.jsonl"], "image_key": "images"},
+        "algorithm": {"adv_estimator": "gae"},
+    }
+    with pytest.raises(ModelError, match=r"critic.path=.* \(qwen2\) takes no images, .* leave it out"):
+        preflight._critic_of_images(config(**sections))
+    preflight._critic_of_images(config(**sections | {"algorithm": {"adv_estimator": "grpo"}}))
+    preflight._critic_of_images(config(**sections | {"data": {"train_files": ["x.jsonl"]}}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl"}))
+    preflight._critic_of_images(config(**sections))
+
+
+@pytest.mark.parametrize(
+    "rollout", [{"tools": ["tools.py:add"]}, {"environment": {"address": "127.0.0.1:50071"}}]
+)
+def test_images_in_conversations_of_several_turns_are_refused(rollout: dict[str, Any]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"data.image_key is for single answers: leave it out, or rollout.tools"
+    ):
+        config(data={"train_files": ["x.jsonl"], "image_key": "images"}, rollout=rollout)

@@ -48,7 +48,7 @@ def keys_of(message: Outgoing) -> list[str]:
 
 
 def source(number: int) -> ImageSource:
-    return ImageSource(place=b"", digest=str(number), num_tokens=1)
+    return ImageSource(place=b"", digest=str(number), num_tokens=1, num_patches=4)
 
 
 def order(step: int, images: dict[int, list[int]], **changes: Any) -> Order:

@@ -115,6 +115,8 @@ def test_engine_kwargs_win_where_they_may() -> None:
         ("data_parallel_size", 2, r"write rollout.replicas for more servers \(allowed: 1\)"),
         ("pipeline_parallel_size", 2, r"tensor-parallel ranks.*\(allowed: 1\)"),
         ("enable_lora", True, "adapters are no part of a push"),
+        ("mm_device_do_normalize", True, "pixels come normalised"),
+        ("language_model_only", True, "the engine would run another model"),
         ("kv_cache_dtype", "fp8_e4m3", r"rounded keys and values.*another distribution.*\(allowed: auto\)"),
         ("speculative_config", {"method": "ngram"}, "draft model"),
         ("quantization", "fp8", "not quantized"),

@@ -26,6 +26,8 @@ from paceline.wire import DEFAULT_LIMITS, image_of
 if TYPE_CHECKING:
     from paceline.config.data import DataConfig
 
+_CHANNELS = 3
+
 PLACEHOLDER = "<image>"
 """Where an image belongs in a prompt's text"""
 
@@ -37,6 +39,7 @@ class ImageSource:
     place: Path | bytes
     digest: str
     num_tokens: int
+    num_patches: int
 
 
 class ImageReader:
@@ -120,10 +123,13 @@ class ImageReader:
             num_patches = self._processor.get_number_of_image_patches(height, width)
         except ValueError as error:
             raise DataError(f"{where} has {width} x {height} pixels: {error}") from error
+        patch = _CHANNELS * self._processor.temporal_patch_size * self._processor.patch_size**2
+        _check_size(where, 4 * num_patches * patch)
         return ImageSource(
             place=place,
             digest=hashlib.sha256(content).hexdigest(),
             num_tokens=num_patches // self._processor.merge_size**2,
+            num_patches=num_patches,
         )
 
     def process(self, source: ImageSource) -> LoadedImage:
@@ -141,11 +147,7 @@ class ImageReader:
         except OSError as error:
             _broken(where, error)
         pixels = np.asarray(output["pixel_values"], dtype=np.float32)
-        if pixels.nbytes > DEFAULT_LIMITS.max_bytes:
-            raise DataError(
-                f"{where} takes {pixels.nbytes >> 20} MiB as patches, at most "
-                f"{DEFAULT_LIMITS.max_bytes >> 20} MiB travel; lower data.max_pixels"
-            )
+        _check_size(where, pixels.nbytes)
         time, height, width = (int(size) for size in output["image_grid_thw"][0])
         return LoadedImage(image=image_of(pixels, (time, height, width)), pixels=pixels)
 
@@ -228,6 +230,14 @@ def _content(place: Path | bytes, where: str) -> bytes:
         raise DataError(
             f"{where}: {place} cannot be read ({error.strerror}); paths are relative to the data file"
         ) from error
+
+
+def _check_size(where: str, num_bytes: int) -> None:
+    if num_bytes > DEFAULT_LIMITS.max_bytes:
+        raise DataError(
+            f"{where} takes {num_bytes >> 20} MiB as patches, at most {DEFAULT_LIMITS.max_bytes >> 20} MiB "
+            "travel; lower data.max_pixels"
+        )
 
 
 def _opened(content: bytes, where: str) -> Any:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from paceline.config.data import DataConfig
+from paceline.config.run import RunConfig
 from paceline.core.errors import DataError, ModelError
 from paceline.core.trajectory import Int32Array, RewardContext
 from paceline.data.hub import local_files
@@ -232,6 +233,27 @@ class PromptSet:
                 "raise the limit"
             )
         return cls(prompts=kept, num_filtered=dropped)
+
+    def check_token_budget(self, config: RunConfig) -> None:
+        """Whether a micro-batch holds each prompt with its images and the longest response.
+
+        Raises:
+            DataError: one is larger than `actor.ppo_max_token_len_per_gpu`.
+        """
+        sizes = {
+            prompt_id: len(prompt.token_ids) + sum(image.num_patches for image in prompt.images)
+            for prompt_id, prompt in self.prompts.items()
+        }
+        largest = max(sizes, key=sizes.__getitem__)
+        needed = sizes[largest] + config.data.max_response_length
+        if needed > config.actor.ppo_max_token_len_per_gpu:
+            num_tokens = len(self.prompts[largest].token_ids)
+            raise DataError(
+                f"row {largest}: its prompt of {num_tokens} tokens and {sizes[largest] - num_tokens} patches "
+                f"of images, with a response of {config.data.max_response_length} tokens, is over "
+                f"actor.ppo_max_token_len_per_gpu={config.actor.ppo_max_token_len_per_gpu}: raise it to at "
+                f"least {needed}, or lower data.max_pixels"
+            )
 
     def ids(self) -> list[int]:
         """All ids, ascending."""

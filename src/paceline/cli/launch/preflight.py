@@ -23,6 +23,7 @@ from paceline.config.model import ModelConfig
 from paceline.config.policy_losses import CustomLoss
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, DataError, EnvironmentLackError, ModelError
+from paceline.core.images import MODELS_WITH_IMAGES
 from paceline.core.reward_function import check_extra_keys
 from paceline.service.addresses import split
 from paceline.service.gpu_metrics import gpu_memory
@@ -198,8 +199,25 @@ def _model(config: RunConfig) -> str:
         raise ConfigError(
             f"rollout.tensor_model_parallel_size={ranks} must divide the model's {heads} attention heads"
         )
+    _critic_of_images(config)
     architecture = ", ".join(tree.get("architectures") or [str(tree.get("model_type"))])
     return f"{config.model.path}: {architecture}, up to {longest} tokens"
+
+
+def _critic_of_images(config: RunConfig) -> None:
+    """A critic of its own folder has to see the images, too."""
+    folder = config.critic.path
+    if config.data.image_key is None or not config.needs_critic or not folder or is_named(folder):
+        return
+    try:
+        kind = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")).get("model_type")
+    except (OSError, ValueError, AttributeError):
+        return  # the self-test says what is wrong with it
+    if kind not in MODELS_WITH_IMAGES:
+        raise ModelError(
+            f"critic.path={folder} ({kind}) takes no images, and data.image_key={config.data.image_key} "
+            "gives some: leave it out, so that the critic begins as the policy, or name such a model"
+        )
 
 
 def _tokenizer(config: RunConfig) -> str:
@@ -236,6 +254,8 @@ def _prompts(config: RunConfig, split: str) -> str:
             f"{kept} training prompts do not fill one batch of data.train_batch_size={batch}; lower it, and "
             "actor.ppo_mini_batch_size with it, or add prompts"
         )
+    if split == "train":
+        prompts.check_token_budget(config)
     longest = max(len(prompt.token_ids) for prompt in prompts.prompts.values())
     facts = f"{kept} kept, {prompts.num_filtered} left out as too long, the longest has {longest} tokens"
     return facts if split == "val" else f"{facts}\n      the first: {first_prompt(prompts, tokenizer)}"

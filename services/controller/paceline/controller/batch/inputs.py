@@ -61,6 +61,7 @@ def load_inputs(config: RunConfig) -> Inputs:
     tokenizer = load_tokenizer(model.tokenizer_path or model.path)
     images = ImageReader.load(config.data, model.path)
     train = PromptSet.load(config.data, tokenizer, images=images)
+    train.check_token_budget(config)
     val = None
     if config.data.val_files:
         val = PromptSet.load(config.data, tokenizer, split="val", images=images)
