@@ -14,8 +14,11 @@ import pytest
 
 from paceline.cli.launch import preflight
 from paceline.core.errors import ConfigError, EnvironmentLackError
+from paceline.rollout.episodes.remote import RemoteEnvironment, RemoteOptions
 from paceline.rpc.v1 import environment_pb2 as pb
 from paceline.sdk import Environment, EnvironmentServer, RewardServer, environment_server
+from paceline.service.credentials import Credentials
+from paceline.wire.environment import ENVIRONMENT_CONTRACT
 from support.cli_configs import config
 
 
@@ -49,6 +52,17 @@ def test_runs_without_an_environment_and_with_one_that_attaches_ask_nobody() -> 
 async def test_an_environment_that_is_served_says_its_name() -> None:
     async with EnvironmentServer(Guess, max_episodes=5) as server:
         assert await said_of(address=server.address) == f"Guess at {server.address}, up to 5 episodes"
+
+
+async def test_a_served_environment_says_which_contract_it_speaks() -> None:
+    async with EnvironmentServer(Guess) as server:
+        credentials = Credentials(token="any")
+        options = RemoteOptions(address=server.address, call_s=5.0, lease_s=5.0, credentials=credentials)
+        environment = RemoteEnvironment(options)
+        try:
+            assert (await environment.describe()).contract == ENVIRONMENT_CONTRACT == 1
+        finally:
+            await environment.close()
 
 
 async def test_a_token_that_is_refused_is_the_files_to_name(tmp_path: Path) -> None:
