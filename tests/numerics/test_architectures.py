@@ -47,6 +47,7 @@ def test_a_model_that_takes_images_is_tested_with_some(
     read = read_rows(kept)
     assert [len(row.images) for row in read] == [0, 1, 0, 0, 2]
     assert [image.pixels.shape for image in read[4].images] == [(8, 96), (36, 96)]
+    assert [image.image.grid for image in read[4].images] == [(1, 4, 2), (1, 6, 6)]
 
     monkeypatch.setattr(
         "paceline.learner.batch.pack.prompt_positions",
