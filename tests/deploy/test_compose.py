@@ -212,15 +212,30 @@ RM = {
     "name": "rm", "address": "reward-model-server:7000", "token_file": "/run/secrets/token", "concurrency": 1,
     "timeout_s": 120, "weight": 0.1,
 }  # fmt: skip
-SERVER = "services: {reward-model-server: {profiles: [cpu]}}"
+CALLED = "services: {reward-model-server: {profiles: [cpu]}}"
+ATTACHED = """
+services:
+  reward-model:
+    profiles: [cpu]
+    command: models/arithmetic/rm --name rm --attach reward:7000 --every-address
+"""
 
 
-def test_two_reward_services_call_one_reward_model_and_one_is_killed(stack: Stack, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("run", "services", "reward"),
+    [
+        ("called", CALLED, f"reward.services={json.dumps([RM])}"),
+        ("attached", ATTACHED, "reward.attached=[{name: rm, timeout_s: 120, weight: 0.1}]"),
+    ],
+)
+def test_two_reward_services_share_one_reward_model_and_one_is_killed(
+    stack: Stack, tmp_path: Path, run: str, services: str, reward: str
+) -> None:
     stack.compose("run", "--rm", "--entrypoint", "python", "prepare", "-c", WRITE_RM)
-    file = tmp_path / "server.yaml"
-    file.write_text(SERVER)
-    overrides = ("trainer.total_steps=12", *_SMALL, f"'reward.services={json.dumps([RM])}'")
-    with stack.settings("shared", *overrides, file=file, REWARD_MODEL_PATH="models/arithmetic/rm"):
+    file = tmp_path / "models.yaml"
+    file.write_text(services)
+    overrides = ("trainer.total_steps=12", *_SMALL, f"'{reward}'")
+    with stack.settings(run, *overrides, file=file, REWARD_MODEL_PATH="models/arithmetic/rm"):
         stack.scale(reward=2)
         stack.wait_for("two steps", lambda events: finished(events) >= 2, 1200.0)
         stack.kill("reward")
