@@ -266,7 +266,13 @@ async def test_no_other_interpreter_is_asked_about_the_models_class(
     assert chosen.architecture == "Qwen2ForCausalLM"
 
 
-async def test_a_folder_without_a_known_class_is_left_to_vllm(tmp_path: Path) -> None:
+async def test_what_cannot_be_loaded_is_left_to_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    monkeypatch.setattr(ModelRegistry, "models", dict(ModelRegistry.models))
+    ModelRegistry.register_model("Broken", "paceline.nowhere:Broken")
+    before = dict(ModelRegistry.models)
+    model_class.load(tmp_path)  # a folder without config.json
+    (tmp_path / "config.json").write_text('{"architectures": ["Unheard", "Broken"]}')
     model_class.load(tmp_path)
-    (tmp_path / "config.json").write_text('{"architectures": ["Unheard"]}')
-    model_class.load(tmp_path)
+    assert ModelRegistry.models == before

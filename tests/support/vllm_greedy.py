@@ -83,23 +83,11 @@ def _transformers(folder: Path) -> list[Response]:
 
 def _vllm(folder: Path, pushed: dict[str, Any] | None = None) -> tuple[list[Response], str]:
     """Greedy responses, and how the weights came."""
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
-    from paceline.rollout.engines.vllm.arguments import WITHOUT_ROTARY_KERNEL, WORKER_EXTENSION
+    from support.vllm_reloaded import tiny_engine
 
-    engine = LLM(
-        model=str(folder),
-        skip_tokenizer_init=True,
-        load_format="auto" if pushed is None else "dummy",
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=64,
-        max_num_seqs=4,
-        kv_cache_memory_bytes=1 << 26,
-        enable_prefix_caching=False,
-        compilation_config=dict(WITHOUT_ROTARY_KERNEL),
-        worker_extension_cls=WORKER_EXTENSION,
-    )
+    engine = tiny_engine(folder, "auto" if pushed is None else "dummy")
     path = "export" if pushed is None else _push(engine, pushed)
     sampling = SamplingParams(
         temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0, detokenize=False

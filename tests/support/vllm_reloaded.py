@@ -30,7 +30,7 @@ def differences(model_type: str) -> list[float]:
     export(model_type, folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder / "export", dtype=torch.float32)
     row = torch.randint(3, 190, (1, 12), generator=torch.Generator().manual_seed(0))
-    engine = _engine(folder / "export")
+    engine = tiny_engine(folder / "export")
     worker = engine.llm_engine.model_executor.driver_worker.worker
     engine_model = worker.get_model()
     receiver = worker._paceline_receiver()
@@ -68,7 +68,8 @@ def _learners_tensors(model: Any) -> list[tuple[str, Any]]:
     ]
 
 
-def _engine(folder: Path) -> Any:
+def tiny_engine(folder: Path, load_format: str = "dummy") -> Any:
+    """vLLM in this process, in float32, for a tiny model."""
     from vllm import LLM
 
     from paceline.rollout.engines.vllm.arguments import WITHOUT_ROTARY_KERNEL, WORKER_EXTENSION
@@ -76,7 +77,7 @@ def _engine(folder: Path) -> Any:
     return LLM(
         model=str(folder),
         skip_tokenizer_init=True,
-        load_format="dummy",
+        load_format=load_format,
         dtype="float32",
         enforce_eager=True,
         max_model_len=64,

@@ -108,13 +108,13 @@ class RewardServiceConfig(GroupedConfig, OutsideConfig):
     tls: bool | None = Field(
         None,
         description="Whether it is called over TLS. null: where the run's reward services have TLS files "
-        "(PACELINE_TLS_DIR). false: in plain text, which a token leaves this machine in with "
-        "service.insecure alone.",
+        "(PACELINE_TLS_DIR). false: in plain text; with a token only on this machine, unless "
+        "service.insecure is set.",
     )
     tls_dir: str | None = Field(
         None,
-        description="A folder with ca.pem of the authority that its certificate is of, and cert.pem with "
-        "key.pem if it asks for one, on the hosts of the reward service of the run. null: the run's own.",
+        description="A folder on the hosts of the run's reward services: ca.pem of the authority that signed "
+        "its certificate, and cert.pem with key.pem if it asks its clients for one. null: the run's own.",
     )
     tls_name: str | None = Field(
         None,

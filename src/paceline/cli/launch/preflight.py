@@ -340,7 +340,7 @@ def _environment(config: RunConfig) -> str:
 
 
 def _reach(key: str, address: str, what: str, remedy: str, *, patience_s: float = 0.0) -> None:
-    """Raises EnvironmentLackError if nobody listens at an address, `patience_s` from now on at the latest."""
+    """Raises EnvironmentLackError if nobody has listened at an address for `patience_s`."""
     until = time.monotonic() + patience_s
     while True:
         try:

@@ -36,7 +36,7 @@ class Arithmetic:
         per_pair: of attention, by the squared length of a sequence.
         per_patch: of the vision tower's forward pass; it has no other.
         per_patch_pair: of the tower's attention, by the squared number of a row's patches. Those of several
-            images count as if they were of one: for a few images that is some per cent of the tower's.
+            images count as if they were of one: for a few images, some per cent more than the tower computes.
     """
 
     per_token: int

@@ -76,8 +76,8 @@ def recorded_choices(lm: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """Collects (logits, indices) of each router's next forward pass, (T, E) and (T, K).
 
     The list is filled at the end of the block. The softmax of the logits is each expert's share of the
-    scores, whatever they are computed by. Recomputation in the backward pass comes later and is not recorded,
-    so nothing may be computed within a layer: the backward pass would miss what it kept.
+    scores, whatever they are computed by. Layers that the backward pass repeats run there without the hooks,
+    and have to save the same tensors again: so the hooks compute nothing.
     """
     noted: list[tuple[nn.Module, Tensor, Tensor]] = []
     choices: list[tuple[Tensor, Tensor]] = []

@@ -158,6 +158,12 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         help="--attach: there, and written every two seconds, while the model is loaded and attached",
     )
     args = parser.parse_args(arguments)
+    _refuse_what_clashes(parser, args)
+    return args
+
+
+def _refuse_what_clashes(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Ends the process with a sentence about options that do not go together."""
     if (args.path is None) is (args.config is None):
         parser.error("give either the path of a model or --config")
     if args.config is None and (args.kind == "generative") is (args.prompt_file is None):
@@ -168,7 +174,6 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error("--every-address goes with --attach")
     if args.ready_file is not None and not args.attach:
         parser.error("--ready-file goes with --attach; what listens has a health check: paceline health")
-    return args
 
 
 def _take_from(file: str, args: argparse.Namespace) -> None:

@@ -17,7 +17,7 @@ from paceline.core.images import Image, LoadedImage
 from paceline.core.text import one_line
 from paceline.core.trajectory import SamplingSpec
 from paceline.rollout.engines.base import SampleRequest
-from paceline.rollout.engines.vllm import environment, vision, without_torchvision
+from paceline.rollout.engines.vllm import environment, model_class, vision, without_torchvision
 from paceline.rollout.engines.vllm.arguments import WITHOUT_ROTARY_KERNEL, has_latent_attention, missing_keys
 
 TOLERANCE = 1e-3
@@ -116,6 +116,7 @@ def _engine(folder: Path) -> Any:
         without_torchvision.register()
         vision.write_processor(folder)
         extra |= vision.arguments(on_cpu=True)
+    model_class.load(folder)
     try:
         return LLM(
             model=str(folder),

@@ -73,7 +73,9 @@ def failure(model: str, error: str, cause: str) -> PacelineError:
     """What to raise for an engine that did not start, after vLLM's `error`."""
     reason = cause or f"{error}; its own lines above say more"
     if may_pass(error, cause):
-        return PeerLostError(f"the engine did not start this time: {reason}", peer="the engine core")
+        return PeerLostError(
+            f"the engine did not start this time, another start may succeed: {reason}", peer="the engine core"
+        )
     return ModelError(f"the engine does not start with {model}: {reason}")
 
 
