@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -313,6 +314,57 @@ def test_random_weights_follow_from_seed_and_name_alone(folder: Path, ranks: Ran
     assert not torch.equal(first[weight], other[weight])
     assert float(first[weight].std()) == pytest.approx(0.2, rel=0.1)
     assert float(first["model.norm.weight"].min()) == 1.0
+
+
+@pytest.mark.parametrize("seed", [None, 3], ids=["read", "drawn"])
+def test_blocks_and_threads_change_no_weight(
+    folder: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, seed: int | None
+) -> None:
+    monkeypatch.setattr(loading, "BLOCK", 100)  # a few rows of each matrix, the last block is shorter
+    threads: set[str] = set()
+    fill = loading._fill_block
+
+    def noted(*arguments: Any) -> None:
+        threads.add(threading.current_thread().name.rpartition("_")[0])
+        fill(*arguments)
+
+    monkeypatch.setattr(loading, "_fill_block", noted)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        network = load_policy(folder, ranks, FLOAT32, random_seed=seed)
+        assert (threads, torch.get_num_threads()) == ({"weights"}, 3)
+    finally:
+        torch.set_num_threads(before)
+    stored = dict(loading.stored_tensors(folder, seed))
+    loaded = {name: p.full_tensor().detach() for name, p in loading.hugging_face_names(network)}
+    assert loaded.keys() == stored.keys()
+    assert all(torch.equal(loaded[name], stored[name].float()) for name in loaded)
+
+
+def test_a_rank_draws_its_rows_as_the_whole_tensor_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "BLOCK", 60)  # four rows of 13 numbers
+    rows = loading._Seed(1, 0.1).rows("model.w", torch.Size([30, 13]))
+    drawn = rows(0, 30)
+    assert torch.equal(torch.cat([rows(0, 7), rows(7, 8), rows(8, 25), rows(25, 30)]), drawn)
+    assert len({float(number) for number in drawn[:, 0]}) == 30  # no block repeats another
+    assert torch.equal(drawn[:4], draw_normal(torch.Size([4, 13]), 0.1, 1, "model.w"))
+
+
+def test_a_tensor_that_cannot_be_read_ends_the_loading(
+    folder: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(self: Any, name: str, shape: torch.Size) -> Any:
+        raise ModelError(f"no {name}")
+
+    def rows(self: Any, name: str, shape: torch.Size) -> Any:
+        return lambda start, stop: unreadable(self, name, shape)
+
+    before = torch.get_num_threads()
+    monkeypatch.setattr(loading.ModelFiles, "rows", rows)
+    with pytest.raises(ModelError, match="no model"):
+        load_policy(folder, ranks, FLOAT32)
+    assert torch.get_num_threads() == before
 
 
 def test_half_precision_computes_in_bfloat16_over_float32_masters(folder: Path, ranks: Ranks) -> None:

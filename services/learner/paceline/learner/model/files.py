@@ -118,7 +118,13 @@ class ModelFiles:
         ]
 
         def read(start: int, stop: int) -> Tensor:
-            experts = [[read(0, part_shape[0]) for read in parts] for parts in readers[start:stop]]
-            return torch.stack([torch.cat(parts) for parts in experts])
+            rows = None
+            for row, parts in enumerate(readers[start:stop]):
+                for index, read in enumerate(parts):
+                    part = read(0, part_shape[0])
+                    if rows is None:
+                        rows = part.new_empty(stop - start, height, width)
+                    rows[row, index * part_shape[0] : (index + 1) * part_shape[0]] = part
+            return torch.empty(0, height, width) if rows is None else rows
 
         return read

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -40,7 +40,8 @@ from paceline.learner.model.networks import (
 from paceline.weights import corrections
 
 VALUE_HEAD_STD = 0.01
-_DRAWING_THREADS = 8
+BLOCK = 1 << 24
+"""Numbers of a tensor that are drawn from one generator, or read, at a time"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,9 +99,7 @@ def load_policy(
         ConfigError: the adapters' targets are not in the model.
     """
     network = unfilled_policy(folder, ranks, precision, options=options, lora=lora)
-    num_threads = 1 if random_seed is None else _DRAWING_THREADS
-    source = _AdapterSource(_source(folder, random_seed, network.lm.config), adapter_seed)
-    _fill(network, source, num_threads=num_threads)
+    _fill(network, _AdapterSource(_source(folder, random_seed, network.lm.config), adapter_seed))
     return network
 
 
@@ -268,7 +267,7 @@ class _Seed:
         if name.endswith(corrections.PARTS):
             return lambda start, stop: torch.zeros(stop - start, *shape[1:])
         if len(shape) > 1:
-            return lambda start, stop: draw_normal(shape, self.std, self.seed, name)[start:stop]
+            return partial(_draw_rows, shape, self.std, self.seed, name)
         fill = 0.0 if name.endswith("bias") else 1.0
         return lambda start, stop: torch.full((stop - start, *shape[1:]), fill)
 
@@ -285,7 +284,7 @@ class _AdapterSource:
         if name.endswith(B):
             return lambda start, stop: torch.zeros(stop - start, *shape[1:])
         std = 1 / math.sqrt(3 * shape[1])
-        return lambda start, stop: draw_normal(shape, std, self.seed, name)[start:stop]
+        return partial(_draw_rows, shape, std, self.seed, name)
 
 
 class _ValueHeadSource:
@@ -302,7 +301,7 @@ class _ValueHeadSource:
             return self.inner.rows(score, shape)
         if name.endswith("bias"):
             return lambda start, stop: torch.zeros(stop - start)
-        return lambda start, stop: draw_normal(shape, VALUE_HEAD_STD, self.seed, name)[start:stop]
+        return partial(_draw_rows, shape, VALUE_HEAD_STD, self.seed, name)
 
 
 def draw_normal(shape: torch.Size, std: float, seed: int, name: str) -> Tensor:
@@ -312,22 +311,61 @@ def draw_normal(shape: torch.Size, std: float, seed: int, name: str) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float32).mul_(std)
 
 
+def _draw_rows(shape: torch.Size, std: float, seed: int, name: str, start: int, stop: int) -> Tensor:
+    """Rows [start, stop) of N(0, std), the same in whatever parts they are drawn.
+
+    Each of a tensor's blocks has a generator of its own.
+    """
+    parts = []
+    for index, (begin, end) in enumerate(_blocks(shape)):
+        first, last = max(start, begin), min(stop, end)
+        if first < last:
+            block = torch.Size((end - begin, *shape[1:]))
+            drawn = draw_normal(block, std, seed, f"{name}/{index}" if index else name)
+            parts.append(drawn[first - begin : last - begin])
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _blocks(shape: torch.Size) -> Iterator[tuple[int, int]]:
+    """Rows [begin, end) of the blocks that a tensor is filled by."""
+    num_rows = max(1, BLOCK // max(1, math.prod(shape[1:])))
+    for begin in range(0, shape[0], num_rows):
+        yield begin, min(begin + num_rows, shape[0])
+
+
 def _source(folder: str | Path, random_seed: int | None, config: Any) -> ModelFiles | _Seed:
     if random_seed is None:
         return ModelFiles(Path(folder))
     return _Seed(random_seed, float(getattr(config, "initializer_range", 0.02)))
 
 
-def _fill(network: nn.Module, source: _AdapterSource | _ValueHeadSource, *, num_threads: int = 1) -> None:
-    """Copies tensors in; so many are drawn at a time, which takes longer than to read them."""
-    parts = []
+@torch.no_grad()
+def _fill(network: nn.Module, source: _AdapterSource | _ValueHeadSource) -> None:
+    """Copies tensors in, a block per thread at a time: to draw or to convert takes longer than to copy."""
+    blocks = []
     for name, parameter in hugging_face_names(network):
         local, start, stop = local_rows(parameter)
-        if stop > start:
-            parts.append((local, partial(source.rows(name, parameter.shape), start, stop)))
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="weights") as threads, torch.no_grad():
-        for first in range(0, len(parts), num_threads):
-            some = parts[first : first + num_threads]
-            reads = [threads.submit(read) for _, read in some]
-            for (local, _), read in zip(some, reads, strict=True):
-                local.copy_(read.result())
+        if stop <= start:
+            continue
+        read = source.rows(name, parameter.shape)
+        for begin, end in _blocks(parameter.shape):
+            first, last = max(start, begin), min(stop, end)
+            if first < last:
+                blocks.append((local[first - start : last - start], partial(read, first, last)))
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # blocks are computed side by side, so none needs threads of its own
+    try:
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="weights") as threads:
+            fills = [threads.submit(_fill_block, rows, read) for rows, read in blocks]
+            try:
+                for fill in fills:
+                    fill.result()
+            finally:
+                threads.shutdown(wait=False, cancel_futures=True)  # after a fault nothing more is read
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+@torch.no_grad()
+def _fill_block(rows: Tensor, read: Callable[[], Tensor]) -> None:
+    rows.copy_(read().to(rows.device))  # converted there: files have half precision, masters float32

@@ -32,8 +32,8 @@ def host_averages(parameters: Sequence[Tensor], mesh: DeviceMesh) -> list[dict[s
     locals_ = [local_part(parameter) for parameter in parameters]
     total = sum(len(_AVERAGES) * local.numel() for local in locals_)
     pinned = any(local.is_cuda for local in locals_)
-    buffer = pinned_memory(4 * total) if pinned else torch.empty(4 * total, dtype=torch.uint8)
-    numbers = buffer.view(torch.float32).zero_()
+    buffer = pinned_memory(4 * total) if pinned else torch.zeros(4 * total, dtype=torch.uint8)
+    numbers = buffer.view(torch.float32)
     averages: list[dict[str, Tensor]] = []
     begin = 0
     for parameter, local in zip(parameters, locals_, strict=True):
