@@ -18,7 +18,7 @@ import torch
 
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
-from paceline.core.errors import InvalidMessageError
+from paceline.core.errors import InvalidMessageError, PacelineError
 from paceline.core.images import LoadedImage
 from paceline.core.trajectory import SamplingSpec
 from paceline.learner.distributed.publisher import WeightPublisher
@@ -231,3 +231,104 @@ async def test_images_that_do_not_fit_are_refused_and_the_engine_lives_on(setup:
             await setup.engine.generate([replace(fine, **changes)])
     (sample,) = await setup.engine.generate([fine])
     assert_drawn_from(setup.model, fine, sample)
+
+
+def sent_bytes(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Fills with the bytes of each message that goes to the engine's process from now on."""
+    socket = engine._llm.engine_core.input_socket
+    sent, send = list[int](), socket.send_multipart
+
+    def counted(frames: Sequence[Any], **options: Any) -> Any:
+        sent.append(sum(len(memoryview(frame).cast("B")) for frame in frames))
+        return send(frames, **options)
+
+    monkeypatch.setattr(socket, "send_multipart", counted)
+    return sent
+
+
+async def drawn_alone(setup: Setup, asked: Sequence[SampleRequest]) -> list[Sample]:
+    """One after the other, so that a repetition has the same batches; nothing is kept from before."""
+    await setup.push()
+    return [(await setup.engine.generate([each]))[0] for each in asked]
+
+
+async def test_an_images_pixels_go_to_the_engine_once_until_a_push(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = loaded(setup, drawn_image(6, 84, 84), drawn_image(7, 112, 56))
+    sampled = replace(SPEC, temperature=1.0)
+    group = [request(f"{n}", [first, second], sampling=sampled, seed=n) for n in range(8)]
+    pixels = first.pixels.nbytes + second.pixels.nbytes
+    await setup.push()
+    sent = sent_bytes(setup.engine, monkeypatch)
+    samples = await setup.engine.generate(group)
+    assert pixels < sum(sent) < 1.5 * pixels, sent
+    assert max(sent) > pixels > 8 * sorted(sent)[-2], "not in one message"
+    for each, sample in zip(group, samples, strict=True):
+        assert_drawn_from(setup.model, each, sample)
+    # Another group, other places in the prompt: the engine has both.
+    sent.clear()
+    turned = request("turned", [second, first, second])
+    (sample,) = await setup.engine.generate([turned])
+    assert sum(sent) < first.pixels.nbytes / 4, sent
+    assert_drawn_from(setup.model, turned, sample)
+    # A push clears the engine's cache, and the list of what is there.
+    await setup.push()
+    sent.clear()
+    (sample,) = await setup.engine.generate([turned])
+    assert pixels < sum(sent) < 1.5 * pixels, sent
+    assert_drawn_from(setup.model, turned, sample)
+
+
+async def test_samples_are_the_same_to_the_bit_when_every_request_brings_its_pixels(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = loaded(setup, drawn_image(6, 84, 84), drawn_image(7, 112, 56))
+    sampled = replace(SPEC, temperature=1.0)
+    group = [request(f"{n}", [first, second], sampling=sampled, seed=n) for n in range(4)]
+    sent = sent_bytes(setup.engine, monkeypatch)
+    shared = await drawn_alone(setup, group)
+    num_shared = sum(sent)
+    monkeypatch.setattr(setup.engine._llm.input_processor, "inject_into_mm_cache", lambda *_: None)
+    sent.clear()
+    repeated = await drawn_alone(setup, group)
+    assert sum(sent) - num_shared > 2.9 * (first.pixels.nbytes + second.pixels.nbytes)
+    for a, b in zip(shared, repeated, strict=True):
+        assert a.token_ids.tolist() == b.token_ids.tolist()
+        assert a.log_probs.tolist() == b.log_probs.tolist()
+    assert len({str(sample.token_ids) for sample in shared}) > 1
+
+
+async def test_an_image_that_the_engine_lacks_fails_once_and_is_sent_again(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (image,) = loaded(setup, drawn_image(8))
+    asked = request("asked", [image])
+    await setup.engine.generate([asked])
+    # As if a request had been lost on its way.
+    await setup.engine._llm.engine_core.reset_mm_cache_async()
+    with pytest.raises(PacelineError, match="finish reason 'error'"):
+        await setup.engine.generate([asked])
+    (sample,) = await setup.engine.generate([asked])
+    assert_drawn_from(setup.model, asked, sample)
+
+
+async def test_a_request_that_is_refused_or_called_off_leaves_its_image_to_be_sent(setup: Setup) -> None:
+    (image,) = loaded(setup, drawn_image(9))
+    asked = request("asked", [image])
+    with pytest.raises(InvalidMessageError, match="refuses request long"):
+        await setup.engine.generate([replace(asked, request_id="long", prompt_token_ids=[
+            *asked.prompt_token_ids, *[30] * 200,
+        ])])  # fmt: skip
+    (sample,) = await setup.engine.generate([asked])
+    assert_drawn_from(setup.model, asked, sample)
+    await setup.push()
+    drawing = asyncio.create_task(
+        setup.engine.generate([replace(asked, request_id=f"{n}") for n in range(8)])
+    )
+    await asyncio.sleep(0)
+    drawing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await drawing
+    (sample,) = await setup.engine.generate([asked])
+    assert_drawn_from(setup.model, asked, sample)

@@ -145,6 +145,33 @@ def test_equal_images_are_in_a_micro_batch_once() -> None:
     assert len(images.places) == sum(image.num_tokens for row in rows for image in row.images)
 
 
+@pytest.mark.parametrize("share_prompts", [False, True])
+def test_the_tower_computes_an_image_once_however_many_rows_have_it(
+    folder: Path, ranks: Ranks, *, share_prompts: bool
+) -> None:
+    """To the bit as if every row had images of its own."""
+    rows, network = image_rows(samples=3), load_policy(folder, ranks, FLOAT32)
+    own = [
+        replace(row, images=tuple(replace(image, hash=f"{row.index}{image.hash}") for image in row.images))
+        for row in rows
+    ]
+    computed, tower = list[int](), vision_tower(body_of(network.lm))
+    assert tower is not None
+    hook = tower.register_forward_pre_hook(lambda _, args: computed.append(len(args[0])))
+    log_probs, gradients = run(network, pack(rows, CPU, share_prompts=share_prompts))
+    repeated, repeated_gradients = run(network, pack(own, CPU))
+    hook.remove()
+    once = sum(image.grid[1] * image.grid[2] for row in rows[::3] for image in row.images)
+    assert computed == [once, 3 * once]
+    if share_prompts:
+        assert log_probs.tolist() == pytest.approx(repeated.tolist(), abs=1e-5)
+        assert_same(gradients, repeated_gradients)
+        return
+    assert torch.equal(log_probs, repeated)
+    assert gradients.keys() == repeated_gradients.keys()
+    assert all(torch.equal(gradients[name], repeated_gradients[name]) for name in gradients)
+
+
 def test_samples_of_a_group_can_share_a_prompt_with_images(folder: Path, ranks: Ranks) -> None:
     rows, network = image_rows(samples=3), load_policy(folder, ranks, FLOAT32)
     shared = pack(rows, CPU, share_prompts=True)

@@ -71,7 +71,7 @@ def test_a_model_that_takes_images_gets_them_processed_already(tmp_path: Path) -
         arguments = engine_arguments(given, on_cpu=on_cpu)
         assert arguments["skip_tokenizer_init"] is False
         assert arguments["mm_device_do_normalize"] is False
-        assert arguments["mm_processor_cache_gb"] == 0
+        assert arguments["mm_processor_cache_gb"] == 0.25
         assert arguments["limit_mm_per_prompt"] == {"video": 0}
         assert arguments.get("skip_mm_profiling", False) is on_cpu
 
@@ -116,6 +116,8 @@ def test_engine_kwargs_win_where_they_may() -> None:
         ("pipeline_parallel_size", 2, r"tensor-parallel ranks.*\(allowed: 1\)"),
         ("enable_lora", True, "adapters are no part of a push"),
         ("mm_device_do_normalize", True, "pixels come normalised"),
+        ("mm_processor_cache_gb", 4, r"sends an image once.*\(allowed: 0\)"),
+        ("mm_processor_cache_type", "shm", r"sends an image once.*\(allowed: lru\)"),
         ("language_model_only", True, "the engine would run another model"),
         ("kv_cache_dtype", "fp8_e4m3", r"rounded keys and values.*another distribution.*\(allowed: auto\)"),
         ("speculative_config", {"method": "ngram"}, "draft model"),

@@ -47,6 +47,7 @@ class VllmEngine(Engine):
 
     def __init__(self, llm: Any, processes: EngineProcesses, *, has_tower: bool = False) -> None:
         self._llm, self._processes, self._has_tower = llm, processes, has_tower
+        self._images = vision.ImageSender()
         self._log_probs: LogProbs | None = None
         self._unusable: PeerLostError | None = None
         self._asleep: set[EnginePart] = set()
@@ -191,13 +192,16 @@ class VllmEngine(Engine):
         results: list[asyncio.Task[Sample]] = []
         try:
             for request in requests:
-                collector = await submit(self._llm, request, keeps_log_probs=self._log_probs is not None)
+                keeps = self._log_probs is not None
+                collector = await submit(self._llm, request, images=self._images, keeps_log_probs=keeps)
                 pending.append(collector)
             results = [asyncio.create_task(result(collector)) for collector in pending]
             return await asyncio.gather(*results)
         except BaseException as error:
             if self._llm.errored and isinstance(error, Exception):
                 raise calls.engine_died() from error
+            if self._has_tower:
+                self._images.forget(self._llm)
             # AsyncLLM's own names of the requests: ours may be under way a second time by now.
             ids = [collector.request_id for collector in pending]
             await self._llm.abort(ids, internal=True)

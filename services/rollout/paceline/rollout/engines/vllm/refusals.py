@@ -40,6 +40,7 @@ _OTHER_POLICY: Final = (
 _STALE_KEYS: Final = "keys and values of older weights would outlive the reset of the prefix cache"
 _RANKS: Final = "a server's ranks are its tensor-parallel ranks; write rollout.replicas for more servers"
 _MOVED: Final = "parameters would not stay where a push writes them"
+_IMAGES: Final = "a server sends an image once, to a cache whose kind and size it knows"
 _NOT_REPRODUCIBLE: Final = "the same request would not give the same sample again"
 
 REFUSED: Final[Refusals] = {
@@ -106,6 +107,8 @@ ALLOWED: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
         "other hashes collide: a prompt would be answered with the keys and values of another",
     ),
     "disable_sliding_window": ((False,), _OTHER_MODEL),
+    "mm_processor_cache_gb": ((0,), _IMAGES),
+    "mm_processor_cache_type": (("lru",), _IMAGES),
 }
 """Refused, but for these values"""
 

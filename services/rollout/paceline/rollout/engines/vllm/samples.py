@@ -12,7 +12,7 @@ from paceline.core.errors import InvalidMessageError, PacelineError
 from paceline.core.trajectory import FinishReason
 from paceline.rollout.engines.base import Sample, SampleRequest
 from paceline.rollout.engines.vllm.log_probs import LogProbs
-from paceline.rollout.engines.vllm.vision import prompt_with_images
+from paceline.rollout.engines.vllm.vision import ImageSender, prompt_with_images
 
 SEED: Final = "paceline_seed"
 """Where a request carries the seed by which `batched_sampler` draws: in `SamplingParams.extra_args`"""
@@ -20,10 +20,13 @@ SEED: Final = "paceline_seed"
 _ENDS = {reason.value: reason for reason in FinishReason}
 
 
-async def submit(llm: Any, request: SampleRequest, *, keeps_log_probs: bool = False) -> Any:
+async def submit(
+    llm: Any, request: SampleRequest, *, images: ImageSender, keeps_log_probs: bool = False
+) -> Any:
     """Adds a request to an AsyncLLM; returns the collector of its output.
 
     Args:
+        images: adds requests with images.
         keeps_log_probs: whether the worker draws by the seed itself and keeps the log-probs (see
             `batched_sampler`), or vLLM does and sends one with every token.
 
@@ -50,6 +53,8 @@ async def submit(llm: Any, request: SampleRequest, *, keeps_log_probs: bool = Fa
     else:
         prompt = vllm.tokens_input(list(request.prompt_token_ids), cache_salt=request.cache_salt or None)
     try:
+        if request.images:
+            return await images.send(llm, request.request_id, prompt, params)
         return await llm.add_request(request.request_id, prompt, params)
     # In 0.24 the first is a subclass of the second, in 0.32 it is not.
     except (vllm.VLLMValidationError, ValueError) as error:

@@ -1,11 +1,12 @@
 """Prompts with images for vLLM: as inputs that are processed already.
 
 vLLM's own processing would expand the placeholders a second time. What is passed on is what the learner sees,
-too: the tokens, and the patches of each image.
+too: the tokens, and the patches of each image. An image's patches are sent to the engine's process once.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,9 @@ from paceline.rollout.engines.base import SampleRequest
 
 LATER: Final = ("mm_device_do_normalize",)
 """Arguments that vLLM 0.24 does not have, nor what they switch off"""
+
+KEPT_GIB: Final = 0.25
+"""Patches of images that the engine's process keeps; a single image has at most a quarter of that."""
 
 
 def has_tower(folder: Path) -> bool:
@@ -37,8 +41,7 @@ def arguments(*, on_cpu: bool) -> dict[str, Any]:
         "skip_tokenizer_init": False,
         # Since 0.32 vLLM would normalise pixels that are normalised already.
         "mm_device_do_normalize": False,
-        # Its cache serves that processing alone.
-        "mm_processor_cache_gb": 0,
+        "mm_processor_cache_gb": KEPT_GIB,
         "limit_mm_per_prompt": {"video": 0},
     }
     # The profile makes an image with the processor, to see what memory it takes: of use on a GPU alone.
@@ -92,6 +95,32 @@ def prompt_with_images(request: SampleRequest, config: Any) -> Any:
         {"image": [vllm.PlaceholderRange(offset=first, length=length) for first, length in ranges]},
         cache_salt=request.cache_salt or None,
     )
+
+
+class ImageSender:
+    """Sends prompts with images to the engine's process, each image's patches once while they are kept there.
+
+    vLLM has a cache of patches in that process and a list of its contents in this one. Both drop what was
+    used least recently, so they agree as long as they see the same requests in the same order. A list that
+    lacks an image does no harm: the image is sent again.
+    """
+
+    def __init__(self) -> None:
+        self._order = asyncio.Lock()
+
+    async def send(self, llm: Any, request_id: str, prompt: Any, params: Any) -> Any:
+        """AsyncLLM's `add_request`; takes patches that the engine's process has out of the prompt."""
+        async with self._order:
+            listed = llm.renderer.mm_processor_cache
+            # All of them before one is added, as on the other side: adding one may drop another.
+            for image_hash in prompt["mm_hashes"]["image"] if listed is not None else ():
+                listed.touch_sender_cache_item(image_hash)
+            llm.input_processor.inject_into_mm_cache(prompt["mm_hashes"], prompt["mm_kwargs"])
+            return await llm.add_request(request_id, prompt, params)
+
+    def forget(self, llm: Any) -> None:
+        """From now on each image is sent again: after a failure it is not known what the other side has."""
+        llm.renderer.clear_mm_cache()
 
 
 def _ranges(request: SampleRequest, config: Any) -> tuple[PlaceholderRange, ...]:
