@@ -148,6 +148,12 @@ async def test_what_the_policy_reaches_ends_its_episode(
     assert echo.events[-1] == ("close", reason)
 
 
+async def test_an_episode_ends_as_its_last_answer_did() -> None:
+    [cut] = await draw(Script("the the", "the " * 50), Echo(num_steps=9), max_sampled_tokens=12)
+    [ended] = await draw(Script("the the"), Echo(num_steps=9), max_turns=2)
+    assert (cut.finish_reason, ended.finish_reason) == (FinishReason.LENGTH, FinishReason.STOP)
+
+
 async def test_a_lost_environment_begins_the_episode_again_from_its_start() -> None:
     echo, engine = Echo(num_steps=2, losses=[LOST]), Script("a", "b")
     [drawn] = await draw(engine, echo)
