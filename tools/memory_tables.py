@@ -20,8 +20,8 @@ _HEAD = """# GPUs and memory
 `paceline check CONFIG` prints the plan of your run, by GPU and phase, and refuses what cannot fit with the
 setting to change. The tables here come from the same plan, for the sizes of Qwen2.5: GRPO with a KL to the
 reference in the loss, bfloat16, prompts of 512 and responses of 1,024 tokens, AdamW in float32, micro-batches
-of 16,384 tokens. They are estimates: two measured peaks of a 7B model confirm the formula within a twentieth;
-no other size has been compared with it.
+of 16,384 tokens. They are estimates. Measured peaks of a 7B model on one and on four GPUs, and of a
+Mixture of Experts of 10.6 thousand million parameters on one, are within a twentieth of it.
 """
 _LEARNER = """## A learner rank
 
@@ -48,6 +48,12 @@ learner, and chooses what to recompute. Where that is not enough:
   reference model in host memory except while it scores; `actor.memory.offload: true` keeps AdamW's averages
   there, which the plan chooses by itself where nothing else fits. The policy's own shards
   [stay on the GPU](decisions/0027-parameters-stay-on-the-gpu.md).
+- **32B on four GPUs of 141 GiB**: `placement: colocated` has it take turns with averages in host memory:
+  86 GiB in an update, 118 while it generates with 128 sequences of 512 tokens, by the plan; the host keeps
+  262 GB of averages. It has not been run.
+- **Mixture of Experts, latent attention**: the plan counts all experts' weights, the experts that a token
+  meets, and of DeepSeek-V2 and V3 the latent vector in the KV cache (on every GPU of an engine) and the
+  form of `kv_b_proj` that vLLM keeps beside it.
 - **PPO** (`gae`) has a critic as large as the model, with its optimizer: take nearly twice the
   numbers above.
 - **An engine that does not fit**: `rollout.tensor_model_parallel_size: 2` halves its weights per GPU.

@@ -52,6 +52,9 @@ def test_a_push_into_each_family_writes_what_its_export_holds() -> None:
     # A CPU repacks experts for its kernel; everything else is pushed in place.
     assert general == {"deepseek_v2", "deepseek_v3", "mixtral", "qwen2_moe", "qwen3_moe"}
     assert all("prepack_moe_weight" in outcomes[kind]["reason"] for kind in general)
+    planned = {kind for kind, row in outcomes.items() if row["planned"] is not None}
+    assert {"llama", "qwen2", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3"} <= planned
+    assert [kind for kind in planned if outcomes[kind]["planned"] != outcomes[kind]["cached"]] == []
 
 
 def test_greedy_tokens_after_a_push_are_those_of_the_export_in_vllm_and_transformers() -> None:

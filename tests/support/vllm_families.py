@@ -3,7 +3,8 @@
     python -m support.vllm_families [MODEL_TYPE ...]     # prints a line of JSON per architecture
 
 A tiny model of the kind is exported. vLLM builds it twice: once without weights, into which a push's slices
-are copied, and once from the export. All parameters must be equal to the bit. No engine is started.
+are copied, and once from the export. All parameters must be equal to the bit. No engine is started. The KV
+cache's numbers per token are vLLM's, beside those of the memory plan.
 """
 
 from __future__ import annotations
@@ -87,13 +88,16 @@ def compare(model_type: str) -> dict[str, Any]:
     """How vLLM's model of this kind gets a push, and whether that gives what loading the export gives."""
     import torch
 
+    from paceline.cli.launch.model_shape import ModelShape
     from paceline.rollout.engines.vllm.layout import describe_model
     from paceline.rollout.engines.vllm.trace import recall
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tensors = export(model_type, folder)
+        shape = ModelShape.of(json.loads((folder / "export" / "config.json").read_text()))
         with built(folder / "export", "dummy") as pushed, built(folder / "export", "auto") as loaded:
+            cached = _cached()
             trace = recall(pushed)
             layout = describe_model(pushed)
             params = dict(pushed.named_parameters())
@@ -110,7 +114,19 @@ def compare(model_type: str) -> dict[str, Any]:
         "push": "general" if layout.full_tensors else "direct",
         "wrong": wrong,
         "reason": "; ".join(sorted(set(trace.reasons.values()))) if trace else "not traced",
+        "cached": cached,
+        "planned": None if shape is None else shape.num_layers * shape.cached(1),
     }
+
+
+def _cached() -> int:
+    """Numbers per token in the KV caches of the model that was built last, by vLLM's own layers."""
+    from vllm.config import get_current_vllm_config
+
+    config = get_current_vllm_config()
+    layers: Any = config.compilation_config.static_forward_context.values()
+    specs = [layer.get_kv_cache_spec(config) for layer in layers if hasattr(layer, "get_kv_cache_spec")]
+    return sum(spec.page_size_bytes // spec.block_size // spec.dtype.itemsize for spec in specs if spec)
 
 
 @contextmanager

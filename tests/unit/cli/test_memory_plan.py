@@ -33,6 +33,20 @@ HALF = {
     "tie_word_embeddings": True,
 }
 
+TEN_WITH_EXPERTS = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
+
 TOWER = {
     "depth": 32,
     "hidden_size": 1280,
@@ -111,7 +125,45 @@ def test_parameters_are_those_of_the_published_models() -> None:
     outer = {name: value for name, value in THREE_VL.items() if name not in text}
     nested = outer | {"model_type": "qwen2_5_vl", "text_config": text | {"model_type": "qwen2_5_vl_text"}}
     assert shape_of(nested) == three
-    assert ModelShape.of(SEVEN | {"model_type": "deepseek_v2", "kv_lora_rank": 512}) is None
+    assert ModelShape.of(SEVEN | {"model_type": "deepseek_v2", "kv_lora_rank": 512}) is None  # no more sizes
+
+
+def test_deepseek_v3_and_v2_lite_by_hand_and_as_published() -> None:
+    v3 = {"model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "vocab_size": 129280}
+    v3 |= {
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+    }
+    v3 |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    v3 |= {"moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1}
+    v3 |= {"num_experts_per_tok": 8, "first_k_dense_replace": 3}
+    attention = 7168 * 1536 + 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 + 512 * 128 * 256 + 128 * 128 * 7168
+    shape = shape_of(v3)
+    assert shape.layer == attention + 3 * 7168 * 2048 * 257 + 7168 * 256 + 2 * 7168
+    assert shape.num_parameters == 671_026_404_352  # without the routers' corrections, which do not train
+    # The paper (arXiv:2405.04434): (512 + 64) numbers per token and layer, on each GPU.
+    run = run_of(rollout={"tensor_model_parallel_size": 8})
+    engine = EngineMemory.of(run, shape)
+    assert engine.bytes_per_token == 61 * 576 * 2
+    absorbed = 61 * 512 * 128 * 256  # vLLM's own form of kv_b_proj, beside it
+    assert engine.weights == -(-2 * (shape.num_parameters + absorbed) // 8)
+    # Eight experts and the shared one, two copies of the states for each; queries, keys, values, latents.
+    experts, heads = 4 * 9 * 2048 + 2 * 8 * 7168, 2 * 128 * (192 + 128) + 3 * (1536 + 512)
+    assert shape.activations(compiled=False) == experts + 10 * 7168 + heads
+
+    lite = v3 | {"hidden_size": 2048, "intermediate_size": 10944, "vocab_size": 102400, "q_lora_rank": None}
+    lite |= {"num_hidden_layers": 27, "num_attention_heads": 16, "moe_intermediate_size": 1408}
+    lite |= {"n_routed_experts": 64, "n_shared_experts": 2, "first_k_dense_replace": 1}
+    assert shape_of(lite).num_parameters == 15_706_484_224
+    adapted = sum(inner * outer for inner, outer in shape_of(lite)._matrices(["q_proj", "kv_b_proj"]))
+    assert adapted == 2048 * 16 * 192 + 512 * 16 * 256
+
+
+def test_heads_are_shared_by_an_engines_gpus_and_a_latent_vector_is_not() -> None:
+    run = run_of(rollout={"tensor_model_parallel_size": 2})
+    assert EngineMemory.of(run, shape_of(SEVEN)).bytes_per_token == 28 * 2 * 2 * 128 * 2
 
 
 @pytest.mark.parametrize(
@@ -147,6 +199,27 @@ def test_the_peaks_of_7b_on_four_gpus_are_those_measured(
     memory = LearnerMemory.of(config, shape_of(SEVEN))
     assert memory.num_tokens == num_tokens
     assert (sum(memory.update.values()) - CONTEXT) / GIB == pytest.approx(measured_gib, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("tree", "num_tokens", "keep_gathered", "offload", "measured_gib"),
+    [
+        (SEVEN, 8704, True, True, 62.8),
+        (SEVEN, 8704, True, False, 119.8),
+        (TEN_WITH_EXPERTS, 8192, False, True, 84.5),
+    ],
+    ids=["7B, averages in host memory", "7B", "10B with experts, averages in host memory"],
+)
+def test_the_peaks_of_one_gpu_are_those_measured(
+    tree: dict[str, Any], num_tokens: int, keep_gathered: bool, offload: bool, measured_gib: float
+) -> None:
+    """Torch's allocated memory; where averages visit, the optimizer step has the peak."""
+    memory = {"recompute": "full", "keep_gathered": keep_gathered, "accumulate": True, "offload": offload}
+    actor = {"ppo_max_token_len_per_gpu": num_tokens, "reduce_dtype": "bfloat16", "memory": memory}
+    config = run_of(actor=actor, learner={"world_size": 1}, rollout={"n": 8})
+    plan = LearnerMemory.of(config, shape_of(tree))
+    assert (sum(plan.update.values()) - CONTEXT) / GIB == pytest.approx(measured_gib, rel=0.02)
+    assert ("visiting" in plan.update) == offload
 
 
 def test_0_5b_by_hand_with_critic_and_reference() -> None:

@@ -131,6 +131,46 @@ def test_engines_sleep_where_the_learner_has_no_room_beside_them(
     assert (settled.rollout.sleep, settled.rollout.gpu_memory_utilization) == ("always", 0.5)
 
 
+def test_averages_wait_in_host_memory_where_an_engine_has_no_room_beside_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """32B on four GPUs: 15.25 + 30.5 + 61 GiB of shards, averages and the engine's weights are too much."""
+    sized(folder, monkeypatch, layers=64, gib=141)
+    large = {
+        "hidden_size": 5120,
+        "intermediate_size": 27648,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+    }
+    tree = SIZES | {"num_hidden_layers": 64} | large
+    (folder / "model" / "config.json").write_text(json.dumps(tree))
+    sections = {"rollout": {"tensor_model_parallel_size": 1, "max_num_seqs": 64}, "placement": "colocated"}
+    settled, _ = on(4, **sections)
+    memory = settled.actor.memory
+    assert (settled.rollout.sleep, memory.offload, memory.recompute) == ("always", True, "full")
+    # 30.5 GiB of shards, 1 of averages, 1.5 of context and 2 of staging stay.
+    needed = 61.0 + 1.5 + 2 + 64 * (settled.max_model_len + 32) * 2 * 64 * 1024 * 2 / 2**30
+    assert settled.rollout.gpu_memory_utilization == pytest.approx(
+        min(needed, 141 - 35 - 0.04 * 141) / 141, abs=0.015
+    )
+    # Averages that have to stay on the GPU stay: the engine gets what they leave.
+    settled, _ = on(4, **sections, actor={"memory": {"offload": False}})
+    assert settled.rollout.gpu_memory_utilization == pytest.approx(
+        (141 - 30.5 - 61 - 3.5) / 141 - 0.04, abs=0.015
+    )
+
+
+def test_the_form_that_is_chosen_leaves_a_given_engine_its_room(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 7B on four GPUs 7 + 14 GiB stay, 7 + 1 with averages in host memory."""
+    sized(folder, monkeypatch, layers=28, gib=141)
+    for share, offloads in ((0.82, False), (0.88, True)):
+        rollout = {"sleep": "always", "gpu_memory_utilization": share}
+        settled, _ = on(4, placement="colocated", rollout=rollout)
+        assert settled.actor.memory.offload == offloads
+
+
 def test_colocated_on_a_cpu_the_push_goes_through_shared_memory() -> None:
     settled, _ = on(0, placement="colocated", learner={"world_size": 2})
     assert (settled.weights.backend, settled.rollout.sleep) == ("shared", "never")

@@ -118,9 +118,20 @@ def _share_out(config: RunConfig, gpus: Sequence[int], tree: Mapping[str, Any]) 
 
 
 def _beside(config: RunConfig, shape: ModelShape, totals: Sequence[int]) -> float:
-    """The share of a GPU that an engine may take beside what stays of the learner."""
-    stays = sum(LearnerMemory.of(config, shape).resident.values())
-    stays += 2 * (config.weights.staging_mib << 20)
+    """The share of a GPU that an engine may take beside what stays of the learner.
+
+    Averages that may be anywhere are counted on the GPU, unless they leave no room for the engine.
+    """
+    learner, engine = LearnerMemory.of(config, shape), EngineMemory.of(config, shape)
+    share = _free_share(config, learner, totals)
+    has_room = share * min(totals) >= engine.budget_for(config.max_model_len)
+    if has_room or config.actor.memory.offload is not None:
+        return share
+    return _free_share(config, learner.changed(offloads=True), totals)
+
+
+def _free_share(config: RunConfig, learner: LearnerMemory, totals: Sequence[int]) -> float:
+    stays = sum(learner.resident.values()) + 2 * (config.weights.staging_mib << 20)
     share = 1.0 - stays / min(totals) - _MARGIN
     return max(0.1, min(_MOST_UTILIZATION, int(100 * share) / 100))
 

@@ -79,9 +79,17 @@ def choose_memory(
         totals[gpu] - (engine_while_training(config, totals[gpu]) if gpu in engine_gpus else 0)
         for gpu in known
     )
+    shared = [totals[gpu] for gpu in known if gpu in engine_gpus and config.rollout.sleep == "always"]
     forms = [memory.with_rest_of(form) for form in _forms()]
     for form in forms:
         settled = config.model_copy(update={"actor": config.actor.model_copy(update={"memory": form})})
-        if LearnerMemory.of(settled, shape).most <= USABLE_SHARE * free:
+        learner = LearnerMemory.of(settled, shape)
+        if learner.most <= USABLE_SHARE * free and _leaves_room(config, learner, shared):
             return form
     return forms[-1]  # the leanest
+
+
+def _leaves_room(config: RunConfig, learner: LearnerMemory, totals: Sequence[int]) -> bool:
+    """Whether what stays of the learner fits beside engines that are awake in their turn."""
+    stays = sum(learner.resident.values()) + 2 * (config.weights.staging_mib << 20)
+    return all(stays + engine_budget(config, total) <= total for total in totals)

@@ -1,7 +1,7 @@
 """The memory that a run needs on each GPU, by phase, from config.json and the configuration alone.
 
-An estimate: weights, optimizer and gradients are counted; activations follow a formula that two measured
-peaks of a 7B model confirm within a twentieth (tests/unit/cli/test_memory_plan.py).
+An estimate: weights, optimizer and gradients are counted; activations follow a formula that measured peaks
+of a 7B model and of a Mixture of Experts confirm within a twentieth (tests/unit/cli/test_memory_plan.py).
 """
 
 from __future__ import annotations
@@ -132,13 +132,24 @@ class LearnerMemory:
 
     @property
     def update(self) -> Parts:
-        """Forward and backward of one network."""
-        return {
+        """Forward and backward of one network, or its optimizer step, whichever needs more."""
+        backward = {
             **self.resident,
             "gradients": self._gradients,
             "gathered": self._gathered,
             "activations": max(self._activations + LOGITS, self._of_images),
         }
+        return max(backward, self._optimizer_step, key=lambda parts: sum(parts.values()))
+
+    @property
+    def _optimizer_step(self) -> Parts:
+        """Whole gradients have become float32 shards; averages in host memory visit."""
+        numbers = self.shape.num_parameters if self.has_critic else self._num_trained
+        visitors = {}
+        if self.offloads and not self.num_adapters:
+            # Two parts of them, of a parameter at least: the largest, and the one after it.
+            visitors = {"visiting": max(0, 12 * self._share(self.shape.largest) - OFFLOADED)}
+        return {**self.resident, "gradients": 4 * self._share(numbers), **visitors}
 
     @property
     def push(self) -> Parts:
@@ -213,14 +224,8 @@ class LearnerMemory:
 
     @property
     def _layer(self) -> int:
-        """A layer's activations per token: four widths of the MLP and thirteen of the states.
-
-        Compiled, three and nine: products of what is kept are computed again where that costs no matrix
-        product.
-        """
-        inner, states = (3, 9) if self.compiled else (4, 13)
-        width = inner * self.shape.intermediate + states * self.shape.hidden
-        return self.num_tokens * self.bytes_per_number * width
+        """Of one layer that keeps them."""
+        return self.num_tokens * self.bytes_per_number * self.shape.activations(compiled=self.compiled)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,11 +252,13 @@ class EngineMemory:
         rows = (2 * (8 + 4) + 4 * 8) * (config.max_model_len + 1)
         slices = (4 + 8) * -(-shape.vocab // SLICE)
         bytes_per_number = 2 if config.model.dtype == "bfloat16" else 4
-        kv_width = max(1, shape.kv_width // ranks)
+        numbers = shape.num_parameters + shape.num_frozen
+        if shape.latent is not None:
+            numbers += shape.num_layers * shape.latent.absorbed
         graphs = ENGINE_ASLEEP - CONTEXT
         return cls(
-            weights=-(-(shape.num_parameters + shape.num_frozen) * bytes_per_number // ranks),
-            bytes_per_token=2 * shape.num_layers * kv_width * bytes_per_number,
+            weights=-(-numbers * bytes_per_number // ranks),
+            bytes_per_token=shape.num_layers * shape.cached(ranks) * bytes_per_number,
             sampler=0 if rollout.sampler == "engine" else rollout.max_num_seqs * (rows + slices),
             rest=max(ENGINE_REST, graphs + rollout.max_num_seqs * (bytes_per_number + 4 * 4) * shape.vocab)
             + cls._of_images(config, shape, bytes_per_number),

@@ -8,8 +8,11 @@ from typing import Any
 
 from paceline.core.images import MODELS_WITH_IMAGES
 
-_WITH_BIAS = ("qwen2", "qwen2_5_vl", "qwen2_5_vl_text")
+_WITH_BIAS = ("qwen2", "qwen2_moe", "qwen2_5_vl", "qwen2_5_vl_text")
 """By `model_type`: the projections to queries, keys and values have one"""
+
+_WITH_HEAD_NORMS = ("qwen3", "qwen3_moe")
+"""By `model_type`: queries and keys are normalised, head by head"""
 
 _FLOAT32_STATES = 9
 """Tensors of the states' width that the tower's rotary embedding makes in float32"""
@@ -72,8 +75,82 @@ class TowerShape:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LatentShape:
+    """The sizes of DeepSeek's latent attention (arXiv:2405.04434, section 2.1).
+
+    Attributes:
+        q_rank: of the queries' latent vector; 0: queries are projected from the states.
+        kv_rank: of the latent vector from which keys and values are computed.
+        rope: numbers of a query's and a key's part with positions, the key's shared by all heads.
+        nope: those of the part without.
+        value: those of a value.
+    """
+
+    num_heads: int
+    q_rank: int
+    kv_rank: int
+    rope: int
+    nope: int
+    value: int
+
+    @classmethod
+    def of(cls, tree: Mapping[str, Any]) -> LatentShape:
+        """From config.json.
+
+        Raises:
+            KeyError, TypeError, ValueError: it names its sizes otherwise.
+        """
+        return cls(
+            num_heads=int(tree["num_attention_heads"]),
+            q_rank=int(tree.get("q_lora_rank") or 0),
+            kv_rank=int(tree["kv_lora_rank"]),
+            rope=int(tree["qk_rope_head_dim"]),
+            nope=int(tree["qk_nope_head_dim"]),
+            value=int(tree["v_head_dim"]),
+        )
+
+    def matrices(self, hidden: int) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of a layer's projections."""
+        queries = self.num_heads * (self.nope + self.rope)
+        from_states = {"q_proj": (hidden, queries)}
+        by_latent = {"q_a_proj": (hidden, self.q_rank), "q_b_proj": (self.q_rank, queries)}
+        return {
+            **(by_latent if self.q_rank else from_states),
+            "kv_a_proj_with_mqa": (hidden, self.kv_rank + self.rope),
+            "kv_b_proj": (self.kv_rank, self.num_heads * (self.nope + self.value)),
+            "o_proj": (self.num_heads * self.value, hidden),
+        }
+
+    @property
+    def norms(self) -> int:
+        """Numbers of the latent vectors, and so of their norms."""
+        return self.q_rank + self.kv_rank
+
+    @property
+    def activations(self) -> int:
+        """Numbers per token that the projections leave for the backward pass: of each head its query, key,
+        value and result; of the latent vectors, themselves and what their norms keep."""
+        return 2 * self.num_heads * (self.nope + self.rope + self.value) + 3 * self.norms
+
+    @property
+    def absorbed(self) -> int:
+        """Numbers of a layer that vLLM keeps twice: it computes with parts of `kv_b_proj` of its own form."""
+        return self.kv_rank * self.num_heads * (self.nope + self.value)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """The sizes of a decoder that matter for memory, and those of the vision tower beside it."""
+    """The sizes of a decoder that matter for memory, and those of the vision tower beside it.
+
+    Attributes:
+        intermediate: of a layer's MLP, or of an expert.
+        num_experts: per layer; 0 without.
+        num_chosen: experts that a token meets.
+        shared: width of the MLP beside the experts, which all tokens meet.
+        weighs_shared: a token has a weight for it, as for its experts.
+        num_dense: layers without experts in a model with them, whose MLPs have a width of `dense`.
+        latent: DeepSeek's attention; None for the usual.
+    """
 
     hidden: int
     intermediate: int
@@ -84,6 +161,13 @@ class ModelShape:
     tied: bool
     has_bias: bool
     num_experts: int
+    num_chosen: int = 0
+    shared: int = 0
+    weighs_shared: bool = False
+    num_dense: int = 0
+    dense: int = 0
+    head_norms: int = 0
+    latent: LatentShape | None = None
     tower: TowerShape | None = None
 
     @classmethod
@@ -94,24 +178,34 @@ class ModelShape:
             return None
         is_tied = tree.get("tie_word_embeddings")
         tree = tree.get("text_config", tree)
-        if tree.get("kv_lora_rank"):  # latent attention has other matrices
-            return None
         is_tied = tree.get("tie_word_embeddings", False) if is_tied is None else is_tied
         try:
             hidden, heads = int(tree["hidden_size"]), int(tree["num_attention_heads"])
             head_dim = int(tree.get("head_dim") or hidden // heads)
-            num_experts = int(tree.get("num_experts") or tree.get("num_local_experts") or 0)
-            intermediate = tree["moe_intermediate_size" if num_experts else "intermediate_size"]
+            num_layers, dense = int(tree["num_hidden_layers"]), _number(tree, "intermediate_size")
+            num_experts = _number(tree, "num_experts", "num_local_experts", "n_routed_experts")
+            inner = _number(tree, "moe_intermediate_size") if num_experts else 0
+            shared = _number(tree, "n_shared_experts") * inner
+            latent = tree.get("kv_lora_rank")
             return cls(
                 hidden=hidden,
-                intermediate=int(intermediate),
-                num_layers=int(tree["num_hidden_layers"]),
+                intermediate=inner or int(tree["intermediate_size"]),
+                num_layers=num_layers,
                 attention_width=heads * head_dim,
                 kv_width=int(tree.get("num_key_value_heads") or heads) * head_dim,
                 vocab=int(tree["vocab_size"]),
                 tied=bool(is_tied),
                 has_bias=tree.get("model_type") in _WITH_BIAS,
                 num_experts=num_experts,
+                num_chosen=_number(tree, "num_experts_per_tok"),
+                shared=_number(tree, "shared_expert_intermediate_size")
+                if num_experts and not shared
+                else shared,
+                weighs_shared=tree.get("model_type") == "qwen2_moe",
+                num_dense=_num_dense(tree, num_layers) if num_experts else 0,
+                dense=dense,
+                head_norms=2 * head_dim if tree.get("model_type") in _WITH_HEAD_NORMS else 0,
+                latent=LatentShape.of(tree) if latent else None,
                 tower=TowerShape.of(vision) if vision else None,
             )
         except (KeyError, TypeError, ValueError):
@@ -119,11 +213,49 @@ class ModelShape:
 
     @property
     def layer(self) -> int:
-        """Parameters of one layer."""
+        """Parameters of one layer; in a model with experts, of one that has them."""
+        experts = 3 * self.hidden * (self.intermediate * max(1, self.num_experts) + self.shared)
+        weight = self.hidden if self.weighs_shared else 0
+        return self._attention + experts + weight + self.hidden * (2 + self.num_experts)
+
+    @property
+    def _dense_layer(self) -> int:
+        return self._attention + 3 * self.hidden * self.dense + 2 * self.hidden
+
+    @property
+    def _attention(self) -> int:
+        if self.latent is not None:
+            matrices = self.latent.matrices(self.hidden).values()
+            return sum(inner * outer for inner, outer in matrices) + self.latent.norms
         projections = 2 * self.hidden * (self.attention_width + self.kv_width)
         biases = self.attention_width + 2 * self.kv_width if self.has_bias else 0
-        experts = 3 * self.hidden * self.intermediate * max(1, self.num_experts)
-        return projections + biases + experts + self.hidden * (2 + self.num_experts)
+        return projections + biases + self.head_norms
+
+    def activations(self, *, compiled: bool) -> int:
+        """Numbers per token that a layer keeps for the backward pass.
+
+        Four widths of the MLP, thirteen of the states, of which three are the attention's. Compiled, three
+        and nine: products of what is kept are computed again where that costs no matrix product. A token's
+        states go to each of its experts and come back as copies.
+        """
+        inner, states = (3, 6) if compiled else (4, 10)
+        if self.latent is not None:
+            attention = self.latent.activations
+        else:
+            attention = 3 * self.attention_width
+            attention += 2 * (self.attention_width + self.kv_width) if self.head_norms else 0
+        width = self.num_chosen * self.intermediate + self.shared if self.num_experts else self.intermediate
+        copies = 2 * self.num_chosen if self.num_experts else 0
+        return inner * width + (states + copies) * self.hidden + attention
+
+    def cached(self, num_ranks: int) -> int:
+        """Numbers per token and layer in an engine's KV cache, which `num_ranks` GPUs share by heads.
+
+        Of latent attention every GPU keeps the whole latent vector.
+        """
+        if self.latent is not None:
+            return self.latent.kv_rank + self.latent.rope
+        return 2 * max(1, self.kv_width // num_ranks)
 
     @property
     def root(self) -> int:
@@ -133,7 +265,14 @@ class ModelShape:
     @property
     def num_parameters(self) -> int:
         """Those of the decoder, all of which can train."""
-        return self.num_layers * self.layer + self.root
+        with_experts = self.num_layers - self.num_dense
+        return with_experts * self.layer + self.num_dense * self._dense_layer + self.root
+
+    @property
+    def largest(self) -> int:
+        """Numbers of the largest parameter: embedding, an MLP's matrix, or two matrices of all experts."""
+        mlp = self.hidden * self.intermediate * (2 * self.num_experts or 1)
+        return max(self.hidden * self.vocab, mlp)
 
     @property
     def num_frozen(self) -> int:
@@ -165,7 +304,21 @@ class ModelShape:
             "up_proj": (hidden, inner),
             "down_proj": (inner, hidden),
         }
+        if self.latent is not None:
+            known = self.latent.matrices(hidden) | {name: known[name] for name in list(known)[4:]}
         fused = {"qkv_proj": (hidden, attention + 2 * kv), "gate_up_proj": (hidden, 2 * inner)}
         if "all" in targets:
             return list(known.values())
         return [(known | fused).get(target, (hidden, inner)) for target in targets]
+
+
+def _number(tree: Mapping[str, Any], *names: str) -> int:
+    """The first of these sizes that config.json has; 0 if it has none."""
+    return int(next((tree[name] for name in names if tree.get(name)), 0))
+
+
+def _num_dense(tree: Mapping[str, Any], num_layers: int) -> int:
+    """Layers without experts: the first ones (DeepSeek), those named, or all but every n-th (Qwen)."""
+    first, step = _number(tree, "first_k_dense_replace"), _number(tree, "decoder_sparse_step") or 1
+    named = set(tree.get("mlp_only_layers") or ())
+    return sum(index < first or index in named or (index + 1) % step != 0 for index in range(num_layers))
