@@ -13,7 +13,8 @@ import pytest
 
 from paceline.core.errors import PacelineError, ProtocolError
 from paceline.core.trajectory import sampled_spans
-from paceline.rollout.episodes.desk import Desk
+from paceline.rollout.episodes.completions import RefusedRequestError, read_request
+from paceline.rollout.episodes.desk import Counter, Desk, Question
 from paceline.rollout.episodes.drive import IGNORED
 from paceline.rollout.episodes.environment import EnvironmentLostError
 from paceline.rollout.episodes.loop import Slot
@@ -78,6 +79,23 @@ async def test_a_stream_says_the_same() -> None:
     [drawn] = await play(streaming, Script(f"{said}\n{made}"))
     assert drawn.episode is not None
     assert drawn.episode.reward == len(drawn.token_ids)
+
+
+async def test_the_requests_of_an_episode_that_wait_are_bounded() -> None:
+    counter, body = Counter("", "policy", 1.0), b'{"model": "policy", "messages": [{"role": "user"}]}'
+
+    def ask() -> Any:
+        request = read_request(body, model="policy", temperature=1.0)
+        return counter.ask(Question(request, b"", is_repeated=False))
+
+    waiting = [asyncio.create_task(ask()) for _ in range(64)]
+    await asyncio.sleep(0)
+    with pytest.raises(RefusedRequestError, match="64 requests wait already") as refused:
+        await asyncio.wait_for(ask(), 60)
+    assert (refused.value.status, refused.value.code) == (429, "too_many_requests")
+    counter.refuse_all()
+    with pytest.raises(RefusedRequestError, match="over"):
+        await asyncio.gather(*waiting)
 
 
 async def test_a_rewritten_history_starts_a_segment() -> None:

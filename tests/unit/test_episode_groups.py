@@ -7,13 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from paceline.core.trajectory import FinishReason, PromptGroup, sampled_spans
 from paceline.rollout.engines.base import Engine, Sample, SampleRequest
 from paceline.rollout.episodes.environment import EnvironmentLostError, EpisodeTask, Observation
 from paceline.rollout.episodes.group import Episodes
+from paceline.rollout.episodes.loop import Slot
 from support import rollout_bench
-from support.episodes import QUESTION, TOKENIZER, Echo, EchoSession, episodes
+from support.episodes import QUESTION, TOKENIZER, Echo, EchoSession, Script, episodes
+from support.episodes import group as of_script
 from support.fake_engine import FakeEngine
 from support.rollout_bench import LIMITS, V0, V1, bench
 
@@ -131,6 +134,22 @@ async def test_conversations_that_do_not_fit_the_kv_cache_wait_in_order() -> Non
         slow.may.set()
         assert len(await b.headers(8)) == 8
         assert b.sampler.in_flight == 0
+
+
+@pytest.mark.parametrize(("spare", "is_full"), [(0, False), (-1, True)])
+async def test_the_prompt_of_a_group_takes_room_once(spare: int, is_full: bool) -> None:
+    slow, asked = Slow(num_steps=1), of_script(samples=3)
+    # The prompt, two answers of two tokens, and ten for the third.
+    room = len(asked.prompt_token_ids) + 2 * 2 + 10 + spare
+    drawing = episodes(Script("a"), slow, max_turn_tokens=10, max_context_tokens=room)
+    drawn = asyncio.create_task(drawing.draw(asked, "0", Slot))
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert [kind for kind, _ in slow.events].count("open") == (2 if is_full else 3)
+    assert drawing.is_full == is_full
+    slow.may.set()
+    assert len(await drawn) == 3
+    assert not drawing.is_full
 
 
 async def test_a_push_empties_the_line_too() -> None:
