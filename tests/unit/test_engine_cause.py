@@ -63,6 +63,7 @@ def test_only_what_was_written_since_counts_and_only_a_file_can_be_read(
 
 
 _ENDED = "Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': %d}"
+_UNKNOWN = "Engine core initialization failed. See root cause above. Failed core proc(s): {}"
 _MEMORY = "AssertionError: Error in memory profiling. Initial free memory 135.25 GiB, current 137.84 GiB."
 _WORKER = "Exception: WorkerProc initialization failed due to an exception in a background process."
 
@@ -72,6 +73,8 @@ _WORKER = "Exception: WorkerProc initialization failed due to an exception in a 
     [
         (_ENDED % -9, "", 1),
         (_ENDED % -15, "ValueError: said before it was killed", 1),
+        (_UNKNOWN, "", 1),
+        (_UNKNOWN, "ValueError: 500.0 GiB are asked for, 14.69 are there", 2),
         (_ENDED % 1, _MEMORY, 1),
         (_ENDED % 1, _WORKER, 1),
         (_ENDED % 1, "ValueError: 500.0 GiB are asked for, 14.69 are there", 2),

@@ -13,6 +13,8 @@ _MOST_CHARACTERS: Final = 400
 _PROCESS: Final = r"^\((?:EngineCore|[A-Za-z]*Worker)\S* pid=\d+\) ERROR [^\]]*\] "
 _KILLED: Final = re.compile(r"core proc\(s\): \{.*'[^']*': -(9|15)\b")
 """vLLM's words for processes that SIGKILL or SIGTERM ended, as the kernel does where memory runs out"""
+_UNKNOWN: Final = "core proc(s): {}"
+"""vLLM's words for a process whose pipe has closed and whose exit code is not there yet"""
 _PASSING: Final = (
     # Another process on the GPU gave memory back while vLLM measured how much there is.
     "Error in memory profiling",
@@ -29,6 +31,8 @@ def may_pass(error: str, cause: str) -> bool:
         error: what vLLM raised.
         cause: as `ErrorOutput.root_cause` returns it.
     """
+    if _UNKNOWN in error and not cause:
+        return True  # one that failed by itself would have logged why
     return bool(_KILLED.search(error)) or any(text in (cause or error) for text in _PASSING)
 
 
