@@ -15,7 +15,7 @@ from paceline.cli.launch.memory_plan import LearnerMemory
 from paceline.cli.launch.model_shape import ModelShape
 from paceline.config.load import dump_yaml, parse
 from paceline.config.run import RunConfig, SftRunConfig
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, ModelError
 from paceline.learner.batch.pack import pack
 from paceline.learner.checkpoint.load import load
 from paceline.learner.distributed.publisher import WeightPublisher
@@ -26,6 +26,7 @@ from paceline.learner.model.loading import Precision, as_fsdp, hugging_face_name
 from paceline.learner.model.lora import LoraLinear, adapter_names, base_alone, is_adapter, with_adapters
 from paceline.learner.model.networks import PolicyNetwork
 from paceline.learner.train.learner import Learner
+from support.architectures import tiny_config
 from support.learner_fakes import run_config
 from support.learner_scenarios import save, take_step, train
 from support.learner_shapes import rows_with_holes
@@ -173,11 +174,14 @@ def test_an_export_has_merged_weights_and_adapters_in_the_layout_of_peft(
     assert len(adapters) == 28
 
 
-def test_what_adapters_cannot_do_is_refused(model: Path, ranks: Ranks) -> None:
+def test_what_adapters_cannot_do_is_refused(model: Path, ranks: Ranks, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="names qkv, which is no linear layer of Qwen2For.*; it has down"):
         Learner.build(_config(model, targets=["q_proj", "qkv"]), ranks)
     with pytest.raises(ConfigError, match="no compiled form"):
         run_config(model, model=ADAPTERS, actor={"compile": True})
+    tiny_config("mixtral").save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="MixtralForCausalLM has experts, which take no adapters"):
+        Learner.build(_config(tmp_path), ranks)
     sft = {"train_files": "a.jsonl", "output": "out", "steps": 1}
     with pytest.raises(ConfigError, match="train all weights; leave model.lora out"):
         parse(SftRunConfig, {"sft": sft, "data": {}, "model": {"path": str(model), **ADAPTERS}})

@@ -276,6 +276,29 @@ async def test_updates_that_ran_out_of_memory_are_counted_and_may_end_the_run(tm
         assert fired == [(1, "warn", 1.0), (2, "stop", 2.0)]
 
 
+@pytest.mark.parametrize(("kl", "fired"), [(9e-7, []), (2e-6, [("warn", 1e-6)]), (2e-5, [("stop", 1e-6)])])
+async def test_the_mismatch_of_rollout_and_learner_is_judged_by_what_the_dtype_allows(
+    kl: float, fired: list[tuple[str, float]], tmp_path: Path
+) -> None:
+    async with run(tmp_path, model__dtype="float32", **guarded(1)) as it:
+        await it.enlist_all()
+        train = it.services.learner.train
+
+        async def mismatched(*args: Any, **kwargs: Any) -> Any:
+            reply = await train(*args, **kwargs)
+            reply.metrics["rollout/mismatch_kl"] = kl
+            return reply
+
+        it.services.learner.train = mismatched  # type: ignore[method-assign]
+        if ("stop", 1e-6) in fired:
+            with pytest.raises(GuardError, match="rollout/mismatch_kl"):
+                await it.go()
+        else:
+            await it.go()
+        judged = [(e["action"], e["reference"]) for e in of(it, "guard") if e["rule"] == "mismatch_kl"]
+        assert judged == fired
+
+
 @pytest.mark.parametrize(("equal", "fired"), [(0, []), (1, []), (2, [(1, 2 / 3)]), (3, [(1, 1.0)])])
 async def test_groups_whose_rewards_are_equal_are_judged_by_their_share(
     equal: int, fired: list[tuple[int, float]], tmp_path: Path

@@ -258,6 +258,16 @@ def test_what_a_kernel_makes_of_loaded_weights_is_seen(
     assert (reason in reasons["weight"]) if reason else reasons == {}
 
 
+def test_a_parameter_that_is_made_after_loading_is_known_as_one_that_no_checkpoint_has() -> None:
+    """As vLLM makes `W_UV` of latent attention: no push brings it, and it is made again after each load."""
+    model = Experts(lambda m, t: m.weight.data.copy_(t["a"]))
+    with traced(model, {"a": (4, 6, 4)}, model_type=""):
+        model.register_parameter("derived", nn.Parameter(torch.zeros(4, 4), requires_grad=False))
+    trace = recall(model)
+    assert trace is not None
+    assert (trace.made, set(trace.reasons)) == ({"derived"}, {"derived"})
+
+
 def late(model: Any, tensors: dict[str, Tensor]) -> None:
     model.weight.data.copy_(tensors["a"])
     model.bias = nn.Parameter(torch.zeros(3), requires_grad=False)
