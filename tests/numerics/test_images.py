@@ -172,6 +172,11 @@ def test_the_tower_computes_an_image_once_however_many_rows_have_it(
     assert all(torch.equal(gradients[name], repeated_gradients[name]) for name in gradients)
 
 
+def test_on_a_gpu_the_towers_convolution_is_computed_in_float32(folder: Path) -> None:
+    """As far as a machine without one can see: cuDNN's switch for TF32 in the tower's forward pass."""
+    assert run_ranks("support.image_ranks:tower_in_tf32", 1, str(folder), timeout_s=180) == [[False]]
+
+
 def test_samples_of_a_group_can_share_a_prompt_with_images(folder: Path, ranks: Ranks) -> None:
     rows, network = image_rows(samples=3), load_policy(folder, ranks, FLOAT32)
     shared = pack(rows, CPU, share_prompts=True)

@@ -110,6 +110,20 @@ def steps(ranks: Ranks, model: str) -> list[dict[str, float]]:
     return [*results, sums]
 
 
+def tower_in_tf32(ranks: Ranks, model: str) -> list[bool]:
+    """Whether cuDNN may use TF32 in each forward pass of the tower's convolution."""
+    from paceline.learner.batch.pack import pack
+    from paceline.learner.model.networks import body_of, vision_tower
+
+    network, seen = build(ranks, Path(model)).actor.network, list[bool]()
+    tower: Any = vision_tower(body_of(network.lm))
+    assert isinstance(tower.patch_embed.proj, torch.nn.Conv3d)
+    tower.register_forward_hook(lambda *_: seen.append(torch.backends.cudnn.allow_tf32))
+    with torch.no_grad():
+        network(pack(image_rows(), ranks.device))
+    return seen
+
+
 def _one_with_images() -> list[PackedRow]:
     """Rows of which those of one prompt alone have an image."""
     rows = image_rows(samples=SAMPLES, seed=9)

@@ -191,6 +191,7 @@ def test_triton_multiplies_float32_in_float32(dtype: str, precision: str | None)
     given = given.model_copy(update={"model": given.model.model_copy(update={"dtype": dtype})})
     environment.prepare(given, num_cores=1, environ=environ)
     assert environ.get("TRITON_F32_DEFAULT") == precision
+    assert environ.get("NVIDIA_TF32_OVERRIDE") == (None if precision is None else "0")
 
 
 @pytest.mark.parametrize(

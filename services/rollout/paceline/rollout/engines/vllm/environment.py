@@ -37,6 +37,8 @@ _ALWAYS = {
 _FLOAT32 = {
     # GPU: Triton would multiply float32 in TF32, whose 10 bits of mantissa put log-probs 0.05 nats off.
     "TRITON_F32_DEFAULT": "tf32x3",
+    # GPU: cuDNN would compute convolutions in TF32; a vision tower begins with one.
+    "NVIDIA_TF32_OVERRIDE": "0",
 }
 
 _ON_CPU = {
