@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from paceline.core.trajectory import SamplingSpec
 from paceline.learner.distributed.publisher import WeightPublisher
 from paceline.rollout.engines.base import Sample, SampleRequest
 from paceline.rollout.engines.vllm.engine import VllmEngine
+from paceline.rollout.engines.vllm.vision import ImageSender, prompt_with_images
 from paceline.weights.digest.agreement import model_digest
 from paceline.weights.plan.spec import WeightGroupSpec
 from paceline.wire import image_of
@@ -297,6 +299,60 @@ async def test_samples_are_the_same_to_the_bit_when_every_request_brings_its_pix
         assert a.token_ids.tolist() == b.token_ids.tolist()
         assert a.log_probs.tolist() == b.log_probs.tolist()
     assert len({str(sample.token_ids) for sample in shared}) > 1
+
+
+async def test_both_sides_drop_the_same_images_when_there_are_too_many(setup: Setup) -> None:
+    """vLLM's two caches with room for four images: the engine's side never lacks what it is not sent."""
+    from vllm.multimodal.cache import lru
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    images = loaded(setup, *[drawn_image(20 + n) for n in range(8)])
+    room = SimpleNamespace(mm_processor_cache_gb=4.5 * images[0].pixels.nbytes / 2**30)
+    config = SimpleNamespace(get_multimodal_config=lambda: room)
+    listed, kept = lru.LruKeyReplicatedSenderCache(config), lru.LruKeyReplicatedReceiverCache(config)
+    renderer = SimpleNamespace(mm_processor_cache=listed, update_mm_cache_stats=lambda: None)
+    injector = SimpleNamespace(renderer=renderer)
+    sent = list[int]()
+
+    async def add_request(name: str, prompt: Any, params: object) -> None:
+        items = prompt["mm_kwargs"]["image"]
+        sent.append(sum(item is not None for item in items))
+        pairs = zip(prompt["mm_hashes"]["image"], items, strict=True)
+        features = [SimpleNamespace(mm_hash=key, identifier=key, data=item) for key, item in pairs]
+        kept.get_and_update_features(features)
+        for feature, image in zip(features, asked[name].images, strict=True):
+            np.testing.assert_array_equal(feature.data["pixel_values"].data.numpy(), image.pixels)
+
+    def inject(hashes: Any, kwargs: Any) -> None:
+        InputProcessor.inject_into_mm_cache(injector, hashes, kwargs)
+
+    llm = SimpleNamespace(
+        renderer=renderer,
+        input_processor=SimpleNamespace(inject_into_mm_cache=inject),
+        add_request=add_request,
+    )
+    rng, sender = np.random.default_rng(4), ImageSender()
+    asked = {
+        f"{n}": request(f"{n}", [images[i] for i in rng.integers(0, len(images), rng.integers(1, 5))])
+        for n in range(300)
+    }
+    for name, each in asked.items():
+        prompt = prompt_with_images(each, tiny_vl_config())
+        missing = {key for key in prompt["mm_hashes"]["image"] if not listed.is_cached_item(key)}
+        await sender.send(llm, name, prompt, None)
+        assert sent[-1] == len(missing)
+    shown = sum(len(each.images) for each in asked.values())
+    assert 0.2 * shown < sum(sent) < 0.8 * shown
+
+
+async def test_versions_share_no_embedding_of_an_image(setup: Setup) -> None:
+    """What the tower made of it is kept by this name."""
+    (image,) = loaded(setup, drawn_image(1))
+    names = [
+        prompt_with_images(request("r", [image], cache_salt=salt), tiny_vl_config())["mm_hashes"]["image"]
+        for salt in ("v1:a", "v2:b", "v1:a")
+    ]
+    assert names[0] == names[2] != names[1]
 
 
 async def test_an_image_that_the_engine_lacks_fails_once_and_is_sent_again(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,46 @@ def test_images_as_hugging_face_keeps_them_in_parquet(model: Path, tmp_path: Pat
     first, second = prompts.prompts[0].images
     assert images.process(first).image == images.process(second).image
     assert images.process(prompts.prompts[1].images[0]).image != images.process(first).image
+
+
+def test_parts_that_parquet_fills_in_show_the_template_no_images(model: Path) -> None:
+    """Qwen's own template takes a part for an image that has a key of that name."""
+    parts = [
+        {"type": "text", "text": "How many?", "image": None},
+        {"type": "image", "text": None, "image": None},
+    ]
+    [message] = data_images.with_images([{"role": "user", "content": parts}], 1)
+    assert message["content"] == [{"type": "text", "text": "How many?"}, {"type": "image"}]
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "LA"])
+def test_images_without_three_colours_are_made_rgb(model: Path, tmp_path: Path, mode: str) -> None:
+    """Where the model's image processor leaves that to others, too."""
+    folder = shutil.copytree(model, tmp_path / "model")
+    path = folder / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"do_convert_rgb": False}))
+    drawn = drawn_image(1).convert(mode)
+    drawn.save(tmp_path / "drawn.png")
+    drawn.convert("RGB").save(tmp_path / "rgb.png")
+    prompts, images = load(folder, jsonl(tmp_path, {"prompt": "?", "images": ["drawn.png", "rgb.png"]}))
+    ours, expected = (images.process(source).pixels for source in prompts.prompts[0].images)
+    np.testing.assert_array_equal(ours, expected)
+
+
+def test_check_shows_an_image_as_one_token_and_says_how_many_there_are(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(png(1))
+    (tmp_path / "b.png").write_bytes(png(2, 200, 60))
+    file = jsonl(tmp_path, {"prompt": "Of <image> or <image>?", "images": ["b.png", "a.png"]})
+    data = {
+        "train_files": str(file),
+        "image_key": "images",
+        "prompt_format": "chat",
+        "train_batch_size": 1,
+    }
+    given = config(data=data, model={"path": str(model)}, actor={"ppo_mini_batch_size": 1})
+    said = preflight._prompts(given, "train")
+    first = user("Of ", shown(1), " or ", shown(1), "?")
+    assert said.endswith(f"; 2 images of at most 14 tokens\n      the first: {first!r}")
 
 
 def test_large_images_are_made_smaller_and_long_prompts_are_left_out(model: Path, tmp_path: Path) -> None:

@@ -16,10 +16,16 @@ from paceline.reward.functions.spec import FunctionSpec
 _SHOWN = 400
 
 
-def first_prompt(prompts: PromptSet, tokenizer: Tokenizer) -> str:
-    """The first prompt, special tokens included, cut off where it is long."""
+def first_prompt(prompts: PromptSet, tokenizer: Tokenizer, image_token_id: int | None = None) -> str:
+    """The first prompt, special tokens included, cut off where it is long; an image is one token in it."""
     prompt = next(iter(prompts.prompts.values()))
-    text = tokenizer.decode(prompt.token_ids.tolist(), skip_special_tokens=False)
+    ids = prompt.token_ids.tolist()
+    shown = [
+        token
+        for token, before in zip(ids, [None, *ids[:-1]], strict=True)
+        if token != before or token != image_token_id
+    ]
+    text = tokenizer.decode(shown, skip_special_tokens=False)
     return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...")
 
 

@@ -247,7 +247,8 @@ def _prompts(config: RunConfig, split: str) -> str:
     read_rows(local_files(files, split), [data.prompt_key, data.ground_truth_key, *data.extra_keys])
     model = local_model(config.model, "controller")
     tokenizer = load_tokenizer(model.tokenizer_path or model.path)
-    prompts = PromptSet.load(data, tokenizer, split=split, images=ImageReader.load(data, model.path))
+    reader = ImageReader.load(data, model.path)
+    prompts = PromptSet.load(data, tokenizer, split=split, images=reader)
     kept, batch = len(prompts.prompts), data.train_batch_size
     if split == "train" and kept < batch:
         raise DataError(
@@ -258,7 +259,13 @@ def _prompts(config: RunConfig, split: str) -> str:
         prompts.check_token_budget(config)
     longest = max(len(prompt.token_ids) for prompt in prompts.prompts.values())
     facts = f"{kept} kept, {prompts.num_filtered} left out as too long, the longest has {longest} tokens"
-    return facts if split == "val" else f"{facts}\n      the first: {first_prompt(prompts, tokenizer)}"
+    if images := [image for prompt in prompts.prompts.values() for image in prompt.images]:
+        most = max(image.num_tokens for image in images)
+        facts += f"; {len(images)} images of at most {most} tokens"
+    if split == "val":
+        return facts
+    shown = first_prompt(prompts, tokenizer, None if reader is None else reader.image_token_id)
+    return f"{facts}\n      the first: {shown}"
 
 
 def _rewards(config: RunConfig) -> str:
