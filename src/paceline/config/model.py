@@ -19,7 +19,7 @@ class ModelPaths(Section):
 
 
 class LoraConfig(Section):
-    """Low-rank adapters: each target W computes W x + (alpha / rank) B A x, and only A and B train."""
+    """Low-rank adapters: each target W computes (W + (alpha / rank) B A) x, and only A and B train."""
 
     rank: int = Field(16, gt=0, description="Rows of A and columns of B.")
     alpha: float = Field(32.0, gt=0, description="The product of B and A counts alpha / rank.")

@@ -1,4 +1,7 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685): y = W x + (alpha / r) B A x with W frozen; A and B train.
+"""Low-rank adapters (LoRA, arXiv:2106.09685): y = (W + (alpha / r) B A) x with W frozen; A and B train.
+
+Every pass computes with the merged matrix, rounded as rollout servers have it. With W x and B A x apart,
+bfloat16 would round the policy that is trained otherwise than the one that samples.
 
 W keeps its name, so that pushes and exports of merged weights know it. A and B are split over the ranks by
 rows, as W is: the rows of B that a rank holds belong to the rows of W that it holds.
@@ -8,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -52,10 +56,45 @@ class LoraLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the base class's name
         """As the class says."""
-        frozen = F.linear(input, self.weight, self.bias)
         if not self.is_adapted:
-            return frozen
-        return frozen + self.scale * F.linear(F.linear(input, self.lora_a), self.lora_b)
+            return F.linear(input, self.weight, self.bias)
+        output: Tensor = _Merged.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.bias, self.lora_a, self.lora_b, self.scale
+        )
+        return output
+
+
+class _Merged(torch.autograd.Function):
+    """F.linear with the merged matrix; gradients of A and B cost what their rank is."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, a, b)
+        ctx.scale = scale
+        return F.linear(x, merge(weight, a, b, scale), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, a, b = ctx.saved_tensors
+        (grad,) = grads
+        inputs, outputs = x.flatten(0, -2), grad.flatten(0, -2)
+        grad_a = ctx.scale * (outputs @ b).T @ inputs
+        grad_b = ctx.scale * outputs.T @ (inputs @ a.T)
+        return grad @ merge(weight, a, b, ctx.scale), None, None, grad_a, grad_b, None
+
+
+def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """W + scale B A in the type of W, to which A and B are rounded first.
+
+    Args:
+        weight: (out, in), or some of its rows.
+        a: (r, in).
+        b: (out, r), or the same rows.
+        scale: alpha / r.
+    """
+    return torch.addmm(weight, b.to(weight.dtype), a.to(weight.dtype), alpha=scale)
 
 
 def add_adapters(lm: nn.Module, layers: nn.ModuleList, lora: LoraConfig) -> None:
@@ -115,7 +154,7 @@ def with_adapters(network: nn.Module) -> Iterator[None]:
     kept = [_local(module.weight).clone() for module in adapted]
     try:
         for module in adapted:
-            _local(module.weight).add_(_product(module))
+            _local(module.weight).copy_(_merged_rows(module))
         yield
     finally:
         for module, values in zip(adapted, kept, strict=True):
@@ -125,7 +164,7 @@ def with_adapters(network: nn.Module) -> Iterator[None]:
 def merged(
     base: Iterable[tuple[str, Tensor]], adapters: Mapping[str, Tensor], lora: LoraConfig
 ) -> Iterator[tuple[str, Tensor]]:
-    """Full tensors of a model with its adapters merged, one at a time; in float32 where there is one.
+    """Full tensors of a model with its adapters merged, one at a time, as rollout servers have them.
 
     Args:
         base: full tensors of the model, as it was trained with.
@@ -135,16 +174,15 @@ def merged(
     for name, tensor in base:
         linear = name.removesuffix(".weight")
         if linear != name and linear + A in adapters:
-            product = lora.alpha / lora.rank * (adapters[linear + B] @ adapters[linear + A])
-            yield name, tensor.float() + product
+            yield name, merge(tensor, adapters[linear + A], adapters[linear + B], lora.alpha / lora.rank)
         else:
             yield name, tensor
 
 
-def _product(module: LoraLinear) -> Tensor:
-    """This rank's rows of (alpha / r) B A, in the type of W; every rank calls it."""
+def _merged_rows(module: LoraLinear) -> Tensor:
+    """This rank's rows of the merged matrix; every rank calls it."""
     a = module.lora_a.full_tensor() if isinstance(module.lora_a, DTensor) else module.lora_a
-    return (module.scale * _local(module.lora_b) @ a).to(module.weight.dtype)
+    return merge(_local(module.weight), a, _local(module.lora_b), module.scale)
 
 
 def _adapted(network: nn.Module) -> list[LoraLinear]:
