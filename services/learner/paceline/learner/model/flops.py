@@ -8,6 +8,7 @@ import torch
 
 from paceline.learner.batch.arithmetic import Arithmetic
 from paceline.learner.model.experts import active_parameters
+from paceline.learner.model.lora import adapter_names
 from paceline.learner.model.networks import (
     PolicyNetwork,
     ValueNetwork,
@@ -27,8 +28,9 @@ def arithmetic_of(network: PolicyNetwork | ValueNetwork) -> Arithmetic:
     Six per token and parameter that it uses in the layers, six per parameter of the head and response token,
     and twelve per layer, attention channel and pair of tokens, half of which causal attention leaves out: as
     many for keys as for values, whose heads are of another size in latent attention.
-    Four per parameter that is frozen: it has no gradient of its own. Two per patch and parameter of a frozen
-    vision tower, through which nothing goes back.
+    Four per parameter that is frozen, which has no gradient of its own, and of an adapter, which tokens meet
+    on the way back alone. Two per patch and parameter of a frozen vision tower, through which nothing goes
+    back.
     """
     body: Any = body_of(network.lm) if isinstance(network, PolicyNetwork) else network.body
     head = output_head(network.lm).weight if isinstance(network, PolicyNetwork) else network.value_head.weight
@@ -39,7 +41,7 @@ def arithmetic_of(network: PolicyNetwork | ValueNetwork) -> Arithmetic:
     trained, frozen = (active_parameters(layers, config, trained=trains) for trains in (True, False))
     per_patch, per_patch_pair = _of_tower(vision_tower(body))
     return Arithmetic(
-        per_token=6 * trained + 4 * frozen,
+        per_token=(4 if adapter_names(layers) else 6) * trained + 4 * frozen,
         per_response_token=(6 if head.requires_grad else 4) * head.numel(),
         per_pair=3 * heads * (keys + values) * len(layers),
         per_patch=per_patch,

@@ -82,7 +82,8 @@ class _Merged(torch.autograd.Function):
         inputs, outputs = x.flatten(0, -2), grad.flatten(0, -2)
         grad_a = ctx.scale * (outputs @ b).T @ inputs
         grad_b = ctx.scale * outputs.T @ (inputs @ a.T)
-        return grad @ merge(weight, a, b, ctx.scale), None, None, grad_a, grad_b, None
+        grad_x = grad @ merge(weight, a, b, ctx.scale) if ctx.needs_input_grad[0] else None
+        return grad_x, None, None, grad_a, grad_b, None
 
 
 def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
