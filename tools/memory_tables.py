@@ -6,7 +6,8 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.cli.launch.memory_plan import GIB, EngineMemory, LearnerMemory
+from paceline.cli.launch.learner_memory import GIB, LearnerMemory
+from paceline.cli.launch.memory_plan import EngineMemory
 from paceline.cli.launch.model_shape import ModelShape
 from paceline.config.load import parse
 from paceline.config.run import RunConfig

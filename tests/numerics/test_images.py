@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen2_5_VLConfig
 
-from paceline.cli.launch.memory_plan import LearnerMemory
+from paceline.cli.launch.learner_memory import LearnerMemory
 from paceline.cli.launch.model_shape import ModelShape, TowerShape
 from paceline.config.load import dump_yaml
 from paceline.core.errors import DataError, InvalidMessageError, ModelError

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from paceline.cli.launch.memory_plan import LearnerMemory
+from paceline.cli.launch.learner_memory import LearnerMemory
 from paceline.cli.launch.model_shape import ModelShape
 from paceline.config.load import dump_yaml, parse
 from paceline.config.model import LoraConfig

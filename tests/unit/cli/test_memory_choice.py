@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from paceline.cli.launch.learner_memory import GIB, LearnerMemory
 from paceline.cli.launch.memory_choice import LEAST, choose_memory
-from paceline.cli.launch.memory_plan import GIB, LearnerMemory
 from paceline.cli.launch.model_shape import ModelShape
 from paceline.config.load import parse
 from paceline.config.run import RunConfig

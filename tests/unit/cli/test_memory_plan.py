@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from paceline.cli.launch.memory_plan import CONTEXT, GIB, EngineMemory, LearnerMemory, MemoryPlan
+from paceline.cli.launch.learner_memory import CONTEXT, GIB, LearnerMemory
+from paceline.cli.launch.memory_plan import EngineMemory, MemoryPlan
 from paceline.cli.launch.model_shape import ModelShape
 from paceline.config.load import parse
 from paceline.config.run import RunConfig

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from paceline.cli.launch.learner_memory import LearnerMemory
 from paceline.cli.launch.memory_choice import fits_awake
-from paceline.cli.launch.memory_plan import EngineMemory, LearnerMemory, engine_budget
+from paceline.cli.launch.memory_plan import EngineMemory, engine_budget
 from paceline.cli.launch.model_shape import ModelShape
 from paceline.config.run import RunConfig
 from paceline.service.gpu_metrics import gpu_memory
@@ -131,8 +132,7 @@ def _beside(config: RunConfig, shape: ModelShape, totals: Sequence[int]) -> floa
 
 
 def _free_share(config: RunConfig, learner: LearnerMemory, totals: Sequence[int]) -> float:
-    stays = sum(learner.resident.values()) + 2 * (config.weights.staging_mib << 20)
-    share = 1.0 - stays / min(totals) - _MARGIN
+    share = 1.0 - learner.kept_beside(config) / min(totals) - _MARGIN
     return max(0.1, min(_MOST_UTILIZATION, int(100 * share) / 100))
 
 

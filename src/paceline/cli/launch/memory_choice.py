@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from paceline.cli.launch.memory_plan import (
-    LearnerMemory,
-    engine_budget,
-    engine_while_training,
-)
+from paceline.cli.launch.learner_memory import LearnerMemory
+from paceline.cli.launch.memory_plan import engine_budget, engine_while_training
 from paceline.cli.launch.model_shape import ModelShape
 from paceline.config.memory import MemoryConfig
 from paceline.config.run import RunConfig
@@ -91,5 +88,5 @@ def choose_memory(
 
 def _leaves_room(config: RunConfig, learner: LearnerMemory, totals: Sequence[int]) -> bool:
     """Whether what stays of the learner fits beside engines that are awake in their turn."""
-    stays = sum(learner.resident.values()) + 2 * (config.weights.staging_mib << 20)
+    stays = learner.kept_beside(config)
     return all(stays + engine_budget(config, total) <= total for total in totals)

@@ -186,6 +186,8 @@ class ModelShape:
             num_experts = _number(tree, "num_experts", "num_local_experts", "n_routed_experts")
             inner = _number(tree, "moe_intermediate_size") if num_experts else 0
             shared = _number(tree, "n_shared_experts") * inner
+            if num_experts:
+                shared = shared or _number(tree, "shared_expert_intermediate_size")
             latent = tree.get("kv_lora_rank")
             return cls(
                 hidden=hidden,
@@ -198,9 +200,7 @@ class ModelShape:
                 has_bias=tree.get("model_type") in _WITH_BIAS,
                 num_experts=num_experts,
                 num_chosen=_number(tree, "num_experts_per_tok"),
-                shared=_number(tree, "shared_expert_intermediate_size")
-                if num_experts and not shared
-                else shared,
+                shared=shared,
                 weighs_shared=tree.get("model_type") == "qwen2_moe",
                 num_dense=_num_dense(tree, num_layers) if num_experts else 0,
                 dense=dense,
