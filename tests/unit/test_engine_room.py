@@ -14,6 +14,7 @@ from paceline.learner.distributed.engine_room import (
     EngineSize,
     GpuMemory,
     RoomMade,
+    leave_room,
     make_room,
 )
 from paceline.learner.distributed.ranks import Ranks
@@ -34,8 +35,8 @@ def ranks() -> Iterator[Ranks]:
 class Gpu(GpuMemory):
     """A GPU of 100 GiB of which torch's allocator caches 40."""
 
-    def __init__(self, free: int) -> None:
-        self._now, self.gave_back = free, 0
+    def __init__(self, free: int, of_others: int = 0) -> None:
+        self._now, self._of_others, self.gave_back = free, of_others, 0
 
     @property
     def total(self) -> int:
@@ -45,8 +46,13 @@ class Gpu(GpuMemory):
     def free(self) -> int:
         return self._now
 
-    def give_back(self) -> None:
+    @property
+    def of_others(self) -> int:
+        return self._of_others
+
+    def give_back(self) -> int:
         self._now, self.gave_back = self._now + 40 * GIB, self.gave_back + 1
+        return 40 * GIB
 
 
 @pytest.mark.parametrize(
@@ -67,6 +73,33 @@ def test_memory_is_given_back_where_it_lacks(
     made = make_room(parts, lambda total: EngineSize(weights=total // 10, kv_cache=20 * GIB), gpu, ranks)
     assert made == RoomMade(freed_bytes=freed * GIB, has_room=has_room)
     assert gpu.gave_back == (freed > 0)
+
+
+def test_what_an_engine_takes_meanwhile_does_not_count(ranks: Ranks) -> None:
+    class Shared(Gpu):
+        def give_back(self) -> int:
+            freed = super().give_back()
+            self._now -= 50 * GIB
+            return freed
+
+    gpu = Shared(60 * GIB)
+    assert (
+        make_room((), lambda total: EngineSize(weights=total, kv_cache=0), gpu, ranks).freed_bytes == 40 * GIB
+    )
+
+
+@pytest.mark.parametrize(
+    ("free", "of_others", "gives_back"),
+    [
+        (MARGIN - 1, 20 * GIB, True),
+        (MARGIN, 20 * GIB, False),
+        (MARGIN - 1, GIB, False),
+    ],
+)
+def test_an_engine_that_is_awake_can_allocate(free: int, of_others: int, gives_back: bool) -> None:
+    gpu = Gpu(free, of_others)
+    leave_room(gpu)
+    assert gpu.gave_back == gives_back
 
 
 def test_the_size_of_an_engine_is_that_of_its_settings() -> None:

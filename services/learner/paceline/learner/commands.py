@@ -21,7 +21,7 @@ from paceline.learner.checkpoint.load import roll_back
 from paceline.learner.checkpoint.write import CheckpointWriter
 from paceline.learner.distributed.collectives import CommandError, attempt, gather_bytes
 from paceline.learner.distributed.command_loop import Arguments, Handler
-from paceline.learner.distributed.engine_room import EngineSize, GpuMemory, RoomMade, make_room
+from paceline.learner.distributed.engine_room import EngineSize, GpuMemory, RoomMade, leave_room, make_room
 from paceline.learner.distributed.publisher import WeightPublisher
 from paceline.learner.model.loading import as_fsdp
 from paceline.learner.model.lora import with_adapters
@@ -160,6 +160,9 @@ class Commands:
         self._reshard()
         with with_adapters(learner.actor.network):
             receipt = attempt(learner.ranks, lambda: self._publisher.publish(version, timeout_s=timeout_s))
+        if learner.config.rollout.sleep != "always":
+            # Where engines sleep, the controller orders it when they wake.
+            leave_room(self._memory)
         # Rank 0's report is large and already where it is needed, so it is not gathered.
         numbers = gather_bytes(dataclasses.replace(receipt, reports=()).to_bytes(), learner.ranks)
         merged = PushReceipt.merge([PushReceipt.from_bytes(data) for data in numbers])

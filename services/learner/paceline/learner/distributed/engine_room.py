@@ -76,10 +76,21 @@ class GpuMemory:
         """Bytes that no process has."""
         return torch.cuda.mem_get_info(self._device)[0] if self._device else 1 << 62
 
-    def give_back(self) -> None:
-        """Gives back what torch's allocator only caches."""
-        if self._device:
-            torch.cuda.empty_cache()
+    @property
+    def of_others(self) -> int:
+        """Bytes of other processes, and what this one has beside torch's allocator."""
+        return self.total - self.free - torch.cuda.memory_reserved(self._device) if self._device else 0
+
+    def give_back(self) -> int:
+        """Gives back what torch's allocator only caches; returns its bytes.
+
+        What is free then says less: an engine may take memory meanwhile.
+        """
+        if self._device is None:
+            return 0
+        before = torch.cuda.memory_reserved(self._device)
+        torch.cuda.empty_cache()
+        return before - torch.cuda.memory_reserved(self._device)
 
 
 def make_room(
@@ -98,8 +109,16 @@ def make_room(
     engine, free = size(memory.total), memory.free
     freed = 0
     if not parts or free < engine.bytes_of(parts):
-        memory.give_back()
-        freed = memory.free - free
+        freed = memory.give_back()
     has_room = freed > 0 or not parts or free >= engine.bytes_of(tuple(EnginePart))
     told = [json.loads(data) for data in gather_bytes(json.dumps([freed, has_room]).encode(), ranks)]
     return RoomMade(freed_bytes=sum(part[0] for part in told), has_room=all(part[1] for part in told))
+
+
+def leave_room(memory: GpuMemory) -> None:
+    """Gives cached memory back if an engine that is awake on this rank's GPU could hardly allocate.
+
+    Its allocator would ask in vain at every step of a batch, and empty its own cache before it asks again.
+    """
+    if memory.free < MARGIN < memory.of_others:
+        memory.give_back()
