@@ -254,15 +254,26 @@ def test_services_may_ask_the_hub_only_for_names(hub: StandInHub) -> None:
     assert commit
 
 
-def test_the_option_offline_reaches_the_hub_s_library(hub: StandInHub, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("train run.yaml --dry-run --offline", "acme/tiny"),
+        ("init new.yaml --model acme/tiny --data openai/gsm8k --reward gsm8k --offline", "openai/gsm8k"),
+    ],
+)
+def test_the_option_offline_reaches_the_hub_s_library(
+    hub: StandInHub, tmp_path: Path, words: str, name: str
+) -> None:
     hub.put("acme/tiny", MODEL)
     hub.put("openai/gsm8k", GSM8K, kind="datasets")
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps(_config().model_dump(mode="json", exclude_unset=True)), encoding="utf-8")
     environment = os.environ | {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home")}
-    command = [sys.executable, "-m", "paceline.cli.main", "train", str(file), "--dry-run", "--offline"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert "acme/tiny is no folder or file here" in done.stderr
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline.cli.main", *words.split()],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert f"{name} is no folder or file here" in done.stderr
     assert "--offline" in done.stderr
     assert hub.requests == []
 

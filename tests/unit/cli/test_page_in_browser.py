@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,7 +29,8 @@ const figure = title => all("figure").find(f => f.querySelector("figcaption b")?
 const paths = title => all("path.line", figure(title)).map(p => p.getAttribute("d"));
 function point(title, share, kind = "pointermove") {
   const svg = figure(title).querySelector("svg"), box = svg.getBoundingClientRect();
-  const x = box.left + 46 + share * (box.width - 56);
+  const [from, to] = ["x1", "x2"].map(end => Number(svg.querySelector("line.axis").getAttribute(end)));
+  const x = box.left + from + share * (to - from);
   const at = {clientX: x, clientY: box.top + 50, pointerType: "mouse", bubbles: true};
   svg.dispatchEvent(new PointerEvent(kind, at));
 }
@@ -117,6 +119,16 @@ async function probe() {
 """
 
 
+_LABELS = """
+async function probe() {
+  await wait(400);
+  const labels = all("figure:not([hidden]) > svg text");
+  const texts = list => list.map(t => t.textContent);
+  return {all: texts(labels), cut: texts(labels.filter(t => t.getBBox().x < 0))};
+}
+"""
+
+
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = write_run(tmp_path_factory.mktemp("runs") / "demo", num_steps=60)
@@ -183,6 +195,16 @@ def test_fleet_guard_and_events(seen: Any) -> None:
     assert ["rollout-0", "serving", "v60", "", "2", "1"] in seen["fleet"]
     assert "ppo_kl (actor)7-9, 20warn 3x, skip20.06 in step 20above 0.05" in seen["guard"]
     assert seen["events"] == ["run", "member", "member", "group_dropped", "checkpoint", "end"]
+
+
+def test_the_numbers_of_an_axis_are_whole(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "demo", num_steps=2)
+    path = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({**line, "actor/entropy": 0.001}) + "\n" for line in lines))
+    seen = probe(page("demo", frozen(RunContent(folder))), _HELPERS + _LABELS, tmp_path)
+    assert "0.00105" in seen["all"]
+    assert not seen["cut"]
 
 
 def test_it_fits_a_phone(text: str, tmp_path: Path) -> None:

@@ -28,6 +28,11 @@ def add_config(parser: argparse.ArgumentParser, *, description: str) -> None:
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="dotted.key=value", help="override a value of the file"
     )
+    add_offline(parser)
+
+
+def add_offline(parser: argparse.ArgumentParser) -> None:
+    """Adds `--offline`."""
     parser.add_argument(
         "--offline",
         action=_Offline,

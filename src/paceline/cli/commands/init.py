@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from paceline.cli.commands import arguments
 from paceline.cli.launch.preflight import has_chat_template
 from paceline.config.load import load
 from paceline.config.model import ModelConfig
@@ -114,6 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--algorithm", choices=_ALGORITHMS, help="default: grpo")
     parser.add_argument("--steps", type=int, metavar="N", help="training steps (default: 200)")
+    arguments.add_offline(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -62,11 +62,14 @@ class Plot {
     if (!xs.length || !(x[1] > x[0])) x[1] = x[0] + 1;
     if (!xs.length) { x[0] = 0; x[1] = 1; }
     if (this.stack && !view.range) this.#widen(x, shown, place);
-    const size = {left: 46, right: 10, top: 8, bottom: 24, width, height: this.height};
-    const inner = [size.width - size.left - size.right, size.height - size.top - size.bottom];
     const curves = shown.map(line => ({...line, inside: this.#inside(line.points, place, x)}));
     const y = this.stack ? [0, this.#stackTop(curves)] : this.#span(curves);
     const log = this.log && y[0] > 0;
+    const ticks = log ? logTicks(...y) : ticksBetween(y[0], y[1], 5);
+    // A digit takes at most 6.5 pixels.
+    const left = Math.max(46, 10 + 6.5 * Math.max(0, ...ticks.map(tick => short(tick).length)));
+    const size = {left, right: 10, top: 8, bottom: 24, width, height: this.height};
+    const inner = [size.width - size.left - size.right, size.height - size.top - size.bottom];
     const toY = log ? value => Math.log(value / y[0]) / Math.log(y[1] / y[0]) : v => (v - y[0]) / (y[1] - y[0]);
     this.scale = {
       place, range: x,
@@ -79,7 +82,7 @@ class Plot {
     this.svg.setAttribute("viewBox", `0 0 ${width} ${this.height}`);
     this.overlay = s("g");
     this.svg.replaceChildren(
-      ...this.#axes(x, y), ...(view.notes ? this.#marks() : []),
+      ...this.#axes(x, ticks), ...(view.notes ? this.#marks() : []),
       ...(this.stack ? this.#layers(curves) : curves.flatMap(line => this.#curve(line))), this.overlay);
     this.drawCursor();
   }
@@ -115,9 +118,9 @@ class Plot {
     return this.log ? [low / 1.1, high * 1.1] : [low - (high - low) * 0.05, high + (high - low) * 0.05];
   }
 
-  #axes(x, y) {
-    const {size, log} = this.scale, parts = [];
-    for (const tick of log ? logTicks(...y) : ticksBetween(y[0], y[1], 5)) {
+  #axes(x, yTicks) {
+    const {size} = this.scale, parts = [];
+    for (const tick of yTicks) {
       const at = this.scale.y(tick);
       parts.push(s("line", {class: "grid", x1: size.left, x2: size.width - size.right, y1: at, y2: at}),
         s("text", {x: size.left - 6, y: at + 4, "text-anchor": "end"}, short(tick)));
