@@ -12,6 +12,7 @@ import pytest
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
+from paceline.rollout import __main__ as rollout
 from paceline.rollout.engines import registry
 from support.fake_engine import FakeEngine
 
@@ -66,6 +67,20 @@ async def test_an_unknown_name_is_refused_with_those_that_exist() -> None:
 
 
 def test_every_entry_of_the_table_can_be_imported() -> None:
-    for target in (target for entry in registry.ENGINES.values() for target in entry):
+    for target in (target for entry in registry.ENGINES.values() for target in entry if target):
         module, _, path = target.partition(":")
         assert callable(attrgetter(path)(importlib.import_module(module)))
+
+
+def test_a_rollout_server_lets_its_engines_begin_before_it_has_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = list[str]()
+    module = ModuleType("an_engine")
+    module.begin = lambda: calls.append("begin")
+    monkeypatch.setitem(sys.modules, "an_engine", module)
+    entry = registry.EngineEntry(start="a:b", check="a:b", begin="an_engine:begin")
+    monkeypatch.setattr(registry, "ENGINES", {"fake": entry, "other": entry._replace(begin="")})
+    monkeypatch.setattr(rollout, "run_member", lambda *_, **__: calls.append("serve") or 0)
+    assert rollout.main(["--controller", "localhost:1", "--member-id", "rollout-0"]) == 0
+    assert calls == ["begin", "serve"]

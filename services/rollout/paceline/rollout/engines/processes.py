@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from multiprocessing import forkserver
 
 import psutil
 
@@ -18,7 +19,7 @@ class EngineProcesses:
     """
 
     def __init__(self) -> None:
-        self._others = set(psutil.Process().children())
+        self._others = set(_children())
         self._settled: list[psutil.Process] | None = None
 
     def settle(self) -> None:
@@ -29,12 +30,7 @@ class EngineProcesses:
         """The processes that the engine has started, themselves or through multiprocessing's fork server."""
         if self._settled is not None:
             return self._settled
-        children: list[psutil.Process] = []
-        for child in psutil.Process().children():
-            if child not in self._others:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    children += child.children() if _is_fork_server(child) else [child]
-        return children
+        return [child for child in _children() if child not in self._others]
 
     def descendants(self) -> list[psutil.Process]:
         """The processes below those."""
@@ -63,9 +59,17 @@ def kill(processes: Sequence[psutil.Process]) -> None:
     psutil.wait_procs(processes, timeout=_WAIT_S)
 
 
-def _is_fork_server(process: psutil.Process) -> bool:
-    """It outlives an engine: the next one is forked from it, too."""
-    return "multiprocessing.forkserver" in " ".join(process.cmdline())
+def _children() -> list[psutil.Process]:
+    """Of this process, and of multiprocessing's fork server in its place.
+
+    The server outlives an engine: the next one is forked from it, too.
+    """
+    server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    children: list[psutil.Process] = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            children += child.children() if child.pid == server else [child]
+    return children
 
 
 def _is_tracker(process: psutil.Process) -> bool:

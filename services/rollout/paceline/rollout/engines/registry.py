@@ -22,19 +22,29 @@ class EngineEntry(NamedTuple):
         start: an `async def start(config: RunConfig) -> Engine`.
         check: a `def check(config: RunConfig) -> None` that raises ConfigError for what the engine cannot be
             run with; it must not need the engine itself, since `paceline check` runs where there is none.
+        begin: a `def begin() -> None` for what must be done while the process has no threads; "": nothing.
     """
 
     start: str
     check: str
+    begin: str = ""
 
 
 ENGINES: Final[dict[str, EngineEntry]] = {
     "vllm": EngineEntry(
         start="paceline.rollout.engines.vllm.engine:VllmEngine.start",
         check="paceline.rollout.engines.vllm.refusals:check",
+        begin="paceline.rollout.engines.vllm.prefork:begin",
     ),
 }
 """By `rollout.name`"""
+
+
+def begin() -> None:
+    """What a rollout server does first of all; it does not know its run's configuration yet."""
+    for entry in ENGINES.values():
+        if entry.begin:
+            _load(entry.begin)()
 
 
 async def start_engine(config: RunConfig) -> Engine:

@@ -1,21 +1,25 @@
 """Environment variables that vLLM reads on import and when it starts its processes.
 
-All of them are set here, before that. A variable that the user has set keeps its value.
+All of them are set here, before that; what the configuration decides is applied again in a process that has
+imported vLLM without it. A variable that the user has set keeps its value.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import os
 from collections.abc import MutableMapping
 
 from paceline.config.run import RunConfig
 
+_OFFLINE = "HF_HUB_OFFLINE"
+
 _ALWAYS = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     # Model folders are local; a look-up on the hub would only wait for a timeout.
-    "HF_HUB_OFFLINE": "1",
+    _OFFLINE: "1",
     "TOKENIZERS_PARALLELISM": "false",
     # The flashinfer sampler cannot return the log-probabilities that were sampled from.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -69,6 +73,26 @@ def prepare(
         variables |= _FLOAT32
     for name, value in variables.items():
         environ.setdefault(name, value)
+
+
+def prepare_import(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Sets what is the same in every configuration, on a machine without a GPU; call it before an import.
+
+    The hub may still be asked: a server fetches its model itself if that is a name.
+    """
+    for name, value in _ALWAYS.items():
+        if name != _OFFLINE:
+            environ.setdefault(name, value)
+    prepare_cpu(environ)
+
+
+def apply() -> None:
+    """Gives a process that has imported vLLM what the variables say now."""
+    from huggingface_hub import constants
+
+    constants.HF_HUB_OFFLINE = os.environ[_OFFLINE] == "1"
+    for handler in logging.getLogger("vllm").handlers:
+        handler.setLevel(os.environ["VLLM_LOGGING_LEVEL"])
 
 
 def in_this_process() -> dict[str, str]:

@@ -1,16 +1,29 @@
-"""Forks the engine's processes from one that has imported vLLM; for the CPU only.
+"""One import of vLLM for a rollout server and its engine's processes; for the CPU only.
 
-An import of vLLM takes ten seconds of a core. vLLM's CPU platform starts the engine core and each worker
-as new interpreters, so that three imports follow each other. Here another process imports it at the same
-time, and the others are forked from that one, which has no threads. Its environment is that of its start.
+An import of vLLM takes eight seconds of a core. Left to itself, vLLM would be imported by the server, by the
+engine core and by each worker, one after the other. Here the server imports it before anything else, while it
+has no threads, and forks another process: multiprocessing's fork server. From that one the engine core is
+forked, and from the core its workers.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import importlib
+import logging
 import multiprocessing
-from multiprocessing import forkserver
-from multiprocessing.context import BaseContext
-from typing import Final
+import os
+import socket
+from collections.abc import Callable, Mapping
+from multiprocessing import forkserver, resource_tracker, util
+from multiprocessing.context import BaseContext, ForkServerContext
+from multiprocessing.process import BaseProcess
+from typing import Any, Final
+
+from paceline.rollout.engines.vllm import environment
+
+log = logging.getLogger(__name__)
 
 MODULES: Final = (
     "vllm.v1.engine.core",
@@ -21,10 +34,36 @@ MODULES: Final = (
 )
 """What the engine's processes import; what is missing here is imported later, in each of them"""
 
+_IN_SERVER: Final = ("vllm.engine.arg_utils", "vllm.v1.engine.async_llm")
+_has_begun = False
+
+
+def begin() -> None:
+    """Imports vLLM and forks the fork server, if the installed vLLM is the one for the CPU.
+
+    Call it in a process that has no threads. Where vLLM cannot be imported it does nothing: the start of the
+    engine says why.
+    """
+    global _has_begun
+    if not environment.has_cpu_build():
+        return
+    _can_be_titled()
+    environment.prepare_import()
+    try:
+        for name in (*MODULES, *_IN_SERVER):
+            importlib.import_module(name)
+    except Exception:  # whatever an import raises
+        log.debug("vLLM cannot be imported", exc_info=True)
+        return
+    _fork()
+    _has_begun = True
+
 
 def start() -> BaseContext:
-    """Starts the process that imports vLLM, and does not wait for it."""
-    context = multiprocessing.get_context("forkserver")
+    """Where to start the engine core; starts a fork server, without waiting for it, if there is none."""
+    if _has_begun:
+        environment.apply()
+    context = _Context()
     context.set_forkserver_preload(list(MODULES))
     forkserver.ensure_running()
     return context
@@ -35,3 +74,62 @@ def use(context: BaseContext) -> None:
     from vllm.v1.engine import utils
 
     utils.get_mp_context = lambda: context
+
+
+class _Context(ForkServerContext):
+    """Its processes get the environment variables that this process had when the context was made.
+
+    Later ones would not do: vLLM, in this process, wants the workers to be new interpreters.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._environ = dict(os.environ)
+
+    def Process(self, *, target: Callable[..., Any], name: str, kwargs: dict[str, Any]) -> BaseProcess:  # type: ignore[override]
+        arguments = {"environ": self._environ, "target": target, "arguments": kwargs}
+        return multiprocessing.get_context("forkserver").Process(target=_run, name=name, kwargs=arguments)
+
+
+def _run(environ: Mapping[str, str], target: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    import torch
+
+    _can_be_titled()
+    os.environ.clear()
+    os.environ.update(environ)
+    environment.apply()
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
+    target(**arguments)
+
+
+def _can_be_titled() -> None:
+    """Has setproctitle find its room, which it does by the environment that the process was started with.
+
+    Without it vLLM's processes would have no titles of their own.
+    """
+    with contextlib.suppress(ImportError):
+        import setproctitle
+
+        setproctitle.getproctitle()
+
+
+def _fork() -> None:
+    """As `ForkServer.ensure_running` starts the server, but as a copy of this process."""
+    gc.collect()
+    gc.freeze()  # a collection would write to pages that the two processes share
+    resource_tracker.ensure_running()
+    with socket.socket(socket.AF_UNIX) as listener:
+        address = os.path.join(util.get_temp_dir(), "engines")
+        listener.bind(address)
+        os.chmod(address, 0o600)
+        listener.listen()
+        alive_r, alive_w = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            with contextlib.suppress(SystemExit):
+                os.close(alive_w)
+                forkserver.main(listener.detach(), alive_r, [])
+            os._exit(0)
+        os.close(alive_r)
+    server = {"_forkserver_address": address, "_forkserver_alive_fd": alive_w, "_forkserver_pid": pid}
+    vars(forkserver._forkserver).update(server)  # type: ignore[attr-defined]

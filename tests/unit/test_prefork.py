@@ -1,0 +1,89 @@
+"""The fork server that a rollout server forks from itself: one import for all of an engine's processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytest.importorskip("torch")
+
+BEGIN = textwrap.dedent(
+    """
+    import json, multiprocessing, os, sys, time
+    from multiprocessing import forkserver
+    from paceline.rollout.engines.processes import EngineProcesses
+    from paceline.rollout.engines.vllm import environment, prefork
+
+    def core(file, seconds):
+        import setproctitle, torch
+        setproctitle.setproctitle("VLLM::EngineCore")
+        report = {
+            "imported": "colorsys" in sys.modules,
+            "pid": os.getpid(),
+            "parent": os.getppid(),
+            "threads": torch.get_num_threads(),
+            "cache": os.environ.get("VLLM_CPU_KVCACHE_SPACE"),
+            "gone": "GONE" in os.environ,
+        }
+        with open(file + ".part", "w") as out:
+            json.dump(report, out)
+        os.rename(file + ".part", file)
+        time.sleep(seconds)
+
+    if __name__ == "__main__":
+        os.environ["GONE"] = "1"
+        environment.has_cpu_build = lambda: True
+        prefork.MODULES, prefork._IN_SERVER = ("colorsys",), ()
+        prefork.begin()
+        assert "HF_HUB_OFFLINE" not in os.environ
+        server = forkserver._forkserver._forkserver_pid
+        del os.environ["GONE"]
+        os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "7", "HF_HUB_OFFLINE": "1"}
+        os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
+        engine = EngineProcesses()
+        context = prefork.start()
+        assert forkserver._forkserver._forkserver_pid == server
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = "too late"
+        process = context.Process(target=core, name="core", kwargs={"file": sys.argv[1], "seconds": 60})
+        process.start()
+        print(json.dumps({"core": process.pid, "server": server, "own": [c.pid for c in engine.children()]}))
+        sys.stdout.flush()
+        time.sleep(60)
+    """
+)
+
+
+def test_the_engine_core_is_forked_with_what_was_imported_and_the_environment_that_was_prepared(
+    tmp_path: Path,
+) -> None:
+    script, file = tmp_path / "script.py", tmp_path / "core.json"
+    script.write_text(BEGIN, encoding="utf-8")
+    environ = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    command = [sys.executable, script, file]
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            said = json.loads(server.stdout.readline())
+            deadline = time.monotonic() + 60
+            while not file.exists():
+                assert time.monotonic() < deadline, "the engine core says nothing"
+                time.sleep(0.05)
+            core = json.loads(file.read_text(encoding="utf-8"))
+            assert core["imported"], "the core would import vLLM a second time"
+            assert (core["pid"], core["parent"]) == (said["core"], said["server"])
+            assert said["own"] == [said["core"]]
+            assert (core["threads"], core["cache"], core["gone"]) == (1, "7", False)
+            assert psutil.Process(core["pid"]).cmdline()[0].startswith("VLLM::EngineCore")
+            forked = [psutil.Process(said["server"]), psutil.Process(said["core"])]
+        finally:
+            server.kill()
+        forked[1].kill()  # vLLM's core ends with its parent by itself
+        assert psutil.wait_procs(forked, timeout=20)[1] == [], "the fork server outlives its rollout server"
