@@ -132,4 +132,4 @@ def _fork() -> None:
             os._exit(0)
         os.close(alive_r)
     server = {"_forkserver_address": address, "_forkserver_alive_fd": alive_w, "_forkserver_pid": pid}
-    vars(forkserver._forkserver).update(server)  # type: ignore[attr-defined]
+    vars(forkserver._forkserver).update(server)
