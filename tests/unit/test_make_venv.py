@@ -24,12 +24,15 @@ esac
 """
 
 
-def make(folder: Path, *variables: str, lacks: str = "") -> subprocess.CompletedProcess[str]:
+def make(
+    folder: Path, *variables: str, lacks: str = "", tools: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     python = folder / "python"
     python.write_text(PYTHON)
     python.chmod(0o755)
-    environ = {"PATH": os.environ["PATH"], "CALLS": str(folder / "calls"), "LACKS": lacks}
-    command = ["make", "venv", f"VENV={folder}/venv", f"PYTHON={python}", "BUILD=cpu", *variables]
+    path = os.pathsep.join([*([str(tools)] if tools else []), os.environ["PATH"]])
+    environ = {"PATH": path, "CALLS": str(folder / "calls"), "LACKS": lacks}
+    command = ["make", "venv", f"VENV={folder}/venv", f"PYTHON={python}", *(variables or ["BUILD=cpu"])]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=120, env=environ, cwd=source.ROOT, check=False
     )
@@ -83,7 +86,9 @@ def test_an_environment_without_pip_gets_it(tmp_path: Path) -> None:
 def test_torch_comes_from_pips_index_or_its_own_without_an_error_before_it(
     tmp_path: Path, lacks: str
 ) -> None:
-    done = make(tmp_path, "TORCH=torch==1", "TORCH_INDEX=https://builds.example/cpu", lacks=lacks)
+    done = make(
+        tmp_path, "BUILD=cpu", "TORCH=torch==1", "TORCH_INDEX=https://builds.example/cpu", lacks=lacks
+    )
     assert done.returncode == 0, done.stderr
     assert "ERROR" not in done.stdout + done.stderr
     second = ["-m pip install --index-url https://builds.example/cpu torch==1"] if lacks else []
@@ -97,8 +102,34 @@ def test_torch_comes_from_pips_index_or_its_own_without_an_error_before_it(
 
 
 def test_torch_that_is_nowhere_says_how_to_name_a_mirror(tmp_path: Path) -> None:
-    done = make(tmp_path, "TORCH=torch==1", "TORCH_INDEX=https://builds.example/cpu", lacks="torch mirror")
+    done = make(
+        tmp_path,
+        "BUILD=cpu",
+        "TORCH=torch==1",
+        "TORCH_INDEX=https://builds.example/cpu",
+        lacks="torch mirror",
+    )
     assert done.returncode == 2
     assert "torch==1 was not found: not on pip's index, and not at https://builds.example/cpu" in done.stderr
     assert "TORCH_INDEX=ADDRESS" in done.stderr
     assert not (tmp_path / "venv" / ".installed").exists()
+
+
+@pytest.mark.parametrize(
+    ("smi", "file", "words"),
+    [("exit 0", "cuda", "Installing for NVIDIA GPUs"), ("exit 9", "cpu", "Installing for CPUs")],
+)
+def test_the_builds_are_those_for_what_the_machine_has_and_stay_what_they_are(
+    tmp_path: Path, smi: str, file: str, words: str
+) -> None:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "nvidia-smi").write_text(f"#!/bin/sh\n{smi}\n")
+    (tools / "nvidia-smi").chmod(0o755)
+    done = make(tmp_path, "TORCH_INDEX=https://builds.example", tools=tools)
+    assert words in done.stdout, done.stderr
+    assert any(f"-r requirements/{file}.txt" in line for line in calls(tmp_path))
+    assert (tmp_path / "venv" / ".build").read_text().strip() == file
+    (tmp_path / "venv" / ".installed").unlink()
+    (tools / "nvidia-smi").write_text("#!/bin/sh\nexit 1\n")
+    assert words in make(tmp_path, "TORCH_INDEX=https://builds.example", tools=tools).stdout
