@@ -124,7 +124,15 @@ async function probe() {
   await wait(400);
   const labels = all("figure:not([hidden]) > svg text");
   const texts = list => list.map(t => t.textContent);
-  return {all: texts(labels), cut: texts(labels.filter(t => t.getBBox().x < 0))};
+  // A number has arrows at its right, which need 20 pixels.
+  const inputs = all("#samples input[type=number]").filter(input => {
+    const style = getComputedStyle(input), pen = document.createElement("canvas").getContext("2d");
+    pen.font = style.font;
+    const room = input.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight) - 20;
+    return pen.measureText(input.placeholder).width > room;
+  });
+  return {all: texts(labels), cut: texts(labels.filter(t => t.getBBox().x < 0)),
+    inputs: inputs.map(input => input.placeholder)};
 }
 """
 
@@ -197,14 +205,15 @@ def test_fleet_guard_and_events(seen: Any) -> None:
     assert seen["events"] == ["run", "member", "member", "group_dropped", "checkpoint", "end"]
 
 
-def test_the_numbers_of_an_axis_are_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("width", [390, 1280])
+def test_what_is_written_at_an_axis_and_in_a_field_is_whole(tmp_path: Path, width: int) -> None:
     folder = write_run(tmp_path / "demo", num_steps=2)
     path = folder / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     path.write_text("".join(json.dumps({**line, "actor/entropy": 0.001}) + "\n" for line in lines))
-    seen = probe(page("demo", frozen(RunContent(folder))), _HELPERS + _LABELS, tmp_path)
-    assert "0.00105" in seen["all"]
-    assert not seen["cut"]
+    seen = probe(page("demo", frozen(RunContent(folder))), _HELPERS + _LABELS, tmp_path, width=width)
+    assert {"0.00105", "0 s"} <= set(seen["all"])
+    assert (seen["cut"], seen["inputs"]) == ([], [])
 
 
 def test_it_fits_a_phone(text: str, tmp_path: Path) -> None:

@@ -89,7 +89,9 @@ class Timeline {
     }
     for (const tick of ticksBetween(from, to, Math.max(2, Math.floor(width / 110)))) {
       parts.unshift(s("line", {class: "grid", x1: x(tick), x2: x(tick), y1: 0, y2: top}));
-      parts.push(s("text", {x: x(tick), y: top + 14, "text-anchor": "middle"}, `${short(tick)} s`));
+      // The first would begin left of the picture where names stand above their lanes.
+      const anchor = x(tick) < 20 ? "start" : "middle";
+      parts.push(s("text", {x: x(tick), y: top + 14, "text-anchor": anchor}, `${short(tick)} s`));
     }
     this.svg.setAttribute("viewBox", `0 0 ${width} ${top + 20}`);
     this.svg.setAttribute("height", top + 20);
