@@ -27,12 +27,14 @@ esac
 def make(
     folder: Path, *variables: str, lacks: str = "", tools: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
+    """With programs from `tools`, `make` chooses the build itself."""
     python = folder / "python"
     python.write_text(PYTHON)
     python.chmod(0o755)
     path = os.pathsep.join([*([str(tools)] if tools else []), os.environ["PATH"]])
     environ = {"PATH": path, "CALLS": str(folder / "calls"), "LACKS": lacks}
-    command = ["make", "venv", f"VENV={folder}/venv", f"PYTHON={python}", *(variables or ["BUILD=cpu"])]
+    build = [] if tools else ["BUILD=cpu"]
+    command = ["make", "venv", f"VENV={folder}/venv", f"PYTHON={python}", *build, *variables]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=120, env=environ, cwd=source.ROOT, check=False
     )
@@ -86,9 +88,7 @@ def test_an_environment_without_pip_gets_it(tmp_path: Path) -> None:
 def test_torch_comes_from_pips_index_or_its_own_without_an_error_before_it(
     tmp_path: Path, lacks: str
 ) -> None:
-    done = make(
-        tmp_path, "BUILD=cpu", "TORCH=torch==1", "TORCH_INDEX=https://builds.example/cpu", lacks=lacks
-    )
+    done = make(tmp_path, "TORCH=torch==1", "TORCH_INDEX=https://builds.example/cpu", lacks=lacks)
     assert done.returncode == 0, done.stderr
     assert "ERROR" not in done.stdout + done.stderr
     second = ["-m pip install --index-url https://builds.example/cpu torch==1"] if lacks else []
@@ -102,13 +102,7 @@ def test_torch_comes_from_pips_index_or_its_own_without_an_error_before_it(
 
 
 def test_torch_that_is_nowhere_says_how_to_name_a_mirror(tmp_path: Path) -> None:
-    done = make(
-        tmp_path,
-        "BUILD=cpu",
-        "TORCH=torch==1",
-        "TORCH_INDEX=https://builds.example/cpu",
-        lacks="torch mirror",
-    )
+    done = make(tmp_path, "TORCH=torch==1", "TORCH_INDEX=https://builds.example/cpu", lacks="torch mirror")
     assert done.returncode == 2
     assert "torch==1 was not found: not on pip's index, and not at https://builds.example/cpu" in done.stderr
     assert "TORCH_INDEX=ADDRESS" in done.stderr

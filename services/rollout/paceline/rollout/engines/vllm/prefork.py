@@ -12,7 +12,6 @@ import contextlib
 import gc
 import importlib
 import logging
-import multiprocessing
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -88,7 +87,7 @@ class _Context(ForkServerContext):
 
     def Process(self, *, target: Callable[..., Any], name: str, kwargs: dict[str, Any]) -> BaseProcess:  # type: ignore[override]
         arguments = {"environ": self._environ, "target": target, "arguments": kwargs}
-        return multiprocessing.get_context("forkserver").Process(target=_run, name=name, kwargs=arguments)
+        return super().Process(target=_run, name=name, kwargs=arguments)
 
 
 def _run(environ: Mapping[str, str], target: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
