@@ -23,22 +23,22 @@ G = "group"
 async def test_a_full_server_makes_writers_wait_until_something_drains(server: RedisServer) -> None:
     notices = Notices()
     broker = notices.open(server.url)
-    keys = [f"b{number}" for number in range(12)]
+    keys, blob = [f"b{number}" for number in range(12)], b"x" * 2**20
 
     async def write(some: list[str]) -> None:
         for key in some:
-            await broker.append([Outgoing(stream="s", payload=b"", blobs={key: b"x" * 2**20})])
+            await broker.append([Outgoing(stream="s", payload=b"", blobs={key: blob})])
 
     async with asyncio.timeout(60):
         await write(keys[:6])
         with redis.Redis.from_url(server.url) as admin:
-            # Below what is in use by more than buffers of connections come to, which count too.
+            # Connections' buffers count as used memory: with 3 MiB less it is full whatever they hold.
             admin.config_set("maxmemory", int(admin.info("memory")["used_memory"]) - 3 * 2**20)
             writing = asyncio.create_task(write(keys[6:]))
             await notices.wait_for(1)
             assert "is full: it has used its maxmemory, takes no more messages" in notices[0]
             # Readers are served meanwhile, and see no message without its blob.
-            assert await broker.get_blobs(keys) == [b"x" * 2**20] * 6 + [None] * 6
+            assert await broker.get_blobs(keys) == [blob] * 6 + [None] * 6
             assert await broker.length("s") == 6
             assert len(notices) == 1
             # It goes on when blobs are deleted, and when the limit is raised.
