@@ -117,6 +117,13 @@ class Run:
             assert self.process.poll() is None, self.process.communicate()
             time.sleep(0.02)
 
+    def wait_until_it_runs(self) -> None:
+        """Waits until the controller answers."""
+        deadline = time.monotonic() + HANG_S
+        while (note := run_dirs.read_note(self.run_dir)) is None or note.state != "running":
+            assert time.monotonic() < deadline, self.process.communicate(timeout=1)
+            time.sleep(0.02)
+
     @property
     def note(self) -> run_dirs.RunNote:
         """run.json."""
@@ -183,11 +190,28 @@ def test_everything_ends_in_order(tmp_path: Path) -> None:
     names = ("rollout-0", "learner-0", "reward")
     run = Run(tmp_path, "wait", {name: NOTES.format(name=name, order=str(order)) for name in names})
     run.wait_for_pids(3, suffix=".ready", folder=tmp_path)
+    run.wait_until_it_runs()
     run.process.send_signal(signal.SIGTERM)
     run.finish()
     assert order.read_text().split() == [*names]
     calls = run.run_dir / "controller.calls"
     assert calls.stat().st_mtime_ns > order.stat().st_mtime_ns, "the controller is the last"
+
+
+def test_members_start_beside_the_controller_and_end_with_it(tmp_path: Path) -> None:
+    """A controller that refuses the run ends them at once, and the message is its own."""
+    told = tmp_path / "told"
+    refuses = (
+        "import pathlib, sys, time\n"
+        f"while not pathlib.Path({str(told)!r}).exists(): time.sleep(0.02)\n"
+        "print('paceline controller: the data is wrong', file=sys.stderr); sys.exit(2)"
+    )
+    tells = f"import pathlib; pathlib.Path({str(told)!r}).touch(); " + WELL
+    run = Run(tmp_path, "", {"rollout-0": tells}, controller=[sys.executable, "-c", refuses])
+    ok, code, message = run.finish()
+    assert not ok
+    assert code == 2
+    assert "the data is wrong" in message
 
 
 def test_services_share_a_temporary_folder_that_goes_with_the_run(tmp_path: Path) -> None:
@@ -427,6 +451,7 @@ def test_a_signal_ends_services_that_ignore_it_and_their_children(
     members = {"rollout-0": LEAVES.format(child=child), "learner-0": DEAF, "reward": WELL}
     run = Run(tmp_path, "wait", members, budget_s=2)
     run.wait_for_pids(4)
+    run.wait_until_it_runs()
     run.process.send_signal(number)
     assert run.finish() == (False, 128 + number, f"stopped by {number.name}")
     assert "stopping in order" in run.output

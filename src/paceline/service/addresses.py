@@ -98,6 +98,15 @@ def to_advertise(host: str, advertise: str, *, towards: str = "") -> str:
     return socket.gethostname()
 
 
+def announced(host: str, port: int) -> str:
+    """The address that a server of this machine will announce, by its host and the environment.
+
+    Raises:
+        EnvironmentLackError: `host` is an interface without an address.
+    """
+    return join(to_advertise(to_bind(host), from_environment(_ADVERTISE, "")), port)
+
+
 def on_route_to(host: str, port: int) -> str:
     """This machine's address on the route to `host`; a datagram socket finds it without sending anything.
 

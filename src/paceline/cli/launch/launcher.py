@@ -1,8 +1,9 @@
 """Launches a run as local processes: Redis, controller, rollout servers, learner ranks, reward service.
 
-    Redis -> controller -> (address file) -> members -> follow the run -> stop in order -> nothing left behind
+    Redis -> controller, members -> (address file) -> follow the run -> stop in order -> nothing left behind
 
-What ends before the run does is started again (services, own_redis); what hangs is killed first (liveness).
+Members import for seconds before they look for the controller, so they start beside it. What ends before the
+run does is started again (services, own_redis); what hangs is killed first (liveness).
 The stop always happens: after success, an error, a signal, or a loss that cannot be mended. A first SIGINT
 while steps are trained lets the step in progress end, with a checkpoint.
 """
@@ -41,6 +42,7 @@ from paceline.config.run import RunConfig
 from paceline.core.errors import DeadlineError, PacelineError, exit_code
 from paceline.core.run_events import EndEvent
 from paceline.service import process_ends
+from paceline.service.addresses import announced
 from paceline.service.credentials import TOKEN, Credentials
 from paceline.service.process import BROKER_URL, adopt_orphans
 from paceline.service.process_ends import ProcessEnd
@@ -106,7 +108,7 @@ class _Launcher:
     def __init__(
         self, config: RunConfig, run_dir: Path, view: View, planner: Planner, *, is_open: bool
     ) -> None:
-        self._config, self._run_dir, self._planner = _with_reward_port(config), run_dir, planner
+        self._config, self._run_dir, self._planner = _with_ports(config), run_dir, planner
         self._view = Clock(view)
         self._is_open, token = is_open, secrets.token_urlsafe(24)
         self._credentials = (
@@ -126,7 +128,9 @@ class _Launcher:
         self._last_step: asyncio.Task[None] | None = None
         self._asked_at = 0.0
         self._following: asyncio.Task[EndEvent] | None = None
-        self._address, self._began = "", False
+        self._address_file = run_dir / "controller.address"
+        self._address = announced(self._config.service.host, self._config.service.controller_port)
+        self._began = False
 
     async def run(self) -> Outcome:
         """Starts, follows, stops."""
@@ -216,7 +220,10 @@ class _Launcher:
             for spec in self._planner.checks(self._config, self._run_dir)
         ]
         try:
-            await self._start_controller(broker_url)
+            controller = await self._start_controller(broker_url)
+            for unit in self._member_units():
+                await self._services.start(unit)
+            await self._controller_answers(controller)
             for check in checks:
                 await check
         finally:
@@ -225,8 +232,6 @@ class _Launcher:
             await asyncio.gather(*checks, return_exceptions=True)
         self._began = True
         run_dirs.link_latest(self._run_dir)
-        for unit in self._member_units():
-            await self._services.start(unit)
         specs = [process.spec for unit in self._services.units for process in unit.processes]
         if targets := plan.scrape_targets(specs):
             self._view.milestone(f"metrics endpoints: {run_dirs.write_targets(self._run_dir, targets)}")
@@ -278,7 +283,7 @@ class _Launcher:
         run_dirs.write_note(self._run_dir, self._note)
 
     async def _check(self, spec: ProcessSpec) -> None:
-        """Runs while the controller starts; members, which cost more, start after both."""
+        """Runs while the services start."""
         timeout_s = self._config.service.startup_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
@@ -293,23 +298,25 @@ class _Launcher:
         if process.exited.result() != 0:
             raise error_at_start(process)
 
-    async def _start_controller(self, broker_url: str) -> None:
-        address_file = self._run_dir / "controller.address"
-        address_file.unlink(missing_ok=True)
+    async def _start_controller(self, broker_url: str) -> Unit:
+        self._address_file.unlink(missing_ok=True)
         self._view.milestone("starting the controller, which reads the data and the tokenizer")
         unit = self._unit(
             "controller",
             Role.CONTROLLER,
-            plan=lambda: [self._planner.controller(self._with_port(), self._run_dir, address_file)],
+            plan=lambda: [self._planner.controller(self._config, self._run_dir, self._address_file)],
             secrets={TOKEN: self._credentials.token, BROKER_URL: broker_url},
         )
         await self._services.start(unit)
+        return unit
+
+    async def _controller_answers(self, unit: Unit) -> None:
         (controller,) = unit.processes
         timeout_s = self._config.service.startup_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 # The controller knows nothing of its launcher, so it announces its address in a file.
-                while not address_file.exists():
+                while not self._address_file.exists():
                     if not controller.running:
                         raise error_at_start(controller)
                     await asyncio.sleep(0.05)
@@ -320,17 +327,8 @@ class _Launcher:
                 seconds=timeout_s,
                 hint=f"its log {controller.log_path} ends with: {controller.last_error()}",
             ) from error
-        self._address = address_file.read_text(encoding="utf-8").strip()
         unit.presence.was_ready = True
         self._view.milestone(f"the controller answers on {self._address}")
-
-    def _with_port(self) -> RunConfig:
-        """The configuration with the controller's port: members look for a restarted one where it was."""
-        if not self._address:
-            return self._config
-        port = int(self._address.rpartition(":")[2])
-        service = self._config.service.model_copy(update={"controller_port": port})
-        return self._config.model_copy(update={"service": service})
 
     def _member_units(self) -> list[Unit]:
         """The members; specs with the same member id are one unit."""
@@ -436,7 +434,7 @@ class _Launcher:
     async def _ask_to_stop(self, outcome: Outcome) -> None:
         """Tells the controller, so that its journal ends with the reason and its members leave."""
         following = self._following
-        if not self._address or following is None or following.done():
+        if following is None or following.done():
             return
         if not self._tree.running(Role.CONTROLLER):
             return
@@ -448,9 +446,14 @@ class _Launcher:
             log.info("could not tell the controller to stop: %s", error)
 
 
-def _with_reward_port(config: RunConfig) -> RunConfig:
-    """The configuration with a port at which reward models find the reward service, and its successors."""
-    if not config.reward.models or config.service.reward_port:
-        return config
-    service = config.service.model_copy(update={"reward_port": free_port()})
-    return config.model_copy(update={"service": service})
+def _with_ports(config: RunConfig) -> RunConfig:
+    """The configuration with the ports that others know before a server listens: the controller's, and the
+    reward service's if reward models attach to it. Restarted servers keep them.
+    """
+    service = config.service
+    ports = {}
+    if not service.controller_port:
+        ports["controller_port"] = free_port()
+    if config.reward.models and not service.reward_port:
+        ports["reward_port"] = free_port()
+    return config.model_copy(update={"service": service.model_copy(update=ports)})
