@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from paceline.controller.events import EventHub
-from paceline.controller.fleet.membership import SWEEP_S, Fleet, Health
+from paceline.controller.fleet.membership import START_PATIENCE, SWEEP_S, Fleet, Health
 from paceline.controller.fleet.supervisor import Supervisor
 from paceline.controller.journal import Journal
 from paceline.controller.progress import Progress, Run
 from paceline.controller.servicer import ControllerServicer
-from paceline.core.members import MemberKind
+from paceline.core.members import LearnerState, MemberKind, MemberState, RewardState, RolloutState
 from paceline.rpc.v1 import common_pb2
 from paceline.rpc.v1 import controller_pb2 as pb
 from paceline.service.connection import common_options
@@ -27,17 +27,34 @@ from support.sequencer_run import config, turns_of
 def test_silence_makes_a_member_suspect_and_dead_when_the_settings_say_so(
     suspect_after_s: float, dead_after_s: float
 ) -> None:
+    seen = silence(RolloutState.SERVING, suspect_after_s=suspect_after_s, dead_after_s=dead_after_s)
+    assert seen[Health.SUSPECT] == pytest.approx(suspect_after_s, abs=2 * SWEEP_S)
+    assert seen[Health.DEAD] == pytest.approx(dead_after_s, abs=2 * SWEEP_S)
+
+
+@pytest.mark.parametrize(
+    "state", [None, RolloutState.JOINING, LearnerState.LOADING, RewardState.STARTING], ids=str
+)
+def test_a_member_that_starts_may_be_silent_for_longer(state: MemberState | None) -> None:
+    """Imports of large libraries from a cold disk kept heartbeats back for more than five seconds."""
+    seen = silence(state, suspect_after_s=5.0, dead_after_s=12.0)
+    assert seen[Health.SUSPECT] == pytest.approx(5.0 * START_PATIENCE, abs=2 * SWEEP_S)
+    assert seen[Health.DEAD] == pytest.approx(12.0 * START_PATIENCE, abs=2 * SWEEP_S)
+
+
+def silence(state: MemberState | None, *, suspect_after_s: float, dead_after_s: float) -> dict[Health, float]:
+    """When a member that says nothing more comes into each health."""
     clock = ManualClock()
     fleet = Fleet(clock, suspect_after_s=suspect_after_s, dead_after_s=dead_after_s)
     fleet.register(kind=MemberKind.ROLLOUT, member_id="r", incarnation="a", address="h:1", num_ranks=1)
     (member,) = fleet.members()
+    member.state = state
     seen: dict[Health, float] = {}
-    while clock.now < dead_after_s + 2:
+    while clock.now < START_PATIENCE * dead_after_s + 2:
         fleet.sweep()
         seen.setdefault(member.health, clock.now)
         clock.advance(SWEEP_S)
-    assert seen[Health.SUSPECT] == pytest.approx(suspect_after_s, abs=2 * SWEEP_S)
-    assert seen[Health.DEAD] == pytest.approx(dead_after_s, abs=2 * SWEEP_S)
+    return seen
 
 
 def test_a_controller_that_was_paused_takes_nobody_for_dead() -> None:

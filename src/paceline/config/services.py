@@ -219,8 +219,12 @@ class ServiceConfig(Section):
         "attach; the next servers have the ports behind it. 0: any free ports.",
     )
     heartbeat_s: float = Field(1.0, gt=0, description="How often members report.")
-    suspect_after_s: float = Field(5.0, gt=0, description="Silence after which a member is suspected.")
-    dead_after_s: float = Field(12.0, gt=0, description="Silence after which a member is dead.")
+    suspect_after_s: float = Field(
+        5.0, gt=0, description="Silence after which a member is suspected; five times that while it starts."
+    )
+    dead_after_s: float = Field(
+        12.0, gt=0, description="Silence after which a member is dead; five times that while it starts."
+    )
     recovery_timeout_s: float = Field(
         600.0, gt=0, description="Longest wait for a lost service to come back."
     )

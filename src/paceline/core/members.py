@@ -59,6 +59,11 @@ READY_STATES: frozenset[MemberState] = frozenset(
 )
 """States in which a member can be given work, or the weights that it needs for work."""
 
+STARTING_STATES: frozenset[MemberState] = frozenset(
+    {RolloutState.JOINING, LearnerState.LOADING, RewardState.STARTING}
+)
+"""States in which a member imports and loads, which can keep its heartbeats back for seconds"""
+
 RECEIVABLE_STATES = frozenset(
     {RolloutState.STALE, RolloutState.SYNCING, RolloutState.SERVING, RolloutState.ASLEEP}
 )

@@ -15,11 +15,13 @@ from dataclasses import dataclass
 
 from paceline.core.clock import Clock
 from paceline.core.errors import IllegalTransitionError
-from paceline.core.members import MemberKind, MemberState, RewardState, RolloutState
+from paceline.core.members import STARTING_STATES, MemberKind, MemberState, RewardState, RolloutState
 from paceline.core.policy import PolicyTag
 
 SWEEP_S = 0.5
 """How often silence is judged."""
+START_PATIENCE = 5.0
+"""How many times as long a member may be silent while it starts: large libraries block its heartbeats."""
 
 
 class Health(enum.Enum):
@@ -78,6 +80,11 @@ class Member:
         return self.health in (Health.ALIVE, Health.SUSPECT)
 
     @property
+    def is_starting(self) -> bool:
+        """Whether it still imports and loads."""
+        return self.state is None or self.state in STARTING_STATES
+
+    @property
     def stays(self) -> bool:
         """Whether it can be called, and is not about to leave."""
         leaving = self.is_draining or self.state in (RolloutState.DRAINING, RewardState.DRAINING)
@@ -98,7 +105,8 @@ class Fleet:
     """All members by id; every method returns what changed, oldest first.
 
     Args:
-        suspect_after_s, dead_after_s: silence, in seconds, after which a member is suspected, and dead.
+        suspect_after_s, dead_after_s: silence, in seconds, after which a member is suspected, and dead;
+            START_PATIENCE times as long while it starts.
     """
 
     def __init__(self, clock: Clock, *, suspect_after_s: float, dead_after_s: float) -> None:
@@ -215,9 +223,10 @@ class Fleet:
             silent_s = now - member.last_heard
             if not member.usable:
                 continue
-            if silent_s > self._dead_after_s:
+            patience = START_PATIENCE if member.is_starting else 1.0
+            if silent_s > patience * self._dead_after_s:
                 changes += self.mark_dead(member, f"silent for {silent_s:.1f} s")
-            elif silent_s > self._suspect_after_s and member.health is Health.ALIVE:
+            elif silent_s > patience * self._suspect_after_s and member.health is Health.ALIVE:
                 member.health = move(member.health, Health.SUSPECT)
                 changes.append(
                     FleetChange(member=member, what="suspect", reason=f"silent for {silent_s:.1f} s")
