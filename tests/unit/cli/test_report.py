@@ -142,8 +142,8 @@ def test_the_guards_firings_are_summed_up_by_rule(run_dir: Path) -> None:
 def test_training_rewards_are_compared_by_means_of_steps_validations_one_by_one(run_dir: Path) -> None:
     head = RunContent(run_dir).head()
     rewards = [row["critic/score/mean"] for row in read_jsonl(run_dir / "metrics.jsonl") if row["step"] > 0]
-    assert head["headlines"]["Validation reward"] == [0.31, 0.92]
-    assert head["headlines"]["Training reward"] == pytest.approx([fmean(rewards[:5]), fmean(rewards[-5:])])
+    assert head["headlines"]["Validation reward"] == [0.31, 0.92, 1]
+    assert head["headlines"]["Training reward"] == pytest.approx([fmean(rewards[:5]), fmean(rewards[-5:]), 5])
     assert (head["step"], head["total_steps"], head["end"]) == (60, 60, "60 steps done")
 
 
@@ -231,7 +231,7 @@ def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
     (tmp_path / "config.resolved.yaml").write_text("trainer: {}\n")
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "val/reward/mean": 0.5}\n{"step": 1, "critic/sco')
     text = write_report(tmp_path).read_text()
-    assert frozen(text)["runs"][0]["headlines"]["Validation reward"] == [0.5, 0.5]
+    assert frozen(text)["runs"][0]["headlines"]["Validation reward"] == [0.5, 0.5, 1]
     assert closing_lines(tmp_path) == [
         "validation reward: 0.5000 (step 0)",
         f"run directory: {tmp_path}",

@@ -132,12 +132,15 @@ def _count(number: object, noun: str) -> str:
 
 
 def _before_and_after(table: StepTable, name: str) -> list[float] | None:
-    """Means of the first and the last steps: single batches differ by chance. Validations are single."""
+    """Means of the first and the last steps, and of how many: single batches differ by chance.
+
+    Validations are single.
+    """
     values = [value for _, value in table.points(name)]
     if not values:
         return None
     count = max(1, min(_MEAN_OF, len(values) // 2)) if name == TRAIN_REWARD else 1
-    return [fmean(values[:count]), fmean(values[-count:])]
+    return [fmean(values[:count]), fmean(values[-count:]), count]
 
 
 def _tokenizer_folders(folder: Path) -> list[Path]:

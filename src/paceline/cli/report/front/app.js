@@ -210,8 +210,9 @@ class App {
   }
 
   #drawTiles(run) {
-    const tiles = Object.entries(run.head.headlines).filter(([, pair]) => pair).map(([title, [a, b]]) =>
-      [title, `${a.toFixed(3)} → ${b.toFixed(3)}`, `${b - a >= 0 ? "+" : ""}${(b - a).toFixed(3)}`]);
+    const tiles = Object.entries(run.head.headlines).filter(([, pair]) => pair).map(([title, [a, b, count]]) =>
+      [title, `${a.toFixed(3)} → ${b.toFixed(3)}`,
+        `${b - a >= 0 ? "+" : ""}${(b - a).toFixed(3)}${count > 1 ? `, means of ${count} steps` : ""}`]);
     const steps = run.points(this.meta.step_seconds).map(point => point[2]);
     if (steps.length) {
       const sum = steps.reduce((a, b) => a + b, 0);
