@@ -117,13 +117,6 @@ class Run:
             assert self.process.poll() is None, self.process.communicate()
             time.sleep(0.02)
 
-    def wait_until_it_runs(self) -> None:
-        """Waits until the controller answers."""
-        deadline = time.monotonic() + HANG_S
-        while (note := run_dirs.read_note(self.run_dir)) is None or note.state != "running":
-            assert time.monotonic() < deadline, self.process.communicate(timeout=1)
-            time.sleep(0.02)
-
     @property
     def note(self) -> run_dirs.RunNote:
         """run.json."""
@@ -190,7 +183,7 @@ def test_everything_ends_in_order(tmp_path: Path) -> None:
     names = ("rollout-0", "learner-0", "reward")
     run = Run(tmp_path, "wait", {name: NOTES.format(name=name, order=str(order)) for name in names})
     run.wait_for_pids(3, suffix=".ready", folder=tmp_path)
-    run.wait_until_it_runs()
+    run.wait_for_state("running")
     run.process.send_signal(signal.SIGTERM)
     run.finish()
     assert order.read_text().split() == [*names]
@@ -451,7 +444,7 @@ def test_a_signal_ends_services_that_ignore_it_and_their_children(
     members = {"rollout-0": LEAVES.format(child=child), "learner-0": DEAF, "reward": WELL}
     run = Run(tmp_path, "wait", members, budget_s=2)
     run.wait_for_pids(4)
-    run.wait_until_it_runs()
+    run.wait_for_state("running")
     run.process.send_signal(number)
     assert run.finish() == (False, 128 + number, f"stopped by {number.name}")
     assert "stopping in order" in run.output
@@ -532,8 +525,9 @@ def test_services_die_with_a_killed_launcher(tmp_path: Path) -> None:
 
 
 def test_a_run_directory_in_use_is_refused(tmp_path: Path) -> None:
-    run = Run(tmp_path, "wait", {"rollout-0": WELL})
-    run.wait_for_pids(1)
+    """From the first moment: it is still starting here."""
+    run = Run(tmp_path, "wait", {"rollout-0": WELL}, controller=[sys.executable, "-c", WELL])
+    run.wait_for_state("starting")
     second = subprocess.run(
         [sys.executable, "-c", DRIVER, json.dumps(run.job)],
         capture_output=True,

@@ -134,6 +134,7 @@ class _Launcher:
 
     async def run(self) -> Outcome:
         """Starts, follows, stops."""
+        self._write_note()
         outcome = Outcome(ok=False, message="ended by an error in the launcher", exit_code=1)
         running = asyncio.create_task(self._start_and_follow(), name="run")
         pulse = asyncio.create_task(self._pulse(), name="pulse")
@@ -275,7 +276,7 @@ class _Launcher:
         return end.where
 
     def _write_note(self) -> None:
-        if self._note.state != "running":
+        if self._note.state == "ended":
             return
         self._note.pids = {"launcher": os.getpid(), **self._tree.pids}
         if self._redis is not None and self._redis.server.running:
