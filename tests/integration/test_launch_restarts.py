@@ -1,0 +1,174 @@
+"""What the launcher starts again, and what it does not; with small programs in place of the services."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from paceline.service import process_ends
+from support.launched_run import DEAF, HANG_S, LEAVES, MARK, WELL, Run
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def test_a_killed_service_is_started_again_without_its_children(tmp_path: Path) -> None:
+    """Its child is in a session of its own, as an engine's process is."""
+    child = MARK.format(folder=str(tmp_path / "pids")) + DEAF
+    run = Run(tmp_path, "wait", {"rollout-0": LEAVES.format(child=child), "reward": WELL})
+    run.wait_for_pids(3)
+    run.wait_for_state("running")
+    before, first = run.alive(), run.pids["rollout-0"]
+    os.kill(first, signal.SIGKILL)
+    note = run.read_until("starting rollout-0 again")
+    assert "rollout-0 ended unexpectedly (killed by SIGKILL)" in note
+    (end,) = process_ends.read(run.run_dir)
+    assert (end.name, end.outcome, end.restarts) == ("rollout-0", "killed by SIGKILL", True)
+    assert f".log] {end.where}; starting rollout-0" in note
+    assert note.endswith("starting rollout-0 again (1 of at most 2 within 300 s)\n")
+    run.wait_for_pids(5)
+    assert len(run.alive() & before) == 1, "only the reward service is the same"
+    run.wait_for_another_pid("rollout-0", first)
+    assert psutil.pid_exists(run.pids["rollout-0"])
+    run.process.send_signal(signal.SIGTERM)
+    run.finish()
+
+
+def test_a_service_that_is_killed_too_often_ends_the_run(tmp_path: Path) -> None:
+    dies = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    run = Run(tmp_path, "wait", {"rollout-0": WELL, "learner-0": WELL, "reward": dies})
+    began = time.time()
+    ok, code, message = run.finish()
+    assert (ok, code) == (False, 1)
+    ends = list(process_ends.read(run.run_dir))
+    assert [(e.name, e.outcome, e.restarts) for e in ends] == [
+        ("reward", "killed by SIGKILL", restarts) for restarts in (True, True, False)
+    ]
+    assert began < ends[0].time < ends[1].time < ends[2].time < time.time()
+    assert message.startswith("reward ended unexpectedly (killed by SIGKILL) [log:")
+    assert message.endswith("it was started again 2 within 300 s already")
+    assert run.output.count("note: reward ended unexpectedly") == 2
+
+
+def test_a_service_that_failed_after_it_was_ready_is_started_again(tmp_path: Path) -> None:
+    fails = (
+        "import signal, sys; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(1)); "
+        f"open({str(tmp_path / 'reward.ready')!r}, 'w');"
+    )
+    run = Run(tmp_path, "wait", {"rollout-0": WELL, "reward": fails + WELL})
+    run.wait_for_pids(1, suffix=".ready", folder=tmp_path)
+    run.wait_for_state("running")
+    run.tell_states("reward serving\n")
+    os.kill(run.pids["reward"], signal.SIGUSR1)
+    assert "reward ended unexpectedly (exit code 1)" in run.read_until("starting reward again")
+    run.process.send_signal(signal.SIGTERM)
+    run.finish()
+
+
+def test_a_reward_model_that_hangs_is_started_again_with_token_and_address(tmp_path: Path) -> None:
+    """It is no member, so nobody says when it is ready: it is not killed for that, nor given up at once."""
+    seen, child = tmp_path / "seen", tmp_path / "child"
+    text = (
+        "import os, re, subprocess, sys, time\n"
+        "from paceline.reward.models.deadline import or_end\n"
+        "names = 'PACELINE_REWARD_TOKEN', 'REWARD_PORT'\n"
+        f"print(*(os.environ.get(name) for name in names), file=open({str(seen)!r}, 'a'))\n"
+        f"if len(open({str(seen)!r}).readlines()) == 1:\n"
+        "    started = subprocess.Popen(['sleep', '1000'], start_new_session=True)\n"
+        f"    open({str(child)!r}, 'w').write(str(started.pid))\n"
+        "    with or_end(0.5):\n"
+        "        re.match('(a+)+$', 'a' * 60 + 'b')\n"
+    )
+    models = [{"name": "rm", "path": "x"}]
+    run = Run(tmp_path, "wait", {"reward": WELL, "reward-model-rm-0": text + WELL}, models=models)
+    assert "reward-model-rm-0 ended unexpectedly (exit code 1)" in run.read_until("starting reward-model")
+    run.wait_for_pids(3)
+    run.wait_for_state("running")
+    run.tell_states("reward serving\n")
+    run.tell_states("reward serving \n")
+    assert psutil.pid_exists(run.pids["reward-model-rm-0"])
+    run.process.send_signal(signal.SIGTERM)
+    run.finish()
+    (token, port), again = (line.split() for line in seen.read_text().splitlines())
+    assert again == [token, port], "the same for its successor"
+    assert not psutil.pid_exists(int(child.read_text())), "what it had started"
+    log = (run.run_dir / "logs" / "reward-model-rm-0.log").read_text()
+    assert "Timeout (0:00:00.500000)!" in log, "where it hung"
+    assert len(token) > 20
+    assert 0 < int(port) < 65536
+
+
+def test_all_ranks_of_a_learner_start_again_with_a_new_port(tmp_path: Path) -> None:
+    port = "import os; print(os.environ['MASTER_PORT'], file=open('{folder}/%d.port' % os.getpid(), 'w'), "
+    rank = port.format(folder=tmp_path) + "flush=True)\n" + DEAF
+    run = Run(tmp_path, "wait", {"rollout-0": WELL, "learner-0": rank, "learner-1": rank, "reward": WELL})
+
+    def ports() -> list[str]:
+        """Those of the ranks that are named now, once all have written theirs down."""
+        files = [tmp_path / f"{run.pids[name]}.port" for name in ("learner-0", "learner-1")]
+        deadline = time.monotonic() + HANG_S
+        while not all(file.exists() and file.read_text().endswith("\n") for file in files):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        return [file.read_text() for file in files]
+
+    run.wait_for_pids(4)
+    run.wait_for_state("running")
+    before, (port_0, port_1) = dict(run.pids), ports()
+    os.kill(before["learner-1"], signal.SIGKILL)
+    assert "learner-1 ended unexpectedly (killed by SIGKILL)" in run.read_until("starting the learner again")
+    run.wait_for_pids(6)
+    run.wait_for_another_pid("learner-1", before["learner-1"])
+    after = run.pids
+    same = {name for name in before if before[name] == after[name]}
+    assert same == {"launcher", "controller", "rollout-0", "reward"}
+    port_2, port_3 = ports()
+    assert port_0 == port_1 != port_2 == port_3
+    assert not psutil.pid_exists(before["learner-0"])
+    run.process.send_signal(signal.SIGTERM)
+    run.finish()
+
+
+def test_a_killed_controller_comes_back_at_its_address(tmp_path: Path) -> None:
+    run = Run(tmp_path, "wait", {"rollout-0": WELL, "reward": WELL})
+    run.wait_for_pids(2)
+    run.wait_for_state("running")
+    run.read_until("step 2/2")
+    address, before = run.note.controller, run.pids
+    os.kill(before["controller"], signal.SIGKILL)
+    run.read_until("the controller is back")
+    assert (run.run_dir / "controller.address").read_text() == address
+    assert run.pids["controller"] != before["controller"]
+    assert run.pids["reward"] == before["reward"]
+    run.process.send_signal(signal.SIGTERM)
+    assert run.finish() == (False, 128 + signal.SIGTERM, "stopped by SIGTERM")
+    assert [line for line in run.output.splitlines() if line.startswith("step 1/2")] == []
+
+
+def test_a_stopped_member_that_the_controller_declared_dead_is_killed(tmp_path: Path) -> None:
+    run = Run(tmp_path, "wait", {"rollout-0": WELL, "reward": WELL}, dead_after_s=5)
+    run.wait_for_pids(2)
+    run.wait_for_state("running")
+    run.tell_states("reward serving\nrollout-0 serving\n")
+    stopped = run.pids["reward"]
+    os.kill(stopped, signal.SIGSTOP)
+    run.tell_states("reward dead\nrollout-0 serving\n")
+    assert "reward runs, but has not been heard of for" in run.read_until("killing it")
+    run.read_until("starting reward again")
+    run.wait_for_pids(3)
+    assert not psutil.pid_exists(stopped)
+    run.process.send_signal(signal.SIGTERM)
+    run.finish()
+
+
+def test_a_server_that_leaves_without_an_error_is_not_started_again(tmp_path: Path) -> None:
+    run = Run(tmp_path, "wait", {"rollout-0": "pass", "rollout-1": WELL, "reward": WELL})
+    run.read_until("rollout-0 has left; it is not started again")
+    run.wait_for_pids(3)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.finish() == (False, 128 + signal.SIGTERM, "stopped by SIGTERM")
+    assert len(list(run.pids_dir.iterdir())) == 3, "each of the three was started once"

@@ -1,0 +1,109 @@
+"""How a launched run ends on signals, with small programs in place of the services."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from support.launched_run import BUDGET_S, DEAF, HANG_S, LEAVES, MARK, WELL, Run
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_services_that_ignore_it_and_their_children(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    child = MARK.format(folder=str(tmp_path / "pids")) + DEAF
+    members = {"rollout-0": LEAVES.format(child=child), "learner-0": DEAF, "reward": WELL}
+    run = Run(tmp_path, "wait", members, budget_s=2)
+    run.wait_for_pids(4)
+    run.wait_for_state("running")
+    run.process.send_signal(number)
+    assert run.finish() == (False, 128 + number, f"stopped by {number.name}")
+    assert "stopping in order" in run.output
+    assert (run.run_dir / "controller.calls").read_text() == f"stop stopped by {number.name}"
+
+
+def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
+    run = Run(tmp_path, "wait", {"rollout-0": DEAF, "learner-0": DEAF, "reward": DEAF}, budget_s=BUDGET_S)
+    run.wait_for_pids(3)
+    run.process.send_signal(signal.SIGINT)
+    run.read_until("send it again to stop at once")
+    sent = time.monotonic()
+    run.process.send_signal(signal.SIGINT)
+    run.finish()
+    assert time.monotonic() - sent < BUDGET_S / 2
+
+
+def begun(tmp_path: Path, script: str, service: str) -> Run:
+    """A run that is in its first step."""
+    run = Run(
+        tmp_path, script, {"rollout-0": service, "learner-0": service, "reward": service}, budget_s=BUDGET_S
+    )
+    run.wait_for_pids(3)
+    run.wait_for_state("running")
+    run.read_until("step 1/2: dispatch")  # a sign of life, after five seconds
+    return run
+
+
+def test_ctrl_c_lets_the_step_in_progress_end(tmp_path: Path) -> None:
+    run = begun(tmp_path, "train", WELL)
+    run.process.send_signal(signal.SIGINT)
+    run.process.send_signal(signal.SIGINT)  # as a program around it may pass it on
+    assert run.finish() == (False, 130, "stopped: SIGINT")
+    assert "SIGINT: the run ends after this step, with a checkpoint; again stops it at once" in run.output
+    assert (run.run_dir / "controller.calls").read_text() == "stop after the step: SIGINT"
+
+
+def test_a_second_ctrl_c_ends_everything_at_once(tmp_path: Path) -> None:
+    run = begun(tmp_path, "train on", DEAF)
+    run.process.send_signal(signal.SIGINT)
+    run.read_until("again stops it at once")
+    time.sleep(0.6)
+    assert run.process.poll() is None
+    sent = time.monotonic()
+    run.process.send_signal(signal.SIGINT)
+    assert run.finish() == (False, 130, "stopped by SIGINT")
+    assert time.monotonic() - sent < BUDGET_S / 2
+
+
+def test_another_signal_does_not_wait_for_the_step(tmp_path: Path) -> None:
+    run = begun(tmp_path, "train on", WELL)
+    run.process.send_signal(signal.SIGINT)
+    # It is asked again: a controller that was started again has forgotten it.
+    run.wait_for_calls(2)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.finish() == (False, 143, "stopped by SIGTERM")
+    asked, *again, stopped = (run.run_dir / "controller.calls").read_text().split("\n")
+    assert again
+    assert {asked, *again} == {"stop after the step: SIGINT"}
+    assert stopped == "stop stopped by SIGTERM"
+
+
+def test_services_die_with_a_killed_launcher(tmp_path: Path) -> None:
+    service = (
+        "from paceline.service.process import die_with_parent; die_with_parent(); "
+        f"open({str(tmp_path)!r} + '/%d.ready' % os.getpid(), 'w');"
+    )
+    members = dict.fromkeys(("rollout-0", "learner-0", "reward"), service + WELL)
+    run = Run(tmp_path, "wait", members)
+    run.wait_for_pids(3, suffix=".ready", folder=tmp_path)
+    pids = [int(path.stem) for path in run.pids_dir.iterdir()]
+    run.process.kill()
+    run.process.communicate()
+    deadline = time.monotonic() + HANG_S
+    while any(psutil.pid_exists(pid) and _alive(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
