@@ -30,7 +30,8 @@ KINDS = (
     "deepseek_v2",
     "deepseek_v3",
 )
-LENGTH = 8
+LENGTH = 16
+"""What padded batches of short sequences have room for without a free place"""
 
 
 def shape_of(config: Any) -> ModelShape:

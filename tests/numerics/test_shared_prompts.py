@@ -161,7 +161,7 @@ def test_attention_to_a_prefix_against_a_plain_softmax(
     expected = plain_attention(*inputs, packed, window)
     reference = torch.autograd.grad((expected * weights).sum(), inputs)
 
-    def blockwise() -> Tensor:
+    def in_batches() -> Tensor:
         module = torch.nn.Identity()
         return attention.packed_attention(module, *inputs, None, packed=packed, sliding_window=window)[0]
 
@@ -174,9 +174,9 @@ def test_attention_to_a_prefix_against_a_plain_softmax(
     def in_full() -> Tensor:
         q, k, v = (x[0].transpose(0, 1) for x in inputs)
         scores = functools.partial(attention._full_scores, softcap=None, sinks=None)
-        return attention._blockwise(q, k, v, packed, None, window, scores).unsqueeze(0)
+        return attention._in_batches(q, k, v, packed, None, window, scores).unsqueeze(0)
 
-    for way in (blockwise, varlen, in_full):
+    for way in (in_batches, varlen, in_full):
         tolerance = 1e-6 if way is in_full else 1e-12  # its softmax is in float32
         out = way()
         torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)

@@ -8,7 +8,7 @@ The model sees (1, T). Its numbers per response token are flat, (n,); `MicroBatc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
 from math import prod
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.trajectory import Float32Array, Int32Array, UInt8Array
+from paceline.learner.batch.padded import PaddedSequences
 
 Int64Array = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
@@ -120,6 +121,14 @@ class PackedSequences:
     max_length: int
     blocks: tuple[SequenceBlock, ...]
     keys: PrefixedKeys | None = None
+    _padded: list[PaddedSequences] = field(default_factory=list)
+
+    @property
+    def padded(self) -> PaddedSequences:
+        """The sequences in padded batches, made when they are first asked for."""
+        if not self._padded:
+            self._padded.append(PaddedSequences.of(self.blocks, self.cu_seqlens.device))
+        return self._padded[0]
 
     @classmethod
     def of(

@@ -3,7 +3,7 @@
 A micro-batch is one row of tokens, its sequences side by side without padding. `PackedSequences` says where
 they begin; it is computed once and passed through the model as the keyword argument `packed`, so no layer
 derives it from position ids and no mask is built. On CUDA in half precision `torch.nn.attention.varlen` does
-the work. Elsewhere, neighbouring sequences of equal length run as one batch of scaled dot products. With a
+the work. Elsewhere, sequences of about the same length run as padded batches of scaled dot products. With a
 softcap or sinks, which neither of them has, the scores of such a batch are computed in full.
 
 Responses may share a prompt, which is then their prefix: its states, keys and values are computed once. Each
@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.core.errors import ModelError
+from paceline.learner.batch.padded import PaddedBatch
 from paceline.learner.batch.types import PackedSequences
 from paceline.learner.model.rows import take_rows
 
@@ -95,11 +96,11 @@ def packed_attention(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if softcap is not None or s_aux is not None:
         scores = partial(_full_scores, softcap=softcap, sinks=s_aux)
-        out = _blockwise(q, k, v, packed, scaling, sliding_window, scores)
+        out = _in_batches(q, k, v, packed, scaling, sliding_window, scores)
     elif q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0:
         out = _varlen(q, k, v, packed, scaling, sliding_window)
     else:
-        out = _blockwise(q, k, v, packed, scaling, sliding_window, F.scaled_dot_product_attention)
+        out = _in_batches(q, k, v, packed, scaling, sliding_window, F.scaled_dot_product_attention)
     return out.unsqueeze(0), None
 
 
@@ -146,7 +147,7 @@ def _has_grouped_queries() -> bool:
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-def _blockwise(
+def _in_batches(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -155,21 +156,17 @@ def _blockwise(
     window: int | None,
     attend: Callable[..., Tensor],
 ) -> Tensor:
+    padded = packed.padded
+    query_counts = [batch.num_sequences * batch.num_queries for batch in padded.batches]
+    key_counts = [batch.num_sequences * batch.num_keys for batch in padded.batches]
+    all_queries = torch.split(take_rows(q, padded.queries), query_counts)
+    all_keys, all_values = (torch.split(take_rows(x, padded.keys), key_counts) for x in (k, v))
     outputs = []
-    for block in packed.blocks:
-        shape = (block.num_sequences, block.length)
+    for batch, *parts in zip(padded.batches, all_queries, all_keys, all_values, strict=True):
         qb, kb, vb = (
-            x[block.start : block.stop].reshape(*shape, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)
-        )  # (N, heads, L, D)
-        if block.prefix_length:
-            end = block.prefix_start + block.prefix_length
-            prefix_k, prefix_v = (
-                x[block.prefix_start : end].transpose(0, 1).expand(block.num_sequences, -1, -1, -1)
-                for x in (k, v)
-            )  # (N, heads, P, D)
-            kb, vb = torch.cat([prefix_k, kb], 2), torch.cat([prefix_v, vb], 2)
-        needs_mask = block.prefix_length or (window is not None and window < block.length)
-        mask = _mask(block.length, kb.shape[2], window, q.device) if needs_mask else None
+            x.view(batch.num_sequences, -1, *x.shape[1:]).transpose(1, 2) for x in parts
+        )  # (N, heads, L, D), and twice (N, heads, K, D)
+        mask = _mask_of(batch, window, q.device)
         out = attend(
             qb,
             kb,
@@ -180,8 +177,16 @@ def _blockwise(
             enable_gqa=q.shape[1] != k.shape[1],
         )
         outputs.append(out.transpose(1, 2).flatten(0, 1))
-    # A single one, too: compiled layers ask what the result is a view of.
-    return torch.cat(outputs)
+    return take_rows(torch.cat(outputs), padded.order)
+
+
+def _mask_of(batch: PaddedBatch, window: int | None, device: torch.device) -> Tensor | None:
+    """(L, K) or (N, 1, L, K), True where a query sees a key; None if each sees itself and all before it."""
+    num_queries, num_keys = batch.num_queries, batch.num_keys
+    if num_keys == num_queries and (window is None or window >= num_queries):
+        return None
+    mask = _mask(num_queries, num_keys, window, device)
+    return mask if batch.seen is None else mask & batch.seen
 
 
 def _full_scores(

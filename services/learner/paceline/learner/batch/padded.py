@@ -1,0 +1,136 @@
+"""The sequences of a packed row in a few padded batches: one call of attention for many of them.
+
+A call costs as much as the arithmetic of dozens of short sequences, and hardly two neighbours have the same
+length. So short lengths are rounded up, and what then has the same size is one batch. A prefix ends where the
+sequence's own keys begin; the free places before it are seen by nobody. Those at the end of a sequence are
+seen only by queries that nobody asks for:
+
+    keys      . . P P P | S S S .          queries   S S S .
+
+Tokens are taken by their index, all of them at once: a slice per sequence would make a gradient as large as
+the row for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from paceline.learner.batch.types import Int64Array, SequenceBlock
+
+SHORT: Final = 256
+"""Keys of a sequence, with its prefix, up to which it is padded; a longer one is worth a call of its own."""
+STEP: Final = 16
+"""Short lengths are rounded up to a multiple of this."""
+MOST_SCORES: Final = 1 << 20
+"""Queries times keys of a batch, per head: ways of attention that hold all scores take 4 MiB for them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PaddedBatch:
+    """Sequences that are padded to the same size.
+
+    Attributes:
+        num_sequences: N.
+        num_queries: L, places of a sequence.
+        num_keys: K, places of its prefix and itself.
+        seen: (N, 1, 1, K) bool, False in the free places before a prefix; None if there are none.
+    """
+
+    num_sequences: int
+    num_queries: int
+    num_keys: int
+    seen: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PaddedSequences:
+    """All sequences of a packed row.
+
+    Attributes:
+        queries: (sum of N L,) int64, the token in each place of all batches; in a free one some other token
+            of its sequence.
+        keys: (sum of N K,) int64, the same for prefixes and sequences.
+        order: (T,) int64, the place of each token among `queries`.
+    """
+
+    batches: tuple[PaddedBatch, ...]
+    queries: Tensor
+    keys: Tensor
+    order: Tensor
+
+    @classmethod
+    def of(cls, blocks: Sequence[SequenceBlock], device: torch.device) -> PaddedSequences:
+        """From all runs of equal length and prefix."""
+        order = np.empty(max(block.stop for block in blocks), np.int64)
+        batches, all_queries, all_keys, place = [], [], [], 0
+        for (prefix_size, size), rows in _parts(blocks):
+            starts, lengths = rows[:, 0:1], rows[:, 1:2]
+            steps = np.arange(size)
+            inside = steps < lengths
+            queries = starts + np.minimum(steps, lengths - 1)
+            order[queries[inside]] = place + np.flatnonzero(inside)
+            place += queries.size
+            keys, seen = _with_prefixes(queries, rows, prefix_size)
+            all_queries.append(queries.reshape(-1))
+            all_keys.append(keys.reshape(-1))
+            batch = PaddedBatch(
+                num_sequences=len(rows),
+                num_queries=size,
+                num_keys=prefix_size + size,
+                seen=None if seen.all() else _put(seen[:, None, None, :], device),
+            )
+            batches.append(batch)
+        return cls(
+            batches=tuple(batches),
+            queries=_put(np.concatenate(all_queries), device),
+            keys=_put(np.concatenate(all_keys), device),
+            order=_put(order, device),
+        )
+
+
+def _parts(blocks: Sequence[SequenceBlock]) -> Iterator[tuple[tuple[int, int], Int64Array]]:
+    """The sizes of a batch, of prefix and sequence, and its rows, (N, 4).
+
+    A row is where a sequence starts, its length, where its prefix starts, and the length of that.
+    """
+    sizes: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
+    for block in blocks:
+        sizes.setdefault(_size(block), []).extend(
+            (start, block.length, block.prefix_start, block.prefix_length)
+            for start in range(block.start, block.stop, block.length)
+        )
+    for (prefix_size, size), rows in sizes.items():
+        most = max(1, MOST_SCORES // (size * (prefix_size + size)))
+        for first in range(0, len(rows), most):
+            yield (prefix_size, size), np.array(rows[first : first + most], np.int64)
+
+
+def _size(block: SequenceBlock) -> tuple[int, int]:
+    if block.prefix_length + block.length > SHORT:
+        return block.prefix_length, block.length
+    return _rounded(block.prefix_length), _rounded(block.length)
+
+
+def _with_prefixes(
+    queries: Int64Array, rows: Int64Array, prefix_size: int
+) -> tuple[Int64Array, np.ndarray[tuple[int, ...], np.dtype[np.bool_]]]:
+    """The tokens of keys, (N, K), and which of them are seen."""
+    prefix_starts, prefix_lengths = rows[:, 2:3], rows[:, 3:4]
+    place = np.arange(prefix_size) - (prefix_size - prefix_lengths)  # (N, P), negative in free places
+    keys = np.concatenate([prefix_starts + np.maximum(place, 0), queries], axis=1)
+    return keys, np.concatenate([place >= 0, np.ones(queries.shape, bool)], axis=1)
+
+
+def _put(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+
+
+def _rounded(length: int) -> int:
+    return -(-length // STEP) * STEP
