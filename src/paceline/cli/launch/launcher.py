@@ -134,7 +134,6 @@ class _Launcher:
 
     async def run(self) -> Outcome:
         """Starts, follows, stops."""
-        self._write_note()
         outcome = Outcome(ok=False, message="ended by an error in the launcher", exit_code=1)
         running = asyncio.create_task(self._start_and_follow(), name="run")
         pulse = asyncio.create_task(self._pulse(), name="pulse")
