@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.core.errors import NumericsError
+from paceline.learner.batch import padded
 from paceline.learner.batch.pack import pack
 from paceline.learner.batch.types import PackedRow, PackedSequences
 from paceline.learner.distributed.ranks import Ranks
@@ -283,7 +284,7 @@ def test_a_form_that_differs_is_left_with_a_note(
     model: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = numbers(take_step(build(model, ranks, "off"), 1))
-    honest = attention._mask
+    honest = padded.causal_mask
 
     def hiding(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
         """A prompt that its responses do not see."""
@@ -291,7 +292,7 @@ def test_a_form_that_differs_is_left_with_a_note(
         mask[:, : num_keys - num_queries] = False
         return mask
 
-    monkeypatch.setattr(attention, "_mask", hiding)
+    monkeypatch.setattr(padded, "causal_mask", hiding)
     notes: list[str] = []
     learner = build(model, ranks, "auto", notes)
     assert numbers(take_step(learner, 1)) == expected

@@ -40,13 +40,14 @@ class PaddedBatch:
         num_sequences: N.
         num_queries: L, places of a sequence.
         num_keys: K, places of its prefix and itself.
-        seen: (N, 1, 1, K) bool, False in the free places before a prefix; None if there are none.
+        mask: (L, K) or (N, 1, L, K) bool, True where a query sees a key; None if there are no prefixes: then
+            each sees itself and all before it.
     """
 
     num_sequences: int
     num_queries: int
     num_keys: int
-    seen: Tensor | None
+    mask: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -69,6 +70,7 @@ class PaddedSequences:
     def of(cls, blocks: Sequence[SequenceBlock], device: torch.device) -> PaddedSequences:
         """From all runs of equal length and prefix."""
         order = np.empty(max(block.stop for block in blocks), np.int64)
+        causal: dict[tuple[int, int], Tensor] = {}
         batches, all_queries, all_keys, place = [], [], [], 0
         for (prefix_size, size), rows in _parts(blocks):
             starts, lengths = rows[:, 0:1], rows[:, 1:2]
@@ -80,19 +82,29 @@ class PaddedSequences:
             keys, seen = _with_prefixes(queries, rows, prefix_size)
             all_queries.append(queries.reshape(-1))
             all_keys.append(keys.reshape(-1))
-            batch = PaddedBatch(
-                num_sequences=len(rows),
-                num_queries=size,
-                num_keys=prefix_size + size,
-                seen=None if seen.all() else _put(seen[:, None, None, :], device),
+            shape, mask = (size, prefix_size + size), None
+            if prefix_size:
+                if shape not in causal:
+                    causal[shape] = causal_mask(*shape, None, device)
+                mask = causal[shape]
+                if not seen.all():
+                    mask = mask & _put(seen[:, None, None, :], device)
+            batches.append(
+                PaddedBatch(num_sequences=len(rows), num_queries=shape[0], num_keys=shape[1], mask=mask)
             )
-            batches.append(batch)
         return cls(
             batches=tuple(batches),
             queries=_put(np.concatenate(all_queries), device),
             keys=_put(np.concatenate(all_keys), device),
             order=_put(order, device),
         )
+
+
+def causal_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """(queries, keys), True where a query sees a key; the last of both are the same token."""
+    place = torch.arange(num_keys, device=device)
+    distance = place[num_keys - num_queries :].unsqueeze(1) - place
+    return (distance >= 0) & (distance < (num_keys if window is None else window))
 
 
 def _parts(blocks: Sequence[SequenceBlock]) -> Iterator[tuple[tuple[int, int], Int64Array]]:

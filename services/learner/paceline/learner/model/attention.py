@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.core.errors import ModelError
-from paceline.learner.batch.padded import PaddedBatch
+from paceline.learner.batch.padded import PaddedBatch, causal_mask
 from paceline.learner.batch.types import PackedSequences
 from paceline.learner.model.rows import take_rows
 
@@ -181,12 +181,10 @@ def _in_batches(
 
 
 def _mask_of(batch: PaddedBatch, window: int | None, device: torch.device) -> Tensor | None:
-    """(L, K) or (N, 1, L, K), True where a query sees a key; None if each sees itself and all before it."""
-    num_queries, num_keys = batch.num_queries, batch.num_keys
-    if num_keys == num_queries and (window is None or window >= num_queries):
-        return None
-    mask = _mask(num_queries, num_keys, window, device)
-    return mask if batch.seen is None else mask & batch.seen
+    if window is None or window >= batch.num_keys:
+        return batch.mask
+    near = causal_mask(batch.num_queries, batch.num_keys, window, device)
+    return near if batch.mask is None else near & batch.mask
 
 
 def _full_scores(
@@ -208,17 +206,10 @@ def _full_scores(
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     num_keys = k.shape[-2]
-    seen = _mask(q.shape[-2], num_keys, None, q.device) if is_causal else attn_mask
+    seen = causal_mask(q.shape[-2], num_keys, None, q.device) if is_causal else attn_mask
     assert seen is not None
     scores = scores.masked_fill(~seen, -torch.inf).float()
     if sinks is not None:
         column = sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, column], dim=-1)
     return torch.softmax(scores, dim=-1)[..., :num_keys].to(v.dtype) @ v
-
-
-def _mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """(queries, keys), True where a query sees a key; the last of both are the same token."""
-    place = torch.arange(num_keys, device=device)
-    distance = place[num_keys - num_queries :].unsqueeze(1) - place
-    return (distance >= 0) & (distance < (num_keys if window is None else window))
