@@ -119,7 +119,7 @@ def test_a_run_ends_when_its_last_rollout_server_dies(tmp_path: Path) -> None:
 
 
 def test_a_run_directory_in_use_is_refused(tmp_path: Path) -> None:
-    """From the first moment: it is still starting here."""
+    """Also while it starts, before its controller answers."""
     run = Run(tmp_path, "wait", {"rollout-0": WELL}, controller=[sys.executable, "-c", WELL])
     run.wait_for_state("starting")
     second = subprocess.run(

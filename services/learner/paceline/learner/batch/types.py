@@ -106,7 +106,7 @@ class PrefixedKeys:
 # Not frozen: torch 2.11 binds compiled layers to every field of a frozen dataclass that goes through them.
 @dataclass(kw_only=True, slots=True, eq=False)
 class PackedSequences:
-    """Where the sequences of a packed row begin; nobody changes it.
+    """Where the sequences of a packed row begin; nobody changes it but to keep its padded batches.
 
     A sequence may have another one as its prefix: its tokens see the prefix's, too, as if they followed it.
 
