@@ -2,7 +2,7 @@
 
 A micro-batch is one row of tokens, its sequences side by side without padding. `PackedSequences` says where
 they begin; it is computed once and passed through the model as the keyword argument `packed`, so no layer
-derives it from position ids and no mask is built. On CUDA in half precision `torch.nn.attention.varlen` does
+derives it from position ids and transformers builds no mask. On CUDA in half precision `torch.nn.attention.varlen` does
 the work. Elsewhere, sequences of about the same length run as padded batches of scaled dot products. With a
 softcap or sinks, which neither of them has, the scores of such a batch are computed in full.
 
