@@ -2,9 +2,10 @@
 
 A micro-batch is one row of tokens, its sequences side by side without padding. `PackedSequences` says where
 they begin; it is computed once and passed through the model as the keyword argument `packed`, so no layer
-derives it from position ids and transformers builds no mask. On CUDA in half precision `torch.nn.attention.varlen` does
-the work. Elsewhere, sequences of about the same length run as padded batches of scaled dot products. With a
-softcap or sinks, which neither of them has, the scores of such a batch are computed in full.
+derives it from position ids and transformers builds no mask. On CUDA in half precision
+`torch.nn.attention.varlen` does the work. Elsewhere, sequences of about the same length run as padded batches
+of scaled dot products. With a softcap or sinks, which neither of them has, the scores of such a batch are
+computed in full.
 
 Responses may share a prompt, which is then their prefix: its states, keys and values are computed once. Each
 response's queries run against the prompt's keys and its own, side by side; with fewer queries than keys, all
