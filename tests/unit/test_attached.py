@@ -710,6 +710,31 @@ async def test_the_end_of_the_run_ends_the_client_and_that_of_a_service_does_not
             await client
 
 
+async def test_the_end_of_the_run_ends_a_client_that_is_still_at_work_when_the_stream_breaks_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has heard the goodbye: nobody will be there however long it tries again."""
+    monkeypatch.setattr("paceline.service.gateway._LEAVE_GRACE_S", 0.3)
+    began = asyncio.Event()
+
+    async def endless(response: str, ground_truth: str) -> float:
+        began.set()
+        await asyncio.Event().wait()
+        return 0.0
+
+    async with run() as service:
+        client = service.attach(endless)
+        scoring = asyncio.create_task(service.scorer.score(items("a")))
+        async with asyncio.timeout(30):
+            await began.wait()
+        await service.scorer.gateway.close(Leave(reason="the run is over", for_good=True))
+        assert not client.done()
+        await service.server.stop(grace_s=0)
+        async with asyncio.timeout(30):
+            await client
+        await scoring
+
+
 async def test_a_stream_that_the_run_ends_leaves_no_task_behind() -> None:
     async with run() as it:
         before = asyncio.all_tasks()

@@ -140,6 +140,10 @@ class _Stream(Generic[TaskT, AnswerT]):
                             self._changed.set()
         except TimeoutError:
             raise DeadlineError(phase="ATTACH", peer=self._options.peer, seconds=_WELCOME_S) from None
+        except (PeerLostError, EnvironmentLackError):
+            # A gateway that has said goodbye waits a little for answers, and then breaks off.
+            if self._leave is None:
+                raise
         finally:
             for running in (stopping, *self._under_way):
                 running.cancel()
