@@ -69,6 +69,31 @@ def test_a_service_that_failed_after_it_was_ready_is_started_again(tmp_path: Pat
     run.finish()
 
 
+def test_a_start_that_failed_for_a_reason_that_may_pass_is_tried_again(tmp_path: Path) -> None:
+    """Exit code 4, as of an engine beside which the GPU's memory changed; 1 would end the run."""
+    starts = tmp_path / "starts"
+    fails = (
+        f"import sys; file = open({str(starts)!r}, 'a'); file.write('x'); file.close(); "
+        f"len(open({str(starts)!r}).read()) > 2 or sys.exit(4);"
+    )
+    run = Run(tmp_path, "wait", {"rollout-0": fails + WELL, "reward": WELL})
+    note = run.read_until("starting rollout-0 again (2 of at most 2")
+    assert "rollout-0 ended unexpectedly (exit code 4)" in note
+    run.wait_for_pids(4)
+    run.wait_for_state("running")
+    assert psutil.pid_exists(run.pids["rollout-0"])
+    assert starts.read_text() == "xxx"
+    run.process.send_signal(signal.SIGTERM)
+    run.finish()
+    (tmp_path / "second").mkdir()
+    starts.unlink()
+    run = Run(tmp_path / "second", "wait", {"rollout-0": fails.replace("exit(4)", "exit(1)") + WELL})
+    ok, code, message = run.finish()
+    assert (ok, code) == (False, 1)
+    assert message.startswith("rollout-0 ended unexpectedly (exit code 1)")
+    assert starts.read_text() == "x"
+
+
 def test_a_reward_model_that_hangs_is_started_again_with_token_and_address(tmp_path: Path) -> None:
     """It is no member, so nobody says when it is ready: it is not killed for that, nor given up at once."""
     seen, child = tmp_path / "seen", tmp_path / "child"

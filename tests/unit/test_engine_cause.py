@@ -71,12 +71,12 @@ _WORKER = "Exception: WorkerProc initialization failed due to an exception in a 
 @pytest.mark.parametrize(
     ("error", "cause", "code"),
     [
-        (_ENDED % -9, "", 1),
-        (_ENDED % -15, "ValueError: said before it was killed", 1),
-        (_UNKNOWN, "", 1),
+        (_ENDED % -9, "", 4),
+        (_ENDED % -15, "ValueError: said before it was killed", 4),
+        (_UNKNOWN, "", 4),
         (_UNKNOWN, "ValueError: 500.0 GiB are asked for, 14.69 are there", 2),
-        (_ENDED % 1, _MEMORY, 1),
-        (_ENDED % 1, _WORKER, 1),
+        (_ENDED % 1, _MEMORY, 4),
+        (_ENDED % 1, _WORKER, 4),
         (_ENDED % 1, "ValueError: 500.0 GiB are asked for, 14.69 are there", 2),
         (_ENDED % 1, "", 2),
         (_ENDED % -11, "", 2),

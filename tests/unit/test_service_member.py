@@ -13,7 +13,7 @@ import pytest
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.controller.fleet.clients import is_serving
-from paceline.core.errors import ModelError, PacelineError
+from paceline.core.errors import FailedStartError, ModelError, PacelineError, PeerLostError
 from paceline.core.members import MemberKind, RewardState
 from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
 from paceline.sdk import RewardClient
@@ -119,11 +119,22 @@ async def test_why_the_work_failed_is_told_before_the_goodbye(controller: tuple[
     assert fake.calls[-1] == "leave stopped"
 
 
-async def test_a_task_that_fails_ends_the_service_and_is_told(controller: tuple[FakeController, str]) -> None:
+@pytest.mark.parametrize(
+    ("error", "is_final"),
+    [
+        (ModelError("the engine died"), True),
+        (FailedStartError("the engine died", peer="the engine core"), False),
+        (PeerLostError("the engine died", peer="rank 1"), False),
+    ],
+)
+async def test_a_task_that_fails_ends_the_service_and_is_told(
+    controller: tuple[FakeController, str], error: PacelineError, is_final: bool
+) -> None:
+    """The controller does not wait for a slot that fails for good, and does for others."""
     fake, address = controller
 
     async def fail() -> None:
-        raise ModelError("the engine died")
+        raise error
 
     async def work(session: MemberSession) -> None:
         await join(session)
@@ -132,9 +143,9 @@ async def test_a_task_that_fails_ends_the_service_and_is_told(controller: tuple[
 
     with pytest.raises(ExceptionGroup) as caught:
         await run(address, work)
-    assert caught.group_contains(ModelError, match="the engine died")
+    assert caught.group_contains(type(error), match="the engine died")
     assert [(beat.failure, beat.is_final) for beat in fake.heartbeats if beat.failure] == [
-        ("the engine died", True)
+        ("the engine died", is_final)
     ]
 
 

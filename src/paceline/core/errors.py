@@ -51,7 +51,7 @@ GIVEN_ERRORS = (ConfigError, DataError, ModelError, EnvironmentLackError)
 """Errors in what the run was given, not in what happened: starting it again unchanged fails the same way."""
 
 
-EXIT_FAILED, EXIT_GIVEN, EXIT_FINAL = 1, 2, 3
+EXIT_FAILED, EXIT_GIVEN, EXIT_FINAL, EXIT_AGAIN = 1, 2, 3, 4
 """Exit codes of a process that ends with an error; see `exit_code`."""
 
 
@@ -59,12 +59,15 @@ def exit_code(error: BaseException) -> int:
     """A process's exit code, which says whether starting the process again can help.
 
     2 where its inputs or the machine are unusable (GIVEN_ERRORS); 3 where the run itself cannot go on: a
-    guard rule, impossible numbers, a checkpoint that does not fit; else 1, which a new start may mend.
+    guard rule, impossible numbers, a checkpoint that does not fit; 4 where a start failed
+    for a reason that may be gone by the next; else 1, which a new start may mend.
     """
     if isinstance(error, BaseExceptionGroup):
         return min(exit_code(part) for part in error.exceptions)
     if isinstance(error, GIVEN_ERRORS):
         return EXIT_GIVEN
+    if isinstance(error, FailedStartError):
+        return EXIT_AGAIN
     return EXIT_FINAL if isinstance(error, (CheckpointError, GuardError, NumericsError)) else EXIT_FAILED
 
 
@@ -120,6 +123,10 @@ class PeerLostError(PacelineError, ConnectionError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), self.args, {"peer": self.peer})
+
+
+class FailedStartError(PeerLostError):
+    """A start failed because something died or changed during it: the next may succeed."""
 
 
 class BrokerError(PacelineError, ConnectionError):

@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 
 import grpc
 
-from paceline.core.errors import ConfigError, PacelineError, PeerLostError, exit_code
+from paceline.core.errors import EXIT_FINAL, EXIT_GIVEN, ConfigError, PacelineError, PeerLostError, exit_code
 from paceline.core.members import MemberKind
 from paceline.service import telemetry
 from paceline.service.addresses import add_address_arguments, from_environment, to_advertise, to_bind
@@ -249,7 +249,7 @@ class MemberSession:
                 log.info("while stopping: %s", _reason(error))
                 return
             if self._link is not None:
-                await self._link.fail(_reason(error), is_final=exit_code(error) != 1)
+                await self._link.fail(_reason(error), is_final=exit_code(error) in (EXIT_GIVEN, EXIT_FINAL))
             raise
 
     async def _heartbeats(

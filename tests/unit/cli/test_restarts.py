@@ -34,6 +34,9 @@ from paceline.core.errors import (
         ([1, 0], End.FAILED),
         ([1, 2], End.FINAL),
         ([1, 2, -9], End.KILLED),
+        ([4], End.AGAIN),
+        ([1, 4, 0], End.AGAIN),
+        ([4, 2], End.FINAL),
     ],
 )
 def test_what_an_end_means(codes: list[int], end: End) -> None:

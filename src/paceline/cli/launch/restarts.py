@@ -7,19 +7,21 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from paceline.core.errors import EXIT_FINAL, EXIT_GIVEN
+from paceline.core.errors import EXIT_AGAIN, EXIT_FINAL, EXIT_GIVEN
 
 
 class End(enum.Enum):
     """What the end of a process means.
 
     LEFT: it ended by itself, without an error. FINAL: started again it would end with the same error.
-    FAILED: an error that may not come again. KILLED: a signal ended it.
+    FAILED: an error that may not come again. AGAIN: its start failed, and it says that the next may succeed.
+    KILLED: a signal ended it.
     """
 
     LEFT = "left"
     FINAL = "final"
     FAILED = "failed"
+    AGAIN = "again"
     KILLED = "killed"
 
 
@@ -32,6 +34,8 @@ def judge(exit_codes: Collection[int]) -> End:
         return End.KILLED
     if any(code in (EXIT_GIVEN, EXIT_FINAL) for code in exit_codes):
         return End.FINAL
+    if EXIT_AGAIN in exit_codes:
+        return End.AGAIN
     return End.FAILED if any(exit_codes) else End.LEFT
 
 

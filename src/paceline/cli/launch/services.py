@@ -1,7 +1,8 @@
 """The services of a run: starts them, starts lost ones again, and says when one cannot be mended.
 
 a process ends -> its companions end -> restarts.judge -> left | pause, start again | the run ends
-one that was never ready ends with an error -> the run ends: more attempts would only delay the message
+one that was never ready ends with an error -> the run ends, as more attempts would only delay the message,
+    unless the process says that the next start may succeed
 the controller misses a process that still runs -> it is killed -> as above
 """
 

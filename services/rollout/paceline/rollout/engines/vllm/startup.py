@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config.run import RunConfig
-from paceline.core.errors import EnvironmentLackError, ModelError, PacelineError, PeerLostError
+from paceline.core.errors import EnvironmentLackError, FailedStartError, ModelError, PacelineError
 from paceline.rollout.engines.vllm import (
     environment,
     model_class,
@@ -41,7 +41,7 @@ def build(
         EnvironmentLackError: vLLM is not installed.
         ConfigError: rollout.engine_kwargs or rollout.temperature cannot be used.
         ModelError: the engine does not start with this model and configuration.
-        PeerLostError: one of its processes was killed, or the GPU's memory changed under it.
+        FailedStartError: one of its processes was killed, or the GPU's memory changed under it.
     """
     try:
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -73,7 +73,7 @@ def failure(model: str, error: str, cause: str) -> PacelineError:
     """What to raise for an engine that did not start, after vLLM's `error`."""
     reason = cause or f"{error}; its own lines above say more"
     if may_pass(error, cause):
-        return PeerLostError(
+        return FailedStartError(
             f"the engine did not start this time, another start may succeed: {reason}", peer="the engine core"
         )
     return ModelError(f"the engine does not start with {model}: {reason}")
