@@ -155,6 +155,7 @@ def measure(
     policy = unfilled_policy(folder, ranks, precision, options=LayerOptions.of_actor(config.actor))
     fill(policy, ranks)
     learner = Learner.around(config, ranks, policy, notify=print)
+    learner.make_averages()
     num_prompts = args.sequences * ranks.world_size // SAMPLES
     first = step(learner, max(1, num_prompts // 4), args)
     results: dict[SharingMode, dict[str, float]] = {}

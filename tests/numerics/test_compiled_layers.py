@@ -18,12 +18,13 @@ import torch
 
 from paceline.core.errors import NumericsError
 from paceline.learner.batch.types import PackedSequences
+from paceline.learner.distributed.engine_room import GpuMemory
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model import compiling
 from paceline.learner.model.networks import body_of, decoder_layers
 from paceline.learner.train import score
 from paceline.learner.train.learner import Learner
-from paceline.learner.train.warm_up import warm_up
+from paceline.learner.train.warm_up import load_warm, warm_up
 from support.learner_fakes import run_config, write_model
 from support.learner_scenarios import numbers, take_step
 
@@ -154,6 +155,34 @@ def test_nothing_is_left_to_compile_for_the_first_step_and_its_numbers_stay(
     assert compiler.num_graphs == num_graphs
     assert [result.metrics["perf/compilations"] for result in results] == [0.0, 0.0]
     assert [numbers(result) for result in results] == expected
+
+
+def test_layers_are_compiled_before_there_are_averages_and_what_that_took_is_given_back(
+    model: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that starts on the same GPU has found no memory beside averages and a compiler's passes."""
+    order: list[str] = []
+    warmed: list[Learner] = []
+
+    def warm(learner: Learner) -> None:
+        assert not learner.actor.optimizer.state()
+        assert learner.critic is not None
+        assert not learner.critic.optimizer.state()
+        warmed.append(learner)
+        order.append("compile")
+
+    def give_back(memory: GpuMemory) -> int:
+        order.append("averages" if warmed[0].actor.optimizer.state() else "give back")
+        return 0
+
+    monkeypatch.setattr("paceline.learner.train.warm_up.warm_up", warm)
+    monkeypatch.setattr(GpuMemory, "give_back", give_back)
+    learner = load_warm(run_config(model, critic={"warmup": 0}), ranks, print)
+    assert learner is warmed[0]
+    assert order == ["compile", "give back"]
+    assert learner.actor.optimizer.state().keys() == build(model, ranks).actor.optimizer.state().keys()
+    assert learner.critic is not None
+    assert learner.critic.optimizer.state()
 
 
 def test_layers_that_are_not_compiled_are_not_warmed_up(model: Path, ranks: Ranks) -> None:

@@ -394,7 +394,8 @@ def test_engines_that_sleep_leave_the_gpu_to_the_update_and_what_stays_of_the_le
     rollout: dict[str, Any] = {"sleep": "always", "gpu_memory_utilization": 0.75}
     config = run_of(actor={"memory": {"recompute": "full"}}, rollout=rollout)
     lines = plan_for(config, shared=True).lines()
-    assert [line.split(":")[0] for line in lines[-2:]] == [
+    assert [line.split(":")[0] for line in lines[-3:]] == [
+        "together GPU 0, 1, 2, 3, start",
         "together GPU 0, 1, 2, 3, generation",
         "together GPU 0, 1, 2, 3, training",
     ]
@@ -408,13 +409,35 @@ def test_engines_that_sleep_leave_the_gpu_to_the_update_and_what_stays_of_the_le
     greedy = run_of(
         actor={"memory": {"recompute": "full"}}, rollout=rollout | {"gpu_memory_utilization": 0.9}
     )
-    with pytest.raises(ConfigError, match=r"of the learner stay while the engine takes .* at most 0\.8"):
+    with pytest.raises(ConfigError, match=r"the learner keeps .* while the engine takes .* at most 0\.8"):
         plan_for(greedy, shared=True).lines()
     too_much = run_of(
         actor={"memory": {"recompute": "none"}}, rollout={**rollout, "gpu_memory_utilization": 0.5}
     )
     with pytest.raises(ConfigError, match=r"needs 211.9 GiB beside 2.0 GiB of a sleeping engine: set actor"):
         plan_for(too_much, shared=True).lines()
+
+
+def test_compiling_at_the_start_was_measured_and_bounds_the_engine_beside_it() -> None:
+    """Two H100s, 7B, compiled layers: 21.3 GiB of tensors while they were compiled, before the averages."""
+    memory = {"recompute": "full", "keep_gathered": False, "accumulate": True, "offload": False}
+    actor = {"ppo_max_token_len_per_gpu": 8704, "reduce_dtype": "bfloat16", "memory": memory, "compile": True}
+    rollout: dict[str, Any] = {"n": 8, "sleep": "always", "gpu_memory_utilization": 0.3}
+    config = run_of(actor=actor, rollout=rollout, learner={"world_size": 2})
+    learner = LearnerMemory.of(config, shape_of(SEVEN))
+    assert 21.3 * GIB <= sum(learner.start.values()) - CONTEXT <= 1.3 * 21.3 * GIB
+    staging = 2 * (config.weights.staging_mib << 20)
+    assert learner.kept_beside(config) == sum(learner.resident.values()) + staging
+    lean = learner.changed(offloads=True)
+    assert lean.kept_beside(config) == sum(lean.start.values()) > sum(lean.resident.values()) + staging
+    eager = lean.changed(compiled=False)
+    assert eager.start == eager.resident
+    offloading = actor | {"memory": memory | {"offload": True}}
+    late = run_of(
+        actor=offloading, rollout=rollout | {"gpu_memory_utilization": 0.7}, learner={"world_size": 2}
+    )
+    with pytest.raises(ConfigError, match=r"the learner keeps 28\.3 GiB while the engine takes 56\.0 GiB"):
+        plan_for(late, gib=80, shared=True).lines()
 
 
 IMAGES = {

@@ -41,7 +41,7 @@ from paceline.learner.model.lora import adapter_names
 from paceline.learner.model.self_test import check_models
 from paceline.learner.train.learner import Learner
 from paceline.learner.train.profiler import StepProfiler
-from paceline.learner.train.warm_up import warm_up
+from paceline.learner.train.warm_up import load_warm
 from paceline.service.logs import set_level
 from paceline.storage.folder import Folder
 from paceline.storage.models import local_folder, local_model
@@ -245,12 +245,10 @@ def _load(assignment: Assignment, ranks: Ranks, head: Head | None, stack: contex
     set_level(config.telemetry.log_level)
     for outcome in check_models(config):
         log.info("self-test: %s", outcome)
-    learner = Learner.build(config, ranks, head.notify if head else log.warning)
-    log.info("rank %d of %d holds its shards on %s", ranks.rank, ranks.world_size, ranks.device)
+    learner = load_warm(config, ranks, head.notify if head else log.warning)
     folder = load_newest(learner, assignment.checkpoints, notify=head.notify if head else log.warning)
     if folder is not None:
         log.info("resumed from %s at version %d", folder, learner.version)
-    warm_up(learner)
     publisher = WeightPublisher(
         learner.actor.network.lm,
         ranks.device,

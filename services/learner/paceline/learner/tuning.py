@@ -111,6 +111,7 @@ class Tuner(Generic[N]):
                 warmup_ratio=tuning.warmup_steps_ratio,
             ),
         )
+        self._trainable.optimizer.make_averages()
         self._num_skipped = 0
 
     def lr(self, step: int) -> float:

@@ -144,9 +144,24 @@ class LearnerMemory:
         merged = {"merged": self.bytes_per_number * self._share(self.num_adapted)}
         return {**self.resident, **(merged if self.num_adapters else {})}
 
+    @property
+    def start(self) -> Parts:
+        """While layers are compiled, a few at a time, before there are averages; as `resident` if eager."""
+        if not self.compiled:
+            return self.resident
+        numbers = self._in_flight
+        return {
+            **self.resident,
+            "optimizer": 0,
+            "gradients": self.bytes_per_gradient * numbers + 4 * self._share(numbers),
+            "gathered": self.bytes_per_number * (numbers + self.shape.num_frozen),
+            "activations": 2 * self._layer + LOGITS,
+        }
+
     def kept_beside(self, config: RunConfig) -> int:
-        """Bytes that stay in an engine's turn on the same GPU: the staging for pushes, the engine's too."""
-        return sum(self.resident.values()) + 2 * (config.weights.staging_mib << 20)
+        """Bytes of the learner, with both sides' staging, beside an engine that starts or is awake."""
+        stays = sum(self.resident.values()) + 2 * (config.weights.staging_mib << 20)
+        return max(stays, sum(self.start.values()))
 
     def changed(self, **fields: Any) -> LearnerMemory:
         """The same with other values."""

@@ -174,6 +174,7 @@ class MemoryPlan:
             resident, budget = sum(self.learner.resident.values()), engine_budget(self.config, total)
             training = engine_while_training(self.config, total)
             turns = {
+                "start": {"learner": sum(self.learner.start.values()), "engine": budget},
                 "generation": {"learner": resident, "staging": self._staging, "engine": budget},
                 "training": {"learner": self.learner.most, "staging": self._staging, "engine": training},
             }
@@ -208,11 +209,11 @@ class MemoryPlan:
             )
 
     def _check_generation(self, gpu: int, total: int) -> None:
-        """What stays of the learner has to fit beside an engine that is awake."""
-        stays = sum(self.learner.resident.values()) + self._staging
+        """The learner has to fit beside an engine that starts or is awake."""
+        stays = self.learner.kept_beside(self.config)
         if stays + engine_budget(self.config, total) > total:
             raise ConfigError(
-                f"GPU {gpu} has {_gib(total)}; {_gib(stays)} of the learner stay while the engine takes "
+                f"GPU {gpu} has {_gib(total)}; the learner keeps {_gib(stays)} while the engine takes "
                 f"{_gib(engine_budget(self.config, total))}: set rollout.gpu_memory_utilization to at most "
                 f"{max(0.0, (total - stays) / total):.2f}"
             )

@@ -81,6 +81,11 @@ class GpuMemory:
         """Bytes of other processes, and what this one has beside torch's allocator."""
         return self.total - self.free - torch.cuda.memory_reserved(self._device) if self._device else 0
 
+    @property
+    def peak(self) -> int:
+        """The most bytes of tensors since this process started, or a peak was last reset."""
+        return torch.cuda.max_memory_allocated(self._device) if self._device else 0
+
     def give_back(self) -> int:
         """Gives back what torch's allocator only caches; returns its bytes.
 

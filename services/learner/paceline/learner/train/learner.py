@@ -78,7 +78,16 @@ class Learner:
 
     @classmethod
     def build(cls, config: RunConfig, ranks: Ranks, notify: Callable[[str], None] = log.warning) -> Learner:
+        """A learner at version 0 that can train: `load` with AdamW's averages."""
+        learner = cls.load(config, ranks, notify)
+        learner.make_averages()
+        return learner
+
+    @classmethod
+    def load(cls, config: RunConfig, ranks: Ranks, notify: Callable[[str], None] = log.warning) -> Learner:
         """Loads the networks of a run at version 0; every rank calls it. `notify` tells a person.
+
+        Its optimizers have no averages yet.
 
         Raises:
             ConfigError: a custom policy loss is not there or cannot be trained with.
@@ -128,6 +137,12 @@ class Learner:
         learner.host_reference = host_reference
         return learner
 
+    def make_averages(self) -> None:
+        """Creates the averages of AdamW for all networks that train."""
+        for trainable in (self.actor, self.critic):
+            if trainable is not None:
+                trainable.optimizer.make_averages()
+
     @classmethod
     def around(
         cls,
@@ -139,7 +154,7 @@ class Learner:
         reference: PolicyNetwork | None = None,
         notify: Callable[[str], None] = log.warning,
     ) -> Learner:
-        """A learner at version 0 with networks that are loaded already."""
+        """A learner at version 0 with networks that are loaded; its optimizers have no averages yet."""
         return cls(
             config=config,
             ranks=ranks,

@@ -111,6 +111,8 @@ class StepOutcome:
 class Optimizer:
     """AdamW (arXiv:1711.05101) with decoupled weight decay on all parameters that train.
 
+    It has no averages until `make_averages`, which comes before the first step and before a checkpoint.
+
     Args:
         network: sharded; its backward pass leaves the gradients.
         betas: of the two averages.
@@ -136,7 +138,19 @@ class Optimizer:
         self._adamw = torch.optim.AdamW(
             self._parameters, lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay, fused=True
         )
-        self._fill_state()
+
+    def make_averages(self) -> None:
+        """Creates AdamW's state: averages of zeros, into which a checkpoint can load."""
+        if self._host is None:
+            averages = [
+                {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+                for parameter in self._parameters
+            ]
+        else:
+            averages = host_averages(self._parameters, self._host)
+        for parameter, state in zip(self._parameters, averages, strict=True):
+            steps = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            self._adamw.state[parameter] = {"step": steps, **state}
 
     def step(
         self, lr: float, *, loss_is_finite: bool, veto: Callable[[float], str] | None = None
@@ -177,19 +191,6 @@ class Optimizer:
         for name, parameter in hugging_face_names(self._network):
             for kind, tensor in sorted(self._adamw.state.get(parameter, {}).items()):
                 yield name, kind, tensor
-
-    def _fill_state(self) -> None:
-        """Creates AdamW's state before its first step, so a checkpoint can load into it."""
-        if self._host is None:
-            averages = [
-                {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
-                for parameter in self._parameters
-            ]
-        else:
-            averages = host_averages(self._parameters, self._host)
-        for parameter, state in zip(self._parameters, averages, strict=True):
-            steps = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            self._adamw.state[parameter] = {"step": steps, **state}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -14,17 +14,35 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from paceline.config.run import RunConfig
 from paceline.learner.batch.pack import pack
 from paceline.learner.batch.plan import effective_budget
 from paceline.learner.batch.types import MicroBatch, PackedRow
+from paceline.learner.distributed.engine_room import GpuMemory
+from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.compiling import TOKEN_MULTIPLE
 from paceline.learner.model.experts import recorded_choices, routers
 from paceline.learner.model.layers import free_gathered
 from paceline.learner.model.loading import forget_forward_passes
 from paceline.learner.model.networks import body_of, first_layers
 from paceline.learner.train.learner import Learner
+from paceline.learner.train.stopwatch import GIB
 
 log = logging.getLogger(__name__)
+
+
+def load_warm(config: RunConfig, ranks: Ranks, notify: Callable[[str], None]) -> Learner:
+    """A learner that can train; every rank calls it. Raises what `Learner.load` raises.
+
+    An engine may be starting on this GPU. So layers are compiled before there are averages of AdamW, and what
+    that took for a while is given back first.
+    """
+    learner = Learner.load(config, ranks, notify)
+    log.info("rank %d of %d holds its shards on %s", ranks.rank, ranks.world_size, ranks.device)
+    warm_up(learner)
+    GpuMemory(ranks.device).give_back()
+    learner.make_averages()
+    return learner
 
 
 def warm_up(learner: Learner) -> None:
@@ -34,6 +52,16 @@ def warm_up(learner: Learner) -> None:
     """
     if learner.compile_clock is None:
         return
+    _all_networks(learner)
+    compilations, most = learner.compile_clock.take(), GpuMemory(learner.ranks.device).peak
+    log.info(
+        "before the first step, %s%s",
+        compilations,
+        f"; {most / GIB:.1f} GiB of tensors at most" if most else "",
+    )
+
+
+def _all_networks(learner: Learner) -> None:
     policy, critic, reference = learner.actor.network, learner.critic, learner.reference
     batch = _batch(learner)
     with first_layers(body_of(policy.lm)):
@@ -50,7 +78,6 @@ def warm_up(learner: Learner) -> None:
         frozen = reference
         with torch.no_grad(), learner.reference_present(), first_layers(body_of(frozen.lm)):
             _pass(frozen, lambda: frozen(batch)[0])
-    log.info("before the first step, %s", learner.compile_clock.take())
 
 
 def _pass(network: nn.Module, call: Callable[[], Tensor]) -> None:
