@@ -47,8 +47,9 @@ learner, and chooses what to recompute. Where that is not enough:
   `actor.memory.recompute: full`, a lower `actor.ppo_max_token_len_per_gpu` (not below one sequence),
   `actor.memory.accumulate: false`, more learner ranks. `actor.memory.offload_reference: true` keeps the
   reference model in host memory except while it scores; `actor.memory.offload: true` keeps AdamW's averages
-  there, which the plan chooses by itself where nothing else fits. The policy's own shards
-  [stay on the GPU](decisions/0027-parameters-stay-on-the-gpu.md).
+  there, which the plan chooses by itself where nothing else fits, or where their visits take less time than
+  recomputing, as with large mini-batches, and the host has 20 bytes of free memory per parameter. The
+  policy's own shards [stay on the GPU](decisions/0027-parameters-stay-on-the-gpu.md).
 - **32B on four GPUs of 141 GiB**: `placement: colocated` has it take turns with averages in host memory:
   86 GiB in an update, 118 while it generates with 128 sequences of 512 tokens, by the plan; the host keeps
   262 GB of averages. It has not been run.

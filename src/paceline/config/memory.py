@@ -35,8 +35,9 @@ class MemoryConfig(Section):
     offload: bool | None = Field(
         None,
         description="Keep AdamW's averages in pinned host memory, 8 bytes per parameter and rank's share; "
-        "they visit the GPU in parts in each optimizer step. null: where nothing else fits the memory plan; "
-        "not on a CPU.",
+        "they visit the GPU in parts in each optimizer step. null: where nothing else fits the memory plan, "
+        "or where it is estimated to be faster than recomputing and the host has 20 bytes of free memory per "
+        "parameter; not on a CPU.",
     )
 
     @property

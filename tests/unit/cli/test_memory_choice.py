@@ -122,6 +122,37 @@ def test_averages_go_to_host_memory_where_nothing_else_makes_the_update_fit() ->
     assert offloads == {192: False, 141: True}
 
 
+@pytest.mark.parametrize(
+    ("prompts", "host_gib", "expected"),
+    [
+        (16, 200, (0.5, True, True, True)),
+        (16, 140, ("full", False, True, False)),  # too little for averages and a checkpoint's copy: 142 GiB
+        (8, 200, ("full", False, True, False)),  # half the tokens per visit of the averages
+        (64, 200, (0.5, True, True, True)),
+    ],
+)
+def test_averages_go_to_a_host_with_room_where_their_visits_cost_less_than_recomputing(
+    prompts: int, host_gib: int, expected: tuple[Any, ...]
+) -> None:
+    """Two H100s, 7B in turns with engines: an update with averages in the host's memory was 9 % faster."""
+    tree = run_of(ppo_mini_batch_size=prompts, ppo_max_token_len_per_gpu=8704, reduce_dtype="bfloat16")
+    config = tree.model_copy(
+        update={
+            "learner": tree.learner.model_copy(update={"world_size": 2}),
+            "rollout": tree.rollout.model_copy(update={"sleep": "always"}),
+        }
+    )
+    memory = choose_memory(
+        config,
+        ModelShape.of(SEVEN),
+        learner_gpus=(0, 1),
+        engine_gpus=(0, 1),
+        totals=dict.fromkeys((0, 1), 79 * GIB),
+        host_bytes=host_gib * GIB,
+    )
+    assert (memory.recompute, memory.keep_gathered, memory.accumulate, memory.offload) == expected
+
+
 def test_where_the_reference_waits_is_kept_as_given() -> None:
     for offload in (True, False):
         memory = choose_memory(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,6 +23,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(placement, "gpu_memory", lambda: {0: 80_000_000_000})
     monkeypatch.setattr(colocation, "gpu_memory", lambda: {0: 80_000_000_000})
+    monkeypatch.setattr(placement.psutil, "virtual_memory", lambda: SimpleNamespace(available=0))
     store(tmp_path, dtype="bfloat16")
     return tmp_path
 
@@ -129,6 +131,21 @@ def test_engines_sleep_where_the_learner_has_no_room_beside_them(
     assert not said.endswith("in turns")
     settled, _ = on(4, placement="colocated", rollout={"sleep": "always", "gpu_memory_utilization": 0.5})
     assert (settled.rollout.sleep, settled.rollout.gpu_memory_utilization) == ("always", 0.5)
+
+
+def test_averages_go_to_the_host_where_its_free_memory_and_large_mini_batches_make_that_faster(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sized(folder, monkeypatch, layers=28, gib=79)
+    actor = {"ppo_mini_batch_size": 64, "ppo_max_token_len_per_gpu": 8704, "reduce_dtype": "bfloat16"}
+    grpo = {"adv_estimator": "grpo", "use_kl_in_reward": False, "kl_ctrl": {"type": "fixed"}}
+    offloads = []
+    for gib in (100, 250):
+        host = SimpleNamespace(available=gib << 30)
+        monkeypatch.setattr(placement.psutil, "virtual_memory", lambda host=host: host)
+        settled, _ = on(2, placement="colocated", algorithm=grpo, actor=actor, rollout={"n": 8})
+        offloads.append(settled.actor.memory.offload)
+    assert offloads == [False, True]
 
 
 def test_averages_wait_in_host_memory_where_an_engine_has_no_room_beside_them(

@@ -18,20 +18,23 @@ Recompute = float | Literal["none", "full"]
 LEAST = MemoryConfig(recompute="full", keep_gathered=False, accumulate=True, offload=False)
 """Where nothing is known of model or GPUs."""
 
-# Shares of an update's time, from measurements of compiled layers of 7B on four GPUs; they only set an order.
-_RECOMPUTING: Mapping[Recompute, float] = {"none": 0.0, 0.75: 0.03, 0.5: 0.06, 0.25: 0.1, "full": 0.2}
+# Shares of an update's time, of compiled layers of 7B on two and four GPUs; they only set an order.
+_RECOMPUTING: Mapping[Recompute, float] = {"none": 0.0, 0.75: 0.03, 0.5: 0.06, 0.25: 0.1, "full": 0.28}
 _GATHERING, _REDUCING = 0.05, 0.03
-# More than all others together: two copies of the averages between host and GPU per optimizer step.
-_OFFLOADING = 0.4
+# Tokens of a mini-batch whose passes take as long as the averages need to visit the GPU once and go back: 16
+# bytes per parameter at 75 GB/s, 6 operations per parameter and token at 0.5e15 per second.
+_OFFLOADING_TOKENS = 18_000
+# Bytes per parameter that a host needs: the averages, and the copy of weights and averages for a checkpoint.
+_OFFLOADED, _COPIED = 8, 12
 
 
-def _forms() -> list[MemoryConfig]:
-    """The fastest first."""
+def _forms(offloading: float) -> list[MemoryConfig]:
+    """The fastest first; `offloading` is the share of an update that the averages' visits take."""
     costs = {
         (recompute, keep_gathered, accumulate, offload): recomputing
         + (0.0 if keep_gathered else _GATHERING)
         + (0.0 if accumulate else _REDUCING)
-        + (_OFFLOADING if offload else 0.0)
+        + (offloading if offload else 0.0)
         for recompute, recomputing in _RECOMPUTING.items()
         for keep_gathered in (True, False)
         for accumulate in (True, False)
@@ -45,7 +48,7 @@ def _forms() -> list[MemoryConfig]:
 
 def fits_awake(config: RunConfig, shape: ModelShape, totals: Sequence[int]) -> bool:
     """Whether the learner has room for its fastest form beside engines that never sleep."""
-    fastest = config.actor.memory.with_rest_of(_forms()[0])
+    fastest = config.actor.memory.with_rest_of(_forms(_offloading(config))[0])
     settled = config.model_copy(update={"actor": config.actor.model_copy(update={"memory": fastest})})
     most = LearnerMemory.of(settled, shape).most
     return all(most <= USABLE_SHARE * (total - engine_budget(config, total)) for total in totals)
@@ -58,6 +61,7 @@ def choose_memory(
     learner_gpus: Sequence[int],
     engine_gpus: Sequence[int],
     totals: Mapping[int, int],
+    host_bytes: int = 0,
 ) -> MemoryConfig:
     """`actor.memory` of a run on GPUs, with nothing left open.
 
@@ -67,6 +71,8 @@ def choose_memory(
         learner_gpus: of the ranks.
         engine_gpus: of the rollout servers; an engine beside a rank keeps its share.
         totals: bytes of each GPU, as far as they are known.
+        host_bytes: free memory of the host; averages go there for speed only where it has room for them and
+            for a checkpoint's copy, and else where nothing else fits.
     """
     memory = config.actor.memory
     known = [gpu for gpu in learner_gpus if gpu in totals]
@@ -77,13 +83,31 @@ def choose_memory(
         for gpu in known
     )
     shared = [totals[gpu] for gpu in known if gpu in engine_gpus and config.rollout.sleep == "always"]
-    forms = [memory.with_rest_of(form) for form in _forms()]
-    for form in forms:
+    forms = _forms(_offloading(config))
+    on_host = (_OFFLOADED + _COPIED) * _num_averaged(config, shape) * len(known) // config.learner.world_size
+    if on_host > host_bytes:
+        forms.sort(key=lambda form: form.offloads)
+    for form in (memory.with_rest_of(form) for form in forms):
         settled = config.model_copy(update={"actor": config.actor.model_copy(update={"memory": form})})
         learner = LearnerMemory.of(settled, shape)
         if learner.most <= USABLE_SHARE * free and _leaves_room(config, learner, shared):
             return form
-    return forms[-1]  # the leanest
+    return memory.with_rest_of(min(forms, key=_leanness))
+
+
+def _leanness(form: MemoryConfig) -> tuple[bool, ...]:
+    """The least is what needs the least memory."""
+    return not form.offloads, form.recompute != "full", form.keeps_gathered, form.accumulates
+
+
+def _offloading(config: RunConfig) -> float:
+    """With responses of half the length that they may have."""
+    sequences = config.actor.ppo_mini_batch_size * config.rollout.n
+    return _OFFLOADING_TOKENS / (sequences * config.max_model_len / 2)
+
+
+def _num_averaged(config: RunConfig, shape: ModelShape) -> int:
+    return shape.num_parameters * (2 if config.needs_critic else 1)
 
 
 def _leaves_room(config: RunConfig, learner: LearnerMemory, totals: Sequence[int]) -> bool:

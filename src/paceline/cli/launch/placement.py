@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from paceline.cli.launch.colocation import (
     SHARED_MEMORY,
     engine_size,
@@ -71,6 +73,7 @@ def _memory(config: RunConfig, machine: Machine) -> MemoryConfig:
         learner_gpus=learner,
         engine_gpus=[gpu for gpus in engines for gpu in gpus],
         totals=gpu_memory(),
+        host_bytes=psutil.virtual_memory().available,
     )
 
 
