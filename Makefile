@@ -7,10 +7,13 @@ BIN := $(VENV)/bin
 # cpu or cuda: which builds of torch and vLLM `make venv` installs. An environment that is there stays what it is.
 BUILD ?= $(or $(shell cat $(VENV)/.build 2>/dev/null),$(if $(wildcard $(BIN)/python),cpu),$(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu))
 TORCH := $(shell sed -n 's/^torch==/torch==/p' requirements/$(BUILD).txt)
+# A torch that is named (make TORCH=torch==2.13.0) takes the place of the lock file's line, and brings what it asks for.
+LOCK = $(if $(filter file,$(origin TORCH)),requirements/$(BUILD).txt,$(VENV)/requirements.txt)
 # Where to find torch if pip's own index has not this build.
 TORCH_INDEX ?= https://download.pytorch.org/whl/$(if $(filter cuda,$(BUILD)),cu130,cpu)
 # Exactly what a lock file names, nothing that a package asks for beside it.
 PIP = $(BIN)/python -m pip install --disable-pip-version-check --no-deps
+PIP_TORCH = $(if $(filter file,$(origin TORCH)),$(PIP),$(subst --no-deps,,$(PIP)))
 SEED ?= 0
 # What `make test` runs: first the tests without a real engine or a whole run, in several processes, each file in
 # one of them; then the others, one after the other, since a run keeps two cores busy by itself. To debug, or with one
@@ -58,12 +61,13 @@ $(VENV)/.installed: requirements/$(BUILD).txt requirements/dev.txt pyproject.tom
 	  || { echo "$(VENV) has no pip; run: rm -r $(VENV), then the same command again" >&2; exit 1; }
 	@echo $(BUILD) > $(VENV)/.build
 	@echo "1 of 2: $(TORCH), from pip's index or from $(TORCH_INDEX)"
-	@$(PIP) '$(TORCH)' 2>/dev/null || $(PIP) --index-url $(TORCH_INDEX) '$(TORCH)' \
+	@$(PIP_TORCH) '$(TORCH)' 2>/dev/null || $(PIP_TORCH) --index-url $(TORCH_INDEX) '$(TORCH)' \
 	  || { echo "$(TORCH) was not found: not on pip's index, and not at $(TORCH_INDEX). Without a way there: make venv" \
 	  "TORCH_INDEX=ADDRESS with that of a mirror, or PIP_FIND_LINKS=FOLDER with a folder that has its wheel" >&2; exit 1; }
-	@echo "2 of 2: the $$(cat requirements/$(BUILD).txt requirements/dev.txt | grep -c ==) packages of the lock files;" \
+	@test $(LOCK) = requirements/$(BUILD).txt || grep -v '^torch==' requirements/$(BUILD).txt > $(LOCK)
+	@echo "2 of 2: the $$(cat $(LOCK) requirements/dev.txt | grep -c ==) packages of the lock files;" \
 	  "pip says nothing until they are installed, which takes some minutes"
-	@$(PIP) --quiet -r requirements/$(BUILD).txt -r requirements/dev.txt
+	@$(PIP) --quiet -r $(LOCK) -r requirements/dev.txt
 	@$(PIP) --quiet --no-build-isolation -e .
 	@touch $@
 

@@ -43,7 +43,7 @@ def make(
 def calls(folder: Path) -> list[str]:
     lines = (folder / "calls").read_text().splitlines()
     (folder / "calls").unlink()
-    return [line.replace("--disable-pip-version-check --no-deps ", "") for line in lines]
+    return [" ".join(line.replace("--disable-pip-version-check", "").split()) for line in lines]
 
 
 def test_without_a_supported_python_it_names_the_packages_of_debian_and_ubuntu(tmp_path: Path) -> None:
@@ -93,12 +93,29 @@ def test_torch_comes_from_pips_index_or_its_own_without_an_error_before_it(
     assert "ERROR" not in done.stdout + done.stderr
     second = ["-m pip install --index-url https://builds.example/cpu torch==1"] if lacks else []
     assert calls(tmp_path)[4:] == [
-        "-m pip install torch==1",
+        "-m pip install torch==1",  # and what it asks for
         *second,
-        "-m pip install --quiet -r requirements/cpu.txt -r requirements/dev.txt",
-        "-m pip install --quiet --no-build-isolation -e .",
+        f"-m pip install --no-deps --quiet -r {tmp_path}/venv/requirements.txt -r requirements/dev.txt",
+        "-m pip install --no-deps --quiet --no-build-isolation -e .",
     ]
     assert "nothing to be done" in make(tmp_path).stdout.lower()
+
+
+def test_a_torch_that_is_named_takes_the_place_of_the_lock_files(tmp_path: Path) -> None:
+    """The lock file asks for a build that is on torch's own index alone; a mirror may have another."""
+    lock = (source.ROOT / "requirements" / "cpu.txt").read_text().splitlines(keepends=True)
+    (torch,) = (line for line in lock if line.startswith("torch=="))
+    assert make(tmp_path).returncode == 0
+    first = calls(tmp_path)
+    assert f"-m pip install --no-deps {torch.strip()}" in first
+    assert "-m pip install --no-deps --quiet -r requirements/cpu.txt -r requirements/dev.txt" in first
+    (tmp_path / "venv" / ".installed").unlink()
+    assert make(tmp_path, "TORCH=torch==1").returncode == 0
+    (installed,) = (line for line in calls(tmp_path) if line.endswith(" -r requirements/dev.txt"))
+    lock.remove(torch)
+    assert (tmp_path / "venv" / "requirements.txt").read_text() == "".join(lock)
+    files = f"-r {tmp_path}/venv/requirements.txt -r requirements/dev.txt"
+    assert installed == f"-m pip install --no-deps --quiet {files}"
 
 
 def test_torch_that_is_nowhere_says_how_to_name_a_mirror(tmp_path: Path) -> None:
