@@ -112,5 +112,23 @@ def test_images_of_a_prompt_count_once() -> None:
     assert arithmetic.of_rows(rows[:1]) == 10 * 4 + 4**2
 
 
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA L4", None),
+    ],
+)
+def test_a_gpus_peak_is_known_by_its_whole_name(
+    name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops(torch.device("cuda", 0)) == peak
+
+
 def test_a_cpu_has_no_known_peak() -> None:
     assert peak_flops(torch.device("cpu")) is None

@@ -69,4 +69,4 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name.split()[-1]), None)
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
