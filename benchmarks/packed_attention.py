@@ -13,7 +13,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -56,25 +56,18 @@ class Case:
         return PackedSequences.of(lengths, device, prefixes)
 
 
+DEMO = Case(
+    name="the demo, shared prompts",
+    prompts=32,
+    responses=8,
+    prompt_tokens=(10, 19),
+    response_tokens=(4, 10),
+    shared=True,
+    heads=(4, 2, 32),
+)
 CASES = (
-    Case(
-        name="the demo, shared prompts",
-        prompts=32,
-        responses=8,
-        prompt_tokens=(10, 19),
-        response_tokens=(4, 10),
-        shared=True,
-        heads=(4, 2, 32),
-    ),
-    Case(
-        name="the demo, own prompts",
-        prompts=32,
-        responses=8,
-        prompt_tokens=(10, 19),
-        response_tokens=(4, 10),
-        shared=False,
-        heads=(4, 2, 32),
-    ),
+    DEMO,
+    replace(DEMO, name="the demo, own prompts", shared=False),
     Case(
         name="100 to 250 tokens",
         prompts=8,
