@@ -31,8 +31,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 def lose_step(run: TrainingRun, kind: str, first: int) -> int:
     """Empties Redis and kills the controller when it has recorded an event of a step that it did not finish.
 
-    Until then it runs in slices of a few milliseconds. If a slice was long enough for the rest of the step,
-    the next step is lost. Returns which one was.
+    Until then it runs in slices of a few milliseconds. If a slice was long enough for the rest of the step, or
+    for the step to reach its checkpoint, from which it could be finished, a later step is lost. Returns which.
 
     Args:
         kind: of the event, "trained" or "commit".
@@ -52,9 +52,13 @@ def lose_step(run: TrainingRun, kind: str, first: int) -> int:
 
 
 def unfinished(events: list[Row], kind: str) -> int:
-    """The step of the last such event if it is not finished; else -1."""
-    last = next((e for e in reversed(events) if e["event"] in (kind, "step")), {"event": "step"})
-    return -1 if last["event"] == "step" else int(last.get("step", last.get("version", -1)))
+    """The step of the last such event if it has neither been finished nor reached its checkpoint; else -1."""
+    for event in reversed(events):
+        if event["event"] == kind:
+            return int(event.get("step", event.get("version", -1)))
+        if event["event"] == "step" or event.get("to") == "checkpoint":
+            break
+    return -1
 
 
 def newest_checkpoint(events: list[Row], event: Row) -> int:
