@@ -15,12 +15,13 @@ import random
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from rich.console import Console
 from rich.table import Table
 
 from paceline.learner.batch.arithmetic import Arithmetic, RowLength
-from paceline.learner.batch.plan import BatchPlan, plan_batch
+from paceline.learner.batch.plan import BatchPlan, plan_batch, plan_chunk
 
 # Qwen2.5: parameters of the layers and of the head, attention width times layers.
 SHAPES = {"0.5B": (357_897_856, 136_134_656, 896 * 24), "7B": (6_525_621_760, 544_997_376, 3584 * 28)}
@@ -80,13 +81,8 @@ def draw_rows(draw: Draw, seed: int) -> list[RowLength]:
 
 def plan(rows: Sequence[RowLength], args: argparse.Namespace, arithmetic: Arithmetic) -> BatchPlan:
     """The step's plan."""
-    return plan_batch(
-        rows,
-        mini_batch_sizes=[PROMPTS // 2],
-        world_size=args.ranks,
-        token_budget=args.budget,
-        arithmetic=arithmetic,
-    )
+    make = partial(plan_chunk, world_size=args.ranks, token_budget=args.budget, arithmetic=arithmetic)
+    return plan_batch(rows, prompts_per_chunk=PROMPTS // 2, make=make)
 
 
 def imbalance(made: BatchPlan, rows: Sequence[RowLength], arithmetic: Arithmetic) -> float:

@@ -27,6 +27,7 @@ TITLES = {
     "rollout": "Engine and learner",
     "val": "Held-out prompts",
     "barrier": "The barrier",
+    "ahead": "Work ahead of the barrier",
     "guard": "The guard",
     "timing_s": "Seconds",
     "perf": "Throughput",

@@ -31,8 +31,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 def lose_step(run: TrainingRun, kind: str, first: int) -> int:
     """Empties Redis and kills the controller when it has recorded an event of a step that it did not finish.
 
-    Until then it runs in slices of a few milliseconds. If a slice was long enough for the rest of the step, or
-    for the step to reach its checkpoint, from which it could be finished, a later step is lost. Returns which.
+    Until then it runs in slices of a few milliseconds. If a slice was long enough for the rest of the step,
+    or for its checkpoint, from which it could be finished, a later step is lost. Returns which one was.
 
     Args:
         kind: of the event, "trained" or "commit".

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,18 @@ import pytest
 import redis
 
 from paceline.broker.redis_server import RedisServer
-from paceline.core.errors import CheckpointError, IllegalTransitionError, VersionMismatchError
+from paceline.core.errors import (
+    CheckpointError,
+    IllegalTransitionError,
+    LostDataError,
+    VersionMismatchError,
+)
 from paceline.core.guard import Adjustments
 from paceline.core.policy import PolicyTag
-from paceline.core.training import BatchRow, TrainOrder
+from paceline.core.training import BatchRow, ChunkOrder, TrainOrder
 from paceline.rpc.v1 import learner_pb2
 from paceline.weights.geometry.layout import RankLayout, tensor_shapes
-from paceline.wire.training import order_to_proto
+from paceline.wire.training import chunk_to_proto, order_to_proto
 from support.learner_fakes import POLICY, make_batch, write_model
 from support.learner_processes import Learner, running
 
@@ -98,9 +104,10 @@ async def after_a_controller_restart(
 async def saving_beside_a_step(
     learner: Learner, folder: Path, batch: tuple[tuple[BatchRow, ...], dict[str, bytes], PolicyTag]
 ) -> learner_pb2.TrainStepResponse:
-    """The checkpoint of step 2 is written while step 3 trains."""
+    """The checkpoint of step 2 is written while step 3 trains, of which a half is scored before."""
     save = learner_pb2.SaveCheckpointRequest(step=2, folder=str(folder), controller_state=b'{"cursor": 7}')
     await learner.call(learner.stub.SaveCheckpoint, save)
+    await working_ahead(learner, *_order(batch))
     third = await learner.train(3, *_order(batch))
     written = learner_pb2.WaitCheckpointRequest(step=2)
     assert (await learner.call(learner.stub.WaitCheckpoint, written)).seconds > 0
@@ -109,6 +116,17 @@ async def saving_beside_a_step(
     assert manifest["learner"]["version"] == 2
     assert set(manifest["files"]) == {"__0_0.distcp", "__1_0.distcp", ".metadata"}
     return third
+
+
+async def working_ahead(learner: Learner, rows: tuple[BatchRow, ...], policy: PolicyTag) -> None:
+    """The second half of step 3 is scored; what cannot be is refused, and nothing has happened."""
+    order = ChunkOrder(step=3, policy=policy, first_row=16, rows=rows[16:])
+    await learner.call(learner.stub.WorkAhead, chunk_to_proto(order))
+    with pytest.raises(IllegalTransitionError, match="can train step 3 next; asked for step 4"):
+        await learner.call(learner.stub.WorkAhead, chunk_to_proto(replace(order, step=4)))
+    gone = replace(order, first_row=0, rows=(replace(rows[0], blob_key="gone"), *rows[1:16]))
+    with pytest.raises(LostDataError, match="gone"):
+        await learner.call(learner.stub.WorkAhead, chunk_to_proto(gone))
 
 
 async def told_to_restart(learner: Learner) -> None:

@@ -66,6 +66,15 @@ def test_going_back_leaves_nothing_of_the_steps_in_between(
     assert back["actor/pg_loss"] != two_ranks[0][0][0][3]["actor/pg_loss"]
 
 
+def test_work_ahead_changes_no_bit_on_two_ranks(two_ranks: tuple[list[Any], Path]) -> None:
+    (_, _, _, _, first, *_), (_, _, _, _, second, *_) = two_ranks[0]
+    assert first == second
+    accumulated, accumulated_ahead, reduced, reduced_ahead = first
+    assert accumulated_ahead == accumulated
+    assert reduced_ahead == reduced
+    assert accumulated[1] != accumulated[3]  # the second step has moved the weights
+
+
 def test_a_bad_gradient_of_one_rank_keeps_all_from_the_step(
     model: Path, two_ranks: tuple[list[Any], Path]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from paceline.learner.algorithms.registry import POLICY_LOSSES
 from paceline.learner.batch.arithmetic import Arithmetic, RowLength
 from paceline.learner.batch.minibatch import Denominators, MiniBatch, cut_mini_batches
 from paceline.learner.batch.pack import pack
-from paceline.learner.batch.plan import plan_batch
+from paceline.learner.batch.plan import plan_batch, plan_chunk
 from paceline.learner.batch.types import MicroBatch, OldLogProbs, PackedRow, ScoredBatch, TrainingBatch
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.train import shaping
@@ -359,9 +360,8 @@ class TestResampling:
             for i, row in enumerate(rows)
         ]
         arithmetic = Arithmetic(per_token=1, per_response_token=0, per_pair=0)
-        plan = plan_batch(
-            lengths, mini_batch_sizes=[2], world_size=1, token_budget=4096, arithmetic=arithmetic
-        )
+        make = partial(plan_chunk, world_size=1, token_budget=4096, arithmetic=arithmetic)
+        plan = plan_batch(lengths, prompts_per_chunk=2, make=make)
         config: RunConfig = run_config(
             Path("m"), data={"train_batch_size": 4}, actor={"ppo_mini_batch_size": 2}
         )

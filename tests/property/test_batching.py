@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 
 import pytest
@@ -12,7 +14,14 @@ from hypothesis import strategies as st
 from paceline.core.errors import ConfigError, DataError
 from paceline.learner.batch.arithmetic import Arithmetic, RowLength
 from paceline.learner.batch.deal import Bundle, deal
-from paceline.learner.batch.plan import CPU_TOKEN_BUDGET, BatchPlan, Chunk, effective_budget, plan_batch
+from paceline.learner.batch.plan import (
+    CPU_TOKEN_BUDGET,
+    BatchPlan,
+    Chunk,
+    effective_budget,
+    plan_batch,
+    plan_chunk,
+)
 
 BUDGET = 40
 BY_TOKENS = Arithmetic(per_token=1, per_response_token=0, per_pair=0)
@@ -34,14 +43,14 @@ def cut(
     arithmetic: Arithmetic = BY_TOKENS,
     share_prompts: bool = False,
 ) -> BatchPlan:
-    return plan_batch(
-        rows,
-        mini_batch_sizes=sizes,
+    make = partial(
+        plan_chunk,
         world_size=world_size,
         token_budget=budget,
         arithmetic=arithmetic,
         share_prompts=share_prompts,
     )
+    return plan_batch(rows, prompts_per_chunk=math.gcd(*sizes), make=make)
 
 
 def tokens_of(rows: list[RowLength], indices: tuple[int, ...]) -> int:
@@ -129,13 +138,17 @@ def test_how_a_chunk_is_cut_follows_from_its_own_rows(
     plan = cut(rows, sizes, world_size, arithmetic=arithmetic, share_prompts=share_prompts)
     for chunk in plan.chunks:
         first = chunk.rows[0]
-        own = [rows[index] for index in chunk.rows]
-        (alone,) = cut(own, sizes, world_size, arithmetic=arithmetic, share_prompts=share_prompts).chunks
-        placed = tuple(
-            tuple(tuple(first + index for index in indices) for indices in micro_batches)
-            for micro_batches in alone.micro_batches
+        own = rows[first : first + len(chunk.rows)]
+        alone = plan_chunk(
+            own,
+            first,
+            world_size=world_size,
+            token_budget=BUDGET,
+            arithmetic=arithmetic,
+            share_prompts=share_prompts,
         )
-        assert (placed, alone.cost, alone.longest) == (chunk.micro_batches, chunk.cost, chunk.longest)
+        assert alone == chunk
+        assert alone.share_prompts == share_prompts
 
 
 def fewest(rows: list[RowLength], chunk: Chunk, world_size: int) -> int:

@@ -15,7 +15,7 @@ from paceline.core.errors import InvalidMessageError
 from paceline.core.guard import RULES, Adjustments, Reading
 from paceline.core.ids import TrajectoryId
 from paceline.core.policy import PolicyTag
-from paceline.core.training import BatchRow, TrainOrder, TrainResult, batch_digest
+from paceline.core.training import BatchRow, ChunkOrder, TrainOrder, TrainResult, batch_digest
 from paceline.rpc.v1 import learner_pb2
 from paceline.wire import training
 from support import domain
@@ -96,6 +96,36 @@ def test_what_goes_comes_back(order: TrainOrder, result: TrainResult) -> None:
     assert training.decode_order(training.encode_order(order)) == order
     sent = training.result_to_proto(result).SerializeToString()
     assert training.result_from_proto(learner_pb2.TrainStepResponse.FromString(sent)) == result
+
+
+@given(
+    st.builds(
+        ChunkOrder,
+        step=steps,
+        policy=domain.policies,
+        first_row=st.integers(0, 2**63 - 1),
+        rows=st.lists(rows, min_size=1, max_size=3).map(tuple),
+        with_gradient=st.booleans(),
+        adjustments=adjustments,
+    )
+)
+@settings(max_examples=60)
+def test_orders_for_chunks_come_back(order: ChunkOrder) -> None:
+    assert training.decode_chunk(training.encode_chunk(order)) == order
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"step": 0}, "step 0, steps count from 1"),
+        ({"first_row": -1}, "1 rows from place -1 on"),
+        ({"rows": ()}, "0 rows from place 4 on"),
+    ],
+)
+def test_rejected_orders_for_chunks(fields: dict[str, Any], says: str) -> None:
+    order = ChunkOrder(step=3, policy=ORDER.policy, first_row=4, rows=ORDER.rows)
+    with pytest.raises(InvalidMessageError, match=says):
+        training.chunk_from_proto(training.chunk_to_proto(dataclasses.replace(order, **fields)))
 
 
 def refusal(message: learner_pb2.TrainStepRequest) -> InvalidMessageError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,16 +11,19 @@ import torch
 
 from paceline.config.run import RunConfig
 from paceline.core.errors import PeerLostError, VersionMismatchError
-from paceline.core.training import TrainOrder, TrainResult
+from paceline.core.training import BatchRow, ChunkOrder, TrainOrder, TrainResult
 from paceline.learner.batch.fetch import fetch_rows
+from paceline.learner.batch.types import PackedRow
 from paceline.learner.checkpoint.load import load, roll_back
 from paceline.learner.checkpoint.write import CheckpointWriter
 from paceline.learner.distributed.collectives import CommandError, attempt
 from paceline.learner.distributed.command_loop import CommandLoop, CommandQueue
 from paceline.learner.distributed.ranks import Ranks, leave_group
+from paceline.learner.model.loading import as_fsdp, hugging_face_names
 from paceline.learner.train.learner import Learner
 from paceline.learner.train.losses import PolicyLoss
 from paceline.learner.train.step import train_step
+from paceline.learner.train.work_ahead import work_ahead
 from support.learner_fakes import POLICY, DictBlobs, make_batch, run_config
 
 
@@ -33,7 +37,9 @@ def take_step(learner: Learner, step: int, **batch: Any) -> TrainResult:
         order,
         lambda wanted: attempt(
             learner.ranks,
-            lambda: fetch_rows(store, rows, wanted, policy=POLICY, vocab_size=learner.vocab_size),
+            lambda: fetch_rows(
+                store, dict(enumerate(rows)), wanted, policy=POLICY, vocab_size=learner.vocab_size
+            ),
         ),
     )
 
@@ -162,6 +168,65 @@ def one_rank_fails(ranks: Ranks) -> str:
     return "nothing"
 
 
+def steps_with_work_ahead(ranks: Ranks, model: str) -> list[list[Any]]:
+    """Two steps with nothing done ahead, and with what every rank can do; metrics and a sum of weights."""
+    runs = []
+    for memory in ({"accumulate": True}, {"accumulate": False, "keep_gathered": True}):
+        for chunks in ((), ((1, False), (0, True), (1, True), (2, True), (5, False))):
+            learner = Learner.build(
+                run_config(
+                    Path(model),
+                    algorithm={
+                        "adv_estimator": "grpo",
+                        "use_kl_in_reward": False,
+                        "kl_ctrl": {"type": "fixed"},
+                    },
+                    actor={"ppo_mini_batch_size": 4, "use_kl_loss": True, "memory": memory},
+                    barrier={"work_ahead": "gradients", "prompts_per_chunk": 1},
+                ),
+                ranks,
+            )
+            results = []
+            for step in (1, 2):
+                work_on_chunks(learner, step, chunks)
+                result = take_step(learner, step)
+                assert (result.metrics["ahead/gradient_share"] > 0) == bool(chunks)
+                metrics = {name: v for name, v in numbers(result).items() if not name.startswith("ahead/")}
+                results += [metrics, weight_sums(learner)]
+            runs.append(results)
+    return runs
+
+
+def work_on_chunks(learner: Learner, step: int, chunks: Sequence[tuple[int, bool]]) -> None:
+    """Works ahead on chunks of `take_step`'s batch: numbers, and whether with the gradient."""
+    rows, blobs = make_batch(step=step, seed=1)
+    store, width = DictBlobs(blobs), learner.config.prompts_per_chunk * learner.config.rollout.n
+    for number, with_gradient in chunks:
+        own = dict(list(enumerate(rows))[number * width : (number + 1) * width])
+        order = ChunkOrder(
+            step=step,
+            policy=POLICY,
+            first_row=number * width,
+            rows=tuple(own.values()),
+            with_gradient=with_gradient,
+        )
+
+        def fetch(wanted: Sequence[int], own: dict[int, BatchRow] = own) -> dict[int, PackedRow]:
+            return attempt(
+                learner.ranks,
+                lambda: fetch_rows(store, own, wanted, policy=POLICY, vocab_size=learner.vocab_size),
+            )
+
+        work_ahead(learner, order, fetch)
+
+
+def weight_sums(learner: Learner) -> list[float]:
+    """A number per parameter that a change of any weight changes."""
+    as_fsdp(learner.actor.network).reshard()
+    weights = [weight.full_tensor().double() for _, weight in hugging_face_names(learner.actor.network)]
+    return [float((weight.flatten() * torch.arange(1, weight.numel() + 1)).sum()) for weight in weights]
+
+
 def everything(ranks: Ranks, model: str, folder: str) -> list[Any]:
     """All scenarios in one set of processes, which take longer to start than the scenarios to run."""
     return [
@@ -169,6 +234,7 @@ def everything(ranks: Ranks, model: str, folder: str) -> list[Any]:
         resumed_steps(ranks, model, folder),
         remax_steps(ranks, model),
         going_back(ranks, model, f"{folder}_again"),
+        steps_with_work_ahead(ranks, model),
         one_rank_has_a_bad_gradient(ranks, model),
         one_rank_has_bad_rows(ranks, model),
         one_rank_fails(ranks),

@@ -21,13 +21,13 @@ from paceline.core.errors import (
 )
 from paceline.core.members import LearnerState, MemberKind, RankRef
 from paceline.core.policy import PolicyTag
-from paceline.core.training import TrainOrder, TrainResult
+from paceline.core.training import ChunkOrder, TrainOrder, TrainResult
 from paceline.learner import commands
 from paceline.learner.distributed.command_loop import CommandQueue
 from paceline.learner.servicer import LearnerServicer
 from paceline.rpc.v1 import learner_pb2
 from paceline.weights.transport.rendezvous import Abandonment, open_store
-from paceline.wire.training import decode_order, order_to_proto
+from paceline.wire.training import chunk_to_proto, decode_chunk, decode_order, order_to_proto
 from support.learner_fakes import make_batch
 
 pytestmark = pytest.mark.torch
@@ -120,6 +120,26 @@ async def test_a_step_is_trained_once_however_often_it_is_asked_for() -> None:
     assert bench.states == [LearnerState.READY, LearnerState.TRAINING, LearnerState.READY]
     assert bench.servicer.policy is not None
     assert (bench.servicer.policy.version, bench.servicer.policy.digest) == (1, "")
+
+
+async def test_work_ahead_is_a_command_of_its_own_and_shows_in_the_state() -> None:
+    bench = Bench()
+    rows, _ = make_batch(num_prompts=2, num_samples=2)
+    policy = PolicyTag(version=0, digest="0123456789abcdef")
+    order = ChunkOrder(step=1, policy=policy, first_row=2, rows=rows[2:], with_gradient=True)
+    asked = asyncio.create_task(bench.servicer.WorkAhead(chunk_to_proto(order), None))
+    await until(lambda: len(bench.queue.futures) == 1)
+    assert bench.servicer.state is LearnerState.TRAINING
+    bench.queue.futures[0].set_result(None)
+    assert await asked == learner_pb2.WorkAheadResponse()
+    ((name, arguments),) = bench.queue.submitted
+    assert (name, decode_chunk(arguments["order"])) == (commands.AHEAD, order)
+    assert bench.servicer.state is LearnerState.READY
+    # The step itself has not begun.
+    training = asyncio.create_task(bench.train(1))
+    await until(lambda: len(bench.queue.futures) == 2)
+    bench.queue.futures[1].set_result(TrainResult(step=1, metrics={}))
+    await training
 
 
 async def test_another_batch_for_a_step_that_trains_or_was_trained_is_refused() -> None:

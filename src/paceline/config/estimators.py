@@ -17,6 +17,7 @@ class EstimatorTraits:
         min_samples: the smallest rollout.n that it can use.
         compares_samples: its baseline is made of the other samples of a prompt, so that one alone teaches
             nothing.
+        of_group: its advantages follow from the samples of their own prompt alone.
     """
 
     options: tuple[str, ...] = ()
@@ -24,18 +25,19 @@ class EstimatorTraits:
     needs_greedy: bool = False
     min_samples: int = 1
     compares_samples: bool = False
+    of_group: bool = False
 
 
 ADV_ESTIMATORS: Mapping[str, EstimatorTraits] = {
     "gae": EstimatorTraits(options=("gamma", "lam"), needs_critic=True),
     "vapo": EstimatorTraits(options=("gamma", "lam_policy", "lam_critic", "alpha"), needs_critic=True),
-    "grpo": EstimatorTraits(options=("normalize_by_std",), compares_samples=True),
-    "dr_grpo": EstimatorTraits(compares_samples=True),
-    "rloo": EstimatorTraits(compares_samples=True),
+    "grpo": EstimatorTraits(options=("normalize_by_std",), compares_samples=True, of_group=True),
+    "dr_grpo": EstimatorTraits(compares_samples=True, of_group=True),
+    "rloo": EstimatorTraits(compares_samples=True, of_group=True),
     "reinforce_plus_plus": EstimatorTraits(options=("gamma",)),
     "reinforce_plus_plus_baseline": EstimatorTraits(compares_samples=True),
-    "remax": EstimatorTraits(needs_greedy=True),
-    "opo": EstimatorTraits(compares_samples=True),
+    "remax": EstimatorTraits(needs_greedy=True, of_group=True),
+    "opo": EstimatorTraits(compares_samples=True, of_group=True),
     "gpg": EstimatorTraits(compares_samples=True),
-    "pass_at_k": EstimatorTraits(min_samples=2),
+    "pass_at_k": EstimatorTraits(min_samples=2, of_group=True),
 }

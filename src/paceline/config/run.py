@@ -91,6 +91,45 @@ class RunConfig(Section):
         )
 
     @property
+    def prompts_per_chunk(self) -> int:
+        """Prompts that the learner plans, and computes ahead, as one: it divides every mini-batch size."""
+        sizes = [self.actor.ppo_mini_batch_size]
+        if self.needs_critic and self.critic.ppo_mini_batch_size is not None:
+            sizes.append(self.critic.ppo_mini_batch_size)
+        most, given = math.gcd(*sizes), self.barrier.prompts_per_chunk
+        if self.barrier.work_ahead == "off":
+            return most
+        if given is not None:
+            return given
+        tokens = self.rollout.n * (self.data.max_prompt_length + self.data.max_response_length / 2)
+        filled = self.actor.ppo_max_token_len_per_gpu * self.learner.world_size / tokens
+        return next((size for size in range(1, most) if most % size == 0 and size >= filled), most)
+
+    @property
+    def works_ahead(self) -> bool:
+        """Whether the learner may work while a batch is collected; not where it takes turns with servers."""
+        return self.barrier.work_ahead != "off" and self.rollout.sleep != "always"
+
+    @property
+    def scores_first_mini_batch(self) -> bool:
+        """Whether the rows of the first mini-batch are scored in every step; the update gives the rest."""
+        return self.needs_reference or self.needs_critic or self.needs_all_old_log_probs
+
+    @property
+    def needs_whole_batch(self) -> str:
+        """Why no gradient can be taken before the batch is complete; "" if one can."""
+        if not self.algorithm.estimator.of_group:
+            return f"algorithm.adv_estimator={self.algorithm.adv_estimator} looks at all samples of the batch"
+        if self.needs_all_old_log_probs:
+            return (
+                "a KL in the reward, a guard rule that refuses by it, algorithm.rollout_correction, "
+                "algorithm.resample and covariance losses read the log-probs of all samples before the update"
+            )
+        if self.actor.positive_loss_coef or self.actor.load_balance_coef:
+            return "actor.positive_loss_coef and actor.load_balance_coef have counts of their own"
+        return ""
+
+    @property
     def request_timeout_s(self) -> float:
         """Longest time for a prompt group in the engine."""
         if self.rollout.request_timeout_s is not None:
@@ -186,6 +225,43 @@ class RunConfig(Section):
             raise ValueError(
                 f"a guard rule may lower_clip, but actor.policy_loss={self.actor.policy_loss.type} has no "
                 "clip range; remove guard.*.lower_clip, or use a loss that clips"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _can_work_ahead(self) -> RunConfig:
+        barrier, mini = self.barrier, self.actor.ppo_mini_batch_size
+        if barrier.work_ahead == "off":
+            if barrier.prompts_per_chunk is not None:
+                raise ValueError(
+                    "barrier.prompts_per_chunk is for barrier.work_ahead; set that, or leave it out"
+                )
+            return self
+        if self.placement == "colocated" or self.rollout.sleep == "always":
+            raise ValueError(
+                f"barrier.work_ahead={barrier.work_ahead}: learner and servers take turns on the same GPUs, "
+                "so the learner has no time before the batch is complete; leave it out"
+            )
+        if self.algorithm.dynamic_sampling.enable:
+            raise ValueError(
+                f"barrier.work_ahead={barrier.work_ahead}: with algorithm.dynamic_sampling the place of a "
+                "sample in the batch is known when all are there; leave one of them out"
+            )
+        for size in (mini, self.critic.ppo_mini_batch_size if self.needs_critic else None):
+            if size is not None and size % (barrier.prompts_per_chunk or 1):
+                raise ValueError(
+                    f"barrier.prompts_per_chunk={barrier.prompts_per_chunk} must divide a mini-batch of "
+                    f"{size} prompts"
+                )
+        if barrier.work_ahead == "gradients" and self.needs_whole_batch:
+            raise ValueError(
+                f"barrier.work_ahead=gradients: {self.needs_whole_batch}; write scores, or leave it out"
+            )
+        has_one = mini == self.data.train_batch_size
+        if barrier.work_ahead == "scores" and has_one and not self.scores_first_mini_batch:
+            raise ValueError(
+                "barrier.work_ahead=scores: with a single mini-batch, no reference and no critic there is "
+                "nothing to score; write gradients, or leave it out"
             )
         return self
 

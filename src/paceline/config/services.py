@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from paceline.config.base import Section
 
@@ -118,9 +118,31 @@ class LearnerConfig(Section):
     )
 
 
-class BarrierConfig(Section):
-    """Which trajectories a batch admits."""
+# YAML 1.1 reads a bare off as a boolean.
+WorkAhead = Annotated[
+    Literal["off", "scores", "gradients"],
+    BeforeValidator(lambda given: "off" if given is False else given),
+]
 
+
+class BarrierConfig(Section):
+    """How a step's batch is collected, and what is done before it is complete."""
+
+    work_ahead: WorkAhead = Field(
+        "off",
+        description="What the learner computes for samples that are there while others are still being "
+        "generated, for learners and servers on GPUs of their own; strictly on policy all the same. off: "
+        "nothing. scores: old and reference log-probs and values. gradients: also forward and backward of "
+        "the step's first mini-batch, prompt by prompt in order, with grpo, dr_grpo, rloo, opo, pass_at_k "
+        "and remax. The numbers do not depend on how much was done ahead.",
+    )
+    prompts_per_chunk: int | None = Field(
+        None,
+        gt=0,
+        description="work_ahead: how many prompts the learner takes at a time; divides every mini-batch "
+        "size. null: the smallest such number whose samples, with responses of half the length that they may "
+        "have, fill a micro-batch of every learner rank.",
+    )
     collect_timeout_s: float | None = Field(
         None,
         gt=0,

@@ -113,6 +113,12 @@ STEP_METRICS: Mapping[str, str] = {
         "`rollout_REASON`."
     ),
     "barrier/wait_s": "Seconds between the first and the last trajectory.",
+    # --- work ahead of the barrier
+    "ahead/scored_share": (
+        "`barrier.work_ahead`: share of the trajectories that the learner had scored when the batch was "
+        "complete."
+    ),
+    "ahead/gradient_share": "The same of trajectories whose gradient it had taken.",
     # --- the guard
     "guard/fired": "Rules that fired.",
     "guard/skipped": "Optimizer steps that its rules skipped.",
@@ -129,6 +135,7 @@ STEP_METRICS: Mapping[str, str] = {
     "timing_s/score_p50": "Median time from a response's arrival at a reward service to its score.",
     "timing_s/score_p99": "The same for the slowest hundredth.",
     "timing_s/learn": "The learner's step; the phases below are its parts.",
+    "timing_s/ahead": "`barrier.work_ahead`: the learner's work before the batch was complete.",
     "timing_s/fetch": "Trajectories from the broker to the learner.",
     "timing_s/old_log_prob": "Log-probs of the policy before the update.",
     "timing_s/ref": "Log-probs of the reference model.",

@@ -1,4 +1,4 @@
-"""A training step as controller and learner exchange it: the rows of its batch, the order, and the result."""
+"""A training step as controller and learner exchange it: the rows of its batch, orders, and the result."""
 
 from __future__ import annotations
 
@@ -72,6 +72,25 @@ class TrainOrder:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "digest", batch_digest(self.policy, self.rows))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkOrder:
+    """Asks for what a chunk of step `step` needs, while the step's batch is not complete.
+
+    Attributes:
+        first_row: the place of the first row in the batch, if no group before it is dropped.
+        rows: of the chunk, ordered as in the batch.
+        with_gradient: also forward and backward, if the chunks before it had theirs.
+        adjustments: those that the step will have.
+    """
+
+    step: int
+    policy: PolicyTag
+    first_row: int
+    rows: tuple[BatchRow, ...]
+    with_gradient: bool = False
+    adjustments: Adjustments = field(default_factory=Adjustments)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ import math
 from paceline.core.errors import InvalidMessageError
 from paceline.core.guard import RULES, Adjustments, Reading
 from paceline.core.ids import TrajectoryId
-from paceline.core.training import BatchRow, TrainOrder, TrainResult
+from paceline.core.training import BatchRow, ChunkOrder, TrainOrder, TrainResult
 from paceline.rpc.v1 import learner_pb2
 from paceline.wire.fields import reject
 from paceline.wire.parts import BLOB_DIGEST
@@ -45,6 +45,51 @@ def order_from_proto(message: learner_pb2.TrainStepRequest) -> TrainOrder:
         detail = f"the digest is {message.digest[:64]!r}, the rows of step {order.step} have {order.digest!r}"
         reject("TrainStepRequest", "wrong_digest", detail)
     return order
+
+
+def chunk_to_proto(order: ChunkOrder) -> learner_pb2.WorkAheadRequest:
+    """An order for a chunk as a message."""
+    return learner_pb2.WorkAheadRequest(
+        step=order.step,
+        policy=policy_tag_to_proto(order.policy),
+        rows=[_row_to_proto(row) for row in order.rows],
+        adjustments=_adjustments_to_proto(order.adjustments),
+        first_row=order.first_row,
+        with_gradient=order.with_gradient,
+    )
+
+
+def chunk_from_proto(message: learner_pb2.WorkAheadRequest) -> ChunkOrder:
+    """Reads an order for a chunk.
+
+    Raises:
+        InvalidMessageError: a step below 1, a place below 0, no rows; a malformed policy tag, row or
+            adjustment.
+    """
+    if message.step < 1:
+        reject("WorkAheadRequest", "out_of_range", f"step {message.step}, steps count from 1")
+    if message.first_row < 0 or not message.rows:
+        detail = f"{len(message.rows)} rows from place {message.first_row} on"
+        reject("WorkAheadRequest", "out_of_range", detail)
+    adjusted = message.HasField("adjustments")
+    return ChunkOrder(
+        step=message.step,
+        policy=policy_tag_from_proto(message.policy),
+        first_row=message.first_row,
+        rows=tuple(_row_from_proto(row) for row in message.rows),
+        with_gradient=message.with_gradient,
+        adjustments=_adjustments_from_proto(message.adjustments) if adjusted else Adjustments(),
+    )
+
+
+def encode_chunk(order: ChunkOrder) -> bytes:
+    """An order for a chunk as bytes, for the learner's command loop."""
+    return chunk_to_proto(order).SerializeToString()
+
+
+def decode_chunk(data: bytes) -> ChunkOrder:
+    """Reads the bytes that `encode_chunk` made; raises as `chunk_from_proto`."""
+    return chunk_from_proto(learner_pb2.WorkAheadRequest.FromString(data))
 
 
 def encode_order(order: TrainOrder) -> bytes:

@@ -6,14 +6,15 @@ Arguments travel between ranks, so they are numbers, text and bytes. Rank 0's re
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.core.errors import CheckpointError, IllegalTransitionError
 from paceline.core.members import EnginePart
-from paceline.core.training import TrainResult
+from paceline.core.policy import PolicyTag
+from paceline.core.training import BatchRow, ChunkOrder, TrainOrder, TrainResult
 from paceline.learner.batch.deposit import Store, deposit_log_probs
 from paceline.learner.batch.fetch import Blobs, fetch_rows
 from paceline.learner.batch.types import PackedRow, ScoredBatch
@@ -26,14 +27,16 @@ from paceline.learner.distributed.publisher import WeightPublisher
 from paceline.learner.model.loading import as_fsdp
 from paceline.learner.model.lora import with_adapters
 from paceline.learner.model.networks import num_parameters
+from paceline.learner.train.chunks import Fetch
 from paceline.learner.train.learner import Learner
 from paceline.learner.train.profiler import StepProfiler
 from paceline.learner.train.step import train_step
+from paceline.learner.train.work_ahead import work_ahead
 from paceline.weights.plan.spec import WeightGroupSpec
 from paceline.weights.receipt import PushReceipt
-from paceline.wire.training import decode_order
+from paceline.wire.training import decode_chunk, decode_order
 
-TRAIN, SAVE, LOAD, DESCRIBE = "train", "save", "load", "describe"
+TRAIN, AHEAD, SAVE, LOAD, DESCRIBE = "train", "ahead", "save", "load", "describe"
 JOIN, PUBLISH, LEAVE, FREE = "join", "publish", "leave", "free"
 
 
@@ -66,6 +69,7 @@ class Commands:
         """Handlers by command, for a `CommandLoop`."""
         return {
             TRAIN: self._train,
+            AHEAD: self._work_ahead,
             SAVE: self._save,
             LOAD: self._load,
             DESCRIBE: self._describe,
@@ -80,28 +84,9 @@ class Commands:
         self._writer.finish()
 
     def _train(self, arguments: Arguments) -> TrainResult:
-        order = decode_order(arguments["order"])
-        learner = self._learner
-        if order.step != learner.version + 1 or order.policy.version != learner.version:
-            raise CommandError(
-                IllegalTransitionError(
-                    f"the learner holds version {learner.version} and can train step {learner.version + 1} "
-                    f"next; asked for step {order.step} on rows of version {order.policy.version}"
-                )
-            )
-
-        def fetch(wanted: Sequence[int]) -> dict[int, PackedRow]:
-            return attempt(
-                learner.ranks,
-                lambda: fetch_rows(
-                    self._blobs,
-                    order.rows,
-                    wanted,
-                    policy=order.policy,
-                    vocab_size=learner.vocab_size,
-                    images=learner.image_spec,
-                ),
-            )
+        order, learner = decode_order(arguments["order"]), self._learner
+        self._require_next(order)
+        fetch = self._fetch(dict(enumerate(order.rows)), order.policy)
 
         def deposit(scored: Sequence[ScoredBatch]) -> None:
             deposit_log_probs(self._blobs, order.rows, scored)
@@ -111,6 +96,42 @@ class Commands:
             return train_step(
                 learner, order, fetch, deposit if trainer.save_trajectories and trainer.save_tokens else None
             )
+
+    def _work_ahead(self, arguments: Arguments) -> None:
+        order = decode_chunk(arguments["order"])
+        self._require_next(order)
+        work_ahead(
+            self._learner, order, self._fetch(dict(enumerate(order.rows, order.first_row)), order.policy)
+        )
+
+    def _require_next(self, order: TrainOrder | ChunkOrder) -> None:
+        version = self._learner.version
+        if order.step != version + 1 or order.policy.version != version:
+            raise CommandError(
+                IllegalTransitionError(
+                    f"the learner holds version {version} and can train step {version + 1} next; asked for "
+                    f"step {order.step} on rows of version {order.policy.version}"
+                )
+            )
+
+    def _fetch(self, rows: Mapping[int, BatchRow], policy: PolicyTag) -> Fetch:
+        """Fetches rows by their places in the batch; their errors are those of every rank."""
+        learner = self._learner
+
+        def fetch(wanted: Sequence[int]) -> dict[int, PackedRow]:
+            return attempt(
+                learner.ranks,
+                lambda: fetch_rows(
+                    self._blobs,
+                    rows,
+                    wanted,
+                    policy=policy,
+                    vocab_size=learner.vocab_size,
+                    images=learner.image_spec,
+                ),
+            )
+
+        return fetch
 
     def _save(self, arguments: Arguments) -> Future[float]:
         """Returns the seconds that the writing takes, when it is done."""
@@ -129,6 +150,7 @@ class Commands:
                     f"{version}"
                 )
             )
+        learner.ahead.forget()
         roll_back(learner, arguments["folder"])
 
     def _describe(self, arguments: Arguments) -> Description:

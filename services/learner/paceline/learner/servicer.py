@@ -29,7 +29,13 @@ from paceline.service import telemetry
 from paceline.weights.digest.agreement import format_digest, model_digest
 from paceline.weights.receipt import PushReceipt
 from paceline.weights.transport.rendezvous import abandon
-from paceline.wire.training import encode_order, order_from_proto, result_to_proto
+from paceline.wire.training import (
+    chunk_from_proto,
+    encode_chunk,
+    encode_order,
+    order_from_proto,
+    result_to_proto,
+)
 
 T = TypeVar("T")
 
@@ -188,6 +194,20 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
             task = asyncio.create_task(self._train(order), name=f"train step {order.step}")
             training = self._training = _Training(step=order.step, digest=order.digest, task=task)
         return result_to_proto(await self._within_deadline(commands.TRAIN, training.task))
+
+    async def WorkAhead(
+        self, request: learner_pb2.WorkAheadRequest, context: Any
+    ) -> learner_pb2.WorkAheadResponse:
+        """Computes what a chunk of the next step needs; goes on when a caller gives up.
+
+        Raises:
+            IllegalTransitionError: it is not of the next step.
+        """
+        order = chunk_from_proto(request)
+        attributes = {"step": order.step, "first_row": order.first_row, "rows": len(order.rows)}
+        with telemetry.span("learner.work_ahead", attributes=attributes):
+            await self._run(commands.AHEAD, {"order": encode_chunk(order)}, LearnerState.TRAINING)
+        return learner_pb2.WorkAheadResponse()
 
     async def SaveCheckpoint(
         self, request: learner_pb2.SaveCheckpointRequest, context: Any

@@ -19,7 +19,7 @@ from paceline.config.tuning import TuningConfig
 from paceline.core.errors import DataError, ModelError, NumericsError, PacelineError
 from paceline.learner.batch.arithmetic import RowLength
 from paceline.learner.batch.pack import pack
-from paceline.learner.batch.plan import effective_budget, plan_batch
+from paceline.learner.batch.plan import effective_budget, plan_chunk
 from paceline.learner.batch.types import MicroBatch, PackedRow
 from paceline.learner.checkpoint.state import State, state_of_trainable
 from paceline.learner.checkpoint.tuning import TuningCheckpoints
@@ -219,14 +219,13 @@ def cut(
         ranks: the group.
     """
     longest = max(length.num_tokens for length in lengths)
-    plan = plan_batch(
+    chunk = plan_chunk(
         lengths,
-        mini_batch_sizes=[len(lengths)],
+        0,
         world_size=ranks.world_size,
         token_budget=effective_budget(token_budget, ranks.device.type, longest),
         arithmetic=arithmetic_of(network),
     )
-    (chunk,) = plan.chunks
     return [
         pack([row for index in indices for row in make_rows(index)], ranks.device)
         for indices in chunk.micro_batches[ranks.rank]

@@ -515,6 +515,63 @@ class TrainStepResponse(_message.Message):
 Global___TrainStepResponse: _TypeAlias = TrainStepResponse  # noqa: Y015
 
 @_typing.final
+class WorkAheadRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    ADJUSTMENTS_FIELD_NUMBER: _builtins.int
+    FIRST_ROW_FIELD_NUMBER: _builtins.int
+    WITH_GRADIENT_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """as TrainStepRequest"""
+    first_row: _builtins.int
+    """the place of the first row in the step's batch"""
+    with_gradient: _builtins.bool
+    """also forward and backward, if the chunks before it had theirs"""
+    @_builtins.property
+    def policy(self) -> _common_pb2.PolicyTag: ...
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___BatchRow]:
+        """of the chunk, ordered by (prompt id, sample index)"""
+
+    @_builtins.property
+    def adjustments(self) -> Global___GuardAdjustments: ...
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        policy: _common_pb2.PolicyTag | None = ...,
+        rows: _abc.Iterable[Global___BatchRow] | None = ...,
+        adjustments: Global___GuardAdjustments | None = ...,
+        first_row: _builtins.int = ...,
+        with_gradient: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adjustments", b"adjustments", "policy", b"policy"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adjustments", b"adjustments", "first_row", b"first_row", "policy", b"policy", "rows", b"rows", "step", b"step", "with_gradient", b"with_gradient"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkAheadRequest: _TypeAlias = WorkAheadRequest  # noqa: Y015
+
+@_typing.final
+class WorkAheadResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkAheadResponse: _TypeAlias = WorkAheadResponse  # noqa: Y015
+
+@_typing.final
 class SaveCheckpointRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -70,6 +70,11 @@ class LearnerServiceStub(object):
                 request_serializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.TrainStepRequest.SerializeToString,
                 response_deserializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.TrainStepResponse.FromString,
                 _registered_method=True)
+        self.WorkAhead = channel.unary_unary(
+                '/paceline.rpc.v1.LearnerService/WorkAhead',
+                request_serializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.WorkAheadRequest.SerializeToString,
+                response_deserializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.WorkAheadResponse.FromString,
+                _registered_method=True)
         self.SaveCheckpoint = channel.unary_unary(
                 '/paceline.rpc.v1.LearnerService/SaveCheckpoint',
                 request_serializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.SaveCheckpointRequest.SerializeToString,
@@ -145,6 +150,14 @@ class LearnerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WorkAhead(self, request, context):
+        """Computes what a chunk of the next step needs, before the step's batch is complete. May be repeated, and left
+        out: TrainStep computes what is missing, and the same numbers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SaveCheckpoint(self, request, context):
         """Copies the state to be written; the learner goes on while the copy is written. One checkpoint is written at a time:
         the next one waits for it.
@@ -213,6 +226,11 @@ def add_LearnerServiceServicer_to_server(servicer, server):
                     servicer.TrainStep,
                     request_deserializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.TrainStepRequest.FromString,
                     response_serializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.TrainStepResponse.SerializeToString,
+            ),
+            'WorkAhead': grpc.unary_unary_rpc_method_handler(
+                    servicer.WorkAhead,
+                    request_deserializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.WorkAheadRequest.FromString,
+                    response_serializer=paceline_dot_rpc_dot_v1_dot_learner__pb2.WorkAheadResponse.SerializeToString,
             ),
             'SaveCheckpoint': grpc.unary_unary_rpc_method_handler(
                     servicer.SaveCheckpoint,
@@ -425,6 +443,33 @@ class LearnerService(object):
             '/paceline.rpc.v1.LearnerService/TrainStep',
             paceline_dot_rpc_dot_v1_dot_learner__pb2.TrainStepRequest.SerializeToString,
             paceline_dot_rpc_dot_v1_dot_learner__pb2.TrainStepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WorkAhead(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.rpc.v1.LearnerService/WorkAhead',
+            paceline_dot_rpc_dot_v1_dot_learner__pb2.WorkAheadRequest.SerializeToString,
+            paceline_dot_rpc_dot_v1_dot_learner__pb2.WorkAheadResponse.FromString,
             options,
             channel_credentials,
             insecure,

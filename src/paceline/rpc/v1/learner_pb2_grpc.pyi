@@ -32,6 +32,10 @@ class LearnerServiceStub:
     """One training step. Idempotent: a step asked for again with the same digest gets the first call's result; with
     another digest it is refused.
     """
+    WorkAhead: _aio.UnaryUnaryMultiCallable[_learner_pb2.WorkAheadRequest, _learner_pb2.WorkAheadResponse]
+    """Computes what a chunk of the next step needs, before the step's batch is complete. May be repeated, and left
+    out: TrainStep computes what is missing, and the same numbers.
+    """
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_learner_pb2.SaveCheckpointRequest, _learner_pb2.SaveCheckpointResponse]
     """Copies the state to be written; the learner goes on while the copy is written. One checkpoint is written at a time:
     the next one waits for it.
@@ -106,6 +110,16 @@ class LearnerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _abc.Awaitable[_learner_pb2.TrainStepResponse]:
         """One training step. Idempotent: a step asked for again with the same digest gets the first call's result; with
         another digest it is refused.
+        """
+
+    @_abc_1.abstractmethod
+    def WorkAhead(
+        self,
+        request: _learner_pb2.WorkAheadRequest,
+        context: _aio.ServicerContext[_learner_pb2.WorkAheadRequest, _abc.Awaitable[_learner_pb2.WorkAheadResponse]],
+    ) -> _abc.Awaitable[_learner_pb2.WorkAheadResponse]:
+        """Computes what a chunk of the next step needs, before the step's batch is complete. May be repeated, and left
+        out: TrainStep computes what is missing, and the same numbers.
         """
 
     @_abc_1.abstractmethod

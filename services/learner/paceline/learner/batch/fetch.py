@@ -30,19 +30,19 @@ class Blobs(Protocol):
 
 def fetch_rows(
     blobs: Blobs,
-    rows: Sequence[BatchRow],
+    rows: Mapping[int, BatchRow],
     wanted: Sequence[int],
     *,
     policy: PolicyTag,
     vocab_size: int,
     images: ImageSpec | None = None,
 ) -> dict[int, PackedRow]:
-    """Fetches the rows at the indices `wanted`, by index, and the pixels of their images, each once.
+    """Fetches the rows at the places `wanted`, by place, and the pixels of their images, each once.
 
     Args:
         blobs: where they are.
-        rows: of the step.
-        wanted: indices of this rank's rows.
+        rows: of the step, or of a part of it, by their places in the batch.
+        wanted: places of this rank's rows.
         policy: that must have sampled them.
         vocab_size: of the model.
         images: what the model takes; None if it takes none.

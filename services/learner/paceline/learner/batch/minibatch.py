@@ -23,6 +23,16 @@ class Denominators:
     """Of right responses; see actor.positive_loss_coef."""
 
 
+def nominal_counts(config: RunConfig) -> Denominators:
+    """The counts with which a gradient is taken while those of its mini-batch are not known.
+
+    Of tokens a power of two, so that a division by it rounds nothing.
+    """
+    sequences = config.actor.ppo_mini_batch_size * config.rollout.n
+    most = sequences * config.data.max_response_length
+    return Denominators(num_tokens=1 << (most - 1).bit_length(), num_sequences=sequences)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MiniBatch:
     """This rank's micro-batches of one optimizer step."""

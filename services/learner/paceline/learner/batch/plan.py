@@ -1,13 +1,14 @@
-"""Plans a step: cuts its rows into mini-batches by prompts, and these into micro-batches over the ranks.
+"""Plans a step: cuts its rows into chunks by prompts, and these into micro-batches over the ranks.
 
 The plan follows from the rows' lengths and the model's shape alone, so every rank computes the same one
 without communication. The same micro-batches serve old log-probs, reference, values and the update, so on
 policy the first update sees a ratio of 1.
 
-The unit is the chunk: a run of prompts whose size divides every mini-batch size in use (the critic's may
-differ from the actor's). A chunk is cut into the same number of micro-batches on each rank; some may be
-empty, because sharded models need every rank in every forward pass. The ranks wait for each other in every
-layer, so micro-batches that run at the same time have nearly equal arithmetic.
+The unit is the chunk: a run of prompts whose number divides every mini-batch size in use (the critic's may
+differ from the actor's). How it is cut follows from its own rows, so it may be computed before the others are
+known. It has the same number of micro-batches on each rank; some may be empty, because sharded models need
+every rank in every forward pass. The ranks wait for each other in every layer, so micro-batches that run at
+the same time have nearly equal arithmetic.
 
 With shared prompts, rows of a prompt stay together as far as the budget and even arithmetic allow: of several
 cuts of the groups, from whole ones to single rows, the one that takes the least time is used.
@@ -15,10 +16,9 @@ cuts of the groups, from whole ones to single rows, the one that takes the least
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from paceline.core.errors import ConfigError, DataError
 from paceline.learner.batch.arithmetic import Arithmetic, RowLength
@@ -28,7 +28,7 @@ CPU_TOKEN_BUDGET = 3072
 """Larger micro-batches run slower on a CPU: their activations leave the caches (a fifth slower at 8 k)."""
 
 Rows = tuple[int, ...]
-"""Indices of rows."""
+"""Places of rows in the step's batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,12 +38,14 @@ class Chunk:
     Attributes:
         cost: arithmetic of all micro-batches.
         longest: arithmetic of the costliest k-th micro-batch of any rank, added up over k.
+        share_prompts: whether rows of a micro-batch with the same prompt have one copy of it.
     """
 
     rows: Rows
     micro_batches: tuple[tuple[Rows, ...], ...]
     cost: int
     longest: int
+    share_prompts: bool = False
 
     @property
     def num_micro_batches(self) -> int:
@@ -57,7 +59,6 @@ class BatchPlan:
 
     chunks: tuple[Chunk, ...]
     prompts_per_chunk: int
-    share_prompts: bool = False
 
     @property
     def imbalance(self) -> float:
@@ -98,21 +99,15 @@ class BatchPlan:
 def plan_batch(
     rows: Sequence[RowLength],
     *,
-    mini_batch_sizes: Sequence[int],
-    world_size: int,
-    token_budget: int,
-    arithmetic: Arithmetic,
-    share_prompts: bool = False,
+    prompts_per_chunk: int,
+    make: Callable[[Sequence[RowLength], int], Chunk],
 ) -> BatchPlan:
     """Plans a step.
 
     Args:
         rows: all rows of the step, samples of one prompt next to each other.
-        mini_batch_sizes: prompts per optimizer step, of every network that is updated.
-        world_size: number of ranks.
-        token_budget: most tokens of one micro-batch.
-        arithmetic: of the policy.
-        share_prompts: whether rows of a micro-batch with the same prompt have one copy of it.
+        prompts_per_chunk: divides every mini-batch size.
+        make: makes a chunk of its rows and the place of the first of them, as `plan_chunk` does.
 
     Raises:
         DataError: there are no rows, or samples of one prompt are not next to each other.
@@ -120,6 +115,40 @@ def plan_batch(
     """
     if not rows:
         raise DataError("the step has no rows to train on")
+    starts = [next(run)[0] for _, run in groupby(enumerate(rows), key=lambda pair: pair[1].prompt_id)]
+    if len(starts) != len({row.prompt_id for row in rows}):
+        raise DataError(
+            "rows of one prompt must lie next to each other: order them by (prompt id, sample index)"
+        )
+    ends = [*starts[::prompts_per_chunk], len(rows)]
+    return BatchPlan(
+        chunks=tuple(make(rows[first:end], first) for first, end in pairwise(ends)),
+        prompts_per_chunk=prompts_per_chunk,
+    )
+
+
+def plan_chunk(
+    rows: Sequence[RowLength],
+    first_row: int,
+    *,
+    world_size: int,
+    token_budget: int,
+    arithmetic: Arithmetic,
+    share_prompts: bool = False,
+) -> Chunk:
+    """Cuts a chunk into micro-batches.
+
+    Args:
+        rows: of the chunk, samples of one prompt next to each other.
+        first_row: the place of the first of them in the step's batch.
+        world_size: number of ranks.
+        token_budget: most tokens of one micro-batch.
+        arithmetic: of the policy.
+        share_prompts: whether rows of a micro-batch with the same prompt have one copy of it.
+
+    Raises:
+        ConfigError: one row alone exceeds the token budget.
+    """
     longest = max(rows, key=lambda row: row.num_budgeted)
     if longest.num_budgeted > token_budget:
         patches = f" and {longest.num_patches} patches of images" if longest.num_patches else ""
@@ -130,18 +159,10 @@ def plan_batch(
     groups = [
         [index for index, _ in run] for _, run in groupby(enumerate(rows), key=lambda pair: pair[1].prompt_id)
     ]
-    if len(groups) != len({row.prompt_id for row in rows}):
-        raise DataError(
-            "rows of one prompt must lie next to each other: order them by (prompt id, sample index)"
-        )
-    width = math.gcd(*mini_batch_sizes)
-    cut = _Cut(rows=rows, world_size=world_size, budget=token_budget, arithmetic=arithmetic)
-    make = cut.sharing_prompts if share_prompts else cut.row_by_row
-    return BatchPlan(
-        chunks=tuple(make(groups[first : first + width]) for first in range(0, len(groups), width)),
-        prompts_per_chunk=width,
-        share_prompts=share_prompts,
+    cut = _Cut(
+        rows=rows, first_row=first_row, world_size=world_size, budget=token_budget, arithmetic=arithmetic
     )
+    return cut.sharing_prompts(groups) if share_prompts else cut.row_by_row(groups)
 
 
 def effective_budget(token_budget: int, device_type: str, longest: int) -> int:
@@ -151,9 +172,10 @@ def effective_budget(token_budget: int, device_type: str, longest: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Cut:
-    """Cuts prompt groups of `rows`, by index, into micro-batches."""
+    """Cuts prompt groups of `rows`, by index, into micro-batches; the first row's place is `first_row`."""
 
     rows: Sequence[RowLength]
+    first_row: int
     world_size: int
     budget: int
     arithmetic: Arithmetic
@@ -196,11 +218,17 @@ class _Cut:
         rounds = [costed[first : first + self.world_size] for first in range(0, len(bins), self.world_size)]
         turns = [turn[::-1] if number % 2 else turn for number, turn in enumerate(rounds)]
         return Chunk(
-            rows=tuple(sorted(index for indices in bins for index in indices)),
-            micro_batches=tuple(tuple(indices for _, indices in turn) for turn in zip(*turns, strict=True)),
+            rows=self._places(range(len(self.rows))),
+            micro_batches=tuple(
+                tuple(self._places(indices) for _, indices in turn) for turn in zip(*turns, strict=True)
+            ),
             cost=sum(number for number, _ in costed),
             longest=sum(turn[0][0] for turn in rounds),
+            share_prompts=share_prompts,
         )
+
+    def _places(self, indices: Sequence[int]) -> Rows:
+        return tuple(self.first_row + index for index in indices)
 
     def _num_tokens(self, part: Rows) -> int:
         """With one copy of the prompt and its images, which all rows of the part have."""

@@ -41,6 +41,7 @@ def compute_advantages(
     placed: Sequence[Sequence[tuple[int, float]]] = (),
     kl_coef: float,
     critic_alone: bool = False,
+    first_row: int = 0,
     ranks: Ranks,
 ) -> tuple[list[Advantages], dict[str, float]]:
     """Makes token rewards with the KL penalty, then advantages.
@@ -48,13 +49,14 @@ def compute_advantages(
     Args:
         config: of the run.
         scored: this rank's micro-batches, with its fillers.
-        scores: of all rows of the step, on every rank.
-        group_ids: prompt of all rows of the step.
+        scores: of all rows, on every rank: those of the step, or of a chunk.
+        group_ids: prompt of all rows.
         greedy_scores: of the greedy answer to each row's prompt; ignored unless every row has one.
-        placed: of all rows of the step, the parts of their scores that belong to tokens, by position.
+        placed: of all rows, the parts of their scores that belong to tokens, by position.
         kl_coef: the penalty's coefficient in this step.
         critic_alone: whether this is a step of the critic's warm-up.
-        ranks: over which the batch's statistics are taken.
+        first_row: the place of the first of all rows in the step's batch.
+        ranks: over which the rows' statistics are taken.
 
     Returns:
         The advantages by micro-batch, and the metrics of the whole batch.
@@ -62,7 +64,7 @@ def compute_advantages(
     Raises:
         NumericsError: too few tokens to whiten, or a group is too small.
     """
-    own = _OwnRows.of(scored, scores, ranks.device)
+    own = _OwnRows.of(scored, scores, first_row, ranks.device)
     in_reward = _penalty(scored, config.algorithm.kl_penalty) if config.algorithm.use_kl_in_reward else None
     token_rewards = kl.token_rewards(own.scores, own.mask, in_reward, kl_coef, own.placed(placed))
     greedy = _if_all_present(greedy_scores, len(scores), ranks.device)
@@ -100,7 +102,7 @@ def mean_reference_kl(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _OwnRows:
-    """This rank's rows, stacked: their places in the batch (B,), scores (B,), and tables (B, R)."""
+    """This rank's rows, stacked: their places among all rows (B,), scores (B,), and tables (B, R)."""
 
     index: Tensor
     scores: Tensor
@@ -108,8 +110,10 @@ class _OwnRows:
     values: Tensor | None
 
     @classmethod
-    def of(cls, scored: Sequence[ScoredBatch], scores: Sequence[float], device: torch.device) -> _OwnRows:
-        rows = [row for part in scored for row in part.batch.rows]
+    def of(
+        cls, scored: Sequence[ScoredBatch], scores: Sequence[float], first_row: int, device: torch.device
+    ) -> _OwnRows:
+        rows = [row - first_row for part in scored for row in part.batch.rows]
         index = torch.tensor(rows, dtype=torch.int64, device=device)
         return cls(
             index=index,

@@ -24,6 +24,7 @@ from paceline.learner.model.compiling import CompileClock
 from paceline.learner.model.layers import LayerOptions
 from paceline.learner.model.loading import Precision, load_critic, load_policy
 from paceline.learner.model.networks import PolicyNetwork, ValueNetwork
+from paceline.learner.train.ahead import WorkAhead
 from paceline.learner.train.host_reference import HostReference
 from paceline.learner.train.losses import loss_function
 from paceline.learner.train.memory import MemoryRoom
@@ -52,6 +53,7 @@ class Learner:
     histories: Histories
     shared_prompts: SharedPrompts
     memory: MemoryRoom
+    ahead: WorkAhead
     compile_clock: CompileClock | None = None
     host_reference: HostReference | None = None
     version: int = 0
@@ -155,10 +157,11 @@ class Learner:
         notify: Callable[[str], None] = log.warning,
     ) -> Learner:
         """A learner at version 0 with networks that are loaded; its optimizers have no averages yet."""
+        actor = _trainable(policy, config.actor.optim, config.actor.grad_clip, config, ranks)
         return cls(
             config=config,
             ranks=ranks,
-            actor=_trainable(policy, config.actor.optim, config.actor.grad_clip, config, ranks),
+            actor=actor,
             critic=None
             if critic is None
             else _trainable(critic, config.critic.optim, config.critic.grad_clip, config, ranks),
@@ -167,6 +170,7 @@ class Learner:
             histories=Histories(window=config.guard.window, min_history=config.guard.min_history),
             shared_prompts=SharedPrompts(config.actor.shared_prompts, DTYPES[config.model.dtype], notify),
             memory=MemoryRoom(notify),
+            ahead=WorkAhead(actor, ranks),
             compile_clock=CompileClock() if config.actor.compile else None,
         )
 

@@ -16,7 +16,7 @@ from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.core.guard import Adjustments
 from paceline.learner.algorithms import kl, registry
-from paceline.learner.algorithms.aggregation import aggregate
+from paceline.learner.algorithms.aggregation import TOKEN_MEAN, aggregate
 from paceline.learner.algorithms.policy_losses import custom
 from paceline.learner.algorithms.policy_losses.base import (
     LossFunction,
@@ -30,6 +30,7 @@ from paceline.learner.batch.minibatch import Denominators
 from paceline.learner.batch.types import MicroBatch, TrainingBatch
 from paceline.learner.model.experts import balance_by_row, recorded_choices, routers
 from paceline.learner.model.networks import PolicyNetwork, ValueNetwork
+from paceline.learner.train.optimizer import Scaling
 
 STANDARD_METRICS = ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy")
 """Token means that every policy loss reports: 0 where a loss has no such thing, as without a clip."""
@@ -104,6 +105,18 @@ class PolicyLoss:
         means = {**metrics, "entropy": _mean_of(entropy.detach(), batch)}
         sums = _sums(total, batch, means, self._token_metrics, denominators)
         return total, torch.cat([sums, torch.stack(extra).detach().double()])
+
+    def scaling(self, counted: Denominators, actual: Denominators) -> Scaling:
+        """From shares of a mini-batch that has the counts `counted` to shares of one that has `actual`."""
+        per_token = counted.num_tokens / actual.num_tokens
+        per_sequence = counted.num_sequences / actual.num_sequences
+        loss = per_token if self._actor.loss_agg_mode == TOKEN_MEAN else per_sequence
+        factors = dict.fromkeys(self.names, loss) | dict.fromkeys(self._token_metrics, per_token)
+        if self._has_experts:
+            factors["load_balance"] = per_sequence
+        return Scaling(
+            gradient=loss, sums=torch.tensor([factors[name] for name in self.names], dtype=torch.float64)
+        )
 
     def _positive_loss(self, log_probs: Tensor, part: TrainingBatch, denominators: Denominators) -> Tensor:
         """The share of the mini-batch's mean over the tokens of right responses; 0 without one."""

@@ -88,6 +88,19 @@ class Schedule:
         return self.peak * (self.min_ratio + (1.0 - self.min_ratio) * share)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Scaling:
+    """What takes losses, their gradient and sums from one mini-batch's counts to another's.
+
+    Attributes:
+        gradient: factor of the loss, and so of its gradient.
+        sums: (S,) float64, a factor of each of the sums.
+    """
+
+    gradient: float
+    sums: Tensor
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutcome:
     """What one optimizer step did.
@@ -183,6 +196,12 @@ class Optimizer:
         self._adamw.zero_grad(set_to_none=True)
         return StepOutcome(grad_norm=norm, skip_reason=reason, finite=finite)
 
+    def scale_gradient(self, factor: float) -> None:
+        """Multiplies the reduced gradient."""
+        for parameter in self._parameters:
+            if (gradient := parameter.grad) is not None:
+                (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(factor)
+
     def state(self) -> dict[str, Tensor]:
         """Averages and step counts by "PARAMETER.KIND", sharded; loading writes into them."""
         return {f"{name}.{kind}": tensor for name, kind, tensor in self._entries()}
@@ -218,15 +237,21 @@ class Trainable(Generic[N]):
         ranks: Ranks,
         lr_scale: float = 1.0,
         veto: Veto | None = None,
+        begun: Tensor | None = None,
+        scaling: Scaling | None = None,
     ) -> tuple[StepOutcome, Tensor]:
         """Takes one optimizer step on a mini-batch.
 
         Args:
-            losses: of this rank's micro-batches; every rank has the same number.
+            losses: of this rank's micro-batches, but for those that `begin` was called with; every rank has
+                the same number, at least one.
             step: training step, for the schedule.
             ranks: the group.
             lr_scale: multiplies the schedule's learning rate.
             veto: decides, if all is finite, whether the step may be taken.
+            begun: the sums that `begin` returned, added up.
+            scaling: multiplies gradient and sums, where losses were taken with other counts than the
+                mini-batch's.
 
         Returns:
             What the optimizer did, and the metrics' sums over micro-batches and ranks, in float64.
@@ -239,7 +264,10 @@ class Trainable(Generic[N]):
         if total is None or num_failed:
             self.network.zero_grad(set_to_none=True)
             raise OutOfMemoryError(type(self.network).__name__, num_failed)
-        sums = ranks.all_sum(total)
+        sums = ranks.all_sum(total if begun is None else begun + total)
+        if scaling is not None:
+            sums = sums * scaling.sums.to(sums)
+            self.optimizer.scale_gradient(scaling.gradient)
         outcome = self.optimizer.step(
             self.schedule.at(step) * lr_scale,
             loss_is_finite=bool(torch.isfinite(sums[0]).item()),
@@ -247,20 +275,44 @@ class Trainable(Generic[N]):
         )
         return outcome, sums
 
-    def _passes(self, losses: Sequence[PartLoss], ranks: Ranks) -> Tensor | None:
-        """Forward and backward of all micro-batches: this rank's sums, or None if it ran out of memory.
+    def begin(self, losses: Sequence[PartLoss], *, ranks: Ranks) -> Tensor:
+        """Forward and backward of the first micro-batches of a mini-batch; `update` takes the others.
 
-        It takes part in the rest all the same, on fillers: the others wait for it.
+        Returns:
+            This rank's sums, for `update`.
+
+        Raises:
+            OutOfMemoryError: on every rank, if some ran out of memory; the gradient is gone.
         """
-        fsdp = as_fsdp(self.network)
+        total = self._passes(losses, ranks, completes=False)
+        num_failed = int(ranks.all_sum(torch.tensor([total is None], device=ranks.device).float()).item())
+        if total is None or num_failed:
+            self.drop_gradient(ranks)
+            raise OutOfMemoryError(type(self.network).__name__, num_failed)
+        return total
+
+    def drop_gradient(self, ranks: Ranks) -> None:
+        """Forgets what `begin` has added to the gradient; every rank calls it."""
+        # FSDP keeps what is not reduced yet where only a reduction gets it.
+        self._prepare_pass(reduces=True, reshards=True)
+        self._begin_pass(again=False, still_gathered=False)
+        self._filler_pass(ranks)
+        self.network.zero_grad(set_to_none=True)
+
+    def _passes(self, losses: Sequence[PartLoss], ranks: Ranks, *, completes: bool = True) -> Tensor | None:
+        """Forward and backward of micro-batches: this rank's sums, or None if it ran out of memory.
+
+        It takes part in the rest all the same, on fillers: the others wait for it. With `completes` these
+        are the last ones of their mini-batch.
+        """
         total: Tensor | None = None
         failed = False
         for number, part_loss in enumerate(losses):
             last = number == len(losses) - 1
-            reduces = last or not self.accumulates
-            fsdp.set_is_last_backward(reduces)
-            fsdp.set_requires_gradient_sync(reduces)
-            fsdp.set_reshard_after_backward(last or not self.keeps_gathered)
+            self._prepare_pass(
+                reduces=(last and completes) or not self.accumulates,
+                reshards=last or not self.keeps_gathered,
+            )
             goes_on = number > 0 and self.keeps_gathered
             self._begin_pass(again=False, still_gathered=goes_on)
             sums = None if failed else self._pass(part_loss, ranks)
@@ -273,6 +325,12 @@ class Trainable(Generic[N]):
             else:
                 total = sums if total is None else total + sums
         return None if failed else total
+
+    def _prepare_pass(self, *, reduces: bool, reshards: bool) -> None:
+        fsdp = as_fsdp(self.network)
+        fsdp.set_is_last_backward(reduces)
+        fsdp.set_requires_gradient_sync(reduces)
+        fsdp.set_reshard_after_backward(reshards)
 
     def _pass(self, part_loss: PartLoss, ranks: Ranks) -> Tensor | None:
         """One micro-batch: its sums, or None if memory ran out; nothing holds its activations then."""

@@ -20,19 +20,21 @@ from paceline.learner.train.stopwatch import Stopwatch
 
 
 def score(
-    learner: Learner, batches: Sequence[MicroBatch], stopwatch: Stopwatch, *, num_unscored: int = 0
+    learner: Learner, batches: Sequence[MicroBatch], stopwatch: Stopwatch, *, without_old: Sequence[bool]
 ) -> list[ScoredBatch]:
     """This rank's micro-batches with the numbers of every network in use; every rank calls it.
 
-    The first `num_unscored` get no old log-probs: the update's own forward pass gives them.
+    Those `without_old` get no old log-probs: the update's own forward pass gives them.
     """
     temperature = learner.config.rollout.temperature
     reference, critic = learner.reference, learner.critic
     absent: list[Tensor | None] = [None] * len(batches)
     ref, values = absent, absent
     with stopwatch.phase("old_log_prob"):
-        scored = _old_log_probs(learner, batches[num_unscored:])
-    old = [OldLogProbs() for _ in batches[:num_unscored]] + [OldLogProbs(table) for table in scored]
+        tables = iter(
+            _old_log_probs(learner, [b for b, no in zip(batches, without_old, strict=True) if not no])
+        )
+    old = [OldLogProbs() if no else OldLogProbs(next(tables)) for no in without_old]
     if reference is not None:
         with stopwatch.phase("ref"), learner.reference_present(), base_alone(reference):
             ref = [*_score_all(reference, batches, lambda b: b.table(reference(b, temperature)[0]))]

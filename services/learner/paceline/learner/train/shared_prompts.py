@@ -1,7 +1,7 @@
-"""Whether a step's rows share their prompts, and the check that sharing computes the same.
+"""Whether a chunk's rows share their prompts, and the check that sharing computes the same.
 
-A step shares prompts if that saves enough arithmetic, which follows from its lengths alone: so a run that is
-taken up again takes the same way. The first batch that shares is computed both ways, with its gradient.
+A chunk shares prompts if that saves enough arithmetic, which follows from its lengths alone: so a run that is
+taken up again takes the same way. The first chunk that shares is computed both ways, with its gradient.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from paceline.core.errors import NumericsError
 from paceline.learner.batch.pack import pack
-from paceline.learner.batch.plan import BatchPlan
+from paceline.learner.batch.plan import Chunk
 from paceline.learner.batch.types import PackedRow
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.networks import PolicyNetwork
@@ -25,7 +25,7 @@ from paceline.learner.model.networks import PolicyNetwork
 SharingMode = Literal["auto", "on", "off"]
 
 MIN_GAIN = 1.2
-"""`auto` shares where the unshared step has at least this much more arithmetic."""
+"""`auto` shares where the unshared chunk has at least this much more arithmetic."""
 
 TOLERANCES = {torch.float32: (1e-4, 1e-3), torch.bfloat16: (0.05, 0.1)}
 """By the type of the forward pass: mean difference of log-probs, and relative difference of the gradient.
@@ -61,8 +61,13 @@ class SharedPrompts:
         self._mode, self._tolerances, self._notify = mode, TOLERANCES[compute], notify
         self._state = _State.UNCHECKED
 
-    def plan(self, make: Callable[[bool], BatchPlan]) -> BatchPlan:
-        """The step's plan; `make` makes it with shared prompts or without."""
+    @property
+    def is_unchecked(self) -> bool:
+        """Whether the next chunk that shares is the first one."""
+        return self._state is _State.UNCHECKED
+
+    def choose(self, make: Callable[[bool], Chunk]) -> Chunk:
+        """A chunk; `make` makes it with shared prompts or without."""
         if self._mode == "off" or self._state is _State.REFUSED:
             return make(False)
         shared = make(True)
@@ -71,24 +76,17 @@ class SharedPrompts:
         plain = make(False)
         return shared if plain.longest >= MIN_GAIN * shared.longest else plain
 
-    def must_check(self, plan: BatchPlan) -> bool:
-        """Whether this is the first plan that shares."""
-        return plan.share_prompts and self._state is not _State.CHECKED
-
-    def refuses(
-        self, plan: BatchPlan, network: PolicyNetwork, rows: Sequence[PackedRow], ranks: Ranks, budget: int
-    ) -> bool:
-        """Checks a plan that shares; every rank calls it for the first one.
+    def refuses(self, network: PolicyNetwork, rows: Sequence[PackedRow], ranks: Ranks, budget: int) -> bool:
+        """Checks the first chunk that shares; every rank calls it. It leaves no gradient behind.
 
         Args:
-            plan: of the step.
             network: the policy.
-            rows: of this rank's first micro-batch.
+            rows: of this rank's first micro-batch of the chunk.
             ranks: the group.
             budget: tokens of a micro-batch, which the rows must fit in the unshared form, too.
 
         Returns:
-            Whether the step must be planned without sharing.
+            Whether everything must be planned without sharing.
 
         Raises:
             NumericsError: the two forms differ, and the mode is "on".

@@ -1,6 +1,8 @@
 """One training step on a rank; every rank runs it with the same order.
 
 plan -> fetch -> score -> prepare (advantages, shaping) -> update critic, policy -> metrics
+
+What was done ahead of the barrier is taken where it fits, and not computed again.
 """
 
 from __future__ import annotations
@@ -14,25 +16,21 @@ from torch import Tensor
 
 from paceline.config.run import RunConfig
 from paceline.core.training import BatchRow, TrainOrder, TrainResult
-from paceline.learner.batch.arithmetic import Arithmetic, RowLength
 from paceline.learner.batch.minibatch import MiniBatch, cut_mini_batches
-from paceline.learner.batch.pack import pack
-from paceline.learner.batch.plan import BatchPlan, effective_budget, plan_batch
-from paceline.learner.batch.types import MicroBatch, PackedRow, ScoredBatch, TrainingBatch
+from paceline.learner.batch.plan import BatchPlan
+from paceline.learner.batch.types import ScoredBatch, TrainingBatch
 from paceline.learner.model.flops import arithmetic_of, peak_flops
 from paceline.learner.train import shaping
 from paceline.learner.train.advantages import compute_advantages, mean_reference_kl
+from paceline.learner.train.ahead import BegunGradient, ScoredChunk
+from paceline.learner.train.chunks import Fetch, critic_alone, lengths, num_unscored, score_chunks
 from paceline.learner.train.learner import Learner
-from paceline.learner.train.score import score, score_rest
+from paceline.learner.train.score import score_rest
 from paceline.learner.train.stopwatch import Stopwatch
 from paceline.learner.train.update import UpdateReport, update_critic, update_policy
 from paceline.learner.train.update_guard import UpdateGuard
 
 log = logging.getLogger(__name__)
-
-Fetch = Callable[[Sequence[int]], dict[int, PackedRow]]
-"""Fetches rows by their index in the batch; raises on every rank if any rank's rows are unusable."""
-
 
 Deposit = Callable[[Sequence[ScoredBatch]], None]
 """Takes this rank's old log-probs once the step has them."""
@@ -49,12 +47,22 @@ def train_step(
         DataError, ProtocolError, BrokerError: the rows are unusable; nothing has changed.
         NumericsError: the numbers of the step contradict each other.
     """
-    config, ranks, stopwatch = learner.config, learner.ranks, Stopwatch(learner.ranks.device)
-    arithmetic = arithmetic_of(learner.actor.network)
-    flops = arithmetic.of_rows(_lengths(order.rows))
-    plan, batches = _gather(learner, order.rows, arithmetic, fetch, stopwatch)
-    num_unscored = _num_unscored(learner, order.step, plan)
-    scored = score(learner, batches, stopwatch, num_unscored=num_unscored)
+    config, ranks, ahead = learner.config, learner.ranks, learner.ahead
+    ahead.turn_to(order.step, order.policy)
+    stopwatch = Stopwatch(ranks.device, peaks=dict(ahead.peaks))
+    flops = arithmetic_of(learner.actor.network).of_rows(lengths(order.rows))
+    chunks = score_chunks(
+        learner,
+        order.step,
+        lambda planner: dict(enumerate(planner.step(order.rows).chunks)),
+        dict(enumerate(order.rows)),
+        fetch,
+        stopwatch,
+    )
+    plan = BatchPlan(
+        chunks=tuple(chunk.chunk for chunk in chunks), prompts_per_chunk=config.prompts_per_chunk
+    )
+    scored = [part for chunk in chunks for part in chunk.parts]
     with stopwatch.phase("adv"):
         prepared = _prepare(learner, order, scored)
     mini_batches = cut_mini_batches(config, plan, prepared.batches, ranks)
@@ -62,9 +70,11 @@ def train_step(
     guard.judge_batch([row.reward for row in order.rows])
     judges_first = config.needs_all_old_log_probs
     reference_kl = _judged_reference_kl(learner, order, scored, guard) if judges_first else None
+    begun = _begun(learner, order, plan, chunks, prepared.batches, guard)
+    done_ahead = ahead.metrics(chunks)
     if guard.refusal:
         score_rest(learner, scored)
-    reports = _update(learner, order.step, mini_batches, stopwatch, guard)
+    reports = _update(learner, order.step, mini_batches, stopwatch, guard, begun)
     if not judges_first:
         reference_kl = _judged_reference_kl(learner, order, scored, guard)
     if deposit is not None:
@@ -73,7 +83,7 @@ def train_step(
     learner.version = order.step
     metrics = {
         "algorithm/reference_kl": reference_kl or 0.0,
-        **_report_metrics(reports, is_audited=not num_unscored),
+        **_report_metrics(reports, is_audited=not num_unscored(learner, order.step)),
         **prepared.metrics,
         **shaping.mismatch_metrics(scored, prepared.weights, config.algorithm.rollout_correction, ranks),
         **_length_metrics(config, order.rows),
@@ -83,80 +93,31 @@ def train_step(
         **stopwatch.memory(ranks),
         **_compiling(learner),
         **_utilisation(learner, flops, stopwatch),
+        **(done_ahead if config.barrier.work_ahead != "off" else {}),
         "perf/imbalance": plan.imbalance,
         "perf/computed_share": plan.cost / flops,
     }
+    ahead.finish()
     reasons = [f"{name}: {reason}" for name, report in reports.items() for reason in report.skipped]
     return TrainResult(
         step=order.step, metrics=metrics, skip_reasons=tuple(reasons), readings=tuple(guard.readings)
     )
 
 
-def _gather(
-    learner: Learner, rows: Sequence[BatchRow], arithmetic: Arithmetic, fetch: Fetch, stopwatch: Stopwatch
-) -> tuple[BatchPlan, list[MicroBatch]]:
-    """The step's plan and this rank's micro-batches."""
-    config, ranks, sharing = learner.config, learner.ranks, learner.shared_prompts
-    lengths = _lengths(rows)
-    longest = max((row.num_budgeted for row in lengths), default=0)
-    budget = effective_budget(config.actor.ppo_max_token_len_per_gpu, ranks.device.type, longest)
-    budget = learner.memory.budget(budget, longest)
-
-    def make(share_prompts: bool) -> BatchPlan:
-        return plan_batch(
-            lengths,
-            mini_batch_sizes=_mini_batch_sizes(config),
-            world_size=ranks.world_size,
-            token_budget=budget,
-            arithmetic=arithmetic,
-            share_prompts=share_prompts,
-        )
-
-    while True:
-        with stopwatch.phase("fetch"):
-            plan = sharing.plan(make)
-            packed = fetch(plan.rows_of(ranks.rank))
-            parts = [
-                [packed[index] for index in indices]
-                for chunk in plan.chunks
-                for indices in chunk.micro_batches[ranks.rank]
-            ]
-            batches = [pack(part, ranks.device, share_prompts=plan.share_prompts) for part in parts]
-        if not sharing.must_check(plan):
-            return plan, batches
-        with stopwatch.phase("shared_prompts"):
-            refused = sharing.refuses(plan, learner.actor.network, parts[0], ranks, budget)
-        if not refused:
-            return plan, batches
-
-
-def _mini_batch_sizes(config: RunConfig) -> list[int]:
-    sizes = [config.actor.ppo_mini_batch_size]
-    if config.needs_critic and config.critic.ppo_mini_batch_size is not None:
-        sizes.append(config.critic.ppo_mini_batch_size)
-    return sizes
-
-
-def _lengths(rows: Sequence[BatchRow]) -> list[RowLength]:
-    return [
-        RowLength(
-            prompt_id=row.trajectory_id.prompt_id,
-            num_prompt_tokens=row.num_prompt_tokens,
-            num_response_tokens=row.num_response_tokens,
-            num_patches=row.num_patches,
-        )
-        for row in rows
-    ]
-
-
-def _num_unscored(learner: Learner, step: int, plan: BatchPlan) -> int:
-    """This rank's micro-batches, from the first on, whose old log-probs come from the update itself."""
-    actor = learner.config.actor
-    is_audit = (step - 1) % actor.ratio_audit_freq == 0
-    if is_audit or learner.config.needs_all_old_log_probs or _critic_alone(learner, step):
-        return 0
-    first = plan.mini_batches(actor.ppo_mini_batch_size)[0]
-    return sum(plan.chunks[index].num_micro_batches for index in first)
+def _begun(
+    learner: Learner,
+    order: TrainOrder,
+    plan: BatchPlan,
+    chunks: Sequence[ScoredChunk],
+    batches: Sequence[TrainingBatch],
+    guard: UpdateGuard,
+) -> BegunGradient | None:
+    """What was done ahead of the first mini-batch's gradient; None if nothing was, or the step has no use."""
+    if guard.refusal:
+        learner.ahead.drop_gradient()
+        return None
+    first = plan.mini_batches(learner.config.actor.ppo_mini_batch_size)[0]
+    return learner.ahead.begun([chunks[index] for index in first], batches, order.adjustments)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,7 +143,7 @@ def _prepare(learner: Learner, order: TrainOrder, scored: Sequence[ScoredBatch])
         greedy_scores=[row.greedy_score for row in order.rows],
         placed=[row.token_rewards for row in order.rows],
         kl_coef=kl_coef,
-        critic_alone=_critic_alone(learner, order.step),
+        critic_alone=critic_alone(learner, order.step),
         ranks=ranks,
     )
     weights = [shaping.rollout_weights(part, correction) for part in scored]
@@ -197,17 +158,13 @@ def _prepare(learner: Learner, order: TrainOrder, scored: Sequence[ScoredBatch])
     )
 
 
-def _critic_alone(learner: Learner, step: int) -> bool:
-    """Whether this is a step of the critic's warm-up, which does not update the policy."""
-    return learner.critic is not None and step <= learner.config.critic.warmup
-
-
 def _update(
     learner: Learner,
     step: int,
     mini_batches: dict[str, list[MiniBatch]],
     stopwatch: Stopwatch,
     guard: UpdateGuard,
+    begun: BegunGradient | None,
 ) -> dict[str, UpdateReport]:
     config, ranks, reports = learner.config, learner.ranks, {}
     if learner.critic is not None:
@@ -221,7 +178,7 @@ def _update(
                 guard=guard,
                 memory=learner.memory,
             )
-    if not _critic_alone(learner, step):
+    if not critic_alone(learner, step):
         with stopwatch.phase("update_actor"):
             reports["actor"] = update_policy(
                 learner.actor,
@@ -231,6 +188,7 @@ def _update(
                 ranks=ranks,
                 guard=guard,
                 memory=learner.memory,
+                begun=begun,
             )
     return reports
 
@@ -283,6 +241,7 @@ def _utilisation(learner: Learner, flops: int, stopwatch: Stopwatch) -> dict[str
     seconds, peak = stopwatch.seconds.get("timing_s/update_actor"), peak_flops(learner.ranks.device)
     if not seconds or peak is None:
         return {}
+    seconds += learner.ahead.update_s
     flops *= learner.config.actor.ppo_epochs
     return {"perf/mfu": flops / (seconds * learner.ranks.world_size * peak)}
 

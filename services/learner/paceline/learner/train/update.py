@@ -8,15 +8,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from paceline.config.run import RunConfig
 from paceline.core.errors import NumericsError
 from paceline.learner.batch.halve import Part
-from paceline.learner.batch.minibatch import Denominators, MiniBatch
+from paceline.learner.batch.minibatch import Denominators, MiniBatch, nominal_counts
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.networks import PolicyNetwork, ValueNetwork
+from paceline.learner.train.ahead import BegunGradient
 from paceline.learner.train.losses import PolicyLoss, ValueLoss
 from paceline.learner.train.memory import MemoryRoom
-from paceline.learner.train.optimizer import PartLoss, Trainable
+from paceline.learner.train.optimizer import PartLoss, Scaling, Trainable
 from paceline.learner.train.shaping import select_tokens
 from paceline.learner.train.update_guard import NetworkGuard, UpdateGuard
 
@@ -53,8 +56,9 @@ def update_policy(
     ranks: Ranks,
     guard: UpdateGuard,
     memory: MemoryRoom,
+    begun: BegunGradient | None = None,
 ) -> UpdateReport:
-    """Takes all optimizer steps of the policy in one training step.
+    """Takes all optimizer steps of the policy in one training step; `begun` is of the first of them.
 
     Raises:
         NumericsError: in float32 the first mini-batch's ratio is not 1, so old and new log-probs come from
@@ -75,15 +79,36 @@ def update_policy(
         ]
         for mini in mini_batches
     ]
+    nominal = nominal_counts(config) if config.barrier.work_ahead == "gradients" else None
     for epoch in range(config.actor.ppo_epochs):
         for number, (mini, parts) in enumerate(zip(mini_batches, cuts, strict=True)):
+            first = epoch == number == 0
+            # Counts that are the same whether the gradient was begun ahead or not.
+            given = nominal if first else None
 
-            def act(parts: Sequence[Part], counts: Denominators = mini.denominators) -> dict[str, float]:
-                losses = [partial(loss, part.batch, counts, part.selected) for part in parts]
-                return _step(actor, losses, network_guard, step=step, ranks=ranks, report=report)
+            def act(
+                parts: Sequence[Part],
+                actual: Denominators = mini.denominators,
+                given: Denominators | None = given,
+                begun: BegunGradient | None = begun if first else None,
+            ) -> dict[str, float]:
+                num_done, sums = begun.take() if begun is not None else (0, None)
+                losses = [
+                    partial(loss, part.batch, given or actual, part.selected) for part in parts[num_done:]
+                ]
+                return _step(
+                    actor,
+                    losses,
+                    network_guard,
+                    step=step,
+                    ranks=ranks,
+                    report=report,
+                    begun=sums,
+                    scaling=None if given is None else loss.scaling(given, actual),
+                )
 
             metrics = memory.take(parts, act, ranks=ranks, network="actor")
-            if epoch == number == 0:
+            if first:
                 _check_first(metrics, config)
     return report
 
@@ -128,6 +153,8 @@ def _step(
     step: int,
     ranks: Ranks,
     report: UpdateReport,
+    begun: Tensor | None = None,
+    scaling: Scaling | None = None,
 ) -> dict[str, float]:
     """Takes one optimizer step on the losses of a mini-batch's parts; reports and returns its metrics."""
     outcome, sums = trainable.update(
@@ -136,6 +163,8 @@ def _step(
         ranks=ranks,
         lr_scale=network_guard.guard.adjustments.lr_scale,
         veto=network_guard.veto,
+        begun=begun,
+        scaling=scaling,
     )
     network_guard.note(outcome)
     metrics = dict(zip(network_guard.names, sums.tolist(), strict=True))

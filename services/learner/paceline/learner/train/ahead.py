@@ -1,0 +1,198 @@
+"""What a rank keeps of the next step before its batch is complete: scored chunks, and the begun gradient.
+
+Every rank keeps the same chunks, its own micro-batches of each. Nothing here decides what a step computes:
+the step asks for each of its chunks and computes those that are not here, or are here with other rows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from paceline.core.guard import Adjustments
+from paceline.core.policy import PolicyTag
+from paceline.core.training import BatchRow
+from paceline.learner.batch.plan import Chunk
+from paceline.learner.batch.types import ScoredBatch, TrainingBatch
+from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.model.networks import PolicyNetwork
+from paceline.learner.train.optimizer import Trainable
+from paceline.learner.train.stopwatch import Stopwatch
+
+log = logging.getLogger(__name__)
+
+_UPDATE = "timing_s/update_actor"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ScoredChunk:
+    """A chunk with this rank's micro-batches of it, in the plan's order."""
+
+    chunk: Chunk
+    parts: tuple[ScoredBatch, ...]
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class BegunGradient:
+    """The gradient of a step's first chunks, which the policy's parameters hold.
+
+    Attributes:
+        adjustments: the guard's, with which it was taken.
+        chunks: in order, from the step's first one on.
+        parts: this rank's micro-batches of them.
+    """
+
+    adjustments: Adjustments
+    chunks: list[ScoredChunk] = field(default_factory=list)
+    parts: list[TrainingBatch] = field(default_factory=list)
+    _sums: Tensor | None = None
+
+    @property
+    def next_row(self) -> int:
+        """The place in the batch of the first row behind the chunks."""
+        return self.chunks[-1].chunk.rows[-1] + 1 if self.chunks else 0
+
+    def add(self, chunk: ScoredChunk, parts: Sequence[TrainingBatch], sums: Tensor) -> None:
+        """Notes that a chunk's gradient was added, with the sums of its losses."""
+        self.chunks.append(chunk)
+        self.parts += parts
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def take(self) -> tuple[int, Tensor | None]:
+        """How many micro-batches an optimizer step need not compute, and their sums; once: then it is 0."""
+        number, sums = (len(self.parts), self._sums)
+        self.parts, self._sums = [], None
+        return number, sums
+
+
+class WorkAhead:
+    """The work ahead of one step.
+
+    Args:
+        actor: whose gradient is begun.
+        ranks: the group; what changes the gradient is called on every rank.
+    """
+
+    def __init__(self, actor: Trainable[PolicyNetwork], ranks: Ranks) -> None:
+        self._actor, self._ranks = actor, ranks
+        self._step, self._policy = 0, PolicyTag(version=-1, digest="")
+        self._chunks: dict[int, tuple[tuple[tuple[str, str], ...], ScoredChunk]] = {}
+        self._gradient: BegunGradient | None = None
+        self._is_refused = False
+        self._seconds: dict[str, float] = {}
+        self.peaks: dict[str, int] = {}
+
+    def turn_to(self, step: int, policy: PolicyTag) -> None:
+        """Forgets everything that belongs to another step or policy."""
+        if (step, policy) != (self._step, self._policy):
+            self.forget()
+            self._step, self._policy = step, policy
+
+    def forget(self) -> None:
+        """Forgets everything."""
+        self.drop_gradient()
+        self._chunks, self._seconds, self.peaks = {}, {}, {}
+        self._step, self._is_refused = 0, False
+
+    # --- scored chunks
+
+    def find(self, chunk: Chunk, rows: Sequence[BatchRow]) -> ScoredChunk | None:
+        """The chunk, if it was scored with these rows in these micro-batches."""
+        identity, kept = self._chunks.get(chunk.rows[0], ((), None))
+        return kept if kept and kept.chunk == chunk and identity == _identity(rows) else None
+
+    def keep(self, chunk: ScoredChunk, rows: Sequence[BatchRow]) -> None:
+        """Keeps a chunk that was scored."""
+        self._chunks[chunk.chunk.rows[0]] = _identity(rows), chunk
+
+    # --- the gradient
+
+    def gradient_at(self, first_row: int, adjustments: Adjustments) -> BegunGradient | None:
+        """The gradient to which the chunk that begins at this place can be added; None if it is not next."""
+        if self._is_refused:
+            return None
+        gradient = self._gradient or BegunGradient(adjustments=adjustments)
+        if gradient.next_row != first_row or gradient.adjustments != adjustments:
+            return None
+        self._gradient = gradient
+        return gradient
+
+    def refuse_gradient(self) -> None:
+        """Takes no gradient ahead any more in this step; what was begun is gone already."""
+        self._gradient, self._is_refused = None, True
+
+    def drop_gradient(self) -> None:
+        """Takes back what was added to the gradient."""
+        gradient, self._gradient = self._gradient, None
+        if gradient is not None and gradient.chunks:
+            self._actor.drop_gradient(self._ranks)
+
+    def begun(
+        self, chunks: Sequence[ScoredChunk], parts: Sequence[TrainingBatch], adjustments: Adjustments
+    ) -> BegunGradient | None:
+        """The gradient for the first mini-batch of a complete batch, if chunks and advantages are the same.
+
+        Args:
+            chunks: of the mini-batch.
+            parts: its micro-batches on this rank.
+            adjustments: those of the step.
+        """
+        gradient = self._gradient
+        if gradient is None or not gradient.chunks:
+            return None
+        fits = (
+            gradient.adjustments == adjustments
+            and len(gradient.chunks) < len(chunks)
+            and all(ours is theirs for ours, theirs in zip(gradient.chunks, chunks, strict=False))
+            and all(
+                torch.equal(ours.advantages, theirs.advantages)
+                for ours, theirs in zip(gradient.parts, parts, strict=False)
+            )
+        )
+        if self._ranks.all_max(torch.tensor([0.0 if fits else 1.0], device=self._ranks.device)).item():
+            log.warning("step %d: what was done ahead of its gradient does not fit its batch", self._step)
+            self.drop_gradient()
+        return self._gradient
+
+    def finish(self) -> None:
+        """The step has used the gradient."""
+        self._gradient = None
+        self.forget()
+
+    # --- what it took
+
+    def note(self, stopwatch: Stopwatch, seconds: float) -> None:
+        """Notes the seconds, and the phases' times and memory, of work ahead."""
+        for name, more in {"": seconds, **stopwatch.seconds}.items():
+            self._seconds[name] = self._seconds.get(name, 0.0) + more
+        for name, peak in stopwatch.peaks.items():
+            self.peaks[name] = max(peak, self.peaks.get(name, 0))
+
+    @property
+    def update_s(self) -> float:
+        """Seconds that the begun gradient took."""
+        return self._seconds.get(_UPDATE, 0.0)
+
+    def metrics(self, chunks: Sequence[ScoredChunk]) -> dict[str, float]:
+        """`ahead/*` and `timing_s/ahead` of a step with these chunks."""
+        kept = {id(chunk) for _, chunk in self._chunks.values()}
+        gradient = {id(chunk) for chunk in self._gradient.chunks} if self._gradient else set()
+        num_rows = sum(len(chunk.chunk.rows) for chunk in chunks)
+
+        def share(of: set[int]) -> float:
+            return sum(len(chunk.chunk.rows) for chunk in chunks if id(chunk) in of) / num_rows
+
+        return {
+            "ahead/scored_share": share(kept),
+            "ahead/gradient_share": share(gradient),
+            "timing_s/ahead": self._seconds.get("", 0.0),
+        }
+
+
+def _identity(rows: Sequence[BatchRow]) -> tuple[tuple[str, str], ...]:
+    """What of rows the scores depend on: not their rewards."""
+    return tuple((str(row.trajectory_id), row.blob_digest) for row in rows)

@@ -1,0 +1,181 @@
+"""The chunks of a step on a rank, from their rows' headers to scored micro-batches.
+
+    plan -> fetch -> pack -> (the first chunk that shares prompts: check) -> score
+
+It is the same whether the whole batch is there or one chunk alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from paceline.core.training import BatchRow
+from paceline.learner.batch.arithmetic import Arithmetic, RowLength
+from paceline.learner.batch.pack import pack
+from paceline.learner.batch.plan import BatchPlan, Chunk, effective_budget, plan_batch, plan_chunk
+from paceline.learner.batch.types import MicroBatch, PackedRow
+from paceline.learner.model.flops import arithmetic_of
+from paceline.learner.train.ahead import ScoredChunk
+from paceline.learner.train.learner import Learner
+from paceline.learner.train.score import score
+from paceline.learner.train.stopwatch import Stopwatch
+
+Fetch = Callable[[Sequence[int]], dict[int, PackedRow]]
+"""Fetches rows by their places in the batch; raises on every rank if any rank's rows are unusable."""
+
+
+class Planner:
+    """Plans a step, or a chunk of it.
+
+    Attributes:
+        arithmetic: of the policy.
+    """
+
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
+        self.arithmetic: Arithmetic = arithmetic_of(learner.actor.network)
+
+    def step(self, rows: Sequence[BatchRow]) -> BatchPlan:
+        """The plan of a whole batch; raises as `plan_batch`."""
+        width = self._learner.config.prompts_per_chunk
+        return plan_batch(lengths(rows), prompts_per_chunk=width, make=self._chunk)
+
+    def chunk(self, rows: Sequence[BatchRow], first_row: int) -> Chunk:
+        """The chunk of these rows, the first of which has this place in the batch; raises ConfigError."""
+        return self._chunk(lengths(rows), first_row)
+
+    def budget(self, rows: Sequence[RowLength]) -> int:
+        """The token budget of a chunk's micro-batches."""
+        learner, longest = self._learner, max(row.num_budgeted for row in rows)
+        given = learner.config.actor.ppo_max_token_len_per_gpu
+        return learner.memory.budget(effective_budget(given, learner.ranks.device.type, longest), longest)
+
+    def _chunk(self, rows: Sequence[RowLength], first_row: int) -> Chunk:
+        make = partial(
+            plan_chunk,
+            rows,
+            first_row,
+            world_size=self._learner.ranks.world_size,
+            token_budget=self.budget(rows),
+            arithmetic=self.arithmetic,
+        )
+        return self._learner.shared_prompts.choose(lambda share: make(share_prompts=share))
+
+
+def lengths(rows: Sequence[BatchRow]) -> list[RowLength]:
+    """What a plan needs to know of rows."""
+    return [
+        RowLength(
+            prompt_id=row.trajectory_id.prompt_id,
+            num_prompt_tokens=row.num_prompt_tokens,
+            num_response_tokens=row.num_response_tokens,
+            num_patches=row.num_patches,
+        )
+        for row in rows
+    ]
+
+
+def critic_alone(learner: Learner, step: int) -> bool:
+    """Whether this is a step of the critic's warm-up, which does not update the policy."""
+    return learner.critic is not None and step <= learner.config.critic.warmup
+
+
+def num_unscored(learner: Learner, step: int) -> int:
+    """Chunks, from the first on, whose old log-probs come from the update itself."""
+    config = learner.config
+    is_audit = (step - 1) % config.actor.ratio_audit_freq == 0
+    if is_audit or config.needs_all_old_log_probs or critic_alone(learner, step):
+        return 0
+    return config.actor.ppo_mini_batch_size // config.prompts_per_chunk
+
+
+def score_chunks(
+    learner: Learner,
+    step: int,
+    make: Callable[[Planner], Mapping[int, Chunk]],
+    rows: Mapping[int, BatchRow],
+    fetch: Fetch,
+    stopwatch: Stopwatch,
+) -> list[ScoredChunk]:
+    """Scores chunks of a step, but for those that are kept from work ahead; every rank calls it.
+
+    Args:
+        learner: of this rank.
+        step: the step.
+        make: plans the chunks, by their numbers in the step.
+        rows: of the chunks, by place in the batch.
+        fetch: fetches rows.
+        stopwatch: times the phases.
+    """
+    gathered = _gather(learner, make, rows, fetch, stopwatch)
+    first = num_unscored(learner, step)
+    batches = [(number < first, batch) for number, own in gathered.batches.items() for batch in own]
+    scored = iter(
+        score(
+            learner,
+            [batch for _, batch in batches],
+            stopwatch,
+            without_old=[is_unscored for is_unscored, _ in batches],
+        )
+    )
+    return [
+        gathered.kept.get(number)
+        or ScoredChunk(chunk=chunk, parts=tuple(next(scored) for _ in gathered.batches[number]))
+        for number, chunk in gathered.chunks.items()
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Gathered:
+    """Chunks by number: those that are kept from work ahead, and this rank's micro-batches of the others."""
+
+    chunks: Mapping[int, Chunk]
+    kept: Mapping[int, ScoredChunk]
+    batches: Mapping[int, Sequence[MicroBatch]]
+
+
+def _gather(
+    learner: Learner,
+    make: Callable[[Planner], Mapping[int, Chunk]],
+    rows: Mapping[int, BatchRow],
+    fetch: Fetch,
+    stopwatch: Stopwatch,
+) -> _Gathered:
+    ranks, sharing, planner = learner.ranks, learner.shared_prompts, Planner(learner)
+    while True:
+        with stopwatch.phase("fetch"):
+            chunks = make(planner)
+            earlier = {
+                number: learner.ahead.find(chunk, [rows[place] for place in chunk.rows])
+                for number, chunk in chunks.items()
+            }
+            own = {
+                number: chunk.micro_batches[ranks.rank]
+                for number, chunk in chunks.items()
+                if earlier[number] is None
+            }
+            # Nothing to fetch on one rank is nothing on all.
+            packed = fetch([row for parts in own.values() for part in parts for row in part]) if own else {}
+            batches = {
+                number: [
+                    pack(
+                        [packed[row] for row in part],
+                        ranks.device,
+                        share_prompts=chunks[number].share_prompts,
+                    )
+                    for part in parts
+                ]
+                for number, parts in own.items()
+            }
+        shared = next((number for number in own if chunks[number].share_prompts), None)
+        is_refused = False
+        if shared is not None and sharing.is_unchecked:
+            with stopwatch.phase("shared_prompts"):
+                learner.ahead.drop_gradient()  # the check leaves none
+                budget = planner.budget(lengths([rows[place] for place in chunks[shared].rows]))
+                is_refused = sharing.refuses(learner.actor.network, batches[shared][0].sources, ranks, budget)
+        if not is_refused:
+            kept = {number: chunk for number, chunk in earlier.items() if chunk is not None}
+            return _Gathered(chunks=chunks, kept=kept, batches=batches)

@@ -1,0 +1,94 @@
+"""Work ahead of the barrier: what a chunk needs of a step while others are still being generated.
+
+    ChunkOrder -> plan, fetch, score (as in the step itself) -> forward and backward, if it is the next chunk
+
+docs/decisions/0024-work-ahead-of-the-barrier.md says what may be done ahead, and why the step's numbers do
+not depend on how much was.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from functools import partial
+
+from paceline.core.training import ChunkOrder
+from paceline.learner.batch.minibatch import nominal_counts
+from paceline.learner.batch.types import TrainingBatch
+from paceline.learner.train import shaping
+from paceline.learner.train.advantages import compute_advantages
+from paceline.learner.train.ahead import ScoredChunk
+from paceline.learner.train.chunks import Fetch, score_chunks
+from paceline.learner.train.learner import Learner
+from paceline.learner.train.losses import PolicyLoss
+from paceline.learner.train.optimizer import OutOfMemoryError
+from paceline.learner.train.stopwatch import Stopwatch
+
+log = logging.getLogger(__name__)
+
+
+def work_ahead(learner: Learner, order: ChunkOrder, fetch: Fetch) -> None:
+    """Scores a chunk and, if that is asked for, adds its gradient; every rank calls it.
+
+    What was done before is not done again.
+
+    Raises:
+        DataError, ProtocolError, BrokerError: the rows are unusable; nothing has changed.
+    """
+    ahead, stopwatch, began = learner.ahead, Stopwatch(learner.ranks.device), time.monotonic()
+    ahead.turn_to(order.step, order.policy)
+    config = learner.config
+    number = order.first_row // (config.prompts_per_chunk * config.rollout.n)
+    (scored,) = score_chunks(
+        learner,
+        order.step,
+        lambda planner: {number: planner.chunk(order.rows, order.first_row)},
+        dict(enumerate(order.rows, order.first_row)),
+        fetch,
+        stopwatch,
+    )
+    ahead.keep(scored, order.rows)
+    # The update itself takes the last chunk of the mini-batch: with it gradients are reduced.
+    if order.with_gradient and number + 1 < config.actor.ppo_mini_batch_size // config.prompts_per_chunk:
+        _add_gradient(learner, order, scored, stopwatch)
+    ahead.note(stopwatch, time.monotonic() - began)
+
+
+def _add_gradient(learner: Learner, order: ChunkOrder, scored: ScoredChunk, stopwatch: Stopwatch) -> None:
+    gradient = learner.ahead.gradient_at(order.first_row, order.adjustments)
+    if gradient is None:
+        return
+    parts = _training_batches(learner, order, scored)
+    loss = PolicyLoss(learner.config, learner.actor.network, order.adjustments)
+    losses = [partial(loss, part, nominal_counts(learner.config)) for part in parts]
+    unscored = [part.old_log_probs for part in parts if not part.old_log_probs.is_known]
+    with stopwatch.phase("update_actor"):
+        try:
+            sums = learner.actor.begin(losses, ranks=learner.ranks)
+        except OutOfMemoryError as error:
+            log.warning("step %d: no gradient ahead of the barrier: %s", order.step, error)
+            for old_log_probs in unscored:
+                old_log_probs.forget()
+            learner.ahead.refuse_gradient()
+            return
+    gradient.add(scored, parts, sums)
+
+
+def _training_batches(learner: Learner, order: ChunkOrder, scored: ScoredChunk) -> list[TrainingBatch]:
+    config = learner.config
+    scores, _ = shaping.overlong_scores(config, order.rows)
+    advantages, _ = compute_advantages(
+        config,
+        scored.parts,
+        scores=scores,
+        group_ids=[row.trajectory_id.prompt_id for row in order.rows],
+        greedy_scores=[row.greedy_score for row in order.rows],
+        placed=[row.token_rewards for row in order.rows],
+        kl_coef=0.0,  # no KL is in the reward
+        first_row=order.first_row,
+        ranks=learner.ranks,
+    )
+    return [
+        shaping.training_batch(part, own, None, None)
+        for part, own in zip(scored.parts, advantages, strict=True)
+    ]
