@@ -50,6 +50,9 @@ learner, and chooses what to recompute. Where that is not enough:
   there, which the plan chooses by itself where nothing else fits, or where their visits take less time than
   recomputing, as with large mini-batches, and the host has 20 bytes of free memory per parameter. The
   policy's own shards [stay on the GPU](decisions/0027-parameters-stay-on-the-gpu.md).
+- **The learner waits for servers on other GPUs**: `barrier.work_ahead: scores`, or `gradients`, has it work
+  on prompts whose responses are all there. It pays where prompts wait for a free place in the engines
+  (`rollout.max_num_seqs`), and [not where all decode at once](decisions/0024-work-ahead-of-the-barrier.md).
 - **32B on four GPUs of 141 GiB**: `placement: colocated` has it take turns with averages in host memory:
   86 GiB in an update, 118 while it generates with 128 sequences of 512 tokens, by the plan; the host keeps
   262 GB of averages. It has not been run.

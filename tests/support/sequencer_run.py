@@ -95,7 +95,7 @@ class SequencerRun:
         self.journal.record(
             "run", run_id=RUN, term=self.journal.term, step=max(0, self.journal.standing.finished)
         )
-        run = Run(config=cfg, id=RUN, dir=folder, journal=self.journal, events=events)
+        self.run = run = Run(config=cfg, id=RUN, dir=folder, journal=self.journal, events=events)
         self.guard = Guard(run)
         self.supervisor = Supervisor(
             Fleet(clock, suspect_after_s=5, dead_after_s=12), self.journal, events, clock

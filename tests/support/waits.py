@@ -44,6 +44,13 @@ NEEDLESS: dict[str, str] = {
     "paceline.controller.run.publication:Publication.to_newcomers: asyncio.wait": (
         "barrier.collect_timeout_s bounds a collection; in the end it has just been cancelled"
     ),
+    "paceline.controller.run.work_ahead:WorkAhead.during: asyncio.wait": _CANCELLED,
+    "paceline.controller.run.work_ahead:WorkAhead.during: await task": (
+        "the call under way has learner.command_timeout_s, and no other follows it"
+    ),
+    "paceline.controller.run.work_ahead:_Shift.run: self._changed.wait": (
+        "barrier.collect_timeout_s bounds the collection that it works beside"
+    ),
     "paceline.controller.run.publication:Publication.to_newcomers: await collecting": (
         "barrier.collect_timeout_s bounds a collection"
     ),

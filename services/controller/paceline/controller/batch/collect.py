@@ -38,6 +38,9 @@ _TAKE = 512
 _BLOCK_S = 0.5
 # After so many seconds without an entry the broker is asked whether the run's data is still there.
 _CHECK_S = 3.0
+Watch = Callable[[Barrier], None]
+"""Called when the barrier of a collection has changed; it only looks."""
+
 _PROGRESS = (Verdict.ADMITTED, Verdict.REWARD_ERROR)
 
 
@@ -196,7 +199,14 @@ class Collector:
         if 0 < len(sent) < len(order.prompts):
             self._journal.record("redispatch", step=order.step, prompts=sent)
 
-    async def collect(self, order: Order, refill: Refill | None = None, *, is_trained: bool = False) -> Batch:
+    async def collect(
+        self,
+        order: Order,
+        refill: Refill | None = None,
+        *,
+        is_trained: bool = False,
+        watch: Watch | None = None,
+    ) -> Batch:
         """Waits for the barrier to close; meanwhile `refill` replaces groups that teach nothing.
 
         With `is_trained` the learner has trained the step: all of it is in the log, and nobody generates.
@@ -218,6 +228,8 @@ class Collector:
                 collection.last_entry = time.monotonic()
                 await self._take(collection, entries)
                 self._count(barrier.num_admitted, barrier.num_wanted)
+                if watch is not None:
+                    watch(barrier)
             elif is_trained:
                 raise _lost(barrier)
             else:

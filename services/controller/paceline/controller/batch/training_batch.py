@@ -5,7 +5,7 @@ cursor -> plan -> (DISPATCH, COLLECT with refills) -> check -> rows
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from paceline.controller.batch.collect import Batch
 from paceline.controller.batch.dispatch import Order
@@ -16,6 +16,7 @@ from paceline.core.errors import DataError, RewardError, RewardErrorKind
 from paceline.core.ids import Purpose
 from paceline.core.policy import PolicyTag
 from paceline.core.training import BatchRow
+from paceline.core.trajectory import ScoredHeader
 from paceline.data.prompts import Prompt
 
 
@@ -121,19 +122,25 @@ class TrainingBatches:
 
 def rows(batch: Batch) -> tuple[BatchRow, ...]:
     """The rows that the learner trains on, in batch order."""
-    greedy = {i: header.reward or 0.0 for i, header in batch.greedy.items()}
-    return tuple(
-        BatchRow(
-            trajectory_id=header.trajectory_id,
-            blob_key=header.blob_key,
-            blob_digest=header.blob_digest,
-            reward=header.reward or 0.0,
-            num_prompt_tokens=header.num_prompt_tokens,
-            num_response_tokens=header.num_response_tokens,
-            num_sampled_tokens=header.num_sampled_tokens,
-            greedy_score=greedy.get(header.trajectory_id.prompt_id),
-            token_rewards=header.token_rewards,
-            num_patches=header.num_patches,
-        )
-        for header in batch.samples
+    return tuple(_row(header, batch.greedy.get(header.trajectory_id.prompt_id)) for header in batch.samples)
+
+
+def group_rows(group: Sequence[ScoredHeader]) -> list[BatchRow]:
+    """The rows of a complete prompt group, of which a greedy answer is none."""
+    greedy = next((h for h in group if h.trajectory_id.purpose == Purpose.GREEDY.value), None)
+    return [_row(header, greedy) for header in group if header is not greedy]
+
+
+def _row(header: ScoredHeader, greedy: ScoredHeader | None) -> BatchRow:
+    return BatchRow(
+        trajectory_id=header.trajectory_id,
+        blob_key=header.blob_key,
+        blob_digest=header.blob_digest,
+        reward=header.reward or 0.0,
+        num_prompt_tokens=header.num_prompt_tokens,
+        num_response_tokens=header.num_response_tokens,
+        num_sampled_tokens=header.num_sampled_tokens,
+        greedy_score=None if greedy is None else greedy.reward or 0.0,
+        token_rewards=header.token_rewards,
+        num_patches=header.num_patches,
     )

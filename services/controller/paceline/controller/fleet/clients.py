@@ -22,14 +22,14 @@ from paceline.controller.fleet.membership import Member
 from paceline.core.errors import InvalidMessageError, PacelineError, PeerLostError
 from paceline.core.members import EnginePart
 from paceline.core.policy import PolicyTag
-from paceline.core.training import TrainOrder, TrainResult
+from paceline.core.training import ChunkOrder, TrainOrder, TrainResult
 from paceline.rpc.v1 import learner_pb2, learner_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from paceline.service.channels import call, connect
 from paceline.service.credentials import Credentials
 from paceline.weights.geometry.layout import RankLayout
 from paceline.weights.receipt import PushReceipt
 from paceline.wire.protobuf import policy_tag_to_proto
-from paceline.wire.training import order_to_proto, result_from_proto
+from paceline.wire.training import chunk_to_proto, order_to_proto, result_from_proto
 
 # A rank waits for others no longer than the configured time. The call's deadline is later, so that the
 # rank's own error, which names the rank that it waited for, arrives first.
@@ -256,6 +256,16 @@ class LearnerClient:
             phase="LEARN",
         )
         return result_from_proto(reply)
+
+    async def work_ahead(self, member: Member, order: ChunkOrder) -> None:
+        """Makes the learner compute what a chunk of the next step needs."""
+        await self._call(
+            member,
+            self._stub(member).WorkAhead,
+            chunk_to_proto(order),
+            timeout_s=self._timeouts.command,
+            phase="COLLECT",
+        )
 
     async def save(self, member: Member, *, step: int, folder: str, controller_state: bytes) -> float:
         """Makes the learner begin to write a checkpoint; returns the seconds that this held it up."""

@@ -43,6 +43,7 @@ from paceline.controller.run.metrics import MetricsFile
 from paceline.controller.run.publication import Publication
 from paceline.controller.run.trajectories import saving_trajectories
 from paceline.controller.run.validation import Validation
+from paceline.controller.run.work_ahead import WorkAhead
 from paceline.controller.weights.push import WeightPush
 from paceline.core.errors import DeadlineError, IllegalTransitionError, LostDataError, PeerLostError
 from paceline.core.members import MemberKind, RankRef
@@ -91,6 +92,7 @@ class Sequencer:
             guard=guard,
             metrics_file=self._metrics_file,
         )
+        self._ahead = WorkAhead(run, learner, lambda: self._alignment.learner)
         self._losses, self._last_loss = Losses(run.config.service.recovery_timeout_s), ""
         self._saved = 0
 
@@ -259,8 +261,9 @@ class Sequencer:
                 # The learner has trained the step: its trajectories are in the log, and the policy is gone.
                 batch = await self._collector.collect(order, refill, is_trained=True)
             else:
-                collection = self._collector.collect(order, refill, is_trained=False)
-                batch = await self._publication.to_newcomers(policy, collection)
+                async with self._ahead.during(order, self._guard.adjustments) as watch:
+                    collection = self._collector.collect(order, refill, watch=watch)
+                    batch = await self._publication.to_newcomers(policy, collection)
         self._batches.check(step, batch, refill)
         return batch
 

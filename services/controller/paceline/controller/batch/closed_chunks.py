@@ -1,0 +1,76 @@
+"""Which chunks of a step the learner can work on while its barrier is still open. Pure.
+
+A chunk is a run of prompts in the order of the batch. It can be scored when its groups are complete, if no
+group before it has failed: its rows then have the places in the batch that they will have at the end. It can
+have its gradient when all chunks before it have theirs: sums depend on their order, scores do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from paceline.config.run import RunConfig
+from paceline.controller.batch.barrier import Barrier
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClosedChunk:
+    """A chunk to work on; `number` counts the step's chunks from 0."""
+
+    number: int
+    prompts: tuple[int, ...]
+    with_gradient: bool
+
+
+class ClosedChunks:
+    """Gives each chunk of a step once for its scores and once for its gradient, as far as these are wanted.
+
+    Args:
+        prompts: of the step.
+        width: prompts per chunk.
+        num_gradients: chunks, from the first on, whose gradient is taken ahead.
+        num_unscored: chunks, from the first on, of which no scores are needed.
+    """
+
+    def __init__(
+        self, prompts: Collection[int], *, width: int, num_gradients: int, num_unscored: int
+    ) -> None:
+        self.width, ordered = width, sorted(prompts)
+        self._chunks = [tuple(ordered[first : first + width]) for first in range(0, len(ordered), width)]
+        self._unscored = list(range(num_unscored, len(self._chunks)))
+        self._num_gradients, self._next_gradient = num_gradients, 0
+
+    @classmethod
+    def of(cls, config: RunConfig, prompts: Collection[int]) -> ClosedChunks:
+        """As `barrier.work_ahead` says."""
+        width = config.prompts_per_chunk
+        first_mini_batch = config.actor.ppo_mini_batch_size // width
+        takes_gradients = config.barrier.work_ahead == "gradients"
+        return cls(
+            prompts,
+            width=width,
+            # The learner reduces the gradient with the last chunk, which waits for the barrier.
+            num_gradients=first_mini_batch - 1 if takes_gradients else 0,
+            num_unscored=0 if config.scores_first_mini_batch else first_mini_batch,
+        )
+
+    def take(self, barrier: Barrier) -> ClosedChunk | None:
+        """The next chunk to work on; None if there is none now."""
+        first_failed = min((group.prompt_id for group in barrier.dropped), default=None)
+
+        def is_closed(number: int) -> bool:
+            prompts = self._chunks[number]
+            is_placed = first_failed is None or prompts[-1] < first_failed
+            return is_placed and all(map(barrier.is_complete, prompts))
+
+        if self._next_gradient < self._num_gradients and is_closed(self._next_gradient):
+            number, self._next_gradient = self._next_gradient, self._next_gradient + 1
+            if number in self._unscored:
+                self._unscored.remove(number)
+            return ClosedChunk(number=number, prompts=self._chunks[number], with_gradient=True)
+        number = next(filter(is_closed, self._unscored), -1)
+        if number < 0:
+            return None
+        self._unscored.remove(number)
+        return ClosedChunk(number=number, prompts=self._chunks[number], with_gradient=False)

@@ -1,0 +1,114 @@
+"""Gives the learner closed chunks of a step while the others are collected (`barrier.work_ahead`).
+
+consumes     groups that the barrier has admitted
+waits for    a chunk to close; the learner to have done the one before
+produces     nothing that the run depends on: TrainStep computes what was not done ahead
+
+docs/decisions/0024-work-ahead-of-the-barrier.md
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from paceline.controller.batch.barrier import Barrier
+from paceline.controller.batch.closed_chunks import ClosedChunk, ClosedChunks
+from paceline.controller.batch.collect import Watch
+from paceline.controller.batch.dispatch import Order
+from paceline.controller.batch.training_batch import group_rows
+from paceline.controller.fleet.clients import LearnerClient
+from paceline.controller.fleet.membership import Member
+from paceline.controller.progress import Run
+from paceline.core.errors import PacelineError
+from paceline.core.guard import Adjustments
+from paceline.core.training import ChunkOrder
+from paceline.service.telemetry import span
+
+log = logging.getLogger(__name__)
+
+
+class WorkAhead:
+    """Work ahead of one step after the other.
+
+    Args:
+        member: returns the learner; raises PeerLostError where it is lost.
+    """
+
+    def __init__(self, run: Run, learner: LearnerClient, member: Callable[[], Member]) -> None:
+        self._config, self._learner, self._member = run.config, learner, member
+
+    @contextlib.asynccontextmanager
+    async def during(self, order: Order, adjustments: Adjustments) -> AsyncIterator[Watch | None]:
+        """Works beside the collection in the block, which calls the watch; waits for what is under way."""
+        if not self._config.works_ahead:
+            yield None
+            return
+        shift = _Shift(order, adjustments, ClosedChunks.of(self._config, order.prompts), self._send)
+        task = asyncio.create_task(shift.run(), name=f"work ahead of step {order.step}")
+        try:
+            yield shift.watch
+            shift.end()
+            await task
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def _send(self, order: ChunkOrder) -> None:
+        with span("work_ahead", attributes={"paceline.first_row": order.first_row}):
+            await self._learner.work_ahead(self._member(), order)
+
+
+class _Shift:
+    """One collection's work: `watch` wakes `run`, which has one chunk under way at a time."""
+
+    def __init__(
+        self,
+        order: Order,
+        adjustments: Adjustments,
+        chunks: ClosedChunks,
+        send: Callable[[ChunkOrder], Awaitable[None]],
+    ) -> None:
+        self._order, self._adjustments, self._chunks, self._send = order, adjustments, chunks, send
+        self._changed = asyncio.Event()
+        self._barrier: Barrier | None = None
+        self._is_over = False
+
+    def watch(self, barrier: Barrier) -> None:
+        """The barrier has changed."""
+        self._barrier = barrier
+        self._changed.set()
+
+    def end(self) -> None:
+        """The barrier has closed: nothing more is sent."""
+        self._is_over = True
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Sends chunks until the end; an error ends the work of this step, and the step itself meets it."""
+        try:
+            while not self._is_over:
+                chunk = None if self._barrier is None else self._chunks.take(self._barrier)
+                if chunk is None:
+                    self._changed.clear()
+                    await self._changed.wait()
+                else:
+                    assert self._barrier is not None
+                    await self._send(self._chunk_order(chunk, self._barrier))
+        except PacelineError as error:
+            log.warning("step %d: no more work ahead of the barrier: %s", self._order.step, error)
+
+    def _chunk_order(self, chunk: ClosedChunk, barrier: Barrier) -> ChunkOrder:
+        groups = [barrier.group(prompt_id) for prompt_id in chunk.prompts]
+        # Rewards that are normalized over the batch are not known yet, and advantages neither.
+        is_final = not any(header.normalized for group in groups for header in group)
+        return ChunkOrder(
+            step=self._order.step,
+            policy=self._order.policy,
+            first_row=chunk.number * self._chunks.width * self._order.num_samples,
+            rows=tuple(row for group in groups for row in group_rows(group)),
+            with_gradient=chunk.with_gradient and is_final,
+            adjustments=self._adjustments,
+        )
