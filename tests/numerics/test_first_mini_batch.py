@@ -130,3 +130,18 @@ def test_what_reads_them_before_the_update_gets_them_all(
     with scored_rows(learner) as rows:
         take_step(learner, 2)
     assert sorted(rows) == list(range(32))
+
+
+def test_a_learner_that_goes_on_with_a_step_of_one_mini_batch_scores_nothing_before_it(
+    model: Path, ranks: Ranks
+) -> None:
+    """It is no audit, and its policy has computed nothing yet: FSDP knows nothing to forget."""
+    actor = {"ppo_mini_batch_size": 8, "shared_prompts": "off"}
+    learner = build(model, ranks, 100, actor)
+    learner.version = 1
+    with scored_rows(learner) as rows:
+        metrics = numbers(take_step(learner, 2))
+    assert rows == []
+    expected = build(model, ranks, 1, actor)
+    expected.version = 1
+    assert metrics == {k: v for k, v in numbers(take_step(expected, 2)).items() if k not in MEASURED}

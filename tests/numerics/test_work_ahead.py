@@ -13,13 +13,16 @@ import torch
 from paceline.core.guard import Adjustments
 from paceline.core.training import BatchRow, ChunkOrder, TrainOrder, TrainResult
 from paceline.learner.batch.fetch import fetch_rows
+from paceline.learner.batch.plan import Chunk
 from paceline.learner.batch.types import PackedRow
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.loading import as_fsdp, hugging_face_names
 from paceline.learner.train.learner import Learner
 from paceline.learner.train.losses import PolicyLoss
+from paceline.learner.train.shared_prompts import SharedPrompts
 from paceline.learner.train.step import train_step
 from paceline.learner.train.work_ahead import work_ahead
+from paceline.wire import blob_digest, decode_trajectory, encode_trajectory
 from support.learner_fakes import POLICY, DictBlobs, make_batch, run_config
 from support.learner_scenarios import numbers
 
@@ -226,6 +229,54 @@ def test_rows_that_are_others_in_the_end_are_computed_again(model: Path, ranks: 
     assert outcome(learner, step.train()) == wanted
 
 
+def test_samples_that_are_drawn_again_with_other_tokens_are_computed_again(model: Path, ranks: Ranks) -> None:
+    """All lengths are the same, and so are all chunks."""
+    expected, learner = build(model, ranks), build(model, ranks)
+    wanted = outcome(expected, Step(expected, 1).train())
+    step = Step(learner, 1)
+    rows, blobs = step.rows, dict(step.blobs.blobs)
+    step.rows = tuple(reversed_sample(step, row) for row in rows)
+    step.ahead(EVERYTHING)
+    step.rows, step.blobs = rows, DictBlobs(blobs)
+    result = step.train()
+    assert result.metrics["ahead/scored_share"] == 0
+    assert outcome(learner, result) == wanted
+
+
+def reversed_sample(step: Step, row: BatchRow) -> BatchRow:
+    """The row with its response's tokens in the opposite order, and a first one that it did not have."""
+    (blob,) = step.blobs.get([row.blob_key])
+    trajectory = decode_trajectory(blob, vocab_size=step.learner.vocab_size)
+    tokens = trajectory.response_token_ids[::-1].copy()
+    tokens[0] = (tokens[0] + 1) % step.learner.vocab_size
+    blob = encode_trajectory(replace(trajectory, response_token_ids=tokens))
+    step.blobs.put({row.blob_key: blob})
+    return replace(row, blob_digest=blob_digest(blob))
+
+
+def test_memory_that_runs_out_behind_a_begun_gradient_has_the_whole_step_taken_again(
+    model: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actor = {"ratio_audit_freq": 50}
+    expected, learner = build(model, ranks, actor=actor), build(model, ranks, actor=actor)
+    expected.version = learner.version = 1
+    wanted = numbers(Step(expected, 2).train())
+    step = Step(learner, 2).ahead(EVERYTHING)
+    honest, fails = PolicyLoss.__call__, [True]
+
+    def out_of_memory(self: PolicyLoss, *arguments: Any) -> Any:
+        if fails:
+            raise torch.OutOfMemoryError(f"CUDA out of memory: made up {fails.pop()}")
+        return honest(self, *arguments)
+
+    monkeypatch.setattr(PolicyLoss, "__call__", out_of_memory)
+    result = step.train()
+    assert result.metrics["guard/out_of_memory"] == 1
+    for name, value in wanted.items():
+        if not name.startswith("ahead/"):
+            assert result.metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
 def test_a_gradient_with_other_rewards_or_adjustments_is_dropped(model: Path, ranks: Ranks) -> None:
     """Rewards that are normalized over the batch change when it is complete."""
     other = tuple(
@@ -244,7 +295,8 @@ def test_a_gradient_with_other_rewards_or_adjustments_is_dropped(model: Path, ra
 def test_a_batch_that_the_guard_refuses_leaves_no_gradient_behind(model: Path, ranks: Ranks) -> None:
     guard = {"reward_constant": {"skip": 0.5}}
     equal = [replace(row, reward=1.0) for row in make_batch(step=1, seed=1)[0]]
-    learners = [build(model, ranks, guard=guard) for _ in range(2)]
+    # Equal rewards leave no gradient but that of the entropy.
+    learners = [build(model, ranks, guard=guard, actor={"entropy_coeff": 0.1}) for _ in range(2)]
     before = weights(learners[0])
     for learner, chunks in zip(learners, (NOTHING, EVERYTHING), strict=True):
         step = Step(learner, 1)
@@ -279,10 +331,30 @@ def test_a_gradient_that_runs_out_of_memory_is_taken_in_the_step(
     assert [first, outcome(learner, Step(learner, 2).ahead(EVERYTHING).train())] == wanted
 
 
+def test_the_check_of_shared_prompts_takes_a_begun_gradient_back(
+    model: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first chunk that shares is checked with gradients of its own, and need not be the step's first."""
+
+    def choose(sharing: SharedPrompts, make: Callable[[bool], Chunk]) -> Chunk:
+        plain = make(False)
+        return plain if plain.rows[0] == 0 else make(True)
+
+    monkeypatch.setattr(SharedPrompts, "choose", choose)
+    wanted = two_steps(build(model, ranks), NOTHING)
+    learner = build(model, ranks)
+    first = Step(learner, 1).ahead(EVERYTHING).train()
+    assert first.metrics["ahead/gradient_share"] == 0
+    outcomes = [outcome(learner, first)]
+    second = Step(learner, 2).ahead(EVERYTHING).train()
+    assert second.metrics["ahead/gradient_share"] == 12 / 32
+    assert [*outcomes, outcome(learner, second)] == wanted
+
+
 def test_work_for_another_step_or_policy_is_forgotten(model: Path, ranks: Ranks) -> None:
     expected, learner = build(model, ranks), build(model, ranks)
     wanted = outcome(expected, Step(expected, 1).train())
     Step(learner, 2).ahead(EVERYTHING)
-    result = Step(learner, 1).train()
-    assert result.metrics["ahead/scored_share"] == 0
+    result = Step(learner, 1).ahead([(0, True)]).train()
+    assert result.metrics["ahead/scored_share"] == result.metrics["ahead/gradient_share"] == 4 / 32
     assert outcome(learner, result) == wanted

@@ -298,8 +298,12 @@ def assert_sound(run: TrainingRun) -> None:
 
 
 def is_time(name: str) -> bool:
-    """Whether a metric measures seconds, or a rate over them, or is the time of its line."""
-    return name == "time" or name.startswith(("timing_s/", "perf/")) or name.endswith(("_ms", "wait_s"))
+    """Whether a metric measures seconds, or a rate over them, or follows from them, or is the line's time."""
+    return (
+        name == "time"
+        or name.startswith(("timing_s/", "perf/", "ahead/"))
+        or name.endswith(("_ms", "wait_s"))
+    )
 
 
 def assert_same_metrics(

@@ -150,7 +150,6 @@ class Commands:
                     f"{version}"
                 )
             )
-        learner.ahead.forget()
         roll_back(learner, arguments["folder"])
 
     def _describe(self, arguments: Arguments) -> Description:

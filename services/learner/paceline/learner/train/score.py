@@ -79,6 +79,8 @@ def _score_all(
     with_graph: bool = False,
 ) -> list[Tensor]:
     """Calls every micro-batch; leaves neither gathered weights nor FSDP's notes for a backward pass."""
+    if not batches:
+        return []  # FSDP has no notes of a network that never computed
     with torch.set_grad_enabled(with_graph):
         results = [call(batch).detach() for batch in batches]
     free_gathered(network)
