@@ -56,6 +56,7 @@ MEMORY = "perf/memory_gib/"
 PHASES = (
     ("generation", "timing_s/gen"),
     ("reward, beyond generation", "timing_s/reward"),
+    ("work ahead, beside generation", "timing_s/ahead"),
     ("fetch", "timing_s/fetch"),
     ("old log-probs", "timing_s/old_log_prob"),
     ("advantages", "timing_s/adv"),
@@ -314,9 +315,10 @@ def throughput(args: argparse.Namespace, metrics: Mapping[str, float]) -> dict[s
     samples = args.prompts * args.samples
     response_tokens = samples * metrics["response_length/mean"]
     all_tokens = metrics["perf/tokens_per_s"] * step_s
-    learn_rate = all_tokens / metrics["timing_s/update_actor"]
+    taken_ahead = metrics.get("ahead/gradient_share", 0.0)
+    learn_rate = all_tokens * (1 - taken_ahead) / metrics["timing_s/update_actor"]
     # The first mini-batch's come from its own forward pass, but in the steps that audit them.
-    scored = 1 - 1 / args.mini_batches
+    scored = max(0.0, 1 - 1 / args.mini_batches - metrics.get("ahead/scored_share", 0.0) + taken_ahead)
     score_rate = scored * all_tokens / metrics["timing_s/old_log_prob"]
     generation_rate = response_tokens / metrics["timing_s/gen"]
     step_rate = all_tokens / step_s
@@ -327,6 +329,9 @@ def throughput(args: argparse.Namespace, metrics: Mapping[str, float]) -> dict[s
         ),
         "update, tokens/s": f"{learn_rate:,.0f}; per learner GPU {learn_rate / args.learners:,.0f}",
         "old log-probs, tokens/s per learner GPU": f"{score_rate / args.learners:,.0f}",
+        "done before the batch was complete": (
+            f"{metrics.get('ahead/scored_share', 0.0):.0%} scored, {taken_ahead:.0%} with their gradient"
+        ),
         "learner waits": f"{1 - metrics['timing_s/learn'] / step_s:.1%} of the step",
         "rollout waits": f"{1 - metrics['timing_s/gen'] / step_s:.1%} of the step",
     }
