@@ -254,7 +254,7 @@ def measure(learner: Learner, token_s: float, args: argparse.Namespace) -> Measu
         while arriving and time.monotonic() - began >= arriving[0].ends * token_s:
             header = arriving.pop(0).header
             barrier.apply(header, barrier.judge(header))
-        chunk = chunks.take(barrier) if config.works_ahead and not barrier.closed else None
+        chunk = chunks.take(barrier) if config.barrier.work_ahead != "off" and not barrier.closed else None
         if chunk is not None:
             order = ChunkOrder(
                 step=step,

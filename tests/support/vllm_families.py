@@ -136,6 +136,8 @@ def built(folder: Path, load_format: str) -> Iterator[Any]:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model_loader
 
+    from paceline.rollout.engines.vllm.arguments import latent_attention_on_cpu
+
     config = EngineArgs(
         model=str(folder),
         skip_tokenizer_init=True,
@@ -143,6 +145,7 @@ def built(folder: Path, load_format: str) -> Iterator[Any]:
         dtype="float32",
         max_model_len=64,
         enforce_eager=True,
+        **latent_attention_on_cpu(folder),
     ).create_engine_config()
     with set_current_vllm_config(config):
         _groups()

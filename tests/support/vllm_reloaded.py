@@ -72,7 +72,7 @@ def tiny_engine(folder: Path, load_format: str = "dummy") -> Any:
     """vLLM in this process, in float32, for a tiny model."""
     from vllm import LLM
 
-    from paceline.rollout.engines.vllm.arguments import WITHOUT_ROTARY_KERNEL, WORKER_EXTENSION
+    from paceline.rollout.engines.vllm.arguments import WORKER_EXTENSION, latent_attention_on_cpu
 
     return LLM(
         model=str(folder),
@@ -84,8 +84,8 @@ def tiny_engine(folder: Path, load_format: str = "dummy") -> Any:
         max_num_seqs=4,
         kv_cache_memory_bytes=1 << 26,
         enable_prefix_caching=False,
-        compilation_config=dict(WITHOUT_ROTARY_KERNEL),
         worker_extension_cls=WORKER_EXTENSION,
+        **latent_attention_on_cpu(folder),
     )
 
 

@@ -52,15 +52,20 @@ def test_arguments_on_a_cpu() -> None:
     }
 
 
-def test_latent_attention_on_a_cpu_has_torchs_rotary_embedding(tmp_path: Path) -> None:
+def test_latent_attention_on_a_cpu_has_torchs_rotary_embedding_and_the_backend_for_all_types(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v2", "kv_lora_rank": 512}))
     settings = config()
     latent = settings.model_copy(update={"model": settings.model.model_copy(update={"path": str(tmp_path)})})
     arguments = engine_arguments(latent, on_cpu=True)
     assert arguments["compilation_config"] == {"custom_ops": ["-rotary_embedding"]}
-    assert "custom_ops" not in engine_arguments(latent, on_cpu=False).get("compilation_config", {})
+    assert arguments["attention_backend"] == "CPU_MLA"
+    on_gpu = engine_arguments(latent, on_cpu=False)
+    assert "custom_ops" not in on_gpu.get("compilation_config", {})
+    assert "attention_backend" not in on_gpu
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    assert "compilation_config" not in engine_arguments(latent, on_cpu=True)
+    assert {"compilation_config", "attention_backend"}.isdisjoint(engine_arguments(latent, on_cpu=True))
 
 
 def test_a_model_that_takes_images_gets_them_processed_already(tmp_path: Path) -> None:

@@ -106,11 +106,6 @@ class RunConfig(Section):
         return next((size for size in range(1, most) if most % size == 0 and size >= filled), most)
 
     @property
-    def works_ahead(self) -> bool:
-        """Whether the learner may work while a batch is collected; not where it takes turns with servers."""
-        return self.barrier.work_ahead != "off" and self.rollout.sleep != "always"
-
-    @property
     def scores_first_mini_batch(self) -> bool:
         """Whether the rows of the first mini-batch are scored in every step; the update gives the rest."""
         return self.needs_reference or self.needs_critic or self.needs_all_old_log_probs

@@ -16,7 +16,7 @@ from paceline.config.load import dump_yaml, load
 from paceline.config.run import RunConfig
 from paceline.controller.batch.collect import Collector
 from paceline.controller.batch.dispatch import Dispatcher
-from paceline.controller.batch.inputs import load_inputs
+from paceline.controller.batch.inputs import Inputs, load_inputs
 from paceline.controller.batch.mailboxes import Mailboxes
 from paceline.controller.batch.tasks import with_tasks
 from paceline.controller.events import EventHub
@@ -77,13 +77,7 @@ async def serve(context: ServiceContext, options: Options) -> None:
     clock = SystemClock()
     journal, run_id = await asyncio.to_thread(open_run, options.run_dir, config, inputs, clock)
     _keep_settings(config, options)
-    telemetry.setup(
-        "controller",
-        run_dir=options.run_dir,
-        otlp_endpoint=config.telemetry.otlp_endpoint,
-        prometheus_port=config.telemetry.prometheus_port,
-        instance="controller",
-    )
+    _set_telemetry_up(config, options)
     events = EventHub()
     broker = await _connect(context, config, broker_url, events)
     run = Run(config=config, id=run_id, dir=options.run_dir, journal=journal, events=events)
@@ -114,20 +108,12 @@ async def serve(context: ServiceContext, options: Options) -> None:
     )
     await _listen(context, options, config, servicer, credentials)
     mailboxes = Mailboxes(broker, run_id, own_server=config.broker.url is None)
-    collector = Collector(
-        run,
-        broker=broker,
-        mailboxes=mailboxes,
-        dispatcher=Dispatcher(run, broker, inputs.images),
-        wait_for_services=lambda: _services(supervisor, config.service.recovery_timeout_s),
-        count=progress.count,
-    )
     epochs = Epochs(config, learner, rollout, supervisor.expel, supervisor.gone, term=journal.term)
     sequencer = Sequencer(
         run,
         progress,
         inputs=inputs,
-        collector=collector,
+        collector=_collector(run, progress, broker, mailboxes, inputs, supervisor),
         learner=learner,
         push=WeightPush(epochs, learner, rollout),
         supervisor=supervisor,
@@ -140,6 +126,34 @@ async def serve(context: ServiceContext, options: Options) -> None:
         # The run is over, well or not: a controller that dies otherwise leaves its data to the next one.
         if journal.standing.ended:
             await _forget(mailboxes)
+
+
+def _set_telemetry_up(config: RunConfig, options: Options) -> None:
+    telemetry.setup(
+        "controller",
+        run_dir=options.run_dir,
+        otlp_endpoint=config.telemetry.otlp_endpoint,
+        prometheus_port=config.telemetry.prometheus_port,
+        instance="controller",
+    )
+
+
+def _collector(
+    run: Run,
+    progress: Progress,
+    broker: Broker,
+    mailboxes: Mailboxes,
+    inputs: Inputs,
+    supervisor: Supervisor,
+) -> Collector:
+    return Collector(
+        run,
+        broker=broker,
+        mailboxes=mailboxes,
+        dispatcher=Dispatcher(run, broker, inputs.images),
+        wait_for_services=lambda: _services(supervisor, run.config.service.recovery_timeout_s),
+        count=progress.count,
+    )
 
 
 def _broker_url(config: RunConfig) -> str:

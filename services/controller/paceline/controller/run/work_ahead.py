@@ -43,7 +43,7 @@ class WorkAhead:
     @contextlib.asynccontextmanager
     async def during(self, order: Order, adjustments: Adjustments) -> AsyncIterator[Watch | None]:
         """Works beside the collection in the block, which calls the watch; waits for what is under way."""
-        if not self._config.works_ahead:
+        if self._config.barrier.work_ahead == "off":
             yield None
             return
         shift = _Shift(order, adjustments, ClosedChunks.of(self._config, order.prompts), self._send)

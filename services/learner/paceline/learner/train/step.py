@@ -51,17 +51,7 @@ def train_step(
     ahead.turn_to(order.step, order.policy)
     stopwatch = Stopwatch(ranks.device, peaks=dict(ahead.peaks))
     flops = arithmetic_of(learner.actor.network).of_rows(lengths(order.rows))
-    chunks = score_chunks(
-        learner,
-        order.step,
-        lambda planner: dict(enumerate(planner.step(order.rows).chunks)),
-        dict(enumerate(order.rows)),
-        fetch,
-        stopwatch,
-    )
-    plan = BatchPlan(
-        chunks=tuple(chunk.chunk for chunk in chunks), prompts_per_chunk=config.prompts_per_chunk
-    )
+    plan, chunks = _plan_and_score(learner, order, fetch, stopwatch)
     scored = [part for chunk in chunks for part in chunk.parts]
     with stopwatch.phase("adv"):
         prepared = _prepare(learner, order, scored)
@@ -102,6 +92,21 @@ def train_step(
     return TrainResult(
         step=order.step, metrics=metrics, skip_reasons=tuple(reasons), readings=tuple(guard.readings)
     )
+
+
+def _plan_and_score(
+    learner: Learner, order: TrainOrder, fetch: Fetch, stopwatch: Stopwatch
+) -> tuple[BatchPlan, list[ScoredChunk]]:
+    chunks = score_chunks(
+        learner,
+        order.step,
+        lambda planner: dict(enumerate(planner.step(order.rows).chunks)),
+        dict(enumerate(order.rows)),
+        fetch,
+        stopwatch,
+    )
+    width = learner.config.prompts_per_chunk
+    return BatchPlan(chunks=tuple(c.chunk for c in chunks), prompts_per_chunk=width), chunks
 
 
 def _begun(

