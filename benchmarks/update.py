@@ -151,11 +151,7 @@ def measure(
     """Metrics of the timed steps, by whether prompts are shared."""
     torch.compiler.reset()  # another form of the same layers would find this one's kernels
     config = configuration(folder, form, args, ranks)
-    precision = Precision(compute=DTYPES[config.model.dtype], reduce=DTYPES[config.actor.reduce_dtype])
-    policy = unfilled_policy(folder, ranks, precision, options=LayerOptions.of_actor(config.actor))
-    fill(policy, ranks)
-    learner = Learner.around(config, ranks, policy, notify=print)
-    learner.make_averages()
+    learner = build(config, ranks)
     num_prompts = args.sequences * ranks.world_size // SAMPLES
     first = step(learner, max(1, num_prompts // 4), args)
     results: dict[SharingMode, dict[str, float]] = {}
@@ -172,7 +168,7 @@ def measure(
         if ranks.rank == 0:
             averages = profile.key_averages()
             print(averages.table(sort_by="self_cuda_time_total", row_limit=args.kernels), flush=True)
-    del learner, policy
+    del learner
     gc.collect()
     if ranks.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -202,6 +198,17 @@ def configuration(folder: Path, form: Form, args: argparse.Namespace, ranks: Ran
         "learner": {"world_size": ranks.world_size},
     }
     return parse(RunConfig, tree)
+
+
+def build(config: RunConfig, ranks: Ranks) -> Learner:
+    """A learner with drawn weights and averages."""
+    precision = Precision(compute=DTYPES[config.model.dtype], reduce=DTYPES[config.actor.reduce_dtype])
+    options = LayerOptions.of_actor(config.actor)
+    policy = unfilled_policy(Path(config.model.path), ranks, precision, options=options)
+    fill(policy, ranks)
+    learner = Learner.around(config, ranks, policy, notify=print)
+    learner.make_averages()
+    return learner
 
 
 @torch.no_grad()

@@ -1,9 +1,9 @@
-"""A step with work ahead of the barrier against one without: a real learner beside a generation of its own.
+"""A step with work ahead of the barrier against one without: a real learner beside a simulated generation.
 
     python benchmarks/work_ahead.py                                            # one GPU: Qwen2.5-0.5B's shape
     python benchmarks/work_ahead.py --device cpu --shape tiny --prompts 32 --median 48 --longest 256
 
-Random weights, GRPO with 8 samples per prompt, log-normal response lengths. The servers are played: each of
+Random weights, GRPO with 8 samples per prompt, log-normal response lengths. Servers are simulated: each of
 `--places` sequences that decode at once takes as long as it has tokens, and the time per token is such that
 generation takes `--generation` times the learner's part of a step. Nothing else computes, as where servers
 have GPUs of their own. The learner gets chunks as a controller gives them (`barrier.work_ahead`). A step
@@ -31,7 +31,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from shapes import SHAPES
-from update import POLICY, SAMPLES, WAIT_S, fill
+from update import POLICY, SAMPLES, WAIT_S, build
 
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
@@ -42,10 +42,8 @@ from paceline.core.ids import Purpose, TrajectoryId
 from paceline.core.training import ChunkOrder, TrainOrder
 from paceline.core.trajectory import FinishReason, ScoredHeader
 from paceline.learner.batch.types import PackedRow
-from paceline.learner.distributed.ranks import RankEnvironment, Ranks, form_group, leave_group, open_store
-from paceline.learner.model.layers import LayerOptions
-from paceline.learner.model.loading import Precision, unfilled_policy
-from paceline.learner.train.learner import DTYPES, Learner
+from paceline.learner.distributed.ranks import RankEnvironment, form_group, leave_group, open_store
+from paceline.learner.train.learner import Learner
 from paceline.learner.train.step import train_step
 from paceline.learner.train.work_ahead import work_ahead
 
@@ -155,18 +153,6 @@ def configuration(folder: Path, mode: str, num_mini_batches: int, args: argparse
         "barrier": {"work_ahead": mode} | ({} if mode == "off" else {"prompts_per_chunk": args.chunk}),
     }
     return parse(RunConfig, tree)
-
-
-def build(config: RunConfig, ranks: Ranks) -> Learner:
-    """A learner with drawn weights."""
-    precision = Precision(compute=DTYPES[config.model.dtype], reduce=DTYPES[config.actor.reduce_dtype])
-    policy = unfilled_policy(
-        Path(config.model.path), ranks, precision, options=LayerOptions.of_actor(config.actor)
-    )
-    fill(policy, ranks)
-    learner = Learner.around(config, ranks, policy, notify=print)
-    learner.make_averages()
-    return learner
 
 
 def draw(step: int, vocab_size: int, args: argparse.Namespace) -> list[Sample]:

@@ -16,7 +16,9 @@ from paceline.learner.batch.fetch import fetch_rows
 from paceline.learner.batch.plan import Chunk
 from paceline.learner.batch.types import PackedRow
 from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.model.flops import arithmetic_of
 from paceline.learner.model.loading import as_fsdp, hugging_face_names
+from paceline.learner.train.chunks import lengths
 from paceline.learner.train.learner import Learner
 from paceline.learner.train.losses import PolicyLoss
 from paceline.learner.train.shared_prompts import SharedPrompts
@@ -193,6 +195,19 @@ def test_what_was_done_ahead_is_not_done_again(
     assert result.metrics["timing_s/ahead"] > 0
     after = Step(step.learner, 2).train()
     assert (after.metrics["ahead/scored_share"], after.metrics["timing_s/ahead"]) == (0, 0)
+
+
+def test_utilisation_counts_the_seconds_of_a_gradient_ahead(
+    model: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The arithmetic is that of the whole update, so the seconds must be, too."""
+    monkeypatch.setattr("paceline.learner.train.step.peak_flops", lambda device: 1e9)
+    step = Step(build(model, ranks), 1).ahead(EVERYTHING)
+    ahead_s = step.learner.ahead.update_s
+    metrics = step.train().metrics
+    assert ahead_s > 0
+    flops = arithmetic_of(step.learner.actor.network).of_rows(lengths(step.rows))
+    assert metrics["perf/mfu"] == pytest.approx(flops / (metrics["timing_s/update_actor"] + ahead_s) / 1e9)
 
 
 def test_scores_ahead_are_those_of_a_step_that_does_nothing_ahead(model: Path, ranks: Ranks) -> None:

@@ -84,9 +84,7 @@ async def test_chunks_are_given_one_at_a_time_and_the_one_under_way_is_waited_fo
             async with ahead.during(order, Adjustments()) as watch:
                 assert watch is not None
                 for prompt_id in range(6):
-                    for sample in range(2):
-                        header = scored(prompt_id, sample)
-                        barrier.apply(header, barrier.judge(header))
+                    admit(barrier, prompt_id)
                     watch(barrier)
                 await collected.wait()
             over.set()
@@ -128,9 +126,7 @@ async def test_a_collection_that_fails_takes_the_work_with_it(tmp_path: Path) ->
             ) as watch:
                 assert watch is not None
                 for prompt_id in (0, 1):
-                    for sample in range(2):
-                        header = scored(prompt_id, sample)
-                        barrier.apply(header, barrier.judge(header))
+                    admit(barrier, prompt_id)
                 watch(barrier)
                 await asyncio.sleep(0.05)
                 raise LostDataError("gone")
@@ -155,12 +151,17 @@ async def test_with_rewards_that_are_normalized_over_the_batch_no_gradient_is_as
         ) as watch:
             assert watch is not None
             for prompt_id in (0, 1):
-                for sample in range(2):
-                    header = replace(scored(prompt_id, sample), normalized=(("f", 1.0, 0.5),))
-                    barrier.apply(header, barrier.judge(header))
+                admit(barrier, prompt_id, normalized=(("f", 1.0, 0.5),))
             watch(barrier)
             await asyncio.sleep(0.05)
     assert [order.with_gradient for order in orders] == [False]
+
+
+def admit(barrier: Barrier, prompt_id: int, **fields: Any) -> None:
+    """Both samples of a prompt, with these fields changed."""
+    for sample in range(2):
+        header = replace(scored(prompt_id, sample), **fields)
+        barrier.apply(header, barrier.judge(header))
 
 
 def order_and_barrier() -> tuple[Order, Barrier]:

@@ -59,8 +59,8 @@ def exit_code(error: BaseException) -> int:
     """A process's exit code, which says whether starting the process again can help.
 
     2 where its inputs or the machine are unusable (GIVEN_ERRORS); 3 where the run itself cannot go on: a
-    guard rule, impossible numbers, a checkpoint that does not fit; 4 where a start failed
-    for a reason that may be gone by the next; else 1, which a new start may mend.
+    guard rule, impossible numbers, a checkpoint that does not fit; 4 where a start failed for a reason that
+    may be gone by the next; else 1, which a new start may mend.
     """
     if isinstance(error, BaseExceptionGroup):
         return min(exit_code(part) for part in error.exceptions)

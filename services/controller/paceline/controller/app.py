@@ -77,7 +77,7 @@ async def serve(context: ServiceContext, options: Options) -> None:
     clock = SystemClock()
     journal, run_id = await asyncio.to_thread(open_run, options.run_dir, config, inputs, clock)
     _keep_settings(config, options)
-    _set_telemetry_up(config, options)
+    _start_telemetry(config, options)
     events = EventHub()
     broker = await _connect(context, config, broker_url, events)
     run = Run(config=config, id=run_id, dir=options.run_dir, journal=journal, events=events)
@@ -128,7 +128,7 @@ async def serve(context: ServiceContext, options: Options) -> None:
             await _forget(mailboxes)
 
 
-def _set_telemetry_up(config: RunConfig, options: Options) -> None:
+def _start_telemetry(config: RunConfig, options: Options) -> None:
     telemetry.setup(
         "controller",
         run_dir=options.run_dir,

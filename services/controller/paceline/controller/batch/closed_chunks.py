@@ -38,7 +38,7 @@ class ClosedChunks:
     ) -> None:
         self.width, ordered = width, sorted(prompts)
         self._chunks = [tuple(ordered[first : first + width]) for first in range(0, len(ordered), width)]
-        self._unscored = list(range(num_unscored, len(self._chunks)))
+        self._to_score = list(range(num_unscored, len(self._chunks)))
         self._num_gradients, self._next_gradient = num_gradients, 0
 
     @classmethod
@@ -66,11 +66,11 @@ class ClosedChunks:
 
         if self._next_gradient < self._num_gradients and is_closed(self._next_gradient):
             number, self._next_gradient = self._next_gradient, self._next_gradient + 1
-            if number in self._unscored:
-                self._unscored.remove(number)
+            if number in self._to_score:
+                self._to_score.remove(number)
             return ClosedChunk(number=number, prompts=self._chunks[number], with_gradient=True)
-        number = next(filter(is_closed, self._unscored), -1)
+        number = next(filter(is_closed, self._to_score), -1)
         if number < 0:
             return None
-        self._unscored.remove(number)
+        self._to_score.remove(number)
         return ClosedChunk(number=number, prompts=self._chunks[number], with_gradient=False)

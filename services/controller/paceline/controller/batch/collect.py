@@ -38,10 +38,10 @@ _TAKE = 512
 _BLOCK_S = 0.5
 # After so many seconds without an entry the broker is asked whether the run's data is still there.
 _CHECK_S = 3.0
+_PROGRESS = (Verdict.ADMITTED, Verdict.REWARD_ERROR)
+
 Watch = Callable[[Barrier], None]
 """Called when the barrier of a collection has changed; it only looks."""
-
-_PROGRESS = (Verdict.ADMITTED, Verdict.REWARD_ERROR)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

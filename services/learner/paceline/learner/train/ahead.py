@@ -63,8 +63,8 @@ class BegunGradient:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def take(self) -> tuple[int, Tensor | None]:
-        """How many micro-batches an optimizer step need not compute, and their sums; once: then it is 0."""
-        number, sums = (len(self.parts), self._sums)
+        """The number of micro-batches that are computed, and their sums; a second call returns 0 and None."""
+        number, sums = len(self.parts), self._sums
         self.parts, self._sums = [], None
         return number, sums
 
@@ -154,7 +154,11 @@ class WorkAhead:
             )
         )
         if self._ranks.all_max(torch.tensor([0.0 if fits else 1.0], device=self._ranks.device)).item():
-            log.warning("step %d: what was done ahead of its gradient does not fit its batch", self._step)
+            log.warning(
+                "step %d: its gradient was begun with other samples, rewards or adjustments than it has in "
+                "the end, and is computed again",
+                self._step,
+            )
             self.drop_gradient()
         return self._gradient
 

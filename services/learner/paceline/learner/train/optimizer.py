@@ -259,8 +259,7 @@ class Trainable(Generic[N]):
         Raises:
             OutOfMemoryError: on every rank, if some ran out of memory; no parameter and no state has changed.
         """
-        total = self._passes(losses, ranks)
-        num_failed = int(ranks.all_sum(torch.tensor([total is None], device=ranks.device).float()).item())
+        total, num_failed = self._passes(losses, ranks)
         if total is None or num_failed:
             self.network.zero_grad(set_to_none=True)
             raise OutOfMemoryError(type(self.network).__name__, num_failed)
@@ -284,8 +283,7 @@ class Trainable(Generic[N]):
         Raises:
             OutOfMemoryError: on every rank, if some ran out of memory; the gradient is gone.
         """
-        total = self._passes(losses, ranks, completes=False)
-        num_failed = int(ranks.all_sum(torch.tensor([total is None], device=ranks.device).float()).item())
+        total, num_failed = self._passes(losses, ranks, completes=False)
         if total is None or num_failed:
             self.drop_gradient(ranks)
             raise OutOfMemoryError(type(self.network).__name__, num_failed)
@@ -299,11 +297,15 @@ class Trainable(Generic[N]):
         self._filler_pass(ranks)
         self.network.zero_grad(set_to_none=True)
 
-    def _passes(self, losses: Sequence[PartLoss], ranks: Ranks, *, completes: bool = True) -> Tensor | None:
-        """Forward and backward of micro-batches: this rank's sums, or None if it ran out of memory.
+    def _passes(
+        self, losses: Sequence[PartLoss], ranks: Ranks, *, completes: bool = True
+    ) -> tuple[Tensor | None, int]:
+        """Forward and backward of micro-batches; with `completes` they are the last of their mini-batch.
 
-        It takes part in the rest all the same, on fillers: the others wait for it. With `completes` these
-        are the last ones of their mini-batch.
+        A rank that ran out of memory takes part in the rest all the same, on fillers: the others wait for it.
+
+        Returns:
+            This rank's sums, None if it ran out of memory; and how many ranks did.
         """
         total: Tensor | None = None
         failed = False
@@ -324,7 +326,8 @@ class Trainable(Generic[N]):
                 self._filler_pass(ranks)
             else:
                 total = sums if total is None else total + sums
-        return None if failed else total
+        num_failed = int(ranks.all_sum(torch.tensor([failed], device=ranks.device).float()).item())
+        return (None if failed else total), num_failed
 
     def _prepare_pass(self, *, reduces: bool, reshards: bool) -> None:
         fsdp = as_fsdp(self.network)
