@@ -278,7 +278,11 @@ async def test_scores_of_another_version_of_a_service_are_not_remembered() -> No
         assert len(first.calls) == 1
     second = OddServer(description=reward_pb2.RewardDescription(contract=2, version="2"))
     async with serving(second, port=int(address.rpartition(":")[2])):
-        for _ in range(4):
+        async with asyncio.timeout(30):
+            while not second.calls:  # until the client hears that the connection is lost
+                await cached.score(items("a"))
+                await asyncio.sleep(0.01)
+        for _ in range(3):
             await cached.score(items("a"))
         # The first finds the connection lost, and nobody knows then whose score that is.
         assert second.calls == [["t0"], ["t0"]]
