@@ -50,6 +50,9 @@ LARGE_MIXTURE: dict[str, Any] = shape(2048, 6144, 16, 32, 4, 151936, tied=False)
 }
 """Qwen3-30B-A3B's with 16 of its 48 layers: 10.6 thousand million parameters, 1.5 of them per token"""
 
+WHOLE_MIXTURE = LARGE_MIXTURE | {"num_hidden_layers": 48}
+"""Qwen3-30B-A3B's: 30.5 thousand million parameters, 3.3 of them per token"""
+
 LATENT: dict[str, Any] = shape(1024, 2048, 4, 8, 8, 1024, tied=False) | {
     "q_lora_rank": 256,
     "kv_lora_rank": 512,
@@ -93,6 +96,7 @@ SHAPES = {
     "tiny": shape(128, 512, 4, 4, 2, 1024, tied=True),
     "tiny-moe": MIXTURE,
     "10B-moe": LARGE_MIXTURE,
+    "30B-moe": WHOLE_MIXTURE,
     "small-v2": DEEPSEEK_V2,
     "small-v3": DEEPSEEK_V3,
     "135M": SMALL_LLAMA,
