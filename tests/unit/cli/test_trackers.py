@@ -109,6 +109,59 @@ def test_wandb_goes_on_with_the_run_of_the_same_id(run_dir: Path, monkeypatch: p
     assert [code for step, code in logged if step == "finish"] == [1, 0]
 
 
+class MlflowServer:
+    """What MLflow's client does here: runs with one tag, and what is logged."""
+
+    def __init__(self) -> None:
+        self.runs: list[types.SimpleNamespace] = []
+        self.logged: list[tuple[object, object]] = []
+
+    def get_experiment_by_name(self, name: str) -> object:
+        return types.SimpleNamespace(experiment_id=name) if self.runs else None
+
+    def create_experiment(self, name: str) -> str:
+        return name
+
+    def search_runs(self, experiments: Sequence[str], *, filter_string: str) -> list[object]:
+        assert experiments == ["paceline"]
+        return [run for run in self.runs if f"tags.`{run.tag}` = '{run.id}'" == filter_string]
+
+    def create_run(self, experiment: str, *, run_name: str, tags: Mapping[str, str]) -> object:
+        ((tag, run_id),) = tags.items()
+        info = types.SimpleNamespace(run_id=f"{experiment}-{len(self.runs)}")
+        self.runs.append(types.SimpleNamespace(tag=tag, id=run_id, info=info))
+        return self.runs[-1]
+
+    def update_run(self, run_id: str, *, status: str) -> None:
+        self.logged.append((run_id, status))
+
+    def log_dict(self, run_id: str, tree: object, file: str) -> None:
+        self.logged.append((run_id, file))
+
+    def log_batch(self, run_id: str, metrics: Sequence[object]) -> None:
+        self.logged += [(run_id, metric) for metric in metrics]
+
+    set_terminated = update_run
+
+
+def test_mlflow_goes_on_with_the_run_of_the_same_id(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = MlflowServer()
+    client = types.SimpleNamespace(MlflowClient=lambda: server)
+    entities = types.SimpleNamespace(Metric=lambda *parts: parts)
+    monkeypatch.setitem(sys.modules, "mlflow", client)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
+    for step, ok in ((0, False), (1, True)):
+        sending = Sink(["mlflow"], run_dir, say=pytest.fail)
+        sending.step(step, {"actor/lr": 0.5}, 2.5)
+        sending.end(ok=ok)
+    parts = [
+        ["RUNNING", "config.yaml", ("actor/lr", 0.5, 2500, step), end]
+        for step, end in ((0, "FAILED"), (1, "FINISHED"))
+    ]
+    assert server.logged == [("paceline-0", item) for part in parts for item in part]
+
+
 def test_a_tracker_that_hangs_is_left_after_a_while(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     release, notes = threading.Event(), list[str]()
 

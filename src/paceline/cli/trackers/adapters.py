@@ -67,13 +67,10 @@ class Tensorboard:
         from tensorboard.compat.proto.types_pb2 import DT_STRING
         from tensorboard.plugins.text.metadata import create_summary_metadata
 
-        text = "\n\n---\n\n".join(
-            "\n".join(f"**{key}** {value}  " for key, value in row.items()) for row in rows
-        )
         value = Summary.Value(
             tag="val/samples",
             metadata=create_summary_metadata(display_name="", description=""),
-            tensor=TensorProto(dtype=DT_STRING, string_val=[text.encode()]),
+            tensor=TensorProto(dtype=DT_STRING, string_val=[as_markdown(rows).encode()]),
         )
         self._write(step, Summary(value=[value]), time.time())
 
