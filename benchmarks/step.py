@@ -9,8 +9,8 @@
 Runs GRPO without a reference model by `paceline train`. All prompts have the given number of random tokens,
 responses end at the limit, and the reward is a cheap function of the text. With `--lengths mixed` prompts are
 between a quarter of that and all of it, and responses are log-normal with a median of three eighths of the
-limit. `--engines 2x1` means two rollout servers of tensor-parallel size 1. Learner ranks take the first GPUs,
-engines the next; with `--placement colocated` both are on the same GPUs and take turns.
+limit. `--engines 2x1` means two rollout servers of tensor-parallel size 1. Learner ranks take the first GPUs
+that are visible, engines the next; with `--placement colocated` both are on the same ones and take turns.
 
 Prints medians from the second step on. tokens/s count prompts and responses over the step. MFU is the
 update's arithmetic, without activation recomputation, as a share of the measured rate of an 8,192 x 8,192 x
@@ -38,6 +38,8 @@ from lengths.sitecustomize import MEDIAN
 from rich.console import Console
 from rich.table import Table
 from shapes import SHAPES
+
+from paceline.cli.launch.machine import Machine
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_WORDS = 1000
@@ -193,9 +195,10 @@ def configuration(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     """The run's configuration."""
     num_engines, parallel_size = args.engines
     cuda = args.device == "cuda"
-    first = list(range(args.learners))
+    gpus = Machine.here().gpus
+    ranks = list(gpus[: args.learners])
     begin = 0 if args.placement == "colocated" else args.learners
-    engines = list(range(begin, begin + num_engines * parallel_size))
+    engines = list(gpus[begin : begin + num_engines * parallel_size])
     # Side by side an engine has its GPU to itself; in turns, `paceline train` chooses its share.
     share = {"gpu_memory_utilization": 0.85} if args.placement == "split" else {}
     return {
@@ -240,7 +243,7 @@ def configuration(args: argparse.Namespace, work: Path) -> dict[str, Any]:
             "val_before_train": False,
             "save_trajectories": False,
         },
-        "learner": {"world_size": args.learners, "device": args.device, "devices": first if cuda else None},
+        "learner": {"world_size": args.learners, "device": args.device, "devices": ranks if cuda else None},
         "service": {"startup_timeout_s": 600.0},
     }
 
