@@ -162,6 +162,20 @@ def test_notes_expire(monkeypatch: pytest.MonkeyPatch) -> None:
     view.close()
 
 
+def test_notes_of_the_start_go_with_it() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=160, legacy_windows=False)
+    view = LiveView("paceline demo", 9, console=console)
+    view.notice("rollout-1 is ready")
+    assert "rollout-1 is ready" in render(view)
+    view.step(0, {})
+    view.notice("step 0: entropy fell")
+    view.step(1, {})
+    drawn = render(view)
+    assert "rollout-1 is ready" not in drawn
+    assert "step 0: entropy fell" in drawn
+    view.close()
+
+
 def test_the_time_to_the_end() -> None:
     pace = Pace(100)
     assert (pace.to_go_s, pace.words()) == (None, "")

@@ -56,7 +56,9 @@ class LiveView:
         self._step, self._phase, self._admitted, self._wanted = step, phase, admitted, wanted
 
     def step(self, step: int, metrics: Metrics) -> None:
-        """Adds a row."""
+        """Adds a row; what was said of the start goes when the first one comes."""
+        if not self._rows:
+            self._notices.clear()
         self._rows.append((step, metrics))
         self._pace.step(step, time.monotonic())
 
