@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from paceline.core.errors import EXIT_FAILED, EXIT_GIVEN, GIVEN_ERRORS, PacelineError
+from paceline.service.imports import without_collections
 
 # Each name is also that of its module in paceline.cli.commands, where a - is a _.
 COMMANDS: dict[str, str] = {
@@ -75,7 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, words: Sequence[str]) -> int:
-    command = importlib.import_module(f"paceline.cli.commands.{name.replace('-', '_')}")
+    with without_collections():
+        command = importlib.import_module(f"paceline.cli.commands.{name.replace('-', '_')}")
     summary = COMMANDS[name]
     command_parser = argparse.ArgumentParser(
         prog=f"paceline {name}", description=f"{summary[0].upper()}{summary[1:]}."

@@ -18,6 +18,7 @@ from paceline.data.hub import local_files
 from paceline.data.images import ImageReader, ImageSource, expanded, with_images
 from paceline.data.plain import plain_value
 from paceline.data.rows import Row, rows_with_folders, value_at
+from paceline.service.imports import without_collections
 
 
 class Decoder(Protocol):
@@ -83,14 +84,15 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def _tokenizer_class(path: Path) -> Any:
-    if (path / "tokenizer.json").is_file():
-        # The file is complete; to look up the model's class transformers would import torch: ten seconds.
-        from transformers import PreTrainedTokenizerFast
+    with without_collections():
+        if (path / "tokenizer.json").is_file():
+            # The file is complete; to look up the model's class transformers would import torch: ten seconds.
+            from transformers import PreTrainedTokenizerFast
 
-        return PreTrainedTokenizerFast
-    from transformers import AutoTokenizer
+            return PreTrainedTokenizerFast
+        from transformers import AutoTokenizer
 
-    return AutoTokenizer
+        return AutoTokenizer
 
 
 def stop_token_ids(folder: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:

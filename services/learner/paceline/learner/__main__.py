@@ -7,13 +7,15 @@ import os
 import sys
 
 from paceline.core.members import MemberKind
+from paceline.service.imports import without_collections
 from paceline.service.member import MemberOptions, run_member
 from paceline.storage.cache import keep_kernels
 
 keep_kernels()  # before torch
 
-from paceline.learner.app import LearnerApp, run_follower  # noqa: E402
-from paceline.learner.distributed.ranks import RankEnvironment  # noqa: E402
+with without_collections():
+    from paceline.learner.app import LearnerApp, run_follower
+    from paceline.learner.distributed.ranks import RankEnvironment
 
 
 def main(arguments: list[str] | None = None) -> int:

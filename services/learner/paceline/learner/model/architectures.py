@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from paceline.core.errors import ModelError
 from paceline.core.images import MODELS_WITH_IMAGES
@@ -89,8 +90,6 @@ def require_text_alone(config: Any) -> None:
 
 def model_class(config: Any) -> Any:
     """The class of transformers that makes a model of this kind: a body with a language-model head."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
     return AutoModelForImageTextToText if config.model_type in MODELS_WITH_IMAGES else AutoModelForCausalLM
 
 

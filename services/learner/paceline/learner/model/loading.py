@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import AutoConfig
 
 from paceline.config.model import LoraConfig
 from paceline.core.errors import ModelError
@@ -59,8 +60,6 @@ def read_config(folder: str | Path) -> Any:
     Raises:
         ModelError: config.json is missing or unreadable.
     """
-    from transformers import AutoConfig
-
     path = Path(folder)
     if not (path / "config.json").is_file():
         raise ModelError(

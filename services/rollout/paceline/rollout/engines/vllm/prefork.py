@@ -21,6 +21,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Final
 
 from paceline.rollout.engines.vllm import environment
+from paceline.service.imports import without_collections
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +50,9 @@ def begin() -> None:
     _can_be_titled()
     environment.prepare_import()
     try:
-        for name in (*MODULES, *_IN_SERVER):
-            importlib.import_module(name)
+        with without_collections():
+            for name in (*MODULES, *_IN_SERVER):
+                importlib.import_module(name)
     except Exception:  # whatever an import raises
         log.debug("vLLM cannot be imported", exc_info=True)
         return
