@@ -52,6 +52,30 @@ def test_arguments_on_a_cpu() -> None:
     }
 
 
+def test_the_kv_cache_on_a_cpu_is_no_larger_than_what_samples_can_use(tmp_path: Path) -> None:
+    tree = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128}
+    tree |= {"model_type": "qwen2", "layer_types": ["full_attention"] * 4, "sliding_window": 32}
+    tree |= {"use_sliding_window": False}
+
+    def blocks(settings: RunConfig, **changes: object) -> int | None:
+        (tmp_path / "config.json").write_text(json.dumps(tree | changes))
+        model = settings.model.model_copy(update={"path": str(tmp_path)})
+        arguments = engine_arguments(settings.model_copy(update={"model": model}), on_cpu=True)
+        return arguments.get("num_gpu_blocks_override")
+
+    # Samples of 128 tokens have one block of 128 tokens each; a block has 256 KiB.
+    assert blocks(config(max_num_seqs=32)) == 33
+    # 4095 blocks are the last that are below 1 GiB.
+    assert blocks(config(max_num_seqs=4094)) == 4095
+    assert blocks(config(max_num_seqs=4095)) is None
+    assert blocks(config(max_num_seqs=4095, kv_cache_gib=2)) == 4096
+    assert blocks(config(), use_sliding_window=True) is None
+    assert blocks(config(), layer_types=["full_attention", "sliding_attention"] * 2) is None
+    assert blocks(config(), model_type="deepseek_v2", kv_lora_rank=512) is None
+    assert blocks(config(engine_kwargs={"block_size": 32})) is None
+    assert blocks(config(engine_kwargs={"num_gpu_blocks_override": 7})) == 7
+
+
 def test_latent_attention_on_a_cpu_has_torchs_rotary_embedding_and_the_backend_for_all_types(
     tmp_path: Path,
 ) -> None:

@@ -134,7 +134,11 @@ class RolloutConfig(Section):
         description="Whether engines give up the GPU memory of weights and KV cache while the learner "
         "trains. auto: `paceline train` decides, with placement: colocated, by whether both fit.",
     )
-    kv_cache_gib: int = Field(1, gt=0, description="CPU: KV cache of an engine in GiB.")
+    kv_cache_gib: int = Field(
+        1,
+        gt=0,
+        description="CPU: KV cache of an engine in GiB; less where max_num_seqs samples cannot use as much.",
+    )
     max_num_seqs: int = Field(256, gt=0, description="Most sequences that an engine decodes at once.")
     sampler: Literal["auto", "engine", "batched"] = Field(
         "auto",

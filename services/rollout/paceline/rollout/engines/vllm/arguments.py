@@ -18,6 +18,12 @@ GRAPHS_ALONE: Final[Mapping[str, object]] = {"mode": 0, "cudagraph_mode": "FULL_
 """vLLM's compilation for small models: none, but whole CUDA graphs for decoding."""
 
 _CPU_PREFILL_TOKENS = 4096
+# vLLM's block of the KV cache on a CPU, in tokens.
+_CPU_BLOCK = 128
+# Models whose layers all keep keys and values of every token.
+_UNIFORM = {"llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}
+# Arguments with which the size of the KV cache is not ours to choose.
+_OTHER_CACHE = {"block_size", "kv_cache_dtype", "kv_cache_memory_bytes", "num_gpu_blocks_override"}
 # Parameters of the layers of a dense model of that depth and width. Measured: 0.5B below, 7B above.
 _FEWEST_COMPILED = 1_000_000_000
 
@@ -65,7 +71,7 @@ def engine_arguments(
     if worker_extension is not None:
         arguments["worker_extension_cls"] = worker_extension
     if on_cpu:
-        arguments |= _cpu_arguments(config) | latent_attention_on_cpu(Path(model.path))
+        arguments |= _cpu_arguments(config) | latent_attention_on_cpu(Path(model.path)) | cpu_cache(config)
     else:
         arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization
         arguments["enable_sleep_mode"] = rollout.sleep == "always"
@@ -105,6 +111,36 @@ def latent_attention_on_cpu(folder: Path) -> dict[str, Any]:
         "compilation_config": {"custom_ops": ["-rotary_embedding"]},
         "attention_backend": "CPU_MLA",
     }
+
+
+def cpu_cache(config: RunConfig) -> dict[str, int]:
+    """Bounds the KV cache by what samples can use; {} where rollout.kv_cache_gib is less, or with episodes.
+
+    vLLM writes zeros into all of the cache as it starts: with a small model that took longer than the rest of
+    the engine's start. Episodes find earlier turns in what other samples have left free.
+    """
+    if config.has_episodes or _OTHER_CACHE & config.rollout.engine_kwargs.keys():
+        return {}
+    try:
+        token_bytes = _cache_bytes_per_token(_text_config(Path(config.model.path)))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+    # One block is vLLM's own.
+    num_blocks = 1 + config.rollout.max_num_seqs * -(-config.max_model_len // _CPU_BLOCK)
+    fits = num_blocks * _CPU_BLOCK * token_bytes < config.rollout.kv_cache_gib << 30
+    return {"num_gpu_blocks_override": num_blocks} if token_bytes and fits else {}
+
+
+def _cache_bytes_per_token(tree: Mapping[str, Any]) -> int:
+    """Of keys and values in float32; 0 for a model whose layers do not all keep them alike."""
+    kinds = set(tree.get("layer_types") or ()) - {"full_attention"}
+    has_window = bool(tree.get("sliding_window")) and tree.get("use_sliding_window", True)
+    if kinds or has_window or tree.get("kv_lora_rank") or tree["model_type"] not in _UNIFORM:
+        return 0
+    num_heads = int(tree["num_attention_heads"])
+    num_kept = int(tree.get("num_key_value_heads") or num_heads)
+    head_size = int(tree.get("head_dim") or int(tree["hidden_size"]) // num_heads)
+    return 2 * 4 * int(tree["num_hidden_layers"]) * num_kept * head_size
 
 
 def missing_keys(folder: Path) -> dict[str, str]:
