@@ -14,7 +14,6 @@ import pytest
 import redis
 
 from paceline.service import process_ends
-from paceline.service.process import BROKER_URL
 from support.training_run import (
     TRANSPORT,
     Row,
@@ -45,10 +44,17 @@ def lose_step(run: TrainingRun, kind: str, first: int) -> int:
         time.sleep(0.005)
         controller.suspend()
     run.look()
-    with redis.Redis.from_url(controller.environ()[BROKER_URL]) as server:
+    with redis_of(run) as server:
         server.flushall()
     os.kill(controller.pid, signal.SIGKILL)
     return step
+
+
+def redis_of(run: TrainingRun) -> redis.Redis:
+    """A client of the run's own server."""
+    lines = (run.run_dir / "redis" / "redis.conf").read_text().splitlines()
+    settings = dict(line.partition(" ")[::2] for line in lines)
+    return redis.Redis(port=int(settings["port"]), password=settings["requirepass"])
 
 
 def unfinished(events: list[Row], kind: str) -> int:

@@ -9,6 +9,7 @@ import importlib.metadata
 import sys
 from collections.abc import Sequence
 
+from paceline.cli.launch import fork_server
 from paceline.core.errors import EXIT_FAILED, EXIT_GIVEN, GIVEN_ERRORS, PacelineError
 from paceline.service.imports import without_collections
 
@@ -61,6 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return EXIT_GIVEN
     name = parser.parse_args(words[:1]).command
+    if name == "train" and arguments is None:
+        fork_server.begin()
     try:
         return _run(name, words[1:])
     except ModuleNotFoundError as error:

@@ -26,6 +26,13 @@ def die_with_parent() -> None:
         raise SystemExit("the launcher ended before this process had started")
 
 
+def die_with(parent: int, number: signal.Signals) -> None:
+    """This process, a child of `parent`, gets the signal when that ends."""
+    _prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), number)
+
+
 def adopt_orphans() -> None:
     """Makes this process the parent of its descendants' orphans, so that it can end them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)

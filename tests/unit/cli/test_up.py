@@ -219,7 +219,7 @@ async def test_a_remote_process_ends_when_the_connection_is_lost(tmp_path: Path)
     wrapper = service.parent()
     assert wrapper is not None
     # ssh is gone, and the host's end of the connection with it.
-    process._process.stdin.close()  # type: ignore[union-attr]
+    process._stdin.close()  # type: ignore[union-attr]
     async with asyncio.timeout(120):
         while service.is_running() and service.status() != psutil.STATUS_ZOMBIE:  # noqa: ASYNC110
             await asyncio.sleep(0.02)

@@ -230,6 +230,7 @@ class _Launcher:
             for check in checks:
                 check.cancel()
             await asyncio.gather(*checks, return_exceptions=True)
+            self._tree.end_forking()
         self._began = True
         run_dirs.link_latest(self._run_dir)
         specs = [process.spec for unit in self._services.units for process in unit.processes]

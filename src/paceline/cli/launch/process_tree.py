@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from paceline.cli.launch import processes
+from paceline.cli.launch.forking import Forking
 from paceline.cli.launch.plan import ProcessSpec, Role
 from paceline.cli.launch.processes import ManagedProcess
 
@@ -18,11 +19,15 @@ STOP_ORDER = (Role.ROLLOUT, Role.LEARNER, Role.REWARD, Role.REWARD_MODEL, Role.C
 
 
 class ProcessTree:
-    """The processes of one run, all with `env`. Processes that were below this one before are left alone."""
+    """The processes of one run, all with `env`. Processes that were below this one before are left alone.
+
+    Services start as forks where that was begun, until `end_forking`.
+    """
 
     def __init__(self, log_dir: Path, *, env: Mapping[str, str] = MappingProxyType({})) -> None:
         self._log_dir, self._env = log_dir, env
         self._before = processes.descendants()
+        self._forking = Forking.begun()
         self._processes: list[ManagedProcess] = []
         self._ended: asyncio.Queue[ManagedProcess] = asyncio.Queue()
         self._hurry = asyncio.Event()
@@ -37,6 +42,12 @@ class ProcessTree:
         process = await self._start(spec, secrets)
         process.exited.add_done_callback(lambda _: self._ended.put_nowait(process))
         return process
+
+    def end_forking(self) -> None:
+        """From now on every process is a program of its own."""
+        forking, self._forking = self._forking, None
+        if forking is not None:
+            forking.close()
 
     async def next_exit(self) -> ManagedProcess:
         """Waits until a process has ended that was not reported yet, and removes it from the run.
@@ -55,7 +66,9 @@ class ProcessTree:
         return process
 
     async def _start(self, spec: ProcessSpec, secrets: Mapping[str, str]) -> ManagedProcess:
-        process = await processes.start(spec, self._log_dir / f"{spec.name}.log", {**self._env, **secrets})
+        process = await processes.start(
+            spec, self._log_dir / f"{spec.name}.log", {**self._env, **secrets}, self._forking
+        )
         self._processes.append(process)
         return process
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from paceline.cli.launch import remote
+from paceline.cli.launch.forking import Forking
 from paceline.cli.launch.plan import ProcessSpec
 from paceline.core.errors import EnvironmentLackError
 from paceline.service.process import DIE_WITH_PARENT, PARENT_PID
@@ -23,6 +24,8 @@ from paceline.service.process import DIE_WITH_PARENT, PARENT_PID
 VMSTAT = Path("/proc/vmstat")
 _MARK = "PACELINE_STARTED_AS"
 _FAMILY_S = 2.0
+# As asyncio says of a child for whose end somebody else has waited.
+_UNKNOWN = 255
 _ERROR = re.compile(r"\s(ERROR|CRITICAL)\s\S+\s\S+: (?P<text>.*)")
 
 
@@ -30,14 +33,16 @@ _ERROR = re.compile(r"\s(ERROR|CRITICAL)\s\S+\s\S+: (?P<text>.*)")
 class ManagedProcess:
     """A started process. `exited` gives its return code; a negative one is the number of a signal.
 
-    `mark` is in the environment of the process and of all that it started; `oom_kills` is how often the
-    kernel had killed a process for want of memory when it began.
+    `pid` is also the id of its group and session. `mark` is in the environment of the programs that it
+    started, and in its own if it is one; its forks are in its session. `oom_kills` is how often the kernel
+    had killed a process for want of memory when it began.
     """
 
     spec: ProcessSpec
     log_path: Path
     exited: asyncio.Task[int]
-    _process: asyncio.subprocess.Process
+    pid: int
+    _stdin: asyncio.StreamWriter | None
     log_start: int
     mark: str
     oom_kills: int
@@ -46,11 +51,6 @@ class ManagedProcess:
     def name(self) -> str:
         """The process's name in the run."""
         return self.spec.name
-
-    @property
-    def pid(self) -> int:
-        """Its process id, which is also the id of its group and session."""
-        return self._process.pid
 
     @property
     def running(self) -> bool:
@@ -65,15 +65,16 @@ class ManagedProcess:
     def kill_family(self) -> None:
         """Kills what it started, in whatever group: a child that outlives it holds ports and GPU memory."""
         self.signal_group(signal.SIGKILL)
-        kill_all((p for p in descendants().values() if _mark_of(p) == self.mark), timeout_s=_FAMILY_S)
+        family = (p for p in descendants().values() if _session_of(p) == self.pid or _mark_of(p) == self.mark)
+        kill_all(family, timeout_s=_FAMILY_S)
 
     def terminate(self) -> None:
         """Asks the process to end; it has to end its children itself."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        if self._stdin is not None:
+            self._stdin.close()
         elif self.running:
             with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGTERM)
+                os.kill(self.pid, signal.SIGTERM)
 
     def outcome(self) -> str:
         """How it ended, in words."""
@@ -116,8 +117,10 @@ def outcome_of(code: int) -> str:
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-async def start(spec: ProcessSpec, log_path: Path, secret_env: Mapping[str, str]) -> ManagedProcess:
-    """Starts a process in its own session and appends its output to `log_path`.
+async def start(
+    spec: ProcessSpec, log_path: Path, secret_env: Mapping[str, str], forking: Forking | None = None
+) -> ManagedProcess:
+    """Starts a process in its own session and appends its output to `log_path`; as a fork if `forking` can.
 
     Must be called from the main thread: PR_SET_PDEATHSIG follows the thread that forked.
 
@@ -131,6 +134,10 @@ async def start(spec: ProcessSpec, log_path: Path, secret_env: Mapping[str, str]
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("ab") as log:
         start_at = log.tell()
+        forked = None if forking is None else await forking.start(spec, log_path, env)
+        if forked is not None:
+            exited = asyncio.create_task(_exit_of(forked), name=f"exit of {spec.name}")
+            return ManagedProcess(spec, log_path, exited, forked, None, start_at, mark, _num_oom_kills())
         try:
             process = await asyncio.create_subprocess_exec(
                 *(spec.shell or spec.command),
@@ -148,7 +155,23 @@ async def start(spec: ProcessSpec, log_path: Path, secret_env: Mapping[str, str]
         # It stays open: its end is what ends the process on the other host.
         process.stdin.write(remote.order(spec.command, own_env))
     exited = asyncio.create_task(process.wait(), name=f"exit of {spec.name}")
-    return ManagedProcess(spec, log_path, exited, process, start_at, mark, _num_oom_kills())
+    return ManagedProcess(
+        spec, log_path, exited, process.pid, process.stdin, start_at, mark, _num_oom_kills()
+    )
+
+
+async def _exit_of(pid: int) -> int:
+    """The return code of a child that the fork server has started, once it has ended."""
+    await wait_for_exit(pid)
+    return _reap(pid)
+
+
+def _reap(pid: int) -> int:
+    try:
+        _, status = os.waitpid(pid, 0)
+    except ChildProcessError:
+        return _UNKNOWN  # psutil has waited for it as well
+    return os.waitstatus_to_exitcode(status)
 
 
 def _num_oom_kills() -> int:
@@ -159,6 +182,12 @@ def _num_oom_kills() -> int:
             if name == "oom_kill":
                 return int(value)
     return 0
+
+
+def _session_of(process: psutil.Process) -> int | None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        return os.getsid(process.pid)
+    return None
 
 
 def _mark_of(process: psutil.Process) -> str | None:

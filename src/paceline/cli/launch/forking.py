@@ -1,0 +1,107 @@
+"""The launcher's side of the fork server: starts services through it while a run starts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from paceline.cli.launch import fork_server
+from paceline.cli.launch.fork_server import Begun
+from paceline.cli.launch.plan import ProcessSpec
+from paceline.core.errors import DeadlineError
+
+log = logging.getLogger(__name__)
+
+IMPORTS: Final[Mapping[str, tuple[str, ...]]] = {
+    "paceline.controller": (),
+    "paceline.reward": (),
+    "paceline.reward.check": (),
+    "paceline.rollout": (),
+    # All ranks have these, so the server imports them once, when it has forked the services before.
+    "paceline.learner": ("paceline.learner.app",),
+    "paceline.learner.check": (),
+}
+"""The modules that are started as forks, and what the server imports first for each"""
+
+_START_S = 120.0
+
+
+class Forking:
+    """Starts services as forks until it is closed."""
+
+    def __init__(self, server: Begun) -> None:
+        self._server: Begun | None = server
+        server.orders.setblocking(False)
+        self._turn, self._rest = asyncio.Lock(), b""
+
+    @classmethod
+    def begun(cls) -> Forking | None:
+        """Over the server that this command has begun; None without one."""
+        server = fork_server.take()
+        return None if server is None else cls(server)
+
+    async def start(self, spec: ProcessSpec, log_path: Path, environ: Mapping[str, str]) -> int | None:
+        """Starts a service; returns its process id, or None if it must be started as a program.
+
+        Raises:
+            DeadlineError: the server does not answer.
+        """
+        interpreter, option, *command = spec.command if len(spec.command) > 2 else ("", "")
+        if spec.shell or (interpreter, option) != (sys.executable, "-m") or command[0] not in IMPORTS:
+            return None
+        order = {
+            "command": command,
+            "imports": IMPORTS[command[0]],
+            "env": dict(environ),
+            "log": str(log_path),
+        }
+        async with self._turn:
+            answer = await self._ask(order)
+        if "pid" in answer:
+            return int(answer["pid"])
+        log.info("%s is not forked: %s", spec.name, answer["error"])
+        return None
+
+    async def _ask(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        if self._server is None:
+            return {"error": "the fork server has ended"}
+        loop, orders = asyncio.get_running_loop(), self._server.orders
+        try:
+            async with asyncio.timeout(_START_S):
+                await loop.sock_sendall(orders, json.dumps(order).encode() + b"\n")
+                while b"\n" not in self._rest:
+                    received = await loop.sock_recv(orders, 1 << 16)
+                    if not received:
+                        raise ConnectionResetError("the fork server has ended")
+                    self._rest += received
+        except TimeoutError as error:
+            raise DeadlineError(
+                phase="START",
+                peer="the process that forks services",
+                seconds=_START_S,
+                hint="importing torch and transformers takes too long",
+            ) from error
+        except OSError as error:
+            self.close()
+            return {"error": str(error)}
+        line, _, self._rest = self._rest.partition(b"\n")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        """Ends the server; what it has started goes on."""
+        server, self._server = self._server, None
+        if server is None:
+            return
+        server.orders.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(server.pid, signal.SIGKILL)
+        os.waitpid(server.pid, 0)
