@@ -9,7 +9,6 @@ import importlib.metadata
 import sys
 from collections.abc import Sequence
 
-from paceline.cli.launch import fork_server
 from paceline.core.errors import EXIT_FAILED, EXIT_GIVEN, GIVEN_ERRORS, PacelineError
 from paceline.service.imports import without_collections
 
@@ -63,7 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_GIVEN
     name = parser.parse_args(words[:1]).command
     if name == "train" and arguments is None:
-        fork_server.begin()
+        from paceline.cli.launch import fork_server
+
+        fork_server.begin()  # while this process has no threads
     try:
         return _run(name, words[1:])
     except ModuleNotFoundError as error:

@@ -32,6 +32,7 @@ from typing import Any, Final
 from paceline.cli.launch.machine import is_cpu_build, num_cores
 from paceline.service.process import die_with
 from paceline.storage.cache import keep_kernels
+from paceline.storage.hub import OFFLINE
 
 SHARED: Final = (
     "paceline.service.member",
@@ -191,9 +192,9 @@ def _take_environment(environ: Mapping[str, str]) -> None:
     for name, parameter in _MALLOPT.items():
         if environ.get(name, "").isdecimal():
             libc.mallopt(parameter, min(int(environ[name]), _MOST_BYTES))
-    if "huggingface_hub.constants" in sys.modules:
+    if environ.get(OFFLINE) == "1" and "huggingface_hub.constants" in sys.modules:
         constants: Any = sys.modules["huggingface_hub.constants"]
-        constants.HF_HUB_OFFLINE = environ.get("HF_HUB_OFFLINE") == "1"
+        constants.HF_HUB_OFFLINE = True
     if "torch" in sys.modules:
         wanted = environ.get("OMP_NUM_THREADS", "").partition(",")[0]
         sys.modules["torch"].set_num_threads(int(wanted) if wanted.isdecimal() else num_cores())

@@ -16,7 +16,6 @@ from typing import Any, Final
 from paceline.cli.launch import fork_server
 from paceline.cli.launch.fork_server import Begun
 from paceline.cli.launch.plan import ProcessSpec
-from paceline.core.errors import DeadlineError
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ class Forking:
     def __init__(self, server: Begun) -> None:
         self._server: Begun | None = server
         server.orders.setblocking(False)
-        self._turn, self._rest = asyncio.Lock(), b""
+        self._turn = asyncio.Lock()
 
     @classmethod
     def begun(cls) -> Forking | None:
@@ -49,11 +48,7 @@ class Forking:
         return None if server is None else cls(server)
 
     async def start(self, spec: ProcessSpec, log_path: Path, environ: Mapping[str, str]) -> int | None:
-        """Starts a service; returns its process id, or None if it must be started as a program.
-
-        Raises:
-            DeadlineError: the server does not answer.
-        """
+        """Starts a service; returns its process id, or None if it must be started as a program."""
         interpreter, option, *command = spec.command if len(spec.command) > 2 else ("", "")
         if spec.shell or (interpreter, option) != (sys.executable, "-m") or command[0] not in IMPORTS:
             return None
@@ -74,25 +69,22 @@ class Forking:
         if self._server is None:
             return {"error": "the fork server has ended"}
         loop, orders = asyncio.get_running_loop(), self._server.orders
+        line = b""
         try:
             async with asyncio.timeout(_START_S):
                 await loop.sock_sendall(orders, json.dumps(order).encode() + b"\n")
-                while b"\n" not in self._rest:
+                while not line.endswith(b"\n"):
                     received = await loop.sock_recv(orders, 1 << 16)
                     if not received:
                         raise ConnectionResetError("the fork server has ended")
-                    self._rest += received
-        except TimeoutError as error:
-            raise DeadlineError(
-                phase="START",
-                peer="the process that forks services",
-                seconds=_START_S,
-                hint="importing torch and transformers takes too long",
-            ) from error
+                    line += received
+        except TimeoutError:
+            return {"error": f"the fork server has not answered within {_START_S:g} s"}
         except OSError as error:
-            self.close()
             return {"error": str(error)}
-        line, _, self._rest = self._rest.partition(b"\n")
+        finally:
+            if not line.endswith(b"\n"):
+                self.close()  # what it answers later would be taken for the answer to another order
         answer: dict[str, Any] = json.loads(line)
         return answer
 
