@@ -64,9 +64,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name == "train" and arguments is None:
         from paceline.cli.launch import fork_server
 
-        fork_server.begin()  # while this process has no threads
+        with fork_server.running():
+            return _run_installed(name, words[1:])
+    return _run_installed(name, words[1:])
+
+
+def _run_installed(name: str, words: Sequence[str]) -> int:
     try:
-        return _run(name, words[1:])
+        return _run(name, words)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if not package or package == "paceline":

@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -63,8 +63,18 @@ class Begun:
 _begun: Begun | None = None
 
 
+@contextlib.contextmanager
+def running() -> Iterator[None]:
+    """The server runs within the block, unless it is ended earlier. Call it before any thread exists."""
+    begin()
+    try:
+        yield
+    finally:
+        end()
+
+
 def begin() -> None:
-    """Forks the server, if this machine is one for it. Call it before any thread exists."""
+    """Forks the server, if this machine is one for it."""
     global _begun
     if not is_cpu_build() or _num_threads() > 1:
         return
@@ -80,11 +90,20 @@ def begin() -> None:
     _begun = Begun(pid, ours)
 
 
-def take() -> Begun | None:
-    """The server that `begin` has forked, once."""
+def begun() -> Begun | None:
+    """The server that `begin` has forked, until `end`."""
+    return _begun
+
+
+def end() -> None:
+    """Ends the server, if there is one; what it has started goes on."""
     global _begun
-    begun, _begun = _begun, None
-    return begun
+    server, _begun = _begun, None
+    if server is not None:
+        server.orders.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(server.pid, signal.SIGKILL)
+        os.waitpid(server.pid, 0)
 
 
 def _serve(orders: socket.socket, launcher: int) -> None:

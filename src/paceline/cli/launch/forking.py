@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
-import os
-import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,7 +41,7 @@ class Forking:
     @classmethod
     def begun(cls) -> Forking | None:
         """Over the server that this command has begun; None without one."""
-        server = fork_server.take()
+        server = fork_server.begun()
         return None if server is None else cls(server)
 
     async def start(self, spec: ProcessSpec, log_path: Path, environ: Mapping[str, str]) -> int | None:
@@ -90,10 +87,6 @@ class Forking:
 
     def close(self) -> None:
         """Ends the server; what it has started goes on."""
-        server, self._server = self._server, None
-        if server is None:
-            return
-        server.orders.close()
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(server.pid, signal.SIGKILL)
-        os.waitpid(server.pid, 0)
+        if self._server is not None:
+            self._server = None
+            fork_server.end()
