@@ -74,6 +74,7 @@ def test_the_kv_cache_on_a_cpu_is_no_larger_than_what_samples_can_use(tmp_path: 
     assert blocks(config(), model_type="deepseek_v2", kv_lora_rank=512) is None
     assert blocks(config(engine_kwargs={"block_size": 32})) is None
     assert blocks(config(engine_kwargs={"num_gpu_blocks_override": 7})) == 7
+    assert blocks(config(tools=("calculator.py:calculate",))) is None
 
 
 def test_latent_attention_on_a_cpu_has_torchs_rotary_embedding_and_the_backend_for_all_types(
