@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,34 @@ def first_row(file: str | Path) -> Row:
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"data file {path} is not readable as parquet: {error}") from error
     return rows[0] if rows else {}
+
+
+def count_rows(files: Sequence[str | Path], at_most: int) -> int:
+    """How many rows the files have, counted up to `at_most`.
+
+    Raises:
+        DataError: a file is unreadable.
+    """
+    count = 0
+    for path in map(Path, files):
+        if count >= at_most:
+            break
+        if _is_parquet(path):
+            count += _num_parquet_rows(path)
+        else:
+            with path.open("rb") as lines:
+                count += sum(1 for _ in islice(filter(bytes.strip, lines), at_most - count))
+    return min(count, at_most)
+
+
+def _num_parquet_rows(path: Path) -> int:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return int(pyarrow.parquet.read_metadata(path).num_rows)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"data file {path} is not readable as parquet: {error}") from error
 
 
 def _read_file(path: Path, required: tuple[str, ...]) -> list[Row]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from paceline.cli.commands import init
@@ -51,6 +53,20 @@ def test_prompt_and_response_fit_the_model(
     data = load(RunConfig, "a.yaml").data
     assert (data.max_prompt_length, data.max_response_length) == lengths
     assert "\n  train_batch_size: 64         # prompts per step\n" in (project / "a.yaml").read_text()
+
+
+@pytest.mark.parametrize(("rows", "batch"), [(1, 1), (63, 63), (64, 64), (65, 64)])
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_a_batch_has_no_more_prompts_than_the_data(project: Path, suffix: str, rows: int, batch: int) -> None:
+    """With more, the first `paceline check` of a small file would end with a fault."""
+    data = [{"prompt": f"{i} + 1 =", "ground_truth": str(i + 1)} for i in range(rows)]
+    if suffix == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(data), project / "rows.parquet")
+    else:  # blank lines are no rows
+        (project / "rows.jsonl").write_text("\n\n".join(map(json.dumps, data)) + "\n\n")
+    assert main(["init", "a.yaml", "--model", "model", "--data", f"rows.{suffix}"]) == 0
+    config = load(RunConfig, "a.yaml")
+    assert (config.data.train_batch_size, config.actor.ppo_mini_batch_size) == (batch, batch)
 
 
 def test_a_model_that_is_not_here_yet_is_noted(

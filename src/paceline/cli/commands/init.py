@@ -19,7 +19,7 @@ from paceline.config.model import ModelConfig
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, ModelError
 from paceline.data.hub import local_files
-from paceline.data.rows import first_row, value_at
+from paceline.data.rows import count_rows, first_row, value_at
 from paceline.storage.hub import is_named
 
 # What data sets call their columns, the most particular first.
@@ -54,6 +54,7 @@ actor:
 }
 
 _PROMPT_TOKENS, _RESPONSE_TOKENS = 512, 1024
+_BATCH_SIZE = 64  # prompts; all of them where the data has fewer
 
 _NO_VAL = "  # val_files: FILE          # held-out prompts\n"
 _CHAT = "prompt_format: chat          # strings go through the chat template, as one user message"
@@ -133,7 +134,8 @@ def run(args: argparse.Namespace) -> int:
         ),
     ):
         _answer(question, answers, ask)
-    row = first_row(local_files([answers["data"]], "train")[0])
+    files = local_files([answers["data"]], "train")
+    row = first_row(files[0])
     for question in (
         _Question(
             name="prompt_key",
@@ -157,7 +159,8 @@ def run(args: argparse.Namespace) -> int:
         _Question(name="steps", words="Training steps", default="200", fault=_no_count),
     ):
         _answer(question, answers, ask)
-    args.file.write_text(configuration(answers, row), encoding="utf-8")
+    batch_size = count_rows(files, at_most=_BATCH_SIZE) or _BATCH_SIZE
+    args.file.write_text(configuration(answers, row, batch_size), encoding="utf-8")
     try:
         load(RunConfig, args.file)
     except ConfigError:
@@ -172,8 +175,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def configuration(answers: Mapping[str, str], row: Mapping[str, Any]) -> str:
-    """The text of the file."""
+def configuration(answers: Mapping[str, str], row: Mapping[str, Any], batch_size: int) -> str:
+    """The text of the file, with `batch_size` prompts per step."""
     prompt = value_at(dict(row), answers["prompt_key"])
     is_chat = isinstance(prompt, str) and _has_chat_template(answers["model"])
     prompt_length, response_length = _lengths(Path(answers["model"]))
@@ -189,11 +192,11 @@ data:
   {_CHAT if is_chat else _AUTO}
   max_prompt_length: {prompt_length:<10}# tokens; longer prompts are left out, and counted
   max_response_length: {response_length:<8}# tokens; longer responses are cut off
-  train_batch_size: 64         # prompts per step
+  train_batch_size: {batch_size:<11}# prompts per step
 model:
   path: {_word(answers["model"])}
 {_ALGORITHMS[answers["algorithm"]]}\
-  ppo_mini_batch_size: 64      # prompts per optimizer step; fewer than the batch: several steps on it
+  ppo_mini_batch_size: {batch_size:<8}# prompts per optimizer step; fewer than the batch: several steps on it
   optim: {{lr: 1.0e-6}}
 rollout:
   n: 8                         # samples per prompt
