@@ -119,6 +119,19 @@ def test_hints_keep_their_brackets(
     assert "missing [/x]  pip install paceline[gpu]" in capsys.readouterr().out
 
 
+def test_doctor_breaks_long_words_in_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, setting = f"/{'A' * 60}/redis-server", f"sysctl kernel.{'B' * 60}=1"
+    finding = Finding(part="Redis server", status=Status.OK, state=path, hint=setting)
+    monkeypatch.setattr("paceline.cli.commands.doctor.examine", lambda: [finding])
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert "\N{HORIZONTAL ELLIPSIS}" not in printed
+    assert (printed.count("A"), printed.count("B")) == (60, 60)
+
+
 @pytest.mark.parametrize("url", [None, "elsewhere"])
 def test_export_knows_which_steps_are_complete(
     project: Path, capsys: pytest.CaptureFixture[str], url: str | None

@@ -20,7 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(_args: argparse.Namespace) -> int:
     """Prints the table; returns 1 if something is lacking."""
     findings = examine()
-    table = Table("", "part", "found", "what to do", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
+    for header in ("", "part", "found", "what to do"):
+        table.add_column(header, overflow="fold")  # a path or setting is broken, never cut off
     for finding in findings:
         status = Text(finding.status.value, style=_STYLES[finding.status])
         table.add_row(status, finding.part, finding.state, finding.hint)
