@@ -9,6 +9,8 @@ BUILD ?= $(or $(shell cat $(VENV)/.build 2>/dev/null),$(if $(wildcard $(BIN)/pyt
 TORCH := $(shell sed -n 's/^torch==/torch==/p' requirements/$(BUILD).txt)
 # A torch that is named (make TORCH=torch==2.13.0) takes the place of the lock file's line, and brings what it asks for.
 LOCK = $(if $(filter file,$(origin TORCH)),requirements/$(BUILD).txt,$(VENV)/requirements.txt)
+# pip's own index has a build for CUDA, which computes on a CPU as well.
+OTHER_TORCH = $(if $(findstring +cpu,$(TORCH)),; or TORCH=$(firstword $(subst +, ,$(TORCH))) for the larger build of pip's index)
 # Where to find torch if pip's own index has not this build.
 TORCH_INDEX ?= https://download.pytorch.org/whl/$(if $(filter cuda,$(BUILD)),cu130,cpu)
 # Exactly what a lock file names, nothing that a package asks for beside it.
@@ -63,7 +65,7 @@ $(VENV)/.installed: requirements/$(BUILD).txt requirements/dev.txt pyproject.tom
 	@echo "1 of 2: $(TORCH), from pip's index or from $(TORCH_INDEX)"
 	@$(PIP_TORCH) '$(TORCH)' 2>/dev/null || $(PIP_TORCH) --index-url $(TORCH_INDEX) '$(TORCH)' \
 	  || { echo "$(TORCH) was not found: not on pip's index, and not at $(TORCH_INDEX). Without a way there: make venv" \
-	  "TORCH_INDEX=ADDRESS with that of a mirror, or PIP_FIND_LINKS=FOLDER with a folder that has its wheel" >&2; exit 1; }
+	  "TORCH_INDEX=ADDRESS with that of a mirror, or PIP_FIND_LINKS=FOLDER with a folder that has its wheel$(OTHER_TORCH)" >&2; exit 1; }
 	@test $(LOCK) = requirements/$(BUILD).txt || grep -v '^torch==' requirements/$(BUILD).txt > $(LOCK)
 	@echo "2 of 2: the $$(cat $(LOCK) requirements/dev.txt | grep -c ==) packages of the lock files;" \
 	  "pip says nothing until they are installed, which takes some minutes"

@@ -123,7 +123,10 @@ def test_torch_that_is_nowhere_says_how_to_name_a_mirror(tmp_path: Path) -> None
     assert done.returncode == 2
     assert "torch==1 was not found: not on pip's index, and not at https://builds.example/cpu" in done.stderr
     assert "TORCH_INDEX=ADDRESS" in done.stderr
+    assert "larger build" not in done.stderr
     assert not (tmp_path / "venv" / ".installed").exists()
+    done = make(tmp_path, "TORCH=torch==1.2.3+cpu", lacks="torch mirror")
+    assert "; or TORCH=torch==1.2.3 for the larger build of pip's index" in done.stderr
 
 
 @pytest.mark.parametrize(
