@@ -13,7 +13,7 @@ from paceline.controller.journal import Journal
 from paceline.controller.phases import Phase
 from paceline.controller.progress import Progress, Run
 from paceline.controller.watchdog import Watchdog
-from paceline.core.members import LearnerState, MemberKind, RolloutState
+from paceline.core.members import LearnerState, MemberKind, RewardState, RolloutState
 from support.clocks import ManualClock
 from support.sequencer_run import config
 
@@ -103,5 +103,19 @@ def test_while_members_start_those_that_are_not_ready_are_named(bench: Bench) ->
     bench.fleet.heartbeat("rollout-0", "a", state=RolloutState.STALE, policy=None, in_flight=0)
     bench.fleet.heartbeat("rollout-1", "a", state=RolloutState.JOINING, policy=None, in_flight=0)
     bench.fleet.heartbeat("learner-0", "a", state=LearnerState.READY, policy=None, in_flight=0)
+    bench.fleet.register(
+        kind=MemberKind.REWARD, member_id="reward-0", incarnation="a", address="h:1", num_ranks=1
+    )
+    bench.fleet.heartbeat("reward-0", "a", state=RewardState.SERVING, policy=None, in_flight=0)
     ((_, sentence),) = bench.wait(30)
     assert sentence.endswith("waits for rollout-1 (joining, heard 30 s ago)")
+
+
+def test_a_kind_of_which_no_member_has_registered_is_named_before_those_that_are_ready(bench: Bench) -> None:
+    bench.progress.phase = Phase.FORMING
+    bench.wait(1)
+    bench.fleet.heartbeat("rollout-0", "a", state=RolloutState.STALE, policy=None, in_flight=0)
+    bench.fleet.heartbeat("rollout-1", "a", state=RolloutState.STALE, policy=None, in_flight=0)
+    bench.fleet.heartbeat("learner-0", "a", state=LearnerState.READY, policy=None, in_flight=0)
+    ((_, sentence),) = bench.wait(30)
+    assert sentence.endswith("waits for reward (none registered)")

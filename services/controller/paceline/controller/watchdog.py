@@ -80,10 +80,14 @@ class Watchdog:
         wanted = self._progress.wanted
         count = f" at {admitted} of {wanted} trajectories" if wanted else ""
         members = [m for kind in _WAITS_FOR[phase] for m in self._fleet.members(kind)]
+        absent: list[str] = []
         if phase is Phase.FORMING:
-            # Before a push can begin, it waits for those that are not ready.
-            members = [m for m in members if not m.usable or m.state not in READY_STATES] or members
-        whom = ", ".join(_words(m, now) for m in members[:_MAX_NAMED]) or "the message broker"
+            # Before a push can begin, it waits for those that are not ready, and for one of each kind.
+            absent = [f"{kind.value} (none registered)" for kind in _ALL if not self._fleet.members(kind)]
+            not_ready = [m for m in members if not m.usable or m.state not in READY_STATES]
+            members = not_ready if not_ready or absent else members
+        named = absent + [_words(m, now) for m in members[:_MAX_NAMED]]
+        whom = ", ".join(named) or "the message broker"
         more = f" and {len(members) - _MAX_NAMED} more" if len(members) > _MAX_NAMED else ""
         return (
             f"step {step}: {phase.value}{count} for {seconds:.0f} s without progress; waits for {whom}{more}"
