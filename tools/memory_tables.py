@@ -55,7 +55,8 @@ learner, and chooses what to recompute. Where that is not enough:
   (`rollout.max_num_seqs`), and [not where all decode at once](decisions/0024-work-ahead-of-the-barrier.md).
 - **32B on four GPUs of 141 GiB**: `placement: colocated` has it take turns with averages in host memory:
   86 GiB in an update, 118 while it generates with 128 sequences of 512 tokens, by the plan; the host keeps
-  262 GB of averages. [It was run](measurements-gpu.md#turns-on-shared-gpus) with small batches: 68 GiB, 15 s a step.
+  262 GB of averages. [It was run](measurements-gpu.md#turns-on-shared-gpus) with small batches: 68 GiB in an
+  update, 15 s a step.
 - **Mixture of Experts, latent attention**: the plan counts all experts' weights, the experts that a token
   meets, and of DeepSeek-V2 and V3 the latent vector in the KV cache (on every GPU of an engine) and the
   form of `kv_b_proj` that vLLM keeps beside it.

@@ -25,6 +25,7 @@ def test_it_writes_a_configuration_that_loads(project: Path, algorithm: str) -> 
     assert (config.trainer.name, config.trainer.total_steps) == ("my-run", 7)
     assert (config.data.prompt_key, config.data.ground_truth_key) == ("prompt", "ground_truth")
     assert config.data.prompt_format == "auto"
+    assert config.actor.optim.warmup_steps_ratio == 0.05
     text = (project / "my run.yaml").read_text()
     assert "# samples per prompt" in text
     assert max(map(len, text.splitlines())) < 120

@@ -197,7 +197,7 @@ model:
   path: {_word(answers["model"])}
 {_ALGORITHMS[answers["algorithm"]]}\
   ppo_mini_batch_size: {batch_size:<8}# prompts per optimizer step; fewer than the batch: several steps on it
-  optim: {{lr: 1.0e-6}}
+  optim: {{lr: 1.0e-6, warmup_steps_ratio: 0.05}}  # the rate rises over the first steps, then stays
 rollout:
   n: 8                         # samples per prompt
 reward:
