@@ -161,16 +161,16 @@ def test_a_gradient_with_counts_of_the_configuration_is_that_of_the_mini_batch(
 ) -> None:
     """Up to rounding the step is that of a run that does nothing ahead.
 
-    AdamW's first step divides by the gradient's size, so that the rounding of its smallest numbers counts.
+    With AdamW's usual epsilon the first step is as long for gradients that are nothing but rounding.
     """
-    actor = {"loss_agg_mode": mode, "entropy_coeff": 0.01}
+    actor = {"loss_agg_mode": mode, "entropy_coeff": 0.01, "optim": {"lr": 1e-3, "eps": 1e-4}}
     learners = [build(model, ranks, "off", actor=actor), build(model, ranks, actor=actor)]
     off, ahead = (
         Step(learner, 1).ahead(chunks).train()
         for learner, chunks in zip(learners, (NOTHING, SOME), strict=True)
     )
     for name, value in numbers(off).items():
-        assert ahead.metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-7), name
+        assert ahead.metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
     for (name, ours), theirs in zip(weights(learners[1]).items(), weights(learners[0]).values(), strict=True):
         # AdamW's first steps are lr x sign(gradient) where a gradient is as small as the rounding.
         assert float(torch.isclose(ours, theirs, atol=1e-6).float().mean()) > 0.99, name
