@@ -23,7 +23,9 @@ def draw(tokens: int, hidden: int, vocab: int, dtype: torch.dtype) -> tuple[Tens
     return states, head, torch.randint(vocab, (tokens,), generator=generator, device="cuda")
 
 
-@pytest.mark.parametrize(("tokens", "vocab", "chunk"), [(1, 17, 8), (37, 4096, 16), (65, 50257, 64)])
+@pytest.mark.parametrize(
+    ("tokens", "vocab", "chunk"), [(1, 17, 8), (37, 4096, 16), (65, 50257, 64), (65, 50257, 65)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_values_and_gradients_equal_float64(tokens: int, vocab: int, chunk: int, dtype: torch.dtype) -> None:
     states, head, targets = draw(tokens, 64, vocab, dtype)
@@ -67,3 +69,18 @@ def test_excluded_tokens_and_extreme_logits_stay_finite() -> None:
     expected = -torch.tensor([7.0, 1.0, 8.0]).log()
     torch.testing.assert_close(log_probs.cpu(), expected)
     assert bool(torch.isfinite(states.grad).all())  # type: ignore[arg-type]
+
+
+def test_a_single_chunk_keeps_its_logits_and_several_do_not() -> None:
+    states, head, targets = draw(64, 128, 32000, torch.bfloat16)
+    states.requires_grad_()
+    torch.cuda.synchronize()
+    sizes = []
+    for chunk in (64, 63):
+        before = torch.cuda.memory_allocated()
+        log_probs, _ = chunked_log_probs(states, head, targets, 1.0, chunk)
+        sizes.append(torch.cuda.memory_allocated() - before)
+        (gradient,) = torch.autograd.grad(log_probs.sum(), states)
+        assert torch.isfinite(gradient).all()
+        del log_probs, gradient
+    assert sizes[0] - sizes[1] >= 64 * 32000 * 2

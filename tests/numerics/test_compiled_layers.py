@@ -48,9 +48,12 @@ class Compiler:
 
     def __init__(self) -> None:
         self.num_graphs = 0
+        self.unknown_sizes: set[int] = set()
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         self.num_graphs += 1
+        sizes = {str(size) for size in inputs if isinstance(size, torch.SymInt)}
+        self.unknown_sizes.add(len({size for size in sizes if not size.isdecimal()}))
         for size in inputs:
             if isinstance(size, torch.SymInt):
                 assert [bool(size % divisor == 0) for divisor in (8, 16, 64)]
@@ -94,6 +97,7 @@ def test_lengths_compile_once_and_numbers_are_those_of_eager_layers(
     first = compiler.num_graphs
     assert 0 < first <= 8
     assert f"step 1: {first} compilations of layers took" in caplog.text
+    assert compiler.unknown_sizes == {1}  # the number of tokens; a kernel with others divides for each number
     numbers_of_tokens = record_tokens(compiled)
     results = [take_step(compiled, step) for step in (2, 3)]
     assert len(numbers_of_tokens) > 1  # micro-batches differ, and are all padded

@@ -17,6 +17,8 @@ SharedPrompts = Annotated[
     BeforeValidator(lambda given: ("off", "on")[given] if isinstance(given, bool) else given),
 ]
 
+AttentionKernel = Literal["auto", "torch", "flash_attention_4"]
+
 
 class OptimConfig(Section):
     """AdamW and its schedule; the learning rate changes once per training step."""
@@ -72,6 +74,13 @@ class ActorConfig(Section):
         "are kept in TORCHINDUCTOR_CACHE_DIR, by default in the user's cache (PACELINE_CACHE_DIR), so that a "
         "learner that is started again has them. Old log-probs are then computed as the "
         "update computes them, with a graph that is dropped: the compiler rounds differently without one.",
+    )
+    attention_kernel: AttentionKernel = Field(
+        "auto",
+        description="What computes attention on a GPU in bfloat16. torch: its own, FlashAttention 2. "
+        "flash_attention_4: the package flash-attn-4, for Hopper and Blackwell, which compiles its kernels "
+        "in some seconds. auto: the latter where it is installed, runs here and computes what torch's does; "
+        "the learner's log says why if not.",
     )
     reduce_dtype: Literal["float32", "bfloat16"] = Field(
         "float32",

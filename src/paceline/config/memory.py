@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import BeforeValidator, Field
 
 from paceline.config.base import Section
+
+KEPT_LOGITS_SHARE: Final = 1 / 32
+"""Of a GPU's memory: logits of a micro-batch that take no more are kept for its backward pass."""
 
 
 class MemoryConfig(Section):

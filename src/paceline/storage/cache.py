@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 CACHE_DIR = "PACELINE_CACHE_DIR"
 KERNEL_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+ATTENTION_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 SUMS = "SHA256SUMS"
 """A file in a model folder, as sha256sum writes it; the copies of the files that it names are checked."""
 
@@ -69,11 +70,14 @@ def cache_dir() -> Path:
 
 
 def keep_kernels(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Has torch keep compiled kernels in this cache; call it before torch is imported.
+    """Has torch and FlashAttention 4 keep compiled kernels in this cache; call it before they are imported.
 
-    Left alone, torch's compiler puts them below TMPDIR as it is imported, which a run's end removes.
+    Left alone, torch's compiler puts them below TMPDIR as it is imported, which a run's end removes, and
+    FlashAttention keeps none.
     """
     environ.setdefault(KERNEL_CACHE, str(cache_dir() / "kernels"))
+    environ.setdefault(ATTENTION_CACHE, str(cache_dir() / "kernels" / "attention"))
+    environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
 
 def fetch(folder: Folder, how: Fetch) -> Path:

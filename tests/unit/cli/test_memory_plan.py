@@ -316,7 +316,7 @@ def test_the_plan_has_a_line_for_every_phase() -> None:
 @pytest.mark.parametrize(
     ("sections", "gib", "advice"),
     [
-        ({}, 141, "set actor.ppo_max_token_len_per_gpu to at most 13"),
+        ({}, 141, "set actor.ppo_max_token_len_per_gpu to at most 12"),
         (
             {"actor": {"ppo_max_token_len_per_gpu": 1536}, "learner": {"world_size": 4}},
             60,

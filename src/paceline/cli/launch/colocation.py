@@ -123,7 +123,7 @@ def _beside(config: RunConfig, shape: ModelShape, totals: Sequence[int]) -> floa
 
     Averages that may be anywhere are counted on the GPU, unless they leave no room for the engine.
     """
-    learner, engine = LearnerMemory.of(config, shape), EngineMemory.of(config, shape)
+    learner, engine = LearnerMemory.of(config, shape, totals), EngineMemory.of(config, shape)
     share = _free_share(config, learner, totals)
     has_room = share * min(totals) >= engine.budget_for(config.max_model_len)
     if has_room or config.actor.memory.offload is not None:

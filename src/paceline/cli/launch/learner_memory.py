@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.cli.launch.model_shape import ModelShape
+from paceline.config.memory import KEPT_LOGITS_SHARE
 from paceline.config.run import RunConfig
 
 GIB = 1 << 30
@@ -15,7 +16,7 @@ CONTEXT = 3 * GIB // 2
 OFFLOADED = GIB
 """Averages of parameters that visit the GPU at a time, where they are in host memory"""
 LOGITS = GIB
-"""Chunks of logits and their gradient; the learner bounds them."""
+"""Chunks of logits and the head's gradient; the learner bounds them."""
 
 Parts = Mapping[str, int]
 """Bytes by what they are for."""
@@ -42,6 +43,7 @@ class LearnerMemory:
         num_adapters: numbers of the policy's adapters, which alone train; 0: all its weights do.
         num_adapted: numbers of the matrices that have adapters.
         has_images: whether prompts have images.
+        gpu_bytes: of the largest GPU; 0 if it is not known.
     """
 
     shape: ModelShape
@@ -60,10 +62,17 @@ class LearnerMemory:
     num_adapters: int = 0
     num_adapted: int = 0
     has_images: bool = False
+    gpu_bytes: int = 0
 
     @classmethod
-    def of(cls, config: RunConfig, shape: ModelShape) -> LearnerMemory:
-        """Of a run, whose micro-batches are taken to be as large as its settings allow."""
+    def of(cls, config: RunConfig, shape: ModelShape, totals: Collection[int] = ()) -> LearnerMemory:
+        """Of a run, whose micro-batches are taken to be as large as its settings allow.
+
+        Args:
+            config: of the run.
+            shape: of the policy.
+            totals: bytes of the GPUs, as far as they are known.
+        """
         actor = config.actor
         sequences = actor.ppo_mini_batch_size * config.rollout.n
         most = -(-sequences // config.learner.world_size) * longest_row(config, shape)
@@ -85,6 +94,7 @@ class LearnerMemory:
             num_adapters=0 if lora is None else shape.num_adapters(lora.targets, lora.rank),
             num_adapted=0 if lora is None else shape.num_adapted(lora.targets),
             has_images=has_images(config),
+            gpu_bytes=max(totals, default=0),
         )
 
     @property
@@ -114,7 +124,7 @@ class LearnerMemory:
             **self.resident,
             **visiting,
             "gathered": self._gathered,
-            "activations": max(activations + LOGITS, self._of_images),
+            "activations": max(activations + self._logits, self._of_images),
         }
 
     @property
@@ -124,7 +134,7 @@ class LearnerMemory:
             **self.resident,
             "gradients": self._gradients,
             "gathered": self._gathered,
-            "activations": max(self._activations + LOGITS, self._of_images),
+            "activations": max(self._activations + self._logits, self._of_images),
         }
         return max(backward, self._optimizer_step, key=lambda parts: sum(parts.values()))
 
@@ -218,6 +228,12 @@ class LearnerMemory:
             return 0
         num_patches = self.num_tokens * tower.patches_per_token // (1 + tower.patches_per_token)
         return tower.activations(num_patches, self.bytes_per_number)
+
+    @property
+    def _logits(self) -> int:
+        """Of all tokens, where they are kept; of a chunk elsewhere."""
+        logits = self.num_tokens * self.shape.vocab * self.bytes_per_number
+        return LOGITS + (logits if logits <= KEPT_LOGITS_SHARE * self.gpu_bytes else 0)
 
     @property
     def _activations(self) -> int:

@@ -50,7 +50,7 @@ def fits_awake(config: RunConfig, shape: ModelShape, totals: Sequence[int]) -> b
     """Whether the learner has room for its fastest form beside engines that never sleep."""
     fastest = config.actor.memory.with_rest_of(_forms(_offloading(config))[0])
     settled = config.model_copy(update={"actor": config.actor.model_copy(update={"memory": fastest})})
-    most = LearnerMemory.of(settled, shape).most
+    most = LearnerMemory.of(settled, shape, totals).most
     return all(most <= USABLE_SHARE * (total - engine_budget(config, total)) for total in totals)
 
 
@@ -89,7 +89,7 @@ def choose_memory(
         forms.sort(key=lambda form: form.offloads)
     for form in (memory.with_rest_of(form) for form in forms):
         settled = config.model_copy(update={"actor": config.actor.model_copy(update={"memory": form})})
-        learner = LearnerMemory.of(settled, shape)
+        learner = LearnerMemory.of(settled, shape, [totals[gpu] for gpu in known])
         if learner.most <= USABLE_SHARE * free and _leaves_room(config, learner, shared):
             return form
     return memory.with_rest_of(min(forms, key=_leanness))

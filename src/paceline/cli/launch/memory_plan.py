@@ -123,7 +123,7 @@ class MemoryPlan:
         """From the configuration and who has which GPU."""
         return cls(
             config=config,
-            learner=LearnerMemory.of(config, shape),
+            learner=LearnerMemory.of(config, shape, [totals[gpu] for gpu in learner_gpus if gpu in totals]),
             engine=EngineMemory.of(config, shape),
             learner_gpus=learner_gpus,
             engine_gpus=engine_gpus,

@@ -55,7 +55,7 @@ def chunked_log_probs(
     """`token_log_probs(hidden @ weight.T + bias, ...)` with at most chunk_size rows of logits in memory.
 
     The backward pass makes each chunk's logits again, so peak memory grows with chunk_size x V instead of N
-    x V, at the price of one more product with the head.
+    x V, at the price of one more product with the head. On CUDA the logits of a single chunk are kept.
 
     Args:
         hidden: (..., H), the last hidden states.
@@ -125,12 +125,13 @@ class _ChunkedLogProbs(torch.autograd.Function):
         with_entropy: bool,
         softcap: float | None,
     ) -> tuple[Tensor, Tensor]:
-        parts = [
-            logits_rows.score(_logits(rows, weight, bias, softcap), wanted, temperature, with_entropy)
-            for rows, wanted in zip(
-                torch.split(hidden, chunk_size), torch.split(targets, chunk_size), strict=True
-            )
-        ]
+        parts = []
+        for rows, wanted in zip(
+            torch.split(hidden, chunk_size), torch.split(targets, chunk_size), strict=True
+        ):
+            logits = _logits(rows, weight, bias, softcap)
+            parts.append(logits_rows.score(logits, wanted, temperature, with_entropy))
+        ctx.logits = logits if len(parts) == 1 and logits_rows.leaves_logits(logits) else None
         log_probs = torch.cat([part.log_probs for part in parts])
         log_norms = torch.cat([part.log_norms for part in parts])
         entropies = [part.entropy for part in parts if part.entropy is not None]
@@ -151,11 +152,13 @@ class _ChunkedLogProbs(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden) if need_hidden else None
         # Chunks add up in at least float32: hundreds of bf16 additions would lose the small ones.
         kind = torch.promote_types(weight.dtype, torch.float32)
-        grad_weight = torch.zeros_like(weight, dtype=kind) if need_weight else None
+        kept, ctx.logits = ctx.logits, None
+        is_whole = 0 < targets.numel() <= ctx.chunk_size
+        grad_weight = torch.zeros_like(weight, dtype=kind) if need_weight and not is_whole else None
         grad_bias = torch.zeros_like(bias, dtype=kind) if need_bias else None
         for start in range(0, targets.numel(), ctx.chunk_size):
             part = slice(start, start + ctx.chunk_size)
-            logits = _logits(hidden[part], weight, bias, ctx.softcap)
+            logits = _logits(hidden[part], weight, bias, ctx.softcap) if kept is None else kept
             # The tanh's slope, from its value; `gradient` may write into the logits.
             slope = None if ctx.softcap is None else 1.0 - (logits / ctx.softcap).square_()
             grad = logits_rows.gradient(
@@ -176,6 +179,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 grad_hidden[part] = grad @ weight
             if grad_weight is not None:
                 _add_product(grad_weight, grad.t(), hidden[part])
+            elif need_weight:
+                grad_weight = grad.t() @ hidden
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=kind)
         return (

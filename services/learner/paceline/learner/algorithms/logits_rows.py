@@ -29,9 +29,14 @@ class RowScores:
     entropy: Tensor | None
 
 
+def leaves_logits(logits: Tensor) -> bool:
+    """Whether `score` leaves the logits as they are."""
+    return logits.is_cuda and logits.dtype in _KERNEL_TYPES
+
+
 def score(logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool) -> RowScores:
     """Log-probs of the targets under softmax(logits / temperature); may write into `logits`."""
-    if _has_kernel(logits):
+    if leaves_logits(logits):
         from paceline.learner.algorithms import logits_rows_kernel
 
         log_probs, log_norms, entropy = logits_rows_kernel.score(logits, targets, temperature, with_entropy)
@@ -59,12 +64,12 @@ def gradient(
     d log p_y / dz = onehot(y) - p and dH / dz = -p (log p + H), over the temperature.
 
     Args:
-        logits: recomputed, equal to the bit to those that were scored.
+        logits: those that were scored, or computed again and equal to the bit.
         scores: of these rows.
         grad_log_probs: None for zeros.
         grad_entropy: None for zeros; otherwise the scores have an entropy.
     """
-    if _has_kernel(logits):
+    if leaves_logits(logits):
         from paceline.learner.algorithms import logits_rows_kernel
 
         return logits_rows_kernel.gradient(
@@ -93,7 +98,3 @@ def gradient(
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
     z = full_precision(logits)
     return z.div_(temperature) if temperature != 1.0 else z
-
-
-def _has_kernel(logits: Tensor) -> bool:
-    return logits.is_cuda and logits.dtype in _KERNEL_TYPES

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from paceline.core.trajectory import Float32Array, Int32Array, UInt8Array
 from paceline.learner.batch.padded import PaddedSequences
+from paceline.learner.batch.row_index import RowIndex
 
 Int64Array = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
@@ -93,12 +94,12 @@ class PrefixedKeys:
     """The keys that each sequence sees, side by side: its prefix, then itself.
 
     Attributes:
-        tokens: (K,) int64, which token each key belongs to; a prefix's tokens stand once per sequence.
+        tokens: which of the T tokens each of the K keys belongs to; a prefix's stand once per sequence.
         cu_seqlens: (num_sequences + 1,) int32, where each sequence's keys begin among the K.
         max_length: keys of the sequence with the most.
     """
 
-    tokens: Tensor
+    tokens: RowIndex
     cu_seqlens: Tensor
     max_length: int
 
@@ -167,10 +168,10 @@ class PackedSequences:
         start = self.blocks[-1].stop
         keys = self.keys
         if keys is not None:
-            tokens = torch.arange(start, start + length, device=keys.tokens.device)
+            tokens = torch.arange(start, start + length, device=keys.cu_seqlens.device)
             keys = PrefixedKeys(
-                tokens=torch.cat([keys.tokens, tokens]),
-                cu_seqlens=_with_end(keys.cu_seqlens, len(keys.tokens) + length),
+                tokens=keys.tokens.followed_by(tokens),
+                cu_seqlens=_with_end(keys.cu_seqlens, len(keys.tokens.rows) + length),
                 max_length=max(keys.max_length, length),
             )
         return PackedSequences(
@@ -193,7 +194,7 @@ def _prefixed_keys(blocks: Sequence[SequenceBlock], device: torch.device) -> Pre
             tokens += [prefix, torch.arange(start, start + block.length)]
             lengths.append(block.prefix_length + block.length)
     return PrefixedKeys(
-        tokens=torch.cat(tokens).to(device, non_blocking=True),
+        tokens=RowIndex.of(torch.cat(tokens), blocks[-1].stop).to(device),
         cu_seqlens=torch.tensor(_offsets(lengths), dtype=torch.int32).to(device, non_blocking=True),
         max_length=max(lengths),
     )

@@ -3,9 +3,9 @@
 A micro-batch is one row of tokens, its sequences side by side without padding. `PackedSequences` says where
 they begin; it is computed once and passed through the model as the keyword argument `packed`, so no layer
 derives it from position ids and transformers builds no mask. On CUDA in half precision
-`torch.nn.attention.varlen` does the work. Elsewhere, sequences of about the same length run as padded batches
-of scaled dot products. With a softcap or sinks, which neither of them has, the scores of such a batch are
-computed in full.
+`paceline.learner.model.flash_attention` does the work. Elsewhere, sequences of about the same length run as
+padded batches of scaled dot products. With a softcap or sinks, which neither of them has, the scores of
+such a batch are computed in full.
 
 Responses may share a prompt, which is then their prefix: its states, keys and values are computed once. Each
 response's queries run against the prompt's keys and its own, side by side; with fewer queries than keys, all
@@ -14,9 +14,8 @@ ways align them at the end.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from torch import Tensor
 from paceline.core.errors import ModelError
 from paceline.learner.batch.padded import PaddedBatch, causal_mask
 from paceline.learner.batch.types import PackedSequences
+from paceline.learner.model import flash_attention
 from paceline.learner.model.rows import take_rows
 
 PACKED_ATTENTION = "paceline_packed"
@@ -39,10 +39,17 @@ def register() -> None:
 
 
 def keep_out_of_graphs() -> None:
-    """From now on compiled layers call the attention as it is."""
+    """From now on compiled layers call the attention as it is; they know the sizes of what it returns."""
+    from torch import _dynamo
     from transformers import AttentionInterface
 
-    uncompiled = torch.compiler.disable(packed_attention)  # type: ignore[no-untyped-call]
+    def attention_of_known_size(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        out, _ = packed_attention(*args, **kwargs)
+        _dynamo.mark_static(out, [2, 3])
+        _dynamo.maybe_mark_dynamic(out, 1)
+        return out, None
+
+    uncompiled = torch.compiler.disable(attention_of_known_size)  # type: ignore[no-untyped-call]
     AttentionInterface.register(PACKED_ATTENTION, uncompiled)
 
 
@@ -99,53 +106,23 @@ def packed_attention(
         scores = partial(_full_scores, softcap=softcap, sinks=s_aux)
         out = _in_batches(q, k, v, packed, scaling, sliding_window, scores)
     elif q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0:
-        out = _varlen(q, k, v, packed, scaling, sliding_window)
+        out = _side_by_side(q, k, v, packed, scaling, sliding_window)
     else:
         out = _in_batches(q, k, v, packed, scaling, sliding_window, F.scaled_dot_product_attention)
     return out.unsqueeze(0), None
 
 
-def _varlen(
+def _side_by_side(
     q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, scaling: float | None, window: int | None
 ) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
     cu_keys, max_keys = packed.cu_seqlens, packed.max_length
     if packed.keys is not None:
-        # Before heads are repeated: the gradient of taking rows sorts what it adds up.
         k, v = (take_rows(x, packed.keys.tokens) for x in (k, v))
         cu_keys, max_keys = packed.keys.cu_seqlens, packed.keys.max_length
-    grouped: dict[str, Any] = {}
-    if q.shape[1] != k.shape[1]:
-        if _has_grouped_queries():
-            grouped["enable_gqa"] = True
-        else:
-            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    width = v.shape[-1]
-    if width != q.shape[-1]:  # latent attention; the kernel takes one size of heads
-        v = F.pad(v, (0, q.shape[-1] - width))
-    out = varlen_attn(
-        q.contiguous(),
-        k.contiguous(),
-        v.contiguous(),
-        packed.cu_seqlens,
-        cu_keys,
-        packed.max_length,
-        max_keys,
-        scale=scaling,
-        window_size=(-1 if window is None else window - 1, 0),
-        **grouped,
+    lengths = flash_attention.Lengths(
+        queries=packed.cu_seqlens, keys=cu_keys, max_queries=packed.max_length, max_keys=max_keys
     )
-    assert isinstance(out, Tensor)
-    return out if out.shape[-1] == width else out[..., :width]
-
-
-@lru_cache(maxsize=1)
-def _has_grouped_queries() -> bool:
-    """torch 2.11 does not have the parameter yet."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return flash_attention.attend(q, k, v, lengths, scaling, window)
 
 
 def _in_batches(

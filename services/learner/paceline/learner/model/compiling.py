@@ -51,6 +51,20 @@ def compile_layers(layers: nn.ModuleList, kept_share: float, device: torch.devic
         layer.forward = torch.compile(layer.forward, backend=BACKEND, dynamic=True)
 
 
+def take_numbers_as_known(layer: nn.Module) -> None:
+    """Has the compiler take numbers like a head's size as known, in parts without parameters of their own.
+
+    In modules that FSDP manages it does not: a rotary embedding's kernel then divides by a variable for every
+    element, and takes seven times as long.
+
+    Args:
+        layer: sharded, and not run yet.
+    """
+    for part in (part for child in layer.children() for part in child.modules()):
+        if not any(True for _ in part.parameters(recurse=False)):
+            part._is_fsdp_managed_module = False  # type: ignore[assignment]
+
+
 def _ignore_sizes() -> None:
     """Has the compiler fuse a norm's two backward reductions at every size.
 

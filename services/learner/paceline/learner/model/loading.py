@@ -26,6 +26,7 @@ from paceline.core.errors import ModelError
 from paceline.core.images import MODELS_WITH_IMAGES
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model import architectures, attention
+from paceline.learner.model.compiling import take_numbers_as_known
 from paceline.learner.model.experts import use_correction_parameters, use_float32_routers
 from paceline.learner.model.files import ModelFiles, ReadRows
 from paceline.learner.model.layers import DEFAULT_OPTIONS, LayerOptions
@@ -233,6 +234,8 @@ def _materialise(
     for layer in decoder_layers(body):
         give_storage(layer, lm, ranks.device, precision.store)
         fully_shard(layer, mesh=ranks.mesh, mp_policy=policy, reshard_after_forward=not options.keep_gathered)
+        if options.compiled:
+            take_numbers_as_known(layer)
     give_storage(network, lm, ranks.device, precision.store)
     if isinstance(network, PolicyNetwork):
         lm.tie_weights()  # tied parameters got storage one by one

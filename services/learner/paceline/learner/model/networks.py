@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.config.memory import KEPT_LOGITS_SHARE
 from paceline.core.errors import ModelError
 from paceline.learner.algorithms.log_probs import bounded, chunked_log_probs, token_log_probs
 from paceline.learner.batch.types import MicroBatch, PackedImages
@@ -18,7 +20,7 @@ from paceline.learner.model.architectures import logit_scale, logit_softcap
 from paceline.learner.model.rows import take_rows
 
 MAX_LOGITS_ELEMENTS = {"cpu": 1 << 26, "cuda": 1 << 28}
-"""Elements of the largest table of logits, tokens by vocabulary: 256 MiB in float32, 512 MiB in bfloat16."""
+"""Elements of a chunk of logits, tokens by vocabulary: 256 MiB in float32, 512 MiB in bfloat16."""
 
 
 class PolicyNetwork(nn.Module):
@@ -42,8 +44,11 @@ class PolicyNetwork(nn.Module):
         """Log-probs (n,) of the response tokens, in float32, and their entropies (n,) or None."""
         hidden = hidden_states(body_of(self.lm), batch, self.token_multiple)
         head = output_head(self.lm)
+        num_logits = hidden.shape[0] * head.vocab_size
         most = MAX_LOGITS_ELEMENTS[hidden.device.type]
-        if hidden.device.type == "cpu" and hidden.shape[0] * head.vocab_size <= most:
+        if hidden.device.type == "cuda" and num_logits * hidden.itemsize <= kept_logits_bytes(hidden.device):
+            most = max(most, num_logits)
+        if hidden.device.type == "cpu" and num_logits <= most:
             # Autograd keeps the logits, which saves a second product.
             logits = F.linear(hidden, head.weight, head.bias)
             return token_log_probs(
@@ -61,6 +66,12 @@ class PolicyNetwork(nn.Module):
         )
         # Copies, not views: see ValueNetwork.
         return log_probs.clone(), None if entropy is None else entropy.clone()
+
+
+@lru_cache
+def kept_logits_bytes(device: torch.device) -> int:
+    """The most that the logits of a micro-batch may take on a GPU to be kept for the backward pass."""
+    return int(KEPT_LOGITS_SHARE * torch.cuda.get_device_properties(device).total_memory)
 
 
 class ValueNetwork(nn.Module):

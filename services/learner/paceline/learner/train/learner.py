@@ -20,6 +20,7 @@ from paceline.learner.algorithms.kl import AdaptiveKLController, FixedKLControll
 from paceline.learner.distributed.catching_up import count_collectives
 from paceline.learner.distributed.host_memory import host_mesh
 from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.model import flash_attention
 from paceline.learner.model.compiling import CompileClock
 from paceline.learner.model.layers import LayerOptions
 from paceline.learner.model.loading import Precision, load_critic, load_policy
@@ -93,6 +94,7 @@ class Learner:
 
         Raises:
             ConfigError: a custom policy loss is not there or cannot be trained with.
+            EnvironmentLackError: the attention kernel that is asked for is not installed.
             ModelError: the model folder is unusable.
         """
         loss_function(config)  # a fault in a custom loss is found before anything is loaded
@@ -100,6 +102,7 @@ class Learner:
         random_weights = model.load_format == "random"
         compute = DTYPES[model.dtype]
         options = LayerOptions.of_actor(config.actor)
+        flash_attention.choose(config.actor.attention_kernel)
         # A network that is never updated is kept in the type that it computes in.
         frozen = Precision(compute=compute, store=compute, reduce=DTYPES[config.actor.reduce_dtype])
         masters = dataclasses.replace(frozen, store=torch.float32)

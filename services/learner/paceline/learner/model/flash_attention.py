@@ -1,0 +1,239 @@
+"""Kernels for attention of sequences side by side, on CUDA in half precision.
+
+torch brings FlashAttention 2. FlashAttention 4 (the package flash-attn-4) is written for Hopper and
+Blackwell, and about twice as fast there. It compiles kernels for every kind of layer. So the first call
+tries it on a few drawn tokens; where it fails or computes something else, torch's is taken.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.config.actor import AttentionKernel
+from paceline.core.errors import EnvironmentLackError
+
+log = logging.getLogger(__name__)
+
+PACKAGE = "flash_attn.cute"
+"""Of flash-attn-4; flash-attn has the parent, too, without this."""
+TOLERANCE = 0.02
+"""Of the relative difference in bfloat16 of two kernels that compute the same; 0.003 was measured."""
+
+_TRIED_LENGTHS = ((96, 96), (40, 136), (1, 97))
+"""Queries and keys of the drawn sequences."""
+_MIN_CAPABILITY = 9
+
+_chosen: list[AttentionKernel] = ["auto"]
+
+
+def choose(kernel: AttentionKernel) -> None:
+    """Sets what this process takes from now on.
+
+    Raises:
+        EnvironmentLackError: flash_attention_4 is asked for and not installed.
+    """
+    if kernel == "flash_attention_4" and not _is_installed():
+        raise EnvironmentLackError(
+            "actor.attention_kernel is flash_attention_4, and the package flash-attn-4 is not installed; "
+            "pip install --pre flash-attn-4, or set actor.attention_kernel: auto"
+        )
+    _chosen[:] = [kernel]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Lengths:
+    """Where each sequence's queries and keys lie; the last of both are the same token.
+
+    Attributes:
+        queries: (N + 1,) int32, from 0 to the number of queries.
+        keys: (N + 1,) int32, the same for keys.
+        max_queries, max_keys: of the sequence with the most.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    max_queries: int
+    max_keys: int
+
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Lengths, float | None, int | None], Tensor]
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scaling: float | None, window: int | None
+) -> Tensor:
+    """Causal attention within each sequence.
+
+    Args:
+        q: (T, H, D).
+        k: (K, G, D), G dividing H.
+        v: (K, G, E), E at most D.
+        lengths: of the sequences.
+        scaling: of the scores; None is D ** -0.5.
+        window: number of tokens that a token sees, itself included; None for all before it.
+
+    Returns:
+        (T, H, E).
+    """
+    kind = _Kind(
+        heads=q.shape[1],
+        groups=k.shape[1],
+        width=q.shape[2],
+        value_width=v.shape[2],
+        windowed=window is not None,
+        dtype=q.dtype,
+        device=q.device,
+    )
+    return _kernel_of(kind, _chosen[0])(q, k, v, lengths, scaling, window)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Kind:
+    """What FlashAttention 4 compiles a kernel for."""
+
+    heads: int
+    groups: int
+    width: int
+    value_width: int
+    windowed: bool
+    dtype: torch.dtype
+    device: torch.device
+
+    def __str__(self) -> str:
+        return f"{self.heads} heads of {self.width}, {self.groups} of keys"
+
+
+@lru_cache
+def _kernel_of(kind: _Kind, chosen: AttentionKernel) -> Kernel:
+    if chosen == "torch" or not _is_installed():
+        return by_torch
+    if torch.cuda.get_device_capability(kind.device)[0] < _MIN_CAPABILITY:
+        return by_torch
+    try:
+        difference = _difference(kind)
+    except Exception as error:  # noqa: BLE001 - whatever a compiler in its beta says
+        reason = f"{type(error).__name__}: {error}"
+    else:
+        if difference <= TOLERANCE:
+            return by_flash_attention_4
+        reason = f"its numbers differ from torch's by {difference:.3g}, relative"
+    if chosen == "flash_attention_4":
+        raise EnvironmentLackError(
+            f"FlashAttention 4 does not do for {kind} ({reason}); set actor.attention_kernel: auto"
+        )
+    log.warning("FlashAttention 4 does not do for %s, torch's kernel does (%s)", kind, reason)
+    return by_torch
+
+
+@lru_cache(maxsize=1)
+def _is_installed() -> bool:
+    try:
+        return importlib.util.find_spec(PACKAGE) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@torch.enable_grad()
+def _difference(kind: _Kind) -> float:
+    """The largest relative difference of both kernels' outputs and gradients, on drawn numbers."""
+    queries, keys = (sum(counts) for counts in zip(*_TRIED_LENGTHS, strict=True))
+    generator = torch.Generator(kind.device).manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        numbers = torch.randn(shape, generator=generator, device=kind.device, dtype=torch.float32)
+        return numbers.to(kind.dtype).requires_grad_()
+
+    q, k = draw(queries, kind.heads, kind.width), draw(keys, kind.groups, kind.width)
+    v, gradient = draw(keys, kind.groups, kind.value_width), draw(queries, kind.heads, kind.value_width)
+    lengths = Lengths(
+        queries=_offsets([count for count, _ in _TRIED_LENGTHS], kind.device),
+        keys=_offsets([count for _, count in _TRIED_LENGTHS], kind.device),
+        max_queries=max(count for count, _ in _TRIED_LENGTHS),
+        max_keys=max(count for _, count in _TRIED_LENGTHS),
+    )
+    results = []
+    # Layers that recompute count what is saved for their backward pass; this is not theirs.
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        for kernel in (by_torch, by_flash_attention_4):
+            out = kernel(q, k, v, lengths, None, 33 if kind.windowed else None)
+            results.append((out.detach(), *torch.autograd.grad(out, (q, k, v), gradient.detach())))
+    return max(
+        float((mine.float() - theirs.float()).norm() / theirs.float().norm())
+        for theirs, mine in zip(*results, strict=True)
+    )
+
+
+def _offsets(counts: list[int], device: torch.device) -> Tensor:
+    return F.pad(torch.tensor(counts).cumsum(0), (1, 0)).to(device, torch.int32)
+
+
+def by_flash_attention_4(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scaling: float | None, window: int | None
+) -> Tensor:
+    """`attend` with the package flash-attn-4."""
+    out, _ = _flash_attention_4()(
+        q.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
+        cu_seqlens_q=lengths.queries,
+        cu_seqlens_k=lengths.keys,
+        max_seqlen_q=lengths.max_queries,
+        max_seqlen_k=lengths.max_keys,
+        softmax_scale=scaling,
+        causal=window is None,
+        window_size=(None, None) if window is None else (window - 1, 0),
+    )
+    assert isinstance(out, Tensor)
+    return out
+
+
+@lru_cache(maxsize=1)
+def _flash_attention_4() -> Callable[..., Any]:
+    from flash_attn.cute import flash_attn_varlen_func  # type: ignore[import-not-found,unused-ignore]
+
+    return flash_attn_varlen_func  # type: ignore[no-any-return,unused-ignore]
+
+
+def by_torch(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scaling: float | None, window: int | None
+) -> Tensor:
+    """`attend` with `torch.nn.attention.varlen`."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    width = v.shape[-1]
+    if width != q.shape[-1]:  # latent attention; the kernel takes one size of heads
+        v = F.pad(v, (0, q.shape[-1] - width))
+    # torch 2.11 takes fewer heads of keys without being told.
+    grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] and _has_grouped_queries() else {}
+    out = varlen_attn(
+        q.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
+        lengths.queries,
+        lengths.keys,
+        lengths.max_queries,
+        lengths.max_keys,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        **grouped,  # type: ignore[arg-type]
+    )
+    assert isinstance(out, Tensor)
+    return out if out.shape[-1] == width else out[..., :width]
+
+
+@lru_cache(maxsize=1)
+def _has_grouped_queries() -> bool:
+    """Since torch 2.12."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
