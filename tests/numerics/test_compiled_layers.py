@@ -218,16 +218,20 @@ def test_a_warm_up_takes_whole_micro_batches_through_two_layers(
 
 
 def test_a_learners_kernels_outlive_its_run(tmp_path: Path) -> None:
-    """The compiler takes a folder below TMPDIR, which a run's end removes, unless it is told another."""
+    """Left alone, compilers take a folder below TMPDIR, which a run's end removes, or none."""
     own = {"PACELINE_CACHE_DIR": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
     environ = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"} | own
+    environ = {name: value for name, value in environ.items() if not name.startswith("FLASH_ATTENTION_")}
     code = (
-        "import paceline.learner.__main__, torch._inductor.runtime.cache_dir_utils as c; print(c.cache_dir())"
+        "import os, paceline.learner.__main__, torch._inductor.runtime.cache_dir_utils as c\n"
+        "print(c.cache_dir())\n"
+        "print(*(os.environ[f'FLASH_ATTENTION_CUTE_DSL_CACHE_{name}'] for name in ('DIR', 'ENABLED')))"
     )
     ended = subprocess.run(
         [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True, timeout=300
     )
-    assert ended.stdout.split() == [str(tmp_path / "cache" / "kernels")]
+    kernels = tmp_path / "cache" / "kernels"
+    assert ended.stdout.split() == [str(kernels), str(kernels / "attention"), "1"]
 
 
 def test_old_log_probs_without_a_graph_would_part_from_the_update(

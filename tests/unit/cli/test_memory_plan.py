@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -221,6 +222,22 @@ def test_the_peaks_of_one_gpu_are_those_measured(
     plan = LearnerMemory.of(config, shape_of(tree))
     assert (sum(plan.update.values()) - CONTEXT) / GIB == pytest.approx(measured_gib, rel=0.02)
     assert ("visiting" in plan.update) == offload
+
+
+def test_logits_are_in_the_plan_where_they_are_kept() -> None:
+    """As measured on four H200s: 90.0 GiB of tensors."""
+    memory = {"recompute": "none", "keep_gathered": True, "accumulate": True}
+    actor = {"compile": True, "reduce_dtype": "bfloat16", "memory": memory}
+
+    def most(num_tokens: int, totals: Sequence[int]) -> int:
+        config = run_of(actor={**actor, "ppo_max_token_len_per_gpu": num_tokens}, rollout={"n": 8})
+        return LearnerMemory.of(config, shape_of(SEVEN), totals).most
+
+    h200 = 143_771 << 20
+    assert (most(8704, [h200]) - CONTEXT) / GIB == pytest.approx(90.0, rel=0.05)
+    assert most(8704, [h200, h200 // 2]) - most(8704, []) == 8704 * 152064 * 2
+    assert most(17408, [h200]) == most(17408, [])  # they are made again
+    assert most(8704, [h200 // 2]) == most(8704, [])
 
 
 def test_0_5b_by_hand_with_critic_and_reference() -> None:

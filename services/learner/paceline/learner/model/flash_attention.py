@@ -29,6 +29,9 @@ PACKAGE = "flash_attn.cute"
 TOLERANCE = 0.02
 """Of the relative difference in bfloat16 of two kernels that compute the same; 0.003 was measured."""
 
+DTYPES = (torch.bfloat16, torch.float16)
+"""That both kernels take."""
+
 _TRIED_LENGTHS = ((96, 96), (40, 136), (1, 97))
 """Queries and keys of the drawn sequences."""
 _MIN_CAPABILITY = 9
@@ -48,6 +51,42 @@ def choose(kernel: AttentionKernel) -> None:
             "pip install --pre flash-attn-4, or set actor.attention_kernel: auto"
         )
     _chosen[:] = [kernel]
+
+
+def prepare(config: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """Has the kernels compiled that a model's layers will ask for, so that its first step need not wait.
+
+    Args:
+        config: of the transformers model.
+        dtype: that it computes in.
+        device: on which it will run; nothing is done on a CPU.
+    """
+    if device.type == "cuda" and dtype in DTYPES:
+        for kind in kinds_of(config.get_text_config(), dtype, device):
+            _kernel_of(kind, _chosen[0])
+
+
+def kinds_of(config: Any, dtype: torch.dtype, device: torch.device) -> list[Kind]:
+    """What layers with these sizes and windows ask `attend` for; nothing where scores have a softcap."""
+    if getattr(config, "attn_logit_softcapping", None):
+        return []
+    heads = int(config.num_attention_heads)
+    head = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    width, value_width = (int(getattr(config, name, None) or head) for name in ("qk_head_dim", "v_head_dim"))
+    types = getattr(config, "layer_types", None)
+    windows = {kind == "sliding_attention" for kind in types or ()}
+    return [
+        Kind(
+            heads=heads,
+            groups=int(getattr(config, "num_key_value_heads", None) or heads),
+            width=width,
+            value_width=value_width,
+            windowed=windowed,
+            dtype=dtype,
+            device=device,
+        )
+        for windowed in sorted(windows or {bool(getattr(config, "sliding_window", None))})
+    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -85,7 +124,7 @@ def attend(
     Returns:
         (T, H, E).
     """
-    kind = _Kind(
+    kind = Kind(
         heads=q.shape[1],
         groups=k.shape[1],
         width=q.shape[2],
@@ -98,7 +137,7 @@ def attend(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Kind:
+class Kind:
     """What FlashAttention 4 compiles a kernel for."""
 
     heads: int
@@ -114,10 +153,13 @@ class _Kind:
 
 
 @lru_cache
-def _kernel_of(kind: _Kind, chosen: AttentionKernel) -> Kernel:
-    if chosen == "torch" or not _is_installed():
+def _kernel_of(kind: Kind, chosen: AttentionKernel) -> Kernel:
+    if chosen == "torch" or torch.cuda.get_device_capability(kind.device)[0] < _MIN_CAPABILITY:
         return by_torch
-    if torch.cuda.get_device_capability(kind.device)[0] < _MIN_CAPABILITY:
+    if not _is_installed():
+        log.info(
+            "torch's kernel computes attention; with the package flash-attn-4 it takes about half the time"
+        )
         return by_torch
     try:
         difference = _difference(kind)
@@ -144,7 +186,7 @@ def _is_installed() -> bool:
 
 
 @torch.enable_grad()
-def _difference(kind: _Kind) -> float:
+def _difference(kind: Kind) -> float:
     """The largest relative difference of both kernels' outputs and gradients, on drawn numbers."""
     queries, keys = (sum(counts) for counts in zip(*_TRIED_LENGTHS, strict=True))
     generator = torch.Generator(kind.device).manual_seed(0)

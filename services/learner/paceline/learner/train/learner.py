@@ -115,6 +115,7 @@ class Learner:
             lora=model.lora,
             adapter_seed=seed,
         )
+        flash_attention.prepare(policy.lm.config, compute, ranks.device)
         critic = reference = host_reference = None
         if config.needs_critic:
             critic = load_critic(

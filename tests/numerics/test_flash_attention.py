@@ -1,0 +1,181 @@
+"""Which attention kernel a GPU's process takes, with stand-ins for kernels; on a GPU: the test beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DeepseekV3Config, Gemma2Config, Gemma3TextConfig, MistralConfig, Qwen2Config
+
+from paceline.core.errors import EnvironmentLackError
+from paceline.learner.model import flash_attention
+from paceline.learner.model.flash_attention import Kind, Lengths
+
+pytestmark = pytest.mark.torch
+
+CPU = torch.device("cpu")
+KIND = Kind(heads=4, groups=2, width=16, value_width=8, windowed=True, dtype=torch.bfloat16, device=CPU)
+
+
+def plain(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scaling: float | None, window: int | None
+) -> Tensor:
+    """Attention in float32, sequence by sequence."""
+    repeats = q.shape[1] // k.shape[1]
+    outputs = []
+    for i in range(len(lengths.queries) - 1):
+        queries = q[lengths.queries[i] : lengths.queries[i + 1]].float().transpose(0, 1)
+        keys, values = (
+            x[lengths.keys[i] : lengths.keys[i + 1]].float().repeat_interleave(repeats, 1).transpose(0, 1)
+            for x in (k, v)
+        )
+        num_queries, num_keys = queries.shape[1], keys.shape[1]
+        back = torch.arange(num_keys - num_queries, num_keys)[:, None] - torch.arange(num_keys)
+        seen = (back >= 0) & (back < (window or num_keys))
+        scores = queries @ keys.transpose(1, 2) * (scaling or q.shape[-1] ** -0.5)
+        outputs.append((scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values).transpose(0, 1))
+    return torch.cat(outputs).to(q.dtype)
+
+
+def wrong_gradient(q: Tensor, *rest: Any) -> Tensor:
+    """The same values."""
+    return plain(q.detach() + 1.05 * (q - q.detach()), *rest)
+
+
+def failing(*_: Any) -> Tensor:
+    raise AssertionError("head_dim 16 is not supported")
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Stands in for a GPU with the package."""
+    monkeypatch.setattr(flash_attention, "_is_installed", lambda: True)
+    monkeypatch.setattr(flash_attention, "by_torch", plain)
+    monkeypatch.setattr(flash_attention, "by_flash_attention_4", plain)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    flash_attention._kernel_of.cache_clear()
+    yield
+    flash_attention.choose("auto")
+    flash_attention._kernel_of.cache_clear()
+
+
+def test_auto_takes_flash_attention_4_where_it_computes_what_torch_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def four(*args: Any) -> Tensor:
+        return plain(*args)
+
+    monkeypatch.setattr(flash_attention, "by_flash_attention_4", four)
+    assert flash_attention._kernel_of(KIND, "auto") is four
+    assert flash_attention._kernel_of(KIND, "flash_attention_4") is four
+    assert flash_attention._kernel_of(KIND, "torch") is plain
+
+
+@pytest.mark.parametrize(
+    ("kernel", "reason"),
+    [
+        (failing, "AssertionError: head_dim 16 is not supported"),
+        (wrong_gradient, "differ from torch's by 0.05"),
+    ],
+)
+def test_torchs_is_taken_and_the_log_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kernel: Callable[..., Tensor],
+    reason: str,
+) -> None:
+    monkeypatch.setattr(flash_attention, "by_flash_attention_4", kernel)
+    assert flash_attention._kernel_of(KIND, "auto") is plain
+    assert "FlashAttention 4 does not do for 4 heads of 16, 2 of keys" in caplog.text
+    assert reason in caplog.text
+    with pytest.raises(EnvironmentLackError, match=r"set actor\.attention_kernel: auto") as caught:
+        flash_attention._kernel_of(KIND, "flash_attention_4")
+    assert reason in str(caught.value)
+
+
+def test_an_older_gpu_and_a_missing_package_leave_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_attention, "by_flash_attention_4", failing)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert flash_attention._kernel_of(KIND, "auto") is plain
+    flash_attention._kernel_of.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(flash_attention, "_is_installed", lambda: False)
+    assert flash_attention._kernel_of(KIND, "auto") is plain
+    flash_attention.choose("torch")
+    with pytest.raises(EnvironmentLackError, match="pip install --pre flash-attn-4"):
+        flash_attention.choose("flash_attention_4")
+
+
+def test_the_choice_is_what_attention_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+
+    def named(name: str) -> Callable[..., Tensor]:
+        def kernel(*args: Any) -> Tensor:
+            taken.append(name)
+            return plain(*args)
+
+        return kernel
+
+    monkeypatch.setattr(flash_attention, "by_torch", named("torch"))
+    monkeypatch.setattr(flash_attention, "by_flash_attention_4", named("four"))
+    q, k, v = (torch.randn(10, heads, 16) for heads in (4, 2, 2))
+    bounds = torch.tensor([0, 4, 10], dtype=torch.int32)
+    lengths = Lengths(queries=bounds, keys=bounds, max_queries=6, max_keys=6)
+    for choice, expected in (("auto", "four"), ("torch", "torch")):
+        flash_attention.choose(choice)  # type: ignore[arg-type]
+        flash_attention.attend(q, k, v, lengths, None, None)
+        assert taken[-1] == expected
+    num_tries = len(taken)
+    flash_attention.attend(q, k, v, lengths, None, None)
+    assert len(taken) == num_tries + 1  # tried once
+
+
+def test_a_trial_within_a_recomputed_layer_saves_nothing_for_its_backward_pass() -> None:
+    def layer(x: Tensor) -> Tensor:
+        assert flash_attention._kernel_of(KIND, "auto") is plain
+        return x.sin().square()
+
+    x = torch.randn(5, requires_grad=True)
+    out = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+    assert isinstance(out, Tensor)
+    (gradient,) = torch.autograd.grad(out.sum(), x)
+    torch.testing.assert_close(gradient, 2 * x.sin() * x.cos())
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (
+            Qwen2Config(num_attention_heads=28, num_key_value_heads=4, hidden_size=3584),
+            [(28, 4, 128, 128, False)],
+        ),
+        (MistralConfig(sliding_window=4096), [(32, 8, 128, 128, True)]),
+        (MistralConfig(sliding_window=None), [(32, 8, 128, 128, False)]),
+        (
+            Gemma3TextConfig(num_attention_heads=4, num_key_value_heads=1, head_dim=256, num_hidden_layers=7),
+            [(4, 1, 256, 256, False), (4, 1, 256, 256, True)],
+        ),
+        (Gemma2Config(), []),
+        (DeepseekV3Config(), [(128, 128, 192, 128, False)]),
+    ],
+    ids=["Qwen2.5-7B", "Mistral", "Mistral without windows", "Gemma 3", "softcap", "latent"],
+)
+def test_kinds_of_models(config: Any, expected: list[tuple[Any, ...]]) -> None:
+    kinds = flash_attention.kinds_of(config, torch.bfloat16, CPU)
+    assert [
+        (kind.heads, kind.groups, kind.width, kind.value_width, kind.windowed) for kind in kinds
+    ] == expected
+
+
+def test_kernels_are_compiled_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Kind] = []
+    monkeypatch.setattr(flash_attention, "_kernel_of", lambda kind, chosen: tried.append(kind))
+    flash_attention.prepare(Qwen2Config(), torch.bfloat16, CPU)
+    flash_attention.prepare(Qwen2Config(), torch.float32, torch.device("cuda"))
+    assert tried == []
+    flash_attention.prepare(Qwen2Config(), torch.bfloat16, torch.device("cuda"))
+    assert [kind.heads for kind in tried] == [32]
+    monkeypatch.undo()
