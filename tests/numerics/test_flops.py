@@ -10,6 +10,7 @@ from transformers import (
     DeepseekV2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen3MoeForCausalLM,
 )
 
 from paceline.config.model import LoraConfig
@@ -46,6 +47,17 @@ def test_pairs_in_latent_attention_count_the_sizes_of_its_heads() -> None:
         lm = DeepseekV2ForCausalLM(tiny_config("deepseek_v2"))
     # Four heads of 8 + 4 for queries and keys and 6 for values, in three layers; half the pairs are left out.
     assert arithmetic_of(PolicyNetwork(lm)).per_pair == 6 * 4 * (12 + 6) * 3 // 2
+
+
+def test_of_a_mixtures_experts_those_count_that_a_token_meets() -> None:
+    config = tiny_config("qwen3_moe")
+    with torch.device("meta"):
+        lm = Qwen3MoeForCausalLM(config)
+    expert = 3 * config.hidden_size * config.moe_intermediate_size
+    idle = config.num_hidden_layers * (config.num_experts - config.num_experts_per_tok) * expert
+    every = sum(parameter.numel() for parameter in lm.model.layers.parameters())
+    assert config.num_experts > config.num_experts_per_tok
+    assert arithmetic_of(PolicyNetwork(lm)).per_token == 6 * (every - idle)
 
 
 @pytest.mark.parametrize("targets", [None, ("all",), ("q_proj", "down_proj")])
