@@ -109,6 +109,18 @@ def test_an_older_gpu_and_a_missing_package_leave_torchs(monkeypatch: pytest.Mon
         flash_attention.choose("flash_attention_4")
 
 
+def test_another_package_of_the_name_that_does_not_load_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+
+    def broken(name: str) -> None:
+        raise ImportError(f"{name}: undefined symbol")
+
+    monkeypatch.setattr("importlib.util.find_spec", broken)
+    flash_attention._is_installed.cache_clear()
+    assert not flash_attention._is_installed()
+    flash_attention._is_installed.cache_clear()
+
+
 def test_the_choice_is_what_attention_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[str] = []
 

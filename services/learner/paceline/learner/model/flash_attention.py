@@ -181,7 +181,7 @@ def _kernel_of(kind: Kind, chosen: AttentionKernel) -> Kernel:
 def _is_installed() -> bool:
     try:
         return importlib.util.find_spec(PACKAGE) is not None
-    except ModuleNotFoundError:
+    except ImportError:  # no flash_attn at all, or one that does not load here
         return False
 
 
