@@ -157,9 +157,7 @@ def _kernel_of(kind: Kind, chosen: AttentionKernel) -> Kernel:
     if chosen == "torch" or torch.cuda.get_device_capability(kind.device)[0] < _MIN_CAPABILITY:
         return by_torch
     if not _is_installed():
-        log.info(
-            "torch's kernel computes attention; the package flash-attn-4 takes less time here"
-        )
+        log.info("torch's kernel computes attention; the package flash-attn-4 takes less time here")
         return by_torch
     try:
         difference = _difference(kind)
