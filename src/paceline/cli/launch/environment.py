@@ -140,6 +140,7 @@ def _gpus() -> Iterable[Finding]:
         return
     yield from (_driver(driver) for driver in sorted(drivers))
     yield from _nccl()
+    yield _attention()
 
 
 # The oldest driver of each CUDA, by its first number (NVIDIA's compatibility table).
@@ -167,6 +168,14 @@ def _nccl() -> Iterable[Finding]:
         yield Finding(part="NCCL", state=library)
     else:
         yield Finding(part="NCCL", state="no", status=Status.LACKING, hint="make venv-cuda: torch brings it")
+
+
+def _attention() -> Finding:
+    """Whether the learner has the faster of its attention kernels."""
+    if number := version("flash-attn-4"):
+        return Finding(part="attention", state=f"flash-attn-4 {number}, on Hopper and Blackwell")
+    hint = "on Hopper and Blackwell an update is faster with it: pip install --pre 'flash-attn-4>=4.0.0b18'"
+    return Finding(part="attention", state="torch's, no flash-attn-4", status=Status.NOTE, hint=hint)
 
 
 def _ports() -> Iterable[Finding]:
