@@ -51,12 +51,12 @@ def test_doctor_says_what_is_lacking_and_how_to_get_it(
             "570.86.10, CUDA 12 installed",
         ),
         ({"torch": "2.11.0", "vllm": "0.24.0"}, "NCCL", Status.LACKING, "no"),
-        ({"torch": "2.11.0", "vllm": "0.24.0"}, "attention", Status.NOTE, "no flash-attn-4"),
+        ({"torch": "2.11.0", "vllm": "0.24.0"}, "attention", Status.NOTE, "torch's, no flash-attn-4"),
         (
             {"torch": "2.11.0", "vllm": "0.24.0", "flash-attn-4": "4.0.0b18"},
             "attention",
             Status.OK,
-            "flash-attn-4 4.0.0b18",
+            "flash-attn-4 4.0.0b18, on Hopper and Blackwell",
         ),
     ],
 )
