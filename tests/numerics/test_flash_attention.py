@@ -187,6 +187,7 @@ def test_kernels_are_compiled_before_the_first_step(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(flash_attention, "_kernel_of", lambda kind, chosen: tried.append(kind))
     flash_attention.prepare(Qwen2Config(), torch.bfloat16, CPU)
     flash_attention.prepare(Qwen2Config(), torch.float32, torch.device("cuda"))
+    flash_attention.prepare(Qwen2Config(hidden_size=192), torch.bfloat16, torch.device("cuda"))  # heads of 6
     assert tried == []
     flash_attention.prepare(Qwen2Config(), torch.bfloat16, torch.device("cuda"))
     assert [kind.heads for kind in tried] == [32]

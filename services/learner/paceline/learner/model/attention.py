@@ -105,7 +105,7 @@ def packed_attention(
     if softcap is not None or s_aux is not None:
         scores = partial(_full_scores, softcap=softcap, sinks=s_aux)
         out = _in_batches(q, k, v, packed, scaling, sliding_window, scores)
-    elif q.is_cuda and q.dtype in flash_attention.DTYPES and q.shape[-1] % 8 == 0:
+    elif q.is_cuda and flash_attention.takes(q.dtype, q.shape[-1]):
         out = _side_by_side(q, k, v, packed, scaling, sliding_window)
     else:
         out = _in_batches(q, k, v, packed, scaling, sliding_window, F.scaled_dot_product_attention)

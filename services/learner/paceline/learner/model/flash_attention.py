@@ -29,9 +29,6 @@ PACKAGE = "flash_attn.cute"
 TOLERANCE = 0.02
 """Of the relative difference in bfloat16 of two kernels that compute the same; 0.003 was measured."""
 
-DTYPES = (torch.bfloat16, torch.float16)
-"""That both kernels take."""
-
 _TRIED_LENGTHS = ((96, 96), (40, 136), (1, 97))
 """Queries and keys of the drawn sequences."""
 _MIN_CAPABILITY = 9
@@ -61,9 +58,14 @@ def prepare(config: Any, dtype: torch.dtype, device: torch.device) -> None:
         dtype: that it computes in.
         device: on which it will run; nothing is done on a CPU.
     """
-    if device.type == "cuda" and dtype in DTYPES:
-        for kind in kinds_of(config.get_text_config(), dtype, device):
+    for kind in kinds_of(config.get_text_config(), dtype, device):
+        if device.type == "cuda" and takes(dtype, kind.width):
             _kernel_of(kind, _chosen[0])
+
+
+def takes(dtype: torch.dtype, width: int) -> bool:
+    """Whether there is a kernel for heads of this size."""
+    return dtype in (torch.bfloat16, torch.float16) and width % 8 == 0
 
 
 def kinds_of(config: Any, dtype: torch.dtype, device: torch.device) -> list[Kind]:
