@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DeepseekV3Config, Gemma2Config, Gemma3TextConfig, MistralConfig, Qwen2Config
+from transformers import (
+    DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    MambaConfig,
+    MistralConfig,
+    Qwen2Config,
+)
 
 from paceline.core.errors import EnvironmentLackError
 from paceline.learner.model import flash_attention
@@ -171,9 +178,10 @@ def test_a_trial_within_a_recomputed_layer_saves_nothing_for_its_backward_pass()
             [(4, 1, 256, 256, False), (4, 1, 256, 256, True)],
         ),
         (Gemma2Config(), []),
+        (MambaConfig(), []),
         (DeepseekV3Config(), [(128, 128, 192, 128, False)]),
     ],
-    ids=["Qwen2.5-7B", "Mistral", "Mistral without windows", "Gemma 3", "softcap", "latent"],
+    ids=["Qwen2.5-7B", "Mistral", "Mistral without windows", "Gemma 3", "softcap", "no attention", "latent"],
 )
 def test_kinds_of_models(config: Any, expected: list[tuple[Any, ...]]) -> None:
     kinds = flash_attention.kinds_of(config, torch.bfloat16, CPU)

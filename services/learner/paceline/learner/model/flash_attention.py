@@ -69,10 +69,15 @@ def takes(dtype: torch.dtype, width: int) -> bool:
 
 
 def kinds_of(config: Any, dtype: torch.dtype, device: torch.device) -> list[Kind]:
-    """What layers with these sizes and windows ask `attend` for; nothing where scores have a softcap."""
-    if getattr(config, "attn_logit_softcapping", None):
+    """What layers with these sizes and windows ask `attend` for.
+
+    Nothing where scores have a softcap, or where sizes have other names or differ from layer to layer: these
+    kernels are compiled when they are needed.
+    """
+    heads = getattr(config, "num_attention_heads", None)
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    if getattr(config, "attn_logit_softcapping", None) or not (type(heads) is type(groups) is int):
         return []
-    heads = int(config.num_attention_heads)
     head = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
     width, value_width = (int(getattr(config, name, None) or head) for name in ("qk_head_dim", "v_head_dim"))
     types = getattr(config, "layer_types", None)
@@ -80,7 +85,7 @@ def kinds_of(config: Any, dtype: torch.dtype, device: torch.device) -> list[Kind
     return [
         Kind(
             heads=heads,
-            groups=int(getattr(config, "num_key_value_heads", None) or heads),
+            groups=groups,
             width=width,
             value_width=value_width,
             windowed=windowed,
