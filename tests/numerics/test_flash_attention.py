@@ -96,7 +96,7 @@ def test_torchs_is_taken_and_the_log_says_why(
 ) -> None:
     monkeypatch.setattr(flash_attention, "by_flash_attention_4", kernel)
     assert flash_attention._kernel_of(KIND, "auto") is plain
-    assert "FlashAttention 4 does not do for 4 heads of 16, 2 of keys" in caplog.text
+    assert "FlashAttention 4 does not work for 4 heads of 16, 2 of keys" in caplog.text
     assert reason in caplog.text
     with pytest.raises(EnvironmentLackError, match=r"set actor\.attention_kernel: auto") as caught:
         flash_attention._kernel_of(KIND, "flash_attention_4")
@@ -112,12 +112,12 @@ def test_an_older_gpu_and_a_missing_package_leave_torchs(monkeypatch: pytest.Mon
     monkeypatch.setattr(flash_attention, "_is_installed", lambda: False)
     assert flash_attention._kernel_of(KIND, "auto") is plain
     flash_attention.choose("torch")
-    with pytest.raises(EnvironmentLackError, match="pip install --pre flash-attn-4"):
+    with pytest.raises(EnvironmentLackError, match=r"install paceline\[cuda\]"):
         flash_attention.choose("flash_attention_4")
 
 
 def test_another_package_of_the_name_that_does_not_load_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
+    monkeypatch.undo()  # the package is not there, after all
 
     def broken(name: str) -> None:
         raise ImportError(f"{name}: undefined symbol")
@@ -199,4 +199,4 @@ def test_kernels_are_compiled_before_the_first_step(monkeypatch: pytest.MonkeyPa
     assert tried == []
     flash_attention.prepare(Qwen2Config(), torch.bfloat16, torch.device("cuda"))
     assert [kind.heads for kind in tried] == [32]
-    monkeypatch.undo()
+    monkeypatch.undo()  # the fixture ends with the true `_kernel_of`

@@ -174,7 +174,7 @@ def _attention() -> Finding:
     """Whether the learner has the faster of its attention kernels."""
     if number := version("flash-attn-4"):
         return Finding(part="attention", state=f"flash-attn-4 {number}, on Hopper and Blackwell")
-    hint = "on Hopper and Blackwell an update is faster with it: pip install --pre 'flash-attn-4>=4.0.0b18'"
+    hint = "on Hopper and Blackwell an update is faster with it: make venv-cuda, or paceline[cuda], brings it"
     return Finding(part="attention", state="torch's, no flash-attn-4", status=Status.NOTE, hint=hint)
 
 

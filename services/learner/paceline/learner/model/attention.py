@@ -39,7 +39,10 @@ def register() -> None:
 
 
 def keep_out_of_graphs() -> None:
-    """From now on compiled layers call the attention as it is; they know the sizes of what it returns."""
+    """From now on compiled layers call the attention as it is, and know how wide its output is.
+
+    Left alone, the compiler takes heads and their size there for unknown, as it does the number of tokens.
+    """
     from torch import _dynamo
     from transformers import AttentionInterface
 

@@ -45,7 +45,8 @@ def choose(kernel: AttentionKernel) -> None:
     if kernel == "flash_attention_4" and not _is_installed():
         raise EnvironmentLackError(
             "actor.attention_kernel is flash_attention_4, and the package flash-attn-4 is not installed; "
-            "pip install --pre flash-attn-4, or set actor.attention_kernel: auto"
+            "install paceline[cuda], which brings a version that fits vLLM's packages, or set "
+            "actor.attention_kernel: auto"
         )
     _chosen[:] = [kernel]
 
@@ -176,9 +177,9 @@ def _kernel_of(kind: Kind, chosen: AttentionKernel) -> Kernel:
         reason = f"its numbers differ from torch's by {difference:.3g}, relative"
     if chosen == "flash_attention_4":
         raise EnvironmentLackError(
-            f"FlashAttention 4 does not do for {kind} ({reason}); set actor.attention_kernel: auto"
+            f"FlashAttention 4 does not work for {kind} ({reason}); set actor.attention_kernel: auto"
         )
-    log.warning("FlashAttention 4 does not do for %s, torch's kernel does (%s)", kind, reason)
+    log.warning("FlashAttention 4 does not work for %s (%s); torch's kernel is used", kind, reason)
     return by_torch
 
 
