@@ -72,7 +72,7 @@ def test_values_and_gradients_are_those_of_float64(
 
 
 @pytest.mark.skipif(not flash_attention._is_installed(), reason="needs the package flash-attn-4")
-def test_auto_takes_flash_attention_4_where_it_does() -> None:
+def test_auto_takes_flash_attention_4_where_it_works() -> None:
     kind = flash_attention.Kind(
         heads=28,
         groups=4,
