@@ -26,12 +26,18 @@ from paceline.core.manifest import MANIFEST, manifest_text
 from paceline.core.members import EnginePart, RolloutState
 from paceline.core.policy import PolicyTag
 from paceline.core.training import TrainOrder, TrainResult
-from paceline.core.trajectory import FinishReason, GroupRefusal, PromptGroup, ScoredHeader
+from paceline.core.trajectory import FinishReason, GroupRefusal, PromptGroup, ScoredHeader, Trajectory
 from paceline.weights.digest.agreement import DigestReport, SliceDigest
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.layout import RankLayout, RankPlace, TensorSlice
 from paceline.weights.receipt import PushReceipt
-from paceline.wire import blob_digest, decode_prompt_group, encode_group_refusal, encode_scored_header
+from paceline.wire import (
+    blob_digest,
+    decode_prompt_group,
+    encode_group_refusal,
+    encode_scored_header,
+    encode_trajectory,
+)
 
 
 def layout(gpu: str = "") -> RankLayout:
@@ -282,17 +288,34 @@ async def answer_prompts(
             await box.done(entries)
 
 
+def _drawn(run_id: str, group: PromptGroup, index: int) -> Trajectory:
+    """Two tokens that follow from the seed, as an engine's do."""
+    return Trajectory(
+        run_id=run_id,
+        trajectory_id=group.trajectory_id(index),
+        policy=group.policy,
+        prompt_token_ids=group.prompt_token_ids,
+        response_token_ids=np.array([group.seeds[index] % 97, 0], dtype=np.int32),
+        response_log_probs=np.array([-0.5, -0.25], dtype=np.float32),
+        response_mask=np.ones(2, dtype=np.uint8),
+        finish_reason=FinishReason.STOP,
+        sampling=group.sampling,
+        seed=group.seeds[index],
+    )
+
+
 def _message(run_id: str, group: PromptGroup, index: int, answer: Answer) -> Outgoing:
     stream, answered = names.scored(run_id), answer(group, index)
     if isinstance(answered, GroupRefusal):
         return Outgoing(stream=stream, payload=encode_group_refusal(answered))
     key = names.blob(run_id, str(group.trajectory_id(index)), "fake", "0")
+    blob = encode_trajectory(_drawn(run_id, group, index))
     header = ScoredHeader(
         run_id=run_id,
         trajectory_id=group.trajectory_id(index),
         policy=group.policy,
         blob_key=key,
-        blob_digest=blob_digest(b"x"),
+        blob_digest=blob_digest(blob),
         num_prompt_tokens=len(np.asarray(group.prompt_token_ids)),
         num_response_tokens=2,
         num_sampled_tokens=2,
@@ -304,5 +327,5 @@ def _message(run_id: str, group: PromptGroup, index: int, answer: Answer) -> Out
         text_key=names.text(key),
         **{"components": {}, **answered},
     )
-    blobs = {key: b"x", names.text(key): f"sample {index} of {group.prompt_id}".encode()}
+    blobs = {key: blob, names.text(key): f"sample {index} of {group.prompt_id}".encode()}
     return Outgoing(stream=stream, payload=encode_scored_header(header), blobs=blobs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
+from paceline.controller.verify.digests import digest_of
 from paceline.core.ids import TrajectoryId
 from paceline.core.manifest import manifest_text
 from paceline.core.policy import PolicyTag
@@ -19,8 +19,6 @@ from paceline.core.training import BatchRow, batch_digest
 
 Event = dict[str, Any]
 NUM_SAMPLES = 2
-WEIGHTS = b"the shards"
-WEIGHTS_DIGEST = hashlib.blake2b(WEIGHTS, digest_size=16).hexdigest()
 
 
 @dataclass
@@ -84,7 +82,7 @@ class RecordedRun:
         self.manifests[step] = {
             "step": step,
             "controller_state": {"step": step, "run_id": "r"},
-            "files": {"weights": {"size": len(WEIGHTS), "blake2b": WEIGHTS_DIGEST}},
+            "files": {"weights": {"size": len(shards(step)), "blake2b": digest_of(shards(step))}},
         }
 
     def finish(self, step: int) -> None:
@@ -108,7 +106,7 @@ class RecordedRun:
             path = folder / "checkpoints" / f"step_{step:06d}" / "manifest.json"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(manifest_text(manifest))
-            (path.parent / "weights").write_bytes(WEIGHTS)
+            (path.parent / "weights").write_bytes(shards(step))
         return folder
 
     # --- what tests spoil
@@ -143,6 +141,11 @@ CONFIG: dict[str, Any] = {
     "reward": {"functions": [{"name": "exact_match"}]},
     "trainer": {"total_steps": 3},
 }
+
+
+def shards(step: int) -> bytes:
+    """The content of a checkpoint's file."""
+    return f"shards {step:03}".encode()
 
 
 def weights(version: int) -> str:

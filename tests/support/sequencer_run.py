@@ -25,6 +25,7 @@ from paceline.controller.fleet.turns import Turns
 from paceline.controller.guard.report import Guard
 from paceline.controller.journal import Journal
 from paceline.controller.progress import Progress, Run
+from paceline.controller.run.opening import begin_term
 from paceline.controller.run.sequencer import Sequencer
 from paceline.controller.verify.check import follow
 from paceline.controller.verify.entries import read
@@ -92,9 +93,6 @@ class SequencerRun:
         self.may_answer: Callable[[], bool] = lambda: True
         events.notice = self.notices.append  # type: ignore[method-assign]
         self.journal = Journal(folder / "events.jsonl", clock)
-        self.journal.record(
-            "run", run_id=RUN, term=self.journal.term, step=max(0, self.journal.standing.finished)
-        )
         self.run = run = Run(config=cfg, id=RUN, dir=folder, journal=self.journal, events=events)
         self.guard = Guard(run)
         self.supervisor = Supervisor(
@@ -102,6 +100,8 @@ class SequencerRun:
         )
         train = prompts(7)
         cursor = PromptCursor(train.ids(), batch_size=cfg.data.train_batch_size, seed=0)
+        inputs = Inputs(train=train, val=prompts(2), cursor=cursor, stop_token_ids=(0,))
+        begin_term(self.journal, RUN, cfg, inputs)
         learner: Any = self.services.learner
         rollout: Any = self.services.rollout
         epochs = Epochs(cfg, learner, rollout, self.supervisor.expel, self.supervisor.gone, term=0)
@@ -109,12 +109,7 @@ class SequencerRun:
         self.sequencer = Sequencer(
             run,
             Progress(run),
-            inputs=Inputs(
-                train=train,
-                val=prompts(2),
-                cursor=cursor,
-                stop_token_ids=(0,),
-            ),
+            inputs=inputs,
             collector=Collector(
                 run,
                 broker=broker,

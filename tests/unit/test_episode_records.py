@@ -13,8 +13,11 @@ import pytest
 from paceline.cli.report.samples import SampleFiles
 from paceline.cli.report.token_texts import TokenTexts
 from paceline.controller.run import metrics
-from paceline.controller.verify import files
+from paceline.controller.verify.rows import Row
+from paceline.controller.verify.trajectories import FileCheck
 from paceline.core.episode import EpisodeOutcome
+from paceline.core.ids import TrajectoryId
+from paceline.core.policy import PolicyTag
 from paceline.core.scoring import ScoreItem
 from paceline.core.trajectory import sampled_spans
 from paceline.reward.environment import EnvironmentReward
@@ -66,18 +69,32 @@ def test_turns_and_reasons_are_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mask", "fault"), [([1, 0, 1], ""), ([1, 1, 1], "3 sampled tokens, 2 were counted")]
+    ("mask", "fault"),
+    [
+        ([1, 0, 1], []),
+        ([1, 1, 1], ["has a mask of train:1:3:0 with 3 sampled tokens, 2 were counted"]),
+    ],
 )
-def test_verify_counts_the_masks(tmp_path: Path, mask: list[int], fault: str) -> None:
+def test_verify_counts_the_masks(tmp_path: Path, mask: list[int], fault: list[str]) -> None:
     table = pyarrow.table(
         {
             "response_mask": pyarrow.array([mask, None], pyarrow.list_(pyarrow.uint8())),
             "num_sampled_tokens": [2, 7],
+            "step": [1, 1],
+            "prompt_id": [3, 3],
+            "sample_index": [0, 1],
+            "reward": [1.0, 1.0],
+            "policy_version": [0, 0],
         }
     )
     pyarrow.parquet.write_table(table, tmp_path / "step_000001.parquet")
-    assert files.mask_fault(tmp_path / "step_000001.parquet").endswith(fault)
-    assert bool(files.mask_fault(tmp_path / "step_000001.parquet")) is bool(fault)
+    check = FileCheck(run_id="r", policy=PolicyTag(version=0, digest="a"), shapes=None, recomputes=True)
+    rows = [
+        Row(key=TrajectoryId.parse(f"train:1:3:{i}"), digest="", reward=1.0, raw_reward=1.0) for i in range(2)
+    ]
+    assert check.run(tmp_path / "step_000001.parquet", rows) == 2
+    assert check.faults == fault
+    assert check.num_without_tokens == 1
 
 
 def test_the_report_tells_turns_tool_calls_and_why_an_episode_ended(tmp_path: Path) -> None:

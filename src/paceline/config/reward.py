@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -11,6 +12,9 @@ from paceline.core.scoring import MAX_ITEMS_PER_CALL
 
 NUMBER = r"(-?\d+(?:\.\d+)?)"
 """Finds a judge's grade where it is a number."""
+
+TOTALS = frozenset({"reward", "response_length", "greedy_answers"})
+"""Names that metrics have for more than a component: `val/reward/mean` is the mean of the sums."""
 
 
 class ShapedConfig(Section):
@@ -363,6 +367,22 @@ class RewardConfig(Section):
         """Whether anything scores responses; an episode's environment may do it in their place."""
         kinds = (self.functions, self.services, self.attached, self.models, self.judges, self.code)
         return any(kinds)
+
+    @property
+    def function_names(self) -> list[str]:
+        """The names of the functions' components.
+
+        The component of a built-in has its name, that of a user's function the name after the colon; one
+        that metrics use already gets a suffix (`reward_function`). A name that occurs again is numbered
+        (`gsm8k_2`).
+        """
+        seen, names = Counter[str](), []
+        for function in self.functions:
+            name = function.name.rpartition(":")[2]
+            name = f"{name}_function" if name in TOTALS else name
+            seen[name] += 1
+            names.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
+        return names
 
     @property
     def has_groups(self) -> bool:

@@ -19,3 +19,9 @@ class PolicyTag:
 
     def __str__(self) -> str:
         return f"v{self.version}@{self.digest}"
+
+    @classmethod
+    def parse(cls, text: str) -> PolicyTag:
+        """Reads the text that `str()` writes; raises ValueError on anything else."""
+        version, _, digest = text.removeprefix("v").partition("@")
+        return cls(version=int(version), digest=digest)

@@ -4,7 +4,8 @@ Every event is one JSON line of events.jsonl in the run directory:
 `{"n": 17, "time": 1763690000.1, "event": "trajectory", "step": 3, ...}`. `n` counts without gaps within one
 file. The writer holds a lock on the file: there is one controller per run directory. The events:
 
-run {run_id, term, step, data_digest, settings, pid}   a controller began; `step` is the last finished one
+run {run_id, term, step, data_digest, settings, pid}   a controller began; `step` is the last finished one;
+                                             verify: settings that `paceline verify` reads (verify/term)
 resume {step, phase}                         it goes on in this step: the step's trajectories, refills and
                                              drops so far are void; they are read again and follow again
 rewind {to_step, reason, cursor, guard}      steps after `to_step` are void
@@ -24,8 +25,12 @@ trained {step, digest}                       the learner has answered
 rollback {step, to_step, folder, reason}     the learner takes the weights of a checkpoint
 commit {version, digest, servers}            a policy version is served from now on
 newcomers {version, servers}                 further servers have the committed version
-checkpoint {step, folder, good}, checkpoint_removed {folder}
-step {step, log_position, cursor, guard}     the step is finished: its metrics are written
+validate {step, policy, prompts, num_samples}   what a validation asks for, each time that it begins
+val_group_dropped {step, prompt, reason}     why one of its prompts has no answers
+saved {step, file, digest, num_rows}         a file of trajectories is written
+checkpoint {step, folder, good, manifest}    it is complete; `manifest` is the digest of its manifest
+checkpoint_removed {folder}
+step {step, log_position, cursor, guard, metrics}   the step is finished; `metrics` is the digest of its line
 end {ok, message, step}                      the run is over
 """
 

@@ -19,9 +19,6 @@ RETRIED_KINDS = frozenset({RewardErrorKind.TIMEOUT, RewardErrorKind.CRASHED, Rew
 MAX_PLACED = 1024
 """Most parts of a reward that are placed in a response."""
 
-TOTALS = frozenset({"reward", "response_length", "greedy_answers"})
-"""Names that metrics have for more than a component: `val/reward/mean` is the mean of the sums."""
-
 _KINDS = {kind.value: kind for kind in RewardErrorKind}
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Self
 
+from paceline.config.reward import TOTALS
 from paceline.core.errors import ConfigError, RewardErrorKind
 from paceline.core.scoring import ScoreItem
 from paceline.reward.attached.scorer import AttachedScorer
@@ -18,7 +19,7 @@ from paceline.reward.functions.pool import FunctionPool, function_specs
 from paceline.reward.judge.scorer import JudgeScorer
 from paceline.reward.remote.scorer import RemoteScorer
 from paceline.reward.scorer import Queued, Scorer, ScorerSettings
-from paceline.reward.scores import TOTALS, Score, failed
+from paceline.reward.scores import Score, failed
 from paceline.reward.shape import Shape
 from paceline.reward.shaped import Shaped
 from paceline.service.metrics import Observation

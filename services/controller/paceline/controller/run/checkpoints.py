@@ -12,6 +12,7 @@ from typing import Any
 from paceline.controller.fleet.clients import LearnerClient
 from paceline.controller.fleet.membership import Member
 from paceline.controller.progress import Run
+from paceline.controller.verify.digests import digest_of
 from paceline.core.errors import CheckpointError, DeadlineError, GuardError, PeerLostError
 from paceline.core.manifest import MANIFEST, manifest_fields
 from paceline.data.cursor import CursorState
@@ -28,6 +29,7 @@ class ControllerState:
     """The controller's state at the end of a step, for a run that goes on from its checkpoint.
 
     Attributes:
+        policy: the committed one, whose weights the checkpoint has, as text; "" in old checkpoints.
         guard: the state of the guard's policy.
         good: whether a rollback may return to these weights.
         metrics: the step's metrics up to its checkpoint, with which the step can be finished.
@@ -36,6 +38,7 @@ class ControllerState:
     run_id: str
     step: int
     cursor: CursorState
+    policy: str = ""
     guard: Mapping[str, Any] = field(default_factory=dict)
     good: bool = True
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -114,6 +117,15 @@ def _state_in(folder: Folder) -> ControllerState:
         raise CheckpointError(f"{origin} cannot be read: {reason(error)}") from error
     fields = manifest_fields(text, origin=origin)
     return ControllerState.from_plain(fields.get("controller_state"))
+
+
+def _manifest_digest(folder: Folder) -> str:
+    """The digest of a checkpoint's manifest; "" where the storage does not give it."""
+    try:
+        return digest_of(folder.read(MANIFEST))
+    except OSError as error:
+        log.warning("the manifest of %s cannot be read: %s", folder, reason(error))
+        return ""
 
 
 def outdated(root: Folder, keep: int) -> list[Folder]:
@@ -199,7 +211,8 @@ class Checkpoints:
         except (CheckpointError, PeerLostError, DeadlineError) as error:
             self._run.events.notice(f"step {state.step}: its checkpoint was not written: {error}")
             return
-        journal.record("checkpoint", step=state.step, folder=str(folder), good=state.good)
+        manifest = await in_thread(_manifest_digest, folder)
+        journal.record("checkpoint", step=state.step, folder=str(folder), good=state.good, manifest=manifest)
         try:
             keep = self._run.config.trainer.keep_checkpoints
             old = await in_thread(outdated, self._run.checkpoints, keep)

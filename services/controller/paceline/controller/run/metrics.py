@@ -13,6 +13,7 @@ from statistics import fmean, pstdev
 
 from paceline.controller.batch.barrier import Verdict
 from paceline.controller.batch.collect import Batch, reward_components, share_without_spread
+from paceline.controller.verify.digests import digest_of
 from paceline.core.step_metrics import TIME
 from paceline.core.trajectory import ScoredHeader
 
@@ -170,14 +171,20 @@ class MetricsFile:
             os.fsync(file.fileno())
         os.replace(temporary, self._path)
 
-    def append(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes one step with the time, to the disk; a value that is not finite becomes null."""
+    def append(self, step: int, metrics: Mapping[str, float]) -> str:
+        """Writes one step with the time, to the disk; a value that is not finite becomes null.
+
+        Returns:
+            The digest of the line.
+        """
         row: dict[str, float | int | None] = {"step": step, TIME: round(time.time(), 3)}
         row |= {key: (value if math.isfinite(value) else None) for key, value in sorted(metrics.items())}
+        line = json.dumps(row)
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(line + "\n")
             file.flush()
             os.fsync(file.fileno())
+        return digest_of(line.encode())
 
 
 def _lines(path: Path) -> list[str]:

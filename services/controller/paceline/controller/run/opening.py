@@ -13,6 +13,7 @@ from paceline.controller.batch.inputs import Inputs
 from paceline.controller.journal import Journal
 from paceline.controller.run import checkpoints
 from paceline.controller.standing import Standing
+from paceline.controller.verify.term import Term
 from paceline.core.clock import Clock
 from paceline.core.errors import ConfigError
 from paceline.core.ids import run_id_for
@@ -37,22 +38,28 @@ def open_run(run_dir: Path, config: RunConfig, inputs: Inputs, clock: Clock) -> 
             f"{run_dir} holds an earlier run, and trainer.resume is never: move it away, or choose another "
             "trainer.run_dir (`paceline train` moves it aside)"
         )
-    standing, settings = journal.standing, _settings(config)
-    _check_same(run_dir, standing, inputs.digest, settings)
+    standing = journal.standing
+    _check_same(run_dir, standing, inputs.digest, _settings(config))
     run_id = standing.run_id or _id_in_checkpoints(config, run_dir)
     run_id = run_id or run_id_for(run_dir.name, config.trainer.name)
     write_run_id(run_dir, run_id)
+    begin_term(journal, run_id, config, inputs)
+    log.info("controller number %d of run %s: %s", journal.term, run_id, standing)
+    return journal, run_id
+
+
+def begin_term(journal: Journal, run_id: str, config: RunConfig, inputs: Inputs) -> None:
+    """Journals that a controller begins, and with which settings."""
     journal.record(
         "run",
         run_id=run_id,
         term=journal.term,
-        step=max(0, standing.finished),
+        step=max(0, journal.standing.finished),
         data_digest=inputs.digest,
-        settings=settings,
+        settings=_settings(config),
+        verify=Term.of(config, inputs.train.ids()).to_plain(),
         pid=os.getpid(),
     )
-    log.info("controller number %d of run %s: %s", journal.term, run_id, standing)
-    return journal, run_id
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:

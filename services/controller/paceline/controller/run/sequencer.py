@@ -324,6 +324,7 @@ class Sequencer:
         state = ControllerState(
             run_id=self._run.id,
             step=self.progress.step,
+            policy=str(self._policy),
             cursor=self._inputs.cursor.state,
             guard=self._guard.state_dict(),
             good=good,
@@ -342,20 +343,23 @@ class Sequencer:
         self._finish_step(state.metrics)
 
     def _finish_step(self, metrics: Mapping[str, float]) -> None:
-        self._write_metrics(metrics)
+        digest = self._write_metrics(metrics)
         self._run.journal.record(
             "step",
             step=self.progress.step,
+            metrics=digest,
             log_position=self._collector.position,
             cursor=asdict(self._inputs.cursor.state),
             guard=self._guard.state_dict(),
         )
         self._run.events.step(self.progress.step, metrics)
 
-    def _write_metrics(self, metrics: Mapping[str, float]) -> None:
+    def _write_metrics(self, metrics: Mapping[str, float]) -> str:
+        """Writes a step's metrics; returns the digest of their line."""
         self.progress.metrics = dict(metrics)
-        self._metrics_file.append(self.progress.step, metrics)
+        digest = self._metrics_file.append(self.progress.step, metrics)
         record_training(self.progress.step, metrics)
+        return digest
 
 
 class _Timer:

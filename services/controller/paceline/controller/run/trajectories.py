@@ -6,11 +6,13 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.controller.batch.collect import Batch
 from paceline.controller.progress import Run
+from paceline.controller.verify.digests import file_digest
 from paceline.core.episode import EpisodeOutcome
 from paceline.core.errors import CheckpointError, GuardError
 from paceline.core.trajectory import Float32Array, ScoredHeader, Trajectory
@@ -52,8 +54,8 @@ class TrajectoryFile:
         self._path, self._step, self._prompts = path, step, prompts
         self._with_tokens = with_tokens
 
-    async def write(self, samples: Sequence[ScoredHeader], stored: Stored) -> None:
-        """Writes the samples, portion by portion."""
+    async def write(self, samples: Sequence[ScoredHeader], stored: Stored) -> str:
+        """Writes the samples, portion by portion; returns the file's digest."""
         import pyarrow
         import pyarrow.parquet
 
@@ -74,6 +76,7 @@ class TrajectoryFile:
                 # pyarrow crashes the process when a writer is closed while another thread writes with it.
                 await in_thread(store, rows)
         partial.replace(self._path)
+        return await in_thread(file_digest, self._path)
 
     def _row(self, header: ScoredHeader, text: str) -> dict[str, Any]:
         context = self._prompts[header.trajectory_id.prompt_id].context
@@ -118,6 +121,9 @@ def _arrays(trajectory: Trajectory | None, learner_log_probs: Float32Array | Non
         "learner_log_probs": learner_log_probs,
         "response_mask": trajectory.response_mask,
         "segment_starts": trajectory.segment_starts,
+        "seed": trajectory.seed,
+        "sampling": json.dumps(asdict(trajectory.sampling)),
+        "images": json.dumps([asdict(image) for image in trajectory.images]) if trajectory.images else None,
     }
 
 
@@ -133,6 +139,9 @@ def _columns(with_tokens: bool) -> list[tuple[str, Any]]:
         ("learner_log_probs", pyarrow.list_(pyarrow.float32())),
         ("response_mask", pyarrow.list_(pyarrow.uint8())),
         ("segment_starts", ids),
+        ("seed", number),
+        ("sampling", text),
+        ("images", text),
     ]
     return [
         ("step", number),
@@ -160,7 +169,7 @@ def _columns(with_tokens: bool) -> list[tuple[str, Any]]:
 async def save_trajectories(
     run: Run, name: str, step: int, batch: Batch, prompts: PromptSet, stored: Stored
 ) -> None:
-    """Writes a batch's samples to the run directory, unless trainer.save_trajectories is off.
+    """Writes a batch's samples to the run directory and journals it, unless trainer.save_trajectories is off.
 
     Args:
         name: "step" for training, "val" for validation: first part of the file name.
@@ -169,7 +178,8 @@ async def save_trajectories(
         path = run.dir / "trajectories" / f"{name}_{step:06d}.parquet"
         with_tokens = run.config.trainer.save_tokens
         file = TrajectoryFile(path, step=step, prompts=prompts.prompts, with_tokens=with_tokens)
-        await file.write(batch.samples, stored)
+        digest = await file.write(batch.samples, stored)
+        run.journal.record("saved", step=step, file=path.name, digest=digest, num_rows=len(batch.samples))
 
 
 @asynccontextmanager

@@ -61,6 +61,13 @@ class Validation:
     async def _answers(self, order: Order) -> Batch:
         attempt = 0
         while True:
+            self._run.journal.record(
+                "validate",
+                step=order.step,
+                policy=str(order.policy),
+                prompts=list(order.prompts),
+                num_samples=order.num_samples,
+            )
             try:
                 await self._collector.dispatch(order)
                 return await self._publication.to_newcomers(order.policy, self._collector.collect(order))

@@ -2,5 +2,5 @@
 
 events.jsonl -> entries -> history of the steps -> findings
                                  |                    ^
-                                 '-> metrics.jsonl, trajectories/, checkpoints/
+                                 '-> metrics.jsonl, trajectories/ step by step, then checkpoints/
 """

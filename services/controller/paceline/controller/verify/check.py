@@ -1,18 +1,24 @@
-"""All checks of a run directory, in order."""
+"""All checks of a run directory, in order; memory and time grow with the run as its files do."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from paceline.config.load import load
 from paceline.config.run import RunConfig
-from paceline.controller.verify import deadlines, files
-from paceline.controller.verify.entries import read
-from paceline.controller.verify.findings import Entry, Findings
-from paceline.controller.verify.history import History
+from paceline.controller.verify import checkpoints, deadlines
+from paceline.controller.verify.entries import parse, read
+from paceline.controller.verify.files import StepFiles
+from paceline.controller.verify.findings import Entry, Findings, Invariant
+from paceline.controller.verify.history import History, OnFinished
+from paceline.controller.verify.metrics_lines import MetricsLines
+from paceline.controller.verify.steps import StepHistory
 from paceline.service import process_ends
 from paceline.storage.places import checkpoints_of
+
+_ENDS_OF_STEPS = re.compile(rb'"event": ?"(step|rewind)"')
 
 
 def verify(run_dir: Path) -> Findings:
@@ -23,24 +29,47 @@ def verify(run_dir: Path) -> Findings:
         ConfigError: config.resolved.yaml cannot be read.
     """
     config = load(RunConfig, run_dir / "config.resolved.yaml")
-    findings = Findings()
-    history = follow(read(run_dir / "events.jsonl", findings), findings, config)
-    files.check_metrics(run_dir, history)
-    if config.trainer.save_trajectories:
-        files.check_trajectories(run_dir, history)
-    files.check_checkpoints(checkpoints_of(config, run_dir, history.run_id), history, history.run_id)
+    journal, findings = run_dir / "events.jsonl", Findings()
+    lines = MetricsLines(run_dir / "metrics.jsonl")
+    valid, files = _valid_steps(journal), StepFiles(run_dir, lines, findings)
+
+    def check_files(history: History, step: StepHistory, number: int, entry: Entry) -> None:
+        # Those of a void step were written over.
+        if valid.get(number) == entry.line:
+            files.check(step, number, entry, history.run_id, history.term)
+
+    history = follow(read(journal, findings), findings, config, check_files)
+    if fault := lines.fault(history.steps, history.finished):
+        findings.add(Invariant.RECORD, f"metrics.jsonl {fault}")
+    checkpoints.check_checkpoints(checkpoints_of(config, run_dir, history.run_id), history, lines)
     findings.ends = [str(end) for end in process_ends.read(run_dir)]
     findings.counts["processes that ended"] = len(findings.ends)
     return findings
 
 
-def follow(entries: Iterable[Entry], findings: Findings, config: RunConfig) -> History:
-    """Checks a journal alone, in one pass."""
-    on_cpu = config.learner.device == "cpu"
-    history = History(findings, num_samples=config.rollout.n, repeatable=on_cpu)
+def follow(
+    entries: Iterable[Entry], findings: Findings, config: RunConfig, on_finished: OnFinished | None = None
+) -> History:
+    """Checks a journal in one pass; `on_finished` gets each step that is finished."""
+    history = History(findings, config, on_finished)
     history.follow(deadlines.check(entries, config, findings))
     steps = history.steps.values()
     findings.counts["steps finished"] = len(steps)
-    findings.counts["rows trained"] = sum(len(step.rows) for step in steps)
+    findings.counts["rows trained"] = sum(step.num_rows for step in steps)
     findings.counts["prompt groups dropped"] = sum(step.num_dropped for step in steps)
     return history
+
+
+def _valid_steps(journal: Path) -> dict[int, int]:
+    """The line of each step's last end, but for steps that a rewind made void."""
+    valid: dict[int, int] = {}
+    with journal.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            event = parse(line) if _ENDS_OF_STEPS.search(line) else None
+            if event is None:
+                continue
+            if event.get("event") == "step":
+                valid[int(event["step"])] = number
+            elif event.get("event") == "rewind":
+                valid = {step: at for step, at in valid.items() if step <= int(event["to_step"])}
+    return valid

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -38,8 +39,7 @@ class Wanted:
     @property
     def tag(self) -> PolicyTag:
         """The policy as version and digest."""
-        version, _, digest = self.policy.removeprefix("v").partition("@")
-        return PolicyTag(version=int(version), digest=digest)
+        return PolicyTag.parse(self.policy)
 
 
 class Collection:
@@ -48,6 +48,7 @@ class Collection:
     Attributes:
         prompts: what was asked for so far.
         admitted: the events of the admitted trajectories.
+        verdicts: how often each was given.
     """
 
     def __init__(self, wanted: Wanted, findings: Findings) -> None:
@@ -55,11 +56,14 @@ class Collection:
         self.prompts = set(wanted.prompts)
         self._left_out: dict[int, Entry] = {}
         self.admitted: dict[TrajectoryId, Entry] = {}
+        self._digests: dict[str, TrajectoryId] = {}
+        self.verdicts = Counter[str]()
 
     @property
-    def num_dropped(self) -> int:
-        """Prompts that were dropped."""
-        return sum(entry.kind == "group_dropped" for entry in self._left_out.values())
+    def drop_reasons(self) -> list[str]:
+        """Of each prompt that was dropped."""
+        left_out = self._left_out.values()
+        return [str(entry.get("reason")) for entry in left_out if entry.kind == "group_dropped"]
 
     def admit(self, key: TrajectoryId, entry: Entry) -> None:
         """Notes an admitted trajectory."""
@@ -77,6 +81,9 @@ class Collection:
             findings.add(Invariant.I3, f"{key} was admitted without a digest or a reward", entry)
         if key in self.admitted:
             findings.add(Invariant.I3, f"{key} was admitted twice", self.admitted[key], entry)
+        elif (twin := self._digests.get(str(entry.get("digest")))) is not None:
+            # The digest is over a trajectory's id and seed, too: equal answers have different ones.
+            findings.add(Invariant.I3, f"{key} is the trajectory that was {twin}", self.admitted[twin], entry)
         if key.prompt_id not in self.prompts:
             findings.add(
                 Invariant.I2,
@@ -84,6 +91,7 @@ class Collection:
                 entry,
             )
         self.admitted.setdefault(key, entry)
+        self._digests.setdefault(str(entry.get("digest")), key)
 
     def drop(self, entry: Entry) -> None:
         """Notes a dropped group."""
@@ -130,6 +138,10 @@ class Collection:
         for prompt in trained:
             self._check_complete(prompt, entry)
         return tuple(self._rows(trained))
+
+    def raw_reward(self, key: TrajectoryId) -> float:
+        """An admitted trajectory's reward before its components are normalised."""
+        return float(self.admitted[key].get("reward") or 0.0)
 
     def _rows(self, prompts: Iterable[int]) -> Iterable[BatchRow]:
         step, chosen = self.wanted.step, set(prompts)

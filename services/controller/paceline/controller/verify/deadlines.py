@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from paceline.config.run import RunConfig
 from paceline.controller.phases import Phase
 from paceline.controller.verify.findings import Entry, Findings, Invariant
+from paceline.controller.verify.term import Term
 
 # A machine may be slow to wake a process, and a clock may be set.
 _SLACK = 1.5
@@ -18,14 +19,15 @@ def check(entries: Iterable[Entry], config: RunConfig, findings: Findings) -> It
 
     The time before a controller's start is nobody's: it was not there.
     """
-    limits = limits_of(config)
+    limits: Mapping[str, float] = {}
     phase, before = Phase.STARTING, None
     for entry in entries:
         if entry.kind == "run":
+            limits = Term.read(entry, config).limits
             phase, before = Phase.STARTING, None
-        if before is not None and phase in limits:
+        if before is not None and phase.value in limits:
             seconds = float(entry["time"]) - float(before["time"])
-            limit = limits[phase]
+            limit = limits[phase.value]
             if seconds > _SLACK * limit + _SLACK_S:
                 findings.add(
                     Invariant.I5,
@@ -38,23 +40,3 @@ def check(entries: Iterable[Entry], config: RunConfig, findings: Findings) -> It
             phase = Phase(entry["to"])
         before = entry
         yield entry
-
-
-def limits_of(config: RunConfig) -> Mapping[Phase, float]:
-    """Per phase, the longest time in seconds that it may be without an event."""
-    push = config.weights.push_timeout_s + config.weights.join_timeout_s
-    collection = config.collect_timeout_s + config.service.recovery_timeout_s + config.broker.outage_timeout_s
-    return {
-        Phase.STARTING: config.service.startup_timeout_s,
-        # The run waits this long for a member that was lost.
-        Phase.FORMING: max(config.service.startup_timeout_s, config.service.recovery_timeout_s)
-        + config.weights.join_timeout_s,
-        Phase.DISPATCH: config.stall_timeout_s + config.broker.outage_timeout_s,
-        Phase.COLLECT: collection,
-        Phase.VALIDATE: collection,
-        Phase.LEARN: config.learner.command_timeout_s,
-        Phase.ROLLBACK: config.learner.command_timeout_s,
-        Phase.CHECKPOINT: config.learner.command_timeout_s,
-        Phase.PUBLISH: push,
-        Phase.COMMIT: config.service.rpc_timeout_s + push,
-    }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from paceline.controller.verify.findings import Entry, Findings, Invariant
 from paceline.core.errors import DataError
@@ -46,7 +47,7 @@ def _entries(path: Path, findings: Findings) -> Iterator[Entry]:
         for number, line in enumerate(lines, start=1):
             if line == b"\n":
                 continue
-            event = _parse(line)
+            event = parse(line)
             if event is None:
                 torn = torn or number
                 continue
@@ -59,7 +60,7 @@ def _entries(path: Path, findings: Findings) -> Iterator[Entry]:
             yield entry
 
 
-def _parse(line: bytes) -> dict[str, object] | None:
+def parse(line: bytes) -> dict[str, Any] | None:
     """The event of a line that is complete."""
     try:
         event = json.loads(line)

@@ -18,9 +18,15 @@ _MOST_ENDS = 20
 class Invariant(enum.Enum):
     """What must hold; the value is what is printed."""
 
-    RECORD = "the record: lines numbered without gaps, terms that increase, one line of metrics per step"
+    RECORD = (
+        "the record: lines numbered without gaps, terms that increase, one line of metrics per step that "
+        "says what the journal does, files that are those that were written"
+    )
     I1 = "I1: every trained token has the version and the digest of the step's policy"
-    I2 = "I2: every prompt of a step is trained once, dropped with a reason, or set aside; no step is lost"
+    I2 = (
+        "I2: every prompt of a step is trained once, dropped with a reason, or set aside, and is the one "
+        "whose turn it is; no step is lost"
+    )
     I3 = (
         "I3: the batch holds each trajectory once, in order, and is the one that was trained and written down"
     )
@@ -91,16 +97,29 @@ COUNTS = (
     "trajectories admitted",
     "rows trained",
     "rows in parquet files",
+    "digests of trajectories recomputed",
 )
 """What is counted, in the order of the report; trajectories that were not admitted follow by verdict."""
 
 
+NEVER = (
+    "whether a reward is right, and a response's text that of its tokens",
+    "the tensors in a checkpoint: its files are compared with its manifest, this one with the journal",
+    "metrics other than counts, rewards, components and validation: that a line is the one that was written",
+    "the learner's log-probs, texts and times in trajectories/: that a file is the one that was written",
+    "logs/, spans.jsonl and the report",
+    "a record that was forged as a whole, journal, files and digests",
+)
+"""What is not looked at in any run."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Findings:
-    """Collects breaches and counts, and the ends of processes, as sentences."""
+    """Collects breaches and counts, the ends of processes and what was not looked at, as sentences."""
 
     breaches: list[Breach] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
+    unseen: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
 
     def add(self, invariant: Invariant, sentence: str, *entries: Entry | None) -> None:
@@ -109,9 +128,14 @@ class Findings:
         self.breaches.append(Breach(invariant=invariant, sentence=sentence, entries=shown))
 
     def to_json(self) -> str:
-        """The counts, and how many breaches each invariant has."""
+        """The counts, how many breaches each invariant has, and what was not looked at."""
         breaches = Counter(breach.invariant.name for breach in self.breaches)
-        return json.dumps({"counts": self.counts, "breaches": {i.name: breaches[i.name] for i in Invariant}})
+        plain = {
+            "counts": self.counts,
+            "breaches": {i.name: breaches[i.name] for i in Invariant},
+            "not_looked_at": [*self._unseen(), *NEVER],
+        }
+        return json.dumps(plain)
 
     def lines(self) -> Iterator[str]:
         """The report: counts, then per invariant whether it holds, with the first breach and its entries."""
@@ -120,6 +144,7 @@ class Findings:
         yield from (f"ended     {end}" for end in self.ends[:_MOST_ENDS])
         if len(self.ends) > _MOST_ENDS:
             yield f"ended     {len(self.ends) - _MOST_ENDS} more, in {ENDS}"
+        yield from (f"unseen    {sentence}" for sentence in (*self._unseen(), *NEVER))
         for invariant in Invariant:
             breaches = [breach for breach in self.breaches if breach.invariant is invariant]
             if not breaches:
@@ -128,3 +153,7 @@ class Findings:
             yield f"BREACHED  {invariant.value}"
             yield f"          {len(breaches)} breach(es); the first: {_cut(breaches[0].sentence)}"
             yield from (f"            {entry}" for entry in breaches[0].entries)
+
+    def _unseen(self) -> Iterator[str]:
+        for what, count in self.unseen.items():
+            yield what if count == 1 else f"{what} ({count:,} times)"

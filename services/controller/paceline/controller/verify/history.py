@@ -9,17 +9,20 @@ is dispatched again must ask for the same prompts.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
 
+from paceline.config.run import RunConfig
 from paceline.controller.phases import Phase, move
 from paceline.controller.verify.collection import Collection, Wanted
 from paceline.controller.verify.findings import Entry, Findings, Invariant
+from paceline.controller.verify.prompt_order import PromptOrder
+from paceline.controller.verify.steps import Finished, StepHistory, asked_digest
+from paceline.controller.verify.term import Term
+from paceline.controller.verify.validation import Validation
 from paceline.controller.verify.versions import Versions
 from paceline.core.errors import IllegalTransitionError
 from paceline.core.ids import Purpose, TrajectoryId
-from paceline.core.training import BatchRow, batch_digest
+from paceline.core.training import batch_digest
 
 _COUNTED = {
     "batch": "batches",
@@ -33,73 +36,45 @@ _COUNTED = {
 }
 
 
-class TrainedRows:
-    """(prompt id, sample index, reward) of each row of a batch; a long run has millions."""
-
-    def __init__(self, rows: Iterable[BatchRow] = ()) -> None:
-        self._prompt_ids, self._sample_indices, self._rewards = array("q"), array("q"), array("d")
-        for row in rows:
-            self._prompt_ids.append(row.trajectory_id.prompt_id)
-            self._sample_indices.append(row.trajectory_id.sample_index)
-            self._rewards.append(row.reward)
-
-    def __len__(self) -> int:
-        return len(self._prompt_ids)
-
-    def __iter__(self) -> Iterator[tuple[int, int, float]]:
-        return zip(self._prompt_ids, self._sample_indices, self._rewards, strict=True)
-
-
-@dataclass(kw_only=True, slots=True)
-class StepHistory:
-    """What the journal says of one step.
-
-    Attributes:
-        before: the admissions before the controller was started again, by trajectory.
-        rows: those of the last batch.
-        num_dropped: prompts that the last collection dropped.
-    """
-
-    wanted: Wanted | None = None
-    collection: Collection | None = None
-    before: Mapping[TrajectoryId, Entry] | None = None
-    batch: Entry | None = None
-    trained: Entry | None = None
-    commit: Entry | None = None
-    rows: TrainedRows = field(default_factory=TrainedRows)
-    num_dropped: int = 0
-
-    @property
-    def number(self) -> int:
-        """The step; -1 before its dispatch."""
-        return self.wanted.step if self.wanted is not None else -1
+OnFinished = Callable[["History", StepHistory, int, Entry], None]
+"""Takes a step that is finished, with its number and its event `step`."""
 
 
 class History:
     """The state of a run after the events so far.
 
     Args:
-        num_samples: rollout.n.
-        repeatable: whether the same batch gives the same weights to the bit.
+        config: settings of terms whose start does not name them.
+        on_finished: called with each step that is finished, its number and its event `step`.
 
     Attributes:
         versions: the committed ones.
-        steps: the finished steps that no rewind made void, and what they consist of.
+        steps: the finished steps that no rewind made void.
+        finished: the last of them; -1 before step 0, the start.
         checkpoints: `checkpoint` events by step, but for void ones and those that were removed.
         in_progress: the step that is not finished; None between steps.
         ended: the last event, if it is the end of the run.
     """
 
-    def __init__(self, findings: Findings, *, num_samples: int, repeatable: bool) -> None:
-        self.findings, self._num_samples = findings, num_samples
-        self.versions = Versions(findings, repeatable=repeatable)
-        self.steps: dict[int, StepHistory] = {}
+    def __init__(
+        self,
+        findings: Findings,
+        config: RunConfig,
+        on_finished: OnFinished | None = None,
+    ) -> None:
+        self.findings, self._config = findings, config
+        self._on_finished: OnFinished = on_finished or (lambda history, step, number, entry: None)
+        self.versions = Versions(findings)
+        self.steps: dict[int, Finished] = {}
+        self.finished = -1
         self.checkpoints: dict[int, Entry] = {}
         self.in_progress: StepHistory | None = None
         self.ended: Entry | None = None
         self._run: Entry | None = None
+        self._term: Term | None = None
         self._phase = Phase.STARTING
-        self._void_wanted: dict[int, Wanted] = {}
+        self._void_asked: dict[int, tuple[str, Entry]] = {}
+        self._order = PromptOrder(findings)
         self._handlers: Mapping[str, Callable[[Entry], None]] = {
             "run": self._on_run,
             "resume": self._on_resume,
@@ -115,6 +90,9 @@ class History:
             "rollback": self._on_rollback,
             "commit": self._on_commit,
             "newcomers": self._on_newcomers,
+            "validate": self._on_validate,
+            "val_group_dropped": self._on_val_group_dropped,
+            "saved": self._on_saved,
             "step": self._on_step,
             "checkpoint": self._on_checkpoint,
             "checkpoint_removed": self._on_checkpoint_removed,
@@ -135,21 +113,26 @@ class History:
                 handler(entry)
 
     @property
+    def term(self) -> Term:
+        """The settings of the term."""
+        assert self._term is not None, "a journal begins with a term"
+        return self._term
+
+    @property
     def run_id(self) -> str:
         """The run's id."""
         return str(self._run["run_id"]) if self._run is not None else ""
-
-    @property
-    def finished(self) -> int:
-        """The last finished step; -1 before step 0, the start."""
-        return max(self.steps, default=-1)
 
     # --- terms
 
     def _on_run(self, entry: Entry) -> None:
         before, self._run = self._run, entry
         self._phase, self.ended = Phase.STARTING, None
+        self._term = term = Term.read(entry, self._config)
         self.versions.restart()
+        self.versions.repeatable = self.versions.repeatable and term.on_cpu
+        self._order.begin_term(term)
+        self._note_unseen(term)
         expected = 1 if before is None else int(before["term"]) + 1
         if int(entry["term"]) != expected:
             self.findings.add(
@@ -165,13 +148,34 @@ class History:
                 )
         self.findings.counts["controller restarts"] += int(before is not None)
 
+    def _note_unseen(self, term: Term) -> None:
+        unseen = self.findings.unseen
+        if not term.is_recorded:
+            unseen[
+                "validations, prompts' order and files' digests of a term from before the journal had them"
+            ] += 1
+            return
+        if term.cursor is None:
+            unseen["the order of the prompts, whose ids have too many gaps to be in the journal"] += 1
+        if not term.save_trajectories:
+            unseen["tokens and components of a term with trainer.save_trajectories: false"] += 1
+        if not term.shapes:
+            unseen["components against rewards of a term whose rows weight them (weight_key)"] += 1
+
     def _on_resume(self, entry: Entry) -> None:
         step = self.in_progress
         if step is None or step.wanted is None:
             return
         admitted = step.collection.admitted if step.collection is not None else {}
         step.before = {**(step.before or {}), **admitted}
+        self._collect_again(step)
+
+    def _collect_again(self, step: StepHistory) -> None:
+        assert step.wanted is not None
         step.collection = Collection(step.wanted, self.findings)
+        self._order.again()
+        if self._term is not None and step.shapes != self._term.shapes:
+            step.shapes = None
 
     def _on_rewind(self, entry: Entry) -> None:
         to_step = int(entry["to_step"])
@@ -181,10 +185,16 @@ class History:
                 f"the run went back to step {to_step}, but only step {self.finished} is finished",
                 entry,
             )
-        for step in (*self.steps.values(), self.in_progress):
-            if step is not None and step.wanted is not None and step.number > to_step:
-                self._void_wanted[step.wanted.step] = step.wanted
-        self.steps = {number: step for number, step in self.steps.items() if number <= to_step}
+        for number in range(to_step + 1, self.finished + 1):
+            step = self.steps.pop(number, None)
+            if step is not None and step.asked:
+                self._void_asked[number] = step.asked, step.entry(number)
+        current = self.in_progress
+        if current is not None and current.wanted is not None and current.number > to_step:
+            self._void_asked[current.number] = asked_digest(current.wanted), current.wanted.entry
+        self.finished = min(self.finished, to_step)
+        known = self.steps.get(to_step)
+        self._order.rewind(entry, known.cursor if known is not None else None)
         self.versions.rewind(to_step)
         self.checkpoints = {number: e for number, e in self.checkpoints.items() if number <= to_step}
         self.in_progress = None
@@ -232,7 +242,8 @@ class History:
         return None
 
     def _on_dispatch(self, entry: Entry) -> None:
-        wanted = Wanted.of(entry, self._num_samples)
+        term = self._term or Term.read(entry, self._config)
+        wanted = Wanted.of(entry, term.num_samples)
         if wanted.step != self.finished + 1:
             self.findings.add(
                 Invariant.I2,
@@ -244,36 +255,39 @@ class History:
         self.versions.check_policy(wanted.policy, f"step {wanted.step} was dispatched for", entry)
         if len(set(wanted.prompts)) != len(wanted.prompts):
             self.findings.add(Invariant.I2, f"step {wanted.step} asks for a prompt twice", entry)
-        before = self._void_wanted.pop(wanted.step, None)
+        before = self._void_asked.pop(wanted.step, None)
         step = self.in_progress
         if step is not None and step.wanted is not None and step.wanted.step == wanted.step:
-            before = step.wanted
+            before = asked_digest(step.wanted), step.wanted.entry
             if not step.collection or step.collection.admitted or step.batch:
-                self.findings.add(
-                    Invariant.I2, f"step {wanted.step} was dispatched twice", before.entry, entry
-                )
-        if before is not None and (before.prompts, before.num_greedy) != (wanted.prompts, wanted.num_greedy):
+                self.findings.add(Invariant.I2, f"step {wanted.step} was dispatched twice", before[1], entry)
+        if before is not None and before[0] != asked_digest(wanted):
             self.findings.add(
-                Invariant.I2, f"step {wanted.step} asked for other prompts at first", before.entry, entry
+                Invariant.I2, f"step {wanted.step} asked for other prompts at first", before[1], entry
             )
         if step is None or step.wanted is None or step.wanted.step != wanted.step:
             self.in_progress = step = StepHistory(wanted=wanted)
-        step.collection = Collection(wanted, self.findings)
+        self._order.dispatch(wanted.step, wanted.prompts, entry)
+        step.collection, step.shapes = Collection(wanted, self.findings), term.shapes
 
     def _on_trajectory(self, entry: Entry) -> None:
         verdict = str(entry["verdict"])
         key = TrajectoryId.parse(entry["id"])
         self.findings.counts[f"trajectories {verdict.replace('_', ' ')}"] += 1
+        current = self.in_progress
+        if current is not None and current.collection is not None and self._phase is Phase.COLLECT:
+            current.collection.verdicts[verdict] += 1
         if verdict != "admitted":
             return
-        validation = key.purpose == Purpose.VALIDATE.value
-        phase = Phase.VALIDATE if validation else Phase.COLLECT
+        is_answer = key.purpose == Purpose.VALIDATE.value
+        phase = Phase.VALIDATE if is_answer else Phase.COLLECT
         if self._phase is not phase:
             self.findings.add(
                 Invariant.I1, f"{key} was admitted in phase {self._phase.value}, not {phase.value}", entry
             )
-        if validation:
+        if is_answer:
             self.versions.check_policy(str(entry.get("policy")), f"{key} was admitted of", entry)
+            self._admit_answer(key, entry)
             return
         step = self.in_progress
         if step is None or step.collection is None:
@@ -286,11 +300,49 @@ class History:
                 Invariant.I3, f"{key} is another after the controller was started again", before, entry
             )
 
+    # --- validations
+
+    def _on_validate(self, entry: Entry) -> None:
+        self.versions.check_policy(str(entry["policy"]), f"step {entry['step']} was validated with", entry)
+        step = self._validated()
+        if step.number >= 0 and step.number != int(entry["step"]):
+            self.findings.add(
+                Invariant.I2,
+                f"a validation of step {entry['step']} in step {step.number}",
+                step.dispatch,
+                entry,
+            )
+        step.validation = Validation(entry, self.findings)
+
+    def _validated(self) -> StepHistory:
+        """The step that a validation belongs to; step 0 has no dispatch."""
+        if self.in_progress is None:
+            self.in_progress = StepHistory()
+        return self.in_progress
+
+    def _admit_answer(self, key: TrajectoryId, entry: Entry) -> None:
+        step = self.in_progress
+        if step is not None and step.validation is not None:
+            step.validation.admit(key, entry)
+        elif self._term is not None and self._term.is_recorded:
+            self.findings.add(Invariant.I2, f"{key} was admitted, but no validation was asked for", entry)
+
+    def _on_val_group_dropped(self, entry: Entry) -> None:
+        step = self.in_progress
+        if step is not None and step.validation is not None:
+            step.validation.drop(entry)
+
+    def _on_saved(self, entry: Entry) -> None:
+        self._validated().saved[str(entry["file"])] = entry
+
+    # --- the rest of a step
+
     def _on_refill(self, entry: Entry) -> None:
         self.findings.counts["prompt groups dispatched"] += len(entry["prompts"])
         self.findings.counts["prompt groups set aside"] += len(entry["set_aside"])
         step = self._current(entry)
         if step is not None and step.collection is not None:
+            self._order.refill(entry["prompts"], step.collection.prompts, entry)
             step.collection.refill(entry)
 
     def _on_group_dropped(self, entry: Entry) -> None:
@@ -309,7 +361,8 @@ class History:
                 step.trained,
                 entry,
             )
-        step.collection, step.before, step.batch = Collection(step.wanted, self.findings), None, None
+        self._collect_again(step)
+        step.before = step.batch = None
 
     def _on_batch(self, entry: Entry) -> None:
         step = self._current(entry)
@@ -336,7 +389,7 @@ class History:
         for earlier in (step.batch, step.trained):
             if earlier is not None and earlier["digest"] != entry["digest"]:
                 self.findings.add(Invariant.I3, f"step {step.wanted.step} has two batches", earlier, entry)
-        step.batch, step.rows, step.num_dropped = entry, TrainedRows(rows), step.collection.num_dropped
+        step.note_batch(entry, step.collection, rows, self.term)
 
     def _on_trained(self, entry: Entry) -> None:
         step = self._current(entry)
@@ -365,8 +418,10 @@ class History:
         is_new = version > max(self.versions.newest, 0) and version == self.finished + 1
         if is_new and (training is None or training.trained is None):
             self.findings.add(Invariant.I2, f"version {version} was committed without training", entry)
-        known = training or self.steps.get(version)
-        batch = str(known.batch["digest"]) if known is not None and known.batch is not None else ""
+        known = self.steps.get(version)
+        batch = known.batch if known is not None else ""
+        if training is not None:
+            batch = str(training.batch["digest"]) if training.batch is not None else ""
         self.versions.commit(entry, batch=batch, due=max(0, self.finished))
         if training is not None:
             training.commit = entry
@@ -386,7 +441,7 @@ class History:
                 entry,
             )
         if number == 0:
-            step = StepHistory()
+            step = step or StepHistory()
             if self.versions.newest < 0:
                 self.findings.add(Invariant.I1, "step 0 was finished before version 0 was committed", entry)
         elif step is None or step.number != number:
@@ -398,12 +453,16 @@ class History:
                     self.findings.add(
                         Invariant.I2,
                         f"step {number} was finished without a {what}",
-                        step.wanted.entry if step.wanted else None,
+                        step.dispatch,
                         entry,
                     )
-        # Of a finished step the rows are enough: memory stays small however long the run is.
-        step.collection = step.before = None
-        self.steps[number], self.in_progress = step, None
+        if step.validation is not None:
+            step.validation.close(entry)
+        self._order.finish(entry)
+        self._on_finished(self, step, number, entry)
+        # Memory stays small however long the run is.
+        self.steps[number], self.in_progress = step.finished(entry), None
+        self.finished = max(self.finished, number)
 
     def _on_checkpoint(self, entry: Entry) -> None:
         number = int(entry["step"])
@@ -422,4 +481,4 @@ class History:
 
     def _entry_of(self, number: int) -> Entry | None:
         step = self.steps.get(number)
-        return step.wanted.entry if step is not None and step.wanted is not None else None
+        return step.entry(number) if step is not None else None

@@ -23,20 +23,22 @@ class Commit:
 class Versions:
     """Follows commits, rollbacks and rewinds.
 
-    Args:
+    Attributes:
+        newest: the version that was committed last; -1 for none.
         repeatable: whether the same batch gives the same weights to the bit.
     """
 
-    def __init__(self, findings: Findings, *, repeatable: bool) -> None:
-        self._findings, self._repeatable = findings, repeatable
+    def __init__(self, findings: Findings) -> None:
+        self._findings, self.repeatable = findings, True
         self._commits: dict[int, Commit] = {}
         self._void: dict[int, Commit] = {}
         self._went_back: dict[int, Entry] = {}
+        self.newest = -1
 
-    @property
-    def newest(self) -> int:
-        """The version that was committed last; -1 for none."""
-        return max(self._commits, default=-1)
+    def digest(self, version: int) -> str | None:
+        """That of a committed version; None where it was not committed, or is void."""
+        commit = self._commits.get(version)
+        return None if commit is None else commit.digest
 
     def check_policy(self, policy: str, what: str, entry: Entry) -> None:
         """Notes a breach if `policy` is not the committed one."""
@@ -72,6 +74,7 @@ class Versions:
         self._void |= {v: commit for v, commit in self._commits.items() if v > to_step}
         self._commits = {v: commit for v, commit in self._commits.items() if v <= to_step}
         self._went_back = {v: entry for v, entry in self._went_back.items() if v <= to_step}
+        self.newest = max(self._commits, default=-1)
 
     def commit(self, entry: Entry, *, batch: str, due: int) -> None:
         """Checks a commit.
@@ -95,7 +98,7 @@ class Versions:
                 entry,
             )
         self._check_rollback(version, digest, entry)
-        if void is not None and self._repeatable and void.batch == batch and void.digest != digest:
+        if void is not None and self.repeatable and void.batch == batch and void.digest != digest:
             self._findings.add(
                 Invariant.I4,
                 f"version {version} was committed as {void.digest} before a rewind and as {digest} after it, "
@@ -104,7 +107,11 @@ class Versions:
                 entry,
             )
         if earlier is None:
-            self._commits[version] = Commit(entry=entry, digest=digest, batch=batch)
+            # A long run has many: the names of their servers are left out.
+            short = {name: entry.get(name) for name in ("n", "event", "version", "digest")}
+            kept = Entry(line=entry.line, event=short)
+            self._commits[version] = Commit(entry=kept, digest=digest, batch=batch)
+            self.newest = max(self.newest, version)
 
     def _check_rollback(self, version: int, digest: str, entry: Entry) -> None:
         rollback = self._went_back.get(version)

@@ -9,7 +9,7 @@ import itertools
 import logging
 import math
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from types import TracebackType
@@ -19,10 +19,9 @@ from paceline.config.reward import RewardConfig
 from paceline.core.errors import ConfigError, PacelineError, ProtocolError, RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem, groups_of
 from paceline.reward.functions.jobs import Job, Request, encode_batch, parse_row
-from paceline.reward.functions.registry import BUILTIN_NAMES
 from paceline.reward.functions.spec import FunctionSpec
 from paceline.reward.scorer import ScorerSettings
-from paceline.reward.scores import TOTALS, Score
+from paceline.reward.scores import Score
 from paceline.reward.shape import Shape
 from paceline.service.children.process import ChildLimits, ChildProcess
 
@@ -408,26 +407,16 @@ class FunctionPool:
 
 
 def function_specs(config: RewardConfig) -> list[FunctionSpec]:
-    """The configured functions with names for their components.
-
-    The component of a built-in has its name, that of a user's function the name after the colon; one that
-    metrics use already gets a suffix (`reward_function`). A name that occurs again is numbered (`gsm8k_2`).
-    """
-    seen: Counter[str] = Counter()
-    specs: list[FunctionSpec] = []
-    for function in config.functions:
-        name = function.name if function.name in BUILTIN_NAMES else function.name.rpartition(":")[2]
-        name = f"{name}_function" if name in TOTALS else name
-        seen[name] += 1
-        specs.append(
-            FunctionSpec(
-                name=name if seen[name] == 1 else f"{name}_{seen[name]}",
-                reference=function.name,
-                shape=Shape.configured(function),
-                arguments=dict(function.kwargs),
-            )
+    """The configured functions with names for their components."""
+    return [
+        FunctionSpec(
+            name=name,
+            reference=function.name,
+            shape=Shape.configured(function),
+            arguments=dict(function.kwargs),
         )
-    return specs
+        for name, function in zip(config.function_names, config.functions, strict=True)
+    ]
 
 
 def _process_seed(seed: str, form: str, number: int) -> int:

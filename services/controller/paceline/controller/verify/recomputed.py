@@ -1,0 +1,74 @@
+"""Metrics computed once more from what the journal says of a step, to be compared with metrics.jsonl."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from statistics import fmean, pstdev
+from typing import Any
+
+OVERLONG = "overlong/penalty_mean"
+_REJECTED = ("wrong_version", "wrong_digest", "unknown", "aborted")
+# The learner may hold rewards in float32.
+_TOLERANCE = 1e-5
+
+
+def of_barrier(verdicts: Counter[str], drop_reasons: Sequence[str]) -> dict[str, float]:
+    """The counts of a collection: how often it gave each verdict, and why it dropped groups."""
+    metrics = {
+        "barrier/admitted": float(verdicts["admitted"]),
+        "barrier/duplicates": float(verdicts["duplicate"]),
+        "barrier/rejected": float(sum(verdicts[verdict] for verdict in _REJECTED)),
+        "barrier/groups_dropped": float(len(drop_reasons)),
+    }
+    for reason, count in Counter(drop_reasons).items():
+        metrics[f"barrier/groups_dropped/{reason.replace(':', '_')}"] = float(count)
+    return metrics
+
+
+def of_rewards(groups: Mapping[int, Sequence[float]]) -> dict[str, float]:
+    """The spread of a batch's rewards, which come by prompt, and their mean."""
+    rewards = [reward for group in groups.values() for reward in group]
+    if not rewards:
+        return {}
+    metrics = {
+        "critic/score/mean": fmean(rewards),
+        "reward/std": pstdev(rewards),
+        "reward/min": min(rewards),
+        "reward/max": max(rewards),
+    }
+    if max(map(len, groups.values())) > 1:
+        metrics["groups/without_spread"] = fmean(min(g) == max(g) for g in groups.values())
+    return metrics
+
+
+def of_components(components: Sequence[Mapping[str, float]], prefix: str) -> dict[str, float]:
+    """The mean of each component over the samples that have it."""
+    values: dict[str, list[float]] = {}
+    for of_sample in components:
+        for name, value in of_sample.items():
+            values.setdefault(name, []).append(value)
+    return {f"{prefix}/{name}/mean": fmean(of_name) for name, of_name in values.items()}
+
+
+def differences(line: Mapping[str, Any], computed: Mapping[str, float]) -> Iterator[str]:
+    """A sentence for each metric of a line that is another than the one computed."""
+    for name, expected in computed.items():
+        value = line.get(name)
+        if name == "critic/score/mean":
+            expected += line.get(OVERLONG) or 0.0
+        if value is None or not math.isfinite(expected):
+            continue
+        if not math.isclose(value, expected, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE * _size(computed)):
+            yield f"has {name} = {value:.9g}, the journal makes it {expected:.9g}"
+
+
+def strangers(line: Mapping[str, Any], computed: Collection[str], prefix: str) -> Iterator[str]:
+    """A sentence for each metric of a line that begins with `prefix` and was not computed."""
+    names = (name for name in line if name.startswith(prefix) and name not in computed)
+    yield from (f"has {name}, of which the journal knows nothing" for name in names)
+
+
+def _size(computed: Mapping[str, float]) -> float:
+    return max(abs(computed.get("reward/min", 0.0)), abs(computed.get("reward/max", 0.0)), 1e-3)

@@ -1,0 +1,118 @@
+"""What the journal says of one step: all of it until the step is finished, a little of it after that."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from paceline.controller.verify import recomputed
+from paceline.controller.verify.collection import Collection, Wanted
+from paceline.controller.verify.digests import digest_of
+from paceline.controller.verify.findings import Entry
+from paceline.controller.verify.rows import Row
+from paceline.controller.verify.term import Shape, Term
+from paceline.controller.verify.validation import Validation
+from paceline.core.ids import TrajectoryId
+from paceline.core.training import BatchRow
+
+
+class Finished(NamedTuple):
+    """What is kept of a finished step: a long run has many."""
+
+    line: int
+    n: int
+    num_rows: int
+    num_dropped: int
+    batch: str
+    asked: str
+    cursor: Mapping[str, int]
+    guard: str
+
+    def entry(self, number: int) -> Entry:
+        """Its dispatch, without the prompts."""
+        return Entry(line=self.line, event={"n": self.n, "event": "dispatch", "step": number})
+
+
+@dataclass(kw_only=True, slots=True)
+class StepHistory:
+    """What the journal says of one step.
+
+    Attributes:
+        before: the admissions before the controller was started again, by trajectory.
+        term: the settings with which its batch was made; None without a batch.
+        rows: those of the last batch.
+        metrics: what its line should say.
+        num_dropped: prompts that the last collection dropped.
+        shapes: how scorers enter the reward, in the terms in which it was collected; None where that changed.
+        validation: that which followed it.
+        saved: events of the files of its trajectories, by name.
+    """
+
+    wanted: Wanted | None = None
+    collection: Collection | None = None
+    before: Mapping[TrajectoryId, Entry] | None = None
+    batch: Entry | None = None
+    trained: Entry | None = None
+    commit: Entry | None = None
+    term: Term | None = None
+    rows: Sequence[Row] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    num_dropped: int = 0
+    shapes: Mapping[str, Shape] | None = None
+    validation: Validation | None = None
+    saved: dict[str, Entry] = field(default_factory=dict)
+
+    @property
+    def number(self) -> int:
+        """The step; -1 before its dispatch."""
+        return self.wanted.step if self.wanted is not None else -1
+
+    @property
+    def dispatch(self) -> Entry | None:
+        """The event of its dispatch."""
+        return self.wanted.entry if self.wanted is not None else None
+
+    def note_batch(self, entry: Entry, collection: Collection, rows: Sequence[BatchRow], term: Term) -> None:
+        """Takes the rows of a batch that is complete, and what their metrics should be."""
+        self.batch, self.term = entry, term
+        self.rows = [
+            Row(
+                key=row.trajectory_id,
+                digest=row.blob_digest,
+                reward=row.reward,
+                raw_reward=collection.raw_reward(row.trajectory_id),
+            )
+            for row in rows
+        ]
+        groups: dict[int, list[float]] = {}
+        for row in rows:
+            groups.setdefault(row.trajectory_id.prompt_id, []).append(row.reward)
+        reasons = collection.drop_reasons
+        self.num_dropped = len(reasons)
+        self.metrics = recomputed.of_barrier(collection.verdicts, reasons) | recomputed.of_rewards(groups)
+
+    def finished(self, entry: Entry) -> Finished:
+        """What is kept of it after its event `step`."""
+        first, batch = self.dispatch or entry, self.batch
+        return Finished(
+            line=first.line,
+            n=int(first["n"]),
+            num_rows=len(self.rows),
+            num_dropped=self.num_dropped,
+            batch=str(batch["digest"]) if batch is not None else "",
+            asked=asked_digest(self.wanted) if self.wanted is not None else "",
+            cursor=entry.get("cursor") or {},
+            guard=plain_digest(entry.get("guard")),
+        )
+
+
+def plain_digest(plain: object) -> str:
+    """Of what JSON can say."""
+    return digest_of(json.dumps(plain, sort_keys=True).encode())
+
+
+def asked_digest(wanted: Wanted) -> str:
+    """Of what a step asked for at first."""
+    return plain_digest([wanted.prompts, wanted.num_greedy])

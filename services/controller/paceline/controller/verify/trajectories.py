@@ -1,0 +1,235 @@
+"""Whether a file of trajectories holds what the journal says, down to tokens and log-probs.
+
+A trajectory's blob is put together again from its row, and its digest compared with that in the journal: it
+is the digest of the bytes that the learner trained on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.controller.verify.rows import Row
+from paceline.controller.verify.term import Shape
+from paceline.core.ids import Purpose
+from paceline.core.images import Image
+from paceline.core.policy import PolicyTag
+from paceline.core.trajectory import FinishReason, SamplingSpec, Trajectory
+from paceline.wire import blob_digest, encode_trajectory
+
+_PORTION = 256
+_ARRAYS = (
+    "prompt_token_ids",
+    "response_token_ids",
+    "response_log_probs",
+    "response_mask",
+    "segment_starts",
+)
+_DRAWN = (*_ARRAYS, "seed", "sampling", "images", "finish_reason")
+_COUNTED = {
+    "num_prompt_tokens": "prompt_token_ids",
+    "num_response_tokens": "response_token_ids",
+}
+_SCALARS = ("step", "prompt_id", "sample_index", "reward", "policy_version")
+# Two draws of a response this improbable are equal once in 10^26 pairs.
+_LOG_CHANCE = -60.0
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+
+
+@dataclass(kw_only=True)
+class FileCheck:
+    """One file's check.
+
+    Args:
+        run_id, policy: of its trajectories.
+        shapes: how components make the reward; None where that is not known.
+        recomputes: whether blobs can be put together again: the messages are of this version's schema.
+
+    Attributes:
+        faults: a sentence each.
+        components: of each row, in order.
+        num_sampled: sampled tokens of each row.
+        num_recomputed: rows whose digest was taken again.
+        num_without_tokens: rows that have none.
+        can_recompute: whether the file has all that blobs are made of.
+    """
+
+    run_id: str
+    policy: PolicyTag
+    shapes: Mapping[str, Shape] | None
+    recomputes: bool
+    faults: list[str] = field(default_factory=list)
+    components: list[Mapping[str, float]] = field(default_factory=list)
+    num_sampled: list[int] = field(default_factory=list)
+    num_recomputed: int = 0
+    num_without_tokens: int = 0
+    can_recompute: bool = False
+    _draws: dict[bytes, Row] = field(default_factory=dict)
+
+    def run(self, path: Path, rows: Sequence[Row]) -> int:
+        """Compares a file with the rows that it should have; returns how many it has.
+
+        Raises:
+            OSError, pyarrow.ArrowException: it cannot be read.
+        """
+        import pyarrow.parquet
+
+        with pyarrow.parquet.ParquetFile(path) as file:
+            names = set(file.schema_arrow.names)
+            num_rows: int = file.metadata.num_rows
+            if num_rows != len(rows):
+                self.faults.append(f"has {num_rows} rows, {len(rows)} were trained or answered")
+                return num_rows
+            self.can_recompute = names.issuperset(_DRAWN)
+            wanted = (*_SCALARS, *_DRAWN, *_COUNTED, "num_sampled_tokens", "components")
+            first = 0
+            for batch in file.iter_batches(batch_size=_PORTION, columns=[n for n in wanted if n in names]):
+                self._check_batch(batch, rows[first : first + batch.num_rows], first)
+                first += batch.num_rows
+        return num_rows
+
+    def _check_batch(self, batch: Any, rows: Sequence[Row], first: int) -> None:
+        columns = {n: batch.column(n).to_pylist() for n in batch.schema.names if n not in _ARRAYS}
+        arrays = {n: list(_arrays(batch.column(n))) for n in _ARRAYS if n in batch.schema.names}
+        for place, row in enumerate(rows):
+            plain = {name: values[place] for name, values in columns.items()}
+            if fault := self._scalar_fault(plain, row, first + place):
+                self.faults.append(fault)
+                return
+            self._check_components(plain, row)
+            self.num_sampled.append(int(plain.get("num_sampled_tokens") or 0))
+            own = {name: values[place] for name, values in arrays.items()}
+            if own.get("response_mask") is None:
+                self.num_without_tokens += 1
+            else:
+                self._check_tokens(plain, {n: a for n, a in own.items() if a is not None}, row)
+
+    def _scalar_fault(self, plain: Mapping[str, Any], row: Row, place: int) -> str:
+        expected = {
+            "step": row.key.step,
+            "prompt_id": row.key.prompt_id,
+            "sample_index": row.key.sample_index,
+            "reward": row.reward,
+            "policy_version": self.policy.version,
+        }
+        stated = {name: plain.get(name) for name in _SCALARS}
+        return (
+            "" if stated == expected else f"has {stated} in row {place}; {expected} was trained or answered"
+        )
+
+    def _check_components(self, plain: Mapping[str, Any], row: Row) -> None:
+        text = plain.get("components")
+        if text is None:
+            return
+        components = _parsed(text)
+        self.components.append(components)
+        if self.shapes is None:
+            return
+        scored = {name: value for name, value in components.items() if "/" not in name}
+        if not scored.keys() <= self.shapes.keys():
+            return
+        parts = [_contribution(value, self.shapes[name]) for name, value in scored.items()]
+        size = math.fsum(map(abs, parts)) + abs(row.raw_reward)
+        if abs(math.fsum(parts) - row.raw_reward) > 1e-9 * (1 + size):
+            self.faults.append(
+                f"has components of {row.key} that make a reward of {math.fsum(parts):.9g}; it is "
+                f"{row.raw_reward:.9g}"
+            )
+
+    def _check_tokens(self, plain: Mapping[str, Any], arrays: Arrays, row: Row) -> None:
+        ones = int(arrays["response_mask"].sum())
+        if ones != plain["num_sampled_tokens"]:
+            self.faults.append(
+                f"has a mask of {row.key} with {ones} sampled tokens, "
+                f"{plain['num_sampled_tokens']} were counted"
+            )
+        for counted, name in _COUNTED.items():
+            if counted in plain and name in arrays and plain[counted] != len(arrays[name]):
+                self.faults.append(
+                    f"has {len(arrays[name])} {name} of {row.key}, {plain[counted]} were counted"
+                )
+        if not (self.can_recompute and self.recomputes):
+            return
+        self.num_recomputed += 1
+        digest = blob_digest(encode_trajectory(self._trajectory(plain, arrays, row)))
+        if digest != row.digest:
+            self.faults.append(
+                f"has other tokens, mask or log-probs of {row.key} than those with the digest {row.digest}: "
+                f"they make {digest}"
+            )
+        self._check_draw(plain, arrays, row)
+
+    def _trajectory(self, plain: Mapping[str, Any], arrays: Arrays, row: Row) -> Trajectory:
+        return Trajectory(
+            run_id=self.run_id,
+            trajectory_id=row.key,
+            policy=self.policy,
+            prompt_token_ids=arrays["prompt_token_ids"],
+            response_token_ids=arrays["response_token_ids"],
+            response_log_probs=arrays["response_log_probs"],
+            response_mask=arrays["response_mask"],
+            finish_reason=FinishReason(plain["finish_reason"]),
+            sampling=_sampling(plain["sampling"]),
+            seed=plain["seed"],
+            segment_starts=tuple(arrays["segment_starts"].tolist()),
+            images=_images(plain["images"]),
+        )
+
+    def _check_draw(self, plain: Mapping[str, Any], arrays: Arrays, row: Row) -> None:
+        """Notes two samples with the same tokens, which are too improbable to be drawn twice."""
+        chance = float(arrays["response_log_probs"].sum(dtype=np.float64))
+        is_drawn = row.key.purpose == Purpose.TRAIN.value and _sampling(plain["sampling"]).temperature > 0
+        if not is_drawn or chance > _LOG_CHANCE:
+            return
+        twin = self._draws.setdefault(arrays["response_token_ids"].tobytes(), row)
+        if twin is not row:
+            self.faults.append(
+                f"has the same {len(arrays['response_token_ids'])} tokens for {twin.key} and {row.key}, "
+                f"which are drawn with a log-probability of {chance:.0f}: one draw has two ids"
+            )
+
+
+def _contribution(value: float, shape: Shape) -> float:
+    weight, minimum, maximum = shape
+    if minimum is not None:
+        value = max(value, minimum)
+    return weight * (value if maximum is None else min(value, maximum))
+
+
+def _arrays(column: Any) -> Iterator[npt.NDArray[Any] | None]:
+    """The lists of a column; None for a null."""
+    values, offsets = column.values.to_numpy(zero_copy_only=False), column.offsets.to_numpy()
+    valid = column.is_valid().to_pylist()
+    for place, is_valid in enumerate(valid):
+        yield values[offsets[place] : offsets[place + 1]] if is_valid else None
+
+
+def _parsed(text: str) -> Mapping[str, float]:
+    components = _json(text)
+    return components if isinstance(components, dict) else {}
+
+
+@lru_cache(maxsize=1024)
+def _json(text: str) -> Any:
+    return json.loads(text)
+
+
+@lru_cache(maxsize=64)
+def _sampling(text: str) -> SamplingSpec:
+    plain = json.loads(text)
+    return SamplingSpec(**{**plain, "stop_token_ids": tuple(plain["stop_token_ids"])})
+
+
+@lru_cache(maxsize=1024)
+def _images(text: str | None) -> tuple[Image, ...]:
+    plain = json.loads(text) if text else []
+    return tuple(Image(hash=image["hash"], grid=tuple(image["grid"])) for image in plain)
