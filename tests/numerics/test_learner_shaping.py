@@ -273,6 +273,39 @@ class TestResampling:
         torch.testing.assert_close(outcomes[0][0], outcomes[1][0], rtol=1e-6, atol=1e-8)
         torch.testing.assert_close(outcomes[0][1], outcomes[1][1], rtol=1e-6, atol=1e-8)
 
+    @pytest.mark.parametrize(
+        ("name", "own"),
+        [(name, "seq-mean-token-mean") for name in ("gspo", "geo_mean", "sapo")]
+        + [(name, "token-mean") for name in ("ppo_clip", "cispo", "kl_cov", "clip_cov", "gpg")],
+    )
+    def test_without_a_mode_the_gradient_is_that_of_the_losss_own(self, name: str, own: str) -> None:
+        """verl hard-codes the mean over sequences in gspo, geo_mean and sapo."""
+        by_token = torch.linspace(-6, -2, 48, dtype=torch.float64, requires_grad=True)
+
+        def network(batch: MicroBatch, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            flat = by_token[batch.targets]
+            return flat, flat.square()
+
+        network.lm = torch.nn.Module()
+        (part, _) = self.both(torch.ones(6, dtype=torch.int64))
+        mask = part.batch.mask
+        counted = Denominators(num_tokens=int(mask.sum()), num_sequences=int(mask.any(-1).sum()))
+        actual = Denominators(num_tokens=2 * counted.num_tokens, num_sequences=3 * counted.num_sequences)
+
+        def gradient_and_factor(mode: str | None) -> tuple[torch.Tensor, float]:
+            clip = {"gspo": 0.02, "geo_mean": 0.4}.get(name, 0.2)
+            actor = {"policy_loss": name, "loss_agg_mode": mode, "clip_ratio": clip}
+            loss = PolicyLoss(run_config(Path("m"), actor=actor, algorithm=GROUPS), network, Adjustments())
+            selected = torch.zeros_like(mask) if "cov" in name else None
+            (gradient,) = torch.autograd.grad(loss(part, counted, selected)[0], by_token)
+            return gradient, loss.scaling(counted, actual).gradient
+
+        (given, factor), (expected, same_factor) = gradient_and_factor(None), gradient_and_factor(own)
+        assert torch.equal(given, expected)
+        assert factor == same_factor == {"token-mean": 1 / 2, "seq-mean-token-mean": 1 / 3}[own]
+        (other,) = {"token-mean", "seq-mean-token-mean"} - {own}
+        assert float((given - gradient_and_factor(other)[0]).norm() / given.norm()) > 0.05
+
     @pytest.mark.parametrize("above", [-1.0, 0.1, 99.0])
     def test_the_positive_example_loss_by_hand(self, above: float) -> None:
         """mu / N times the sum of -log pi over the N tokens of right responses, beside the policy's loss."""

@@ -132,6 +132,33 @@ def test_a_policy_loss_is_a_name_or_a_name_with_its_options(tmp_path: Path) -> N
     assert arguments(custom) == {"beta": 0.5}
 
 
+@pytest.mark.parametrize(
+    ("loss", "own"),
+    [
+        ("ppo_clip", "token-mean"),
+        ("cispo", "token-mean"),
+        ("kl_cov", "token-mean"),
+        ("clip_cov", "token-mean"),
+        ("gpg", "token-mean"),
+        ("{type: custom, path: 'my.py:my_loss'}", "token-mean"),
+        ("{type: gspo, clip_ratio_low: 3e-4, clip_ratio_high: 4e-4}", "seq-mean-token-mean"),
+        ("{type: geo_mean, clip_ratio_low: 0.4, clip_ratio_high: 0.4}", "seq-mean-token-mean"),
+        ("sapo", "seq-mean-token-mean"),
+    ],
+)
+def test_a_loss_is_aggregated_as_its_paper_does_unless_something_else_is_written(
+    tmp_path: Path, loss: str, own: str
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(yaml.safe_dump(MINIMAL))
+
+    def mode(*overrides: str) -> str:
+        return load(RunConfig, file, [f"actor.policy_loss={loss}", *overrides]).actor.aggregation
+
+    assert mode() == mode("actor.loss_agg_mode=null") == own
+    assert mode("actor.loss_agg_mode=seq-mean-token-sum") == "seq-mean-token-sum"
+
+
 def test_overrides_are_typed_like_the_file(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(yaml.safe_dump(MINIMAL))

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from paceline.config.algorithm import KL_KINDS, KLKind
 from paceline.config.base import Section
 from paceline.config.memory import ActorMemory, ActorMemoryConfig
-from paceline.config.policy_losses import Clip, PolicyLossConfig, PPOClip
+from paceline.config.policy_losses import Aggregation, Clip, PolicyLossConfig, PPOClip
 
 # YAML 1.1 reads a bare on and off as booleans.
 SharedPrompts = Annotated[
@@ -110,12 +110,11 @@ class ActorConfig(Section):
         True, description="ppo_clip: also bound the ratio by clip_ratio_c where the advantage is negative."
     )
     clip_ratio_c: float = Field(3.0, gt=1, description="use_dual_clip: the bound on the ratio.")
-    loss_agg_mode: Literal[
-        "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-    ] = Field(
-        "token-mean",
-        description="How per-token losses become one number; sums and means are over the mini-batch of all "
-        "ranks together.",
+    loss_agg_mode: Aggregation | None = Field(
+        None,
+        description="How per-token losses become one number, KL and entropy included; sums and means are "
+        "over the mini-batch of all ranks together. null: the policy loss's own, which is "
+        "seq-mean-token-mean for gspo, geo_mean and sapo, and token-mean for the others.",
     )
     loss_agg_constant: float | None = Field(
         None,
@@ -150,6 +149,11 @@ class ActorConfig(Section):
         "In the other steps the forward pass gives them, unless something needs them earlier.",
     )
     optim: OptimConfig = OptimConfig()
+
+    @property
+    def aggregation(self) -> Aggregation:
+        """The loss_agg_mode in force."""
+        return self.loss_agg_mode or self.policy_loss.aggregation
 
     @property
     def loss_arguments(self) -> dict[str, Any]:

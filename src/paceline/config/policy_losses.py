@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
@@ -13,6 +13,10 @@ GSPO_CLIP_BOUND = 0.05
 """A larger range on a sequence's mean log-ratio is a token's range by mistake."""
 GEO_MEAN_CLIP_BOUND = 0.01
 """A smaller range on a token's log-ratio is a sequence's range by mistake."""
+
+
+Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+"""How per-token losses become one number; sums and means are over the mini-batch of all ranks together."""
 
 
 class Clip(NamedTuple):
@@ -25,6 +29,9 @@ class Clip(NamedTuple):
 
 class PolicyLossOptions(Section):
     """What every policy loss has."""
+
+    aggregation: ClassVar[Aggregation] = "token-mean"
+    """How the loss's tokens become one number where actor.loss_agg_mode does not say."""
 
     def arguments(self, default: Clip) -> dict[str, Any]:
         """The keyword arguments of the loss's function; `default` is the clip of `actor.*`.
@@ -85,6 +92,7 @@ class GSPO(ClippedLoss):
     """PPO's clip on the ratio of whole sequences (arXiv:2507.18071); ranges of the order of 3e-4."""
 
     type: Literal["gspo"] = "gspo"
+    aggregation = "seq-mean-token-mean"
 
     def arguments(self, default: Clip) -> dict[str, Any]:
         """Refuses a range that fits tokens."""
@@ -110,6 +118,7 @@ class GeoMean(ClippedLoss):
     """The geometric mean of a sequence's ratios (arXiv:2507.20673); ranges in log-ratio, 0.4 in the paper."""
 
     type: Literal["geo_mean"] = "geo_mean"
+    aggregation = "seq-mean-token-mean"
 
     def arguments(self, default: Clip) -> dict[str, Any]:
         """Refuses a range that fits sequences."""
@@ -163,6 +172,7 @@ class SAPO(PolicyLossOptions):
     """A soft gate in place of the clip (arXiv:2511.20347)."""
 
     type: Literal["sapo"] = "sapo"
+    aggregation = "seq-mean-token-mean"
     tau_positive: float = Field(
         1.0, gt=0, description="How sharply the gate closes where the advantage is positive."
     )

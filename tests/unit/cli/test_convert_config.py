@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from paceline.cli.convert.convert import _is_key, convert
-from paceline.cli.convert.trl import TRL
-from paceline.cli.convert.verl import VERL
+from paceline.cli.convert import trl, verl
+from paceline.cli.convert.convert import _flat, _is_key, convert
 from paceline.cli.main import main
-from paceline.config.load import load
+from paceline.config.load import load, parse
 from paceline.config.run import RunConfig
 
 VERL_FILE = """
@@ -108,28 +107,199 @@ def test_trls_fields(tmp_path: Path) -> None:
     (tmp_path / "ours.yaml").write_text(yaml.safe_dump(tree))
     ours = load(RunConfig, tmp_path / "ours.yaml")
     assert (ours.rollout.n, ours.actor.ppo_mini_batch_size, ours.trainer.total_steps) == (8, 8, 70)
-    assert (ours.actor.use_kl_loss, ours.actor.kl_loss_coef, ours.actor.clip_ratio_low) == (True, 0.04, 0.1)
+    assert (ours.actor.use_kl_loss, ours.actor.kl_loss_coef) == (True, 0.04)
+    clip = ours.actor.loss_arguments
+    assert (clip["clip_low"], clip["clip_high"]) == (0.1, 0.1), "TRL's epsilon is both sides"
     assert ours.actor.loss_agg_mode == "seq-mean-token-sum-norm"
     assert (ours.actor.optim.lr, ours.actor.optim.lr_scheduler) == (1e-6, "cosine_with_restarts")
     assert [(f.name, f.weight) for f in ours.reward.functions] == [("my.py:a", 1.0), ("my.py:b", 0.5)]
     assert "bf16: True" in text.partition("# Not taken over:")[2]
 
 
-def test_every_key_of_ours_that_a_row_sets_exists() -> None:
-    """Each row, with a value that it may have."""
-    for rows, program in ((VERL, "verl"), (TRL, "trl")):
-        for row in rows:
-            for key in row.keys:
-                tree = convert({key: "1"}, program).tree
-                for section, values in tree.items():
-                    for name in values if isinstance(values, dict) else ():
-                        assert _is_path(f"{section}.{name}"), (key, section, name)
+ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model"))
+LOSS, NOT_TAKEN = f"{ACTOR}.policy_loss.loss_mode", None
+FROM_VERL: list[tuple[dict[str, Any], dict[str, Any] | None]] = [
+    # Prefixes.
+    ({f"{ACTOR}.clip_ratio_high": 0.28}, {"actor.clip_ratio_high": 0.28}),
+    ({f"{ROLLOUT}.n": 5}, {"rollout.n": 5}),
+    ({f"{MODEL}.lora.rank": 8}, {"model.lora.rank": 8}),
+    ({"algorithm.lam": 0.95}, {"algorithm.lam": 0.95}),
+    ({"critic.grad_clip": 0.5}, {"critic.grad_clip": 0.5}),
+    ({"data.train_batch_size": 128}, {"data.train_batch_size": 128}),
+    ({"trainer.total_steps": 9}, {"trainer.total_steps": 9}),
+    # Rows.
+    ({f"{MODEL}.path": "m"}, {"model.path": "m"}),
+    ({"data.reward_fn_key": "kind"}, {"data.data_source_key": "kind"}),
+    (
+        {"data.train_files": "t.parquet"},
+        {"data.train_files": "t.parquet", "data.ground_truth_key": "reward_model.ground_truth"},
+    ),
+    ({"data.filter_overlong_prompts": True}, {"data.overlong_prompts": "filter"}),
+    ({"data.filter_overlong_prompts": False}, {"data.overlong_prompts": "error"}),
+    (
+        {"custom_reward_function.path": "r.py"},
+        {"reward.functions": [{"name": "r.py:compute_score"}], "data.extra_keys": ["extra_info"]},
+    ),
+    (
+        {"custom_reward_function.path": "r.py", "custom_reward_function.name": "f"},
+        {"reward.functions": [{"name": "r.py:f"}], "data.extra_keys": ["extra_info"]},
+    ),
+    ({"custom_reward_function.path": None}, {}),
+    ({f"{ACTOR}.ppo_mini_batch_size": 32}, {"actor.ppo_mini_batch_size": 32}),
+    *(
+        ({f"{section}.{name}": 8}, NOT_TAKEN)
+        for section in (ACTOR, "critic")
+        for name in (
+            *("ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz"),
+            *("forward_micro_batch_size", "forward_micro_batch_size_per_gpu"),
+        )
+    ),
+    *(
+        ({f"actor_rollout_ref.{section}.log_prob_{name}": 8}, NOT_TAKEN)
+        for section in ("ref", "rollout")
+        for name in (
+            *("micro_batch_size", "micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu"),
+        )
+    ),
+    ({f"{ACTOR}.clip_ratio_c": 4.0}, {"actor.clip_ratio_c": 4.0}),
+    ({LOSS: "vanilla"}, {"actor.policy_loss": "ppo_clip"}),
+    ({LOSS: "cispo"}, {"actor.policy_loss": "cispo"}),
+    ({f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum"}, {"actor.loss_agg_mode": "seq-mean-token-sum"}),
+    # verl hard-codes the mean over sequences in these three, whatever loss_agg_mode says.
+    *(
+        (
+            {LOSS: loss, f"{ACTOR}.loss_agg_mode": "token-mean", f"{ACTOR}.clip_ratio": clip},
+            {"actor.policy_loss": loss, "actor.loss_agg_mode": None, "actor.clip_ratio": clip},
+        )
+        for loss, clip in (("sapo", 0.2), ("geo_mean", 0.4), ("gspo", 3e-4))
+    ),
+    ({f"{ACTOR}.optim.lr_warmup_steps_ratio": 0.1}, {"actor.optim.warmup_steps_ratio": 0.1}),
+    ({f"{ACTOR}.optim.warmup_style": "cosine"}, {"actor.optim.lr_scheduler": "cosine"}),
+    ({f"{ACTOR}.optim.lr_scheduler_type": "constant"}, {"actor.optim.lr_scheduler": "constant"}),
+    ({f"{MODEL}.enable_gradient_checkpointing": True}, {"actor.memory.recompute": "full"}),
+    ({f"{MODEL}.enable_gradient_checkpointing": False}, {"actor.memory.recompute": "none"}),
+    ({f"{ACTOR}.use_torch_compile": True}, {"actor.compile": True}),
+    ({f"{ROLLOUT}.top_k": -1}, {"rollout.top_k": 0}),
+    ({f"{ROLLOUT}.val_kwargs.n": 4}, {"rollout.val.n": 4}),
+    ({f"{ROLLOUT}.val_kwargs.temperature": 0.5}, {"rollout.val.temperature": 0.5}),
+    ({"algorithm.filter_groups.enable": True}, {"algorithm.dynamic_sampling.enable": True}),
+    ({"critic.model.path": "c"}, {"critic.path": "c"}),
+    ({"critic.cliprange_value": 0.4}, {"critic.vf_clip_param": 0.4}),
+    ({"critic.optim.lr_warmup_steps_ratio": 0.2}, {"critic.optim.warmup_steps_ratio": 0.2}),
+    ({"critic.optim.warmup_style": "cosine"}, {"critic.optim.lr_scheduler": "cosine"}),
+    ({"trainer.critic_warmup": 3}, {"critic.warmup": 3}),
+    ({"trainer.total_training_steps": 90}, {"trainer.total_steps": 90}),
+    ({"trainer.total_epochs": 15}, NOT_TAKEN),
+    ({"trainer.n_gpus_per_node": 8}, NOT_TAKEN),
+    ({"trainer.nnodes": 2}, NOT_TAKEN),
+    ({"trainer.experiment_name": "x"}, {"trainer.name": "x"}),
+    ({"trainer.project_name": "x"}, NOT_TAKEN),
+    ({"trainer.logger": ["console", "wandb"]}, {"trainer.loggers": ["wandb"]}),
+    ({"trainer.default_local_dir": "runs/x"}, {"trainer.run_dir": "runs/x"}),
+    ({"trainer.resume_mode": "disable"}, {"trainer.resume": "never"}),
+    ({"trainer.resume_mode": "resume_path"}, {"trainer.resume": "auto"}),
+    ({"trainer.resume_mode": "auto"}, {"trainer.resume": "auto"}),
+    ({"trainer.save_freq": -1}, {"trainer.save_freq": 0}),
+    ({"trainer.test_freq": -1}, {"trainer.test_freq": 0}),
+    ({"trainer.test_freq": 7}, {"trainer.test_freq": 7}),
+    ({"trainer.max_actor_ckpt_to_keep": 2}, {"trainer.keep_checkpoints": 2}),
+]
+FROM_TRL: list[tuple[dict[str, Any], dict[str, Any] | None]] = [
+    ({"model_name_or_path": "m"}, {"model.path": "m"}),
+    ({"num_generations": 4}, {"rollout.n": 4}),
+    (
+        {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 4, "num_generations": 4},
+        {"actor.ppo_mini_batch_size": 16, "rollout.n": 4},
+    ),
+    ({"steps_per_generation": 4}, NOT_TAKEN),
+    ({"generation_batch_size": 64}, NOT_TAKEN),
+    ({"num_iterations": 2}, {"actor.ppo_epochs": 2}),
+    ({"max_prompt_length": 99}, {"data.max_prompt_length": 99}),
+    ({"max_completion_length": 98}, {"data.max_response_length": 98}),
+    ({"learning_rate": "1e-5"}, {"actor.optim.lr": 1e-5}),
+    ({"lr_scheduler_type": "cosine"}, {"actor.optim.lr_scheduler": "cosine"}),
+    ({"warmup_ratio": 0.1}, {"actor.optim.warmup_steps_ratio": 0.1}),
+    ({"weight_decay": 0.1}, {"actor.optim.weight_decay": 0.1}),
+    ({"max_grad_norm": 0.2}, {"actor.grad_clip": 0.2}),
+    ({"beta": 0.04}, {"actor.use_kl_loss": True, "actor.kl_loss_coef": 0.04}),
+    ({"beta": 0.0}, {"actor.use_kl_loss": False}),
+    # TRL's epsilon is both sides unless epsilon_high says otherwise.
+    ({"epsilon": 0.1}, {"actor.clip_ratio": 0.1}),
+    ({"epsilon_high": 0.28}, {"actor.clip_ratio_high": 0.28}),
+    ({"scale_rewards": "none"}, {"algorithm.norm_adv_by_std_in_grpo": False}),
+    ({"scale_rewards": False}, {"algorithm.norm_adv_by_std_in_grpo": False}),
+    ({"scale_rewards": "group"}, {"algorithm.norm_adv_by_std_in_grpo": True}),
+    ({"scale_rewards": True}, {"algorithm.norm_adv_by_std_in_grpo": True}),
+    ({"scale_rewards": "batch"}, NOT_TAKEN),
+    ({"loss_type": "grpo"}, {"actor.loss_agg_mode": "seq-mean-token-mean"}),
+    ({"loss_type": "bnpo"}, {"actor.loss_agg_mode": "token-mean"}),
+    ({"loss_type": "dapo"}, {"actor.loss_agg_mode": "token-mean"}),
+    ({"loss_type": "dr_grpo"}, {"actor.loss_agg_mode": "seq-mean-token-sum-norm"}),
+    ({"loss_type": "sapo"}, {"actor.policy_loss": "sapo"}),
+    ({"loss_type": "cispo"}, NOT_TAKEN),
+    ({"vllm_gpu_memory_utilization": 0.3}, {"rollout.gpu_memory_utilization": 0.3}),
+    ({"vllm_tensor_parallel_size": 2}, {"rollout.tensor_model_parallel_size": 2}),
+    ({"temperature": 0.9}, {"rollout.temperature": 0.9}),
+    ({"top_p": 1.0}, {"rollout.top_p": 1.0}),
+    ({"top_k": None}, {"rollout.top_k": 0}),
+    ({"reward_funcs": "a.py:f"}, {"reward.functions": [{"name": "a.py:f", "weight": 1.0}]}),
+    (
+        {"reward_funcs": ["a.py:f", "a.py:g"], "reward_weights": [1.0, 0.5]},
+        {"reward.functions": [{"name": "a.py:f", "weight": 1.0}, {"name": "a.py:g", "weight": 0.5}]},
+    ),
+    ({"max_steps": 70}, {"trainer.total_steps": 70}),
+    ({"save_steps": 20}, {"trainer.save_freq": 20}),
+    ({"eval_steps": 25}, {"trainer.test_freq": 25}),
+    ({"output_dir": "runs/x"}, {"trainer.run_dir": "runs/x"}),
+    ({"run_name": "x"}, {"trainer.name": "x"}),
+    ({"report_to": ["wandb", "all"]}, {"trainer.loggers": ["wandb"]}),
+    ({"report_to": "none"}, {"trainer.loggers": []}),
+    ({"seed": 3}, {"trainer.seed": 3}),
+]
+CASES = [("verl", *row) for row in FROM_VERL] + [("trl", *row) for row in FROM_TRL]
 
 
-def _is_path(path: str) -> bool:
-    section, name = path.split(".")
-    below = RunConfig.model_fields[section].annotation
-    return name in below.model_fields  # type: ignore[union-attr]
+@pytest.mark.parametrize(
+    ("program", "theirs", "ours"), CASES, ids=lambda v: "+".join(map(str, v)) if isinstance(v, dict) else ""
+)
+def test_each_key_becomes_the_one_of_ours_that_means_the_same(
+    program: str, theirs: dict[str, Any], ours: dict[str, Any] | None
+) -> None:
+    converted = convert(theirs, program)
+    assert _flat(converted.tree) == (ours or {})
+    left_out = {f"{key}: {value}" for key, value in theirs.items()} if ours is None else set()
+    assert set(converted.left_out) == left_out
+    needed: dict[str, Any] = {
+        "data": {"train_files": "t.jsonl"},
+        "model": {"path": "m"},
+        "reward": {"functions": [{"name": "exact_match"}]},
+        "trainer": {"total_steps": 9},
+    }
+    for section, values in converted.tree.items():
+        needed[section] = needed.get(section, {}) | values
+    parse(RunConfig, needed)
+
+
+@pytest.mark.parametrize("written", ["", "loss_agg_mode: token-mean\n    "])
+@pytest.mark.parametrize("loss", ["sapo", "geo_mean", "gspo"])
+def test_losses_of_which_verl_takes_the_mean_over_sequences(tmp_path: Path, loss: str, written: str) -> None:
+    clip = {"sapo": 0.2, "geo_mean": 0.4, "gspo": 3e-4}[loss]
+    text = VERL_FILE.replace(
+        "clip_ratio_high: 0.28\n    policy_loss: {loss_mode: vanilla}",
+        f"{written}clip_ratio: {clip}\n    policy_loss: {{loss_mode: {loss}}}",
+    )
+    command(tmp_path, text)
+    assert load(RunConfig, tmp_path / "ours.yaml").actor.aggregation == "seq-mean-token-mean"
+
+
+def test_each_rule_has_its_row() -> None:
+    for program, rows, rules in (("verl", verl.VERL, verl), ("trl", trl.TRL, trl)):
+        named = {key for name, theirs, _ in CASES if name == program for key in theirs}
+        ruled = {key for row in rows for key in row.keys} | set(rules.MORE)
+        assert ruled <= named, sorted(ruled - named)
+        others = named - ruled
+        for prefix in rules.PREFIXES:
+            assert any(key.startswith(prefix) for key in others), prefix
 
 
 def test_a_section_is_no_key() -> None:

@@ -311,6 +311,10 @@ def test_strings_for_an_instruct_model_get_a_note(
     assert (
         "draws only one" in notes(load(RunConfig, "run.yaml", ["rollout.n=1", "data.prompt_format=text"]))[0]
     )
+    sapo = ["data.prompt_format=chat", "actor.policy_loss=sapo"]
+    assert notes(load(RunConfig, "run.yaml", sapo)) == []
+    (note,) = notes(load(RunConfig, "run.yaml", [*sapo, "actor.loss_agg_mode=token-mean"]))
+    assert "the paper of sapo takes seq-mean-token-mean; leave the key out" in note
 
 
 def test_a_dry_run_shows_what_is_chosen(

@@ -72,7 +72,10 @@ def convert(tree: Mapping[str, Any], program: str) -> Converted:
         elif rule is not None:
             change = rule.convert if isinstance(rule, Row) else rule
             assert change is not None
-            _put(out.tree, change(value, flat))
+            try:
+                _put(out.tree, change(value, flat))
+            except ValueError as error:
+                out.left_out[f"{key}: {value}"] = str(error)
         else:
             same = _same_key(key, prefixes)
             if same is None or value is None:

@@ -9,7 +9,11 @@ from typing import Any
 Tree = Mapping[str, Any]
 """Values by dotted key."""
 Convert = Callable[[Any, Tree], Tree]
-"""Of a value and the other file's values: ours, by dotted key; {} where nothing is to be set."""
+"""Of a value and the other file's values: ours, by dotted key; {} where nothing is to be set.
+
+Raises:
+    ValueError: why the value is left out.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,7 +34,17 @@ def _rewards(value: Any, tree: Tree) -> Tree:
     return {"reward.functions": listed}
 
 
+def _loss(value: Any, tree: Tree) -> Tree:
+    if value == "sapo":
+        return {"actor.policy_loss": "sapo"}
+    if value not in _AGGREGATIONS:
+        raise ValueError("no such aggregation here; see actor.policy_loss and actor.loss_agg_mode")
+    return {"actor.loss_agg_mode": _AGGREGATIONS[value]}
+
+
 def _spread(value: Any, tree: Tree) -> Tree:
+    if value == "batch":
+        raise ValueError("here advantages are divided by their group's deviation, never by the batch's")
     return {"algorithm.norm_adv_by_std_in_grpo": value not in (False, "none")}
 
 
@@ -105,9 +115,9 @@ TRL: tuple[Row, ...] = (
     ),
     Row(
         theirs="`epsilon`, `epsilon_high`",
-        ours="`actor.clip_ratio_low`, `actor.clip_ratio_high`",
+        ours="`actor.clip_ratio`, `actor.clip_ratio_high`",
         keys=("epsilon",),
-        convert=to("actor.clip_ratio_low"),
+        convert=to("actor.clip_ratio"),
     ),
     Row(
         theirs="`scale_rewards: none`",
@@ -116,10 +126,11 @@ TRL: tuple[Row, ...] = (
         convert=_spread,
     ),
     Row(
-        theirs="`loss_type: grpo`, `dapo`, `dr_grpo`",
-        ours="`actor.loss_agg_mode: seq-mean-token-mean`, `token-mean`, `seq-mean-token-sum-norm`",
+        theirs="`loss_type: grpo`, `dapo`, `dr_grpo`, `sapo`",
+        ours="`actor.loss_agg_mode: seq-mean-token-mean`, `token-mean`, `seq-mean-token-sum-norm`; "
+        "`actor.policy_loss: sapo`",
         keys=("loss_type",),
-        convert=to("actor.loss_agg_mode", by=_AGGREGATIONS),
+        convert=_loss,
     ),
     Row(
         theirs="`vllm_gpu_memory_utilization`",

@@ -19,6 +19,8 @@ PREFIXES = {
 
 _ACTOR, _ROLLOUT, _MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model"))
 _LOSSES = {"vanilla": "ppo_clip"}
+_LOSS_MODE = f"{_ACTOR}.policy_loss.loss_mode"
+_MEANS_OVER_SEQUENCES = ("geo_mean", "gspo", "sapo")
 _RECOMPUTE = {True: "full", False: "none"}
 _SCHEDULES = {"warmup_stable_decay": "constant"}
 
@@ -33,6 +35,11 @@ def _reward(path: Any, tree: Tree) -> Tree:
 def _loggers(value: Any, tree: Tree) -> Tree:
     names = [value] if isinstance(value, str) else list(value or [])
     return {"trainer.loggers": [name for name in names if name != "console"]}
+
+
+def _aggregation(value: Any, tree: Tree) -> Tree:
+    hard_coded = tree.get(_LOSS_MODE) in _MEANS_OVER_SEQUENCES
+    return {"actor.loss_agg_mode": None if hard_coded else value}
 
 
 def _frequency(key: str) -> Any:
@@ -116,8 +123,15 @@ VERL: tuple[Row, ...] = (
     Row(
         theirs="`actor...policy_loss.loss_mode`",
         ours="`actor.policy_loss`; `vanilla` is `ppo_clip`",
-        keys=(f"{_ACTOR}.policy_loss.loss_mode",),
+        keys=(_LOSS_MODE,),
         convert=to("actor.policy_loss", by=_LOSSES),
+    ),
+    Row(
+        theirs="`actor...loss_agg_mode`",
+        ours="`actor.loss_agg_mode`; null for `gspo`, `geo_mean` and `sapo`, of which verl takes the mean "
+        "over sequences whatever is written; here the mode is that of KL and entropy, too",
+        keys=(f"{_ACTOR}.loss_agg_mode",),
+        convert=_aggregation,
     ),
     Row(
         theirs="`actor...optim.lr_warmup_steps_ratio`",

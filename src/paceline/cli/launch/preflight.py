@@ -101,6 +101,12 @@ def notes(config: RunConfig) -> list[str]:
             f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares the samples of a "
             "prompt, and rollout.n=1 draws only one"
         )
+    actor = config.actor
+    if actor.aggregation == "token-mean" != actor.policy_loss.aggregation:
+        words.append(
+            "actor.loss_agg_mode=token-mean weights sequences by their lengths, but the paper of "
+            f"{actor.policy_loss.type} takes {actor.policy_loss.aggregation}; leave the key out for that"
+        )
     return words
 
 

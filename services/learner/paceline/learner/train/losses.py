@@ -110,7 +110,7 @@ class PolicyLoss:
         """From shares of a mini-batch that has the counts `counted` to shares of one that has `actual`."""
         per_token = counted.num_tokens / actual.num_tokens
         per_sequence = counted.num_sequences / actual.num_sequences
-        loss = per_token if self._actor.loss_agg_mode == TOKEN_MEAN else per_sequence
+        loss = per_token if self._actor.aggregation == TOKEN_MEAN else per_sequence
         factors = dict.fromkeys(self.names, loss) | dict.fromkeys(self._token_metrics, per_token)
         if self._has_experts:
             factors["load_balance"] = per_sequence
@@ -161,7 +161,7 @@ class PolicyLoss:
         return aggregate(
             per_token,
             batch.mask,
-            self._actor.loss_agg_mode,
+            self._actor.aggregation,
             num_tokens=denominators.num_tokens,
             num_sequences=denominators.num_sequences,
             constant=self._constant,
