@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
+from paceline.cli.launch import run_dir as run_dirs
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
 
@@ -14,3 +18,8 @@ def config(**sections: object) -> RunConfig:
         "trainer": {"total_steps": 2},
     }
     return parse(RunConfig, tree | sections)
+
+
+def accept(run_dir: Path) -> None:
+    """Does what a controller does that takes the run on."""
+    shutil.copy(run_dir / run_dirs.START, run_dir / run_dirs.RESOLVED)

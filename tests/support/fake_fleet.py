@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from paceline.broker.base import Broker, Outgoing
 from paceline.broker.mailbox import Mailbox
 from paceline.controller.fleet.clients import LearnerWeights, Room
 from paceline.controller.fleet.membership import Member
+from paceline.controller.verify.digests import digest_of
 from paceline.core.errors import (
     IllegalTransitionError,
     LostDataError,
@@ -172,14 +174,15 @@ class FakeLearner:
             self.services.trained.append(key)
             self.services.version = self.services.source = order.step
         readings = tuple(self.services.readings.get(order.step, ()))
-        return TrainResult(step=order.step, metrics={"actor/ppo_kl": 0.0}, readings=readings)
+        metrics = {"actor/ppo_kl": 0.0, "critic/score/mean": fmean(row.reward for row in order.rows)}
+        return TrainResult(step=order.step, metrics=metrics, readings=readings)
 
     async def save(self, member: Member, *, step: int, folder: str, controller_state: bytes) -> float:
         self.services.calls.append(f"save {step}")
         self.services.saved.append(controller_state)
         self.services.sources[step] = self.services.source
         if self.services.writes:
-            _write_manifest(Path(folder), controller_state)
+            _write_checkpoint(Path(folder), controller_state, f"weights {self.services.source}")
         return 0.0
 
     async def wait_checkpoint(self, member: Member, *, step: int) -> float:
@@ -246,11 +249,13 @@ class FakeRollout:
         self.services.calls.append(f"leave {member.member_id} e{epoch}")
 
 
-def _write_manifest(folder: Path, controller_state: bytes) -> None:
+def _write_checkpoint(folder: Path, controller_state: bytes, weights: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     state = json.loads(controller_state)
+    (folder / "__0_0.distcp").write_text(weights)
+    files = {"__0_0.distcp": {"size": len(weights), "blake2b": digest_of(weights.encode())}}
     (folder / MANIFEST).write_text(
-        manifest_text({"step": state["step"], "controller_state": state, "files": {}})
+        manifest_text({"step": state["step"], "controller_state": state, "files": files})
     )
 
 

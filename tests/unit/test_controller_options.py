@@ -8,19 +8,24 @@ from pathlib import Path
 import pytest
 
 from paceline.broker.memory import MemoryBroker
-from paceline.config.load import load
+from paceline.config.load import dump_yaml, load
 from paceline.config.run import RunConfig
 from paceline.controller import app
 from paceline.controller.__main__ import main
+from paceline.controller.batch.inputs import Inputs
 from paceline.controller.batch.mailboxes import Mailboxes
+from paceline.controller.run.opening import open_run
+from paceline.core.clock import SystemClock
+from paceline.data.cursor import PromptCursor
 from support import source
+from support.sequencer_run import config, prompts
 
 CONFIG = source.ROOT / "examples" / "arithmetic" / "ppo.yaml"
 
 
-def options(config: Path, run_dir: Path, *overrides: str) -> app.Options:
+def options(file: Path, run_dir: Path, *overrides: str) -> app.Options:
     return app.Options(
-        config=config,
+        config=file,
         overrides=overrides,
         run_dir=run_dir,
         host="",
@@ -41,6 +46,33 @@ def test_the_settings_in_force_lie_in_the_run_directory(tmp_path: Path) -> None:
     before = file.read_text()
     app._keep_settings(load(RunConfig, file), options(file, tmp_path))
     assert file.read_text() == before
+
+
+def test_the_settings_that_the_launcher_gives_are_kept_byte_for_byte(tmp_path: Path) -> None:
+    start = tmp_path / "config.start.yaml"
+    start.write_text("# of the launcher\n" + CONFIG.read_text())
+    app._keep_settings(load(RunConfig, start), options(start, tmp_path))
+    assert (tmp_path / "config.resolved.yaml").read_text() == start.read_text()
+
+
+def test_a_refused_resume_leaves_the_settings_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What `paceline train rollout.n=3` of a run with two samples leaves: `verify` and `export` read it."""
+    monkeypatch.setenv("PACELINE_BROKER_URL", "redis://127.0.0.1:1/0")
+    cursor = PromptCursor(range(7), batch_size=3, seed=0)
+    inputs = Inputs(train=prompts(7), val=None, cursor=cursor, stop_token_ids=(0,))
+    monkeypatch.setattr(app, "load_inputs", lambda config: inputs)
+    begun = config()
+    journal, _ = open_run(tmp_path, begun, inputs, SystemClock())
+    journal.close()
+    kept, start = tmp_path / "config.resolved.yaml", tmp_path / "config.start.yaml"
+    kept.write_text(dump_yaml(begun))
+    before = kept.read_text()
+    start.write_text(dump_yaml(config(rollout__n=3)))
+    assert main(["--config", str(start), "--run-dir", str(tmp_path)]) == 2
+    assert "begun with other settings: now rollout.n=3 instead of 2" in capfd.readouterr().err
+    assert kept.read_text() == before
 
 
 def test_a_password_in_the_settings_is_for_the_owner_only(tmp_path: Path) -> None:

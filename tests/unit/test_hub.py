@@ -28,6 +28,7 @@ from paceline.core.errors import DataError, ModelError
 from paceline.data.hub import local_files, pinned_run, uses_hub
 from paceline.storage.hub import HubName, is_named
 from paceline.storage.models import local_folder, local_model
+from support.cli_configs import accept
 from support.hub import StandInHub, stand_in_hub
 
 MODEL = {
@@ -237,6 +238,7 @@ def test_a_run_keeps_its_commits_when_the_branch_moves(hub: StandInHub) -> None:
     prepared = run_dirs.prepare(_config())
     assert prepared.config.model.path == f"hf://acme/tiny@{commit}"
     assert prepared.config.data.train_files == (f"hf://openai/gsm8k@{data}",)
+    accept(prepared.run_dir)
     moved = hub.put("acme/tiny", MODEL | {"model.safetensors": b"newer"})
     again = run_dirs.prepare(_config())
     assert again.config.model.path == f"hf://acme/tiny@{commit}"

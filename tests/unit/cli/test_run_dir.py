@@ -9,7 +9,7 @@ import yaml
 
 from paceline.cli.launch import run_dir as run_dirs
 from paceline.core.errors import ConfigError, EnvironmentLackError
-from support.cli_configs import config
+from support.cli_configs import accept, config
 
 
 @pytest.fixture(autouse=True)
@@ -24,8 +24,8 @@ def checkpoint(run_dir: Path, step: int) -> None:
     (folder / "manifest.json").write_text("{}")
 
 
-def resolved(run_dir: Path) -> dict[str, object]:
-    tree: dict[str, dict[str, object]] = yaml.safe_load((run_dir / "config.resolved.yaml").read_text())
+def settings(run_dir: Path) -> dict[str, object]:
+    tree: dict[str, dict[str, object]] = yaml.safe_load((run_dir / "config.start.yaml").read_text())
     return tree["trainer"]
 
 
@@ -44,6 +44,7 @@ def test_the_same_configuration_gets_the_same_folder(folder: Path) -> None:
 
 def test_an_interrupted_run_goes_on_and_changes_are_named(folder: Path) -> None:
     before = run_dirs.prepare(config(trainer={"total_steps": 9}))
+    accept(before.run_dir)
     checkpoint(before.run_dir, 4)
     again = run_dirs.prepare(
         config(trainer={"total_steps": 12}, actor={"optim": {"lr": 3e-4}}, learner={"world_size": 2})
@@ -55,6 +56,19 @@ def test_an_interrupted_run_goes_on_and_changes_are_named(folder: Path) -> None:
         "trainer.total_steps 9 -> 12",
         "learner.world_size 1 -> 2",
     ]
+
+
+def test_a_start_changes_no_settings_until_a_controller_takes_the_run_on(folder: Path) -> None:
+    before = run_dirs.prepare(config(trainer={"total_steps": 9}))
+    assert not (before.run_dir / "config.resolved.yaml").exists()
+    accept(before.run_dir)
+    kept = (before.run_dir / "config.resolved.yaml").read_text()
+    checkpoint(before.run_dir, 4)
+    for _ in range(2):
+        # The controller refuses the first: the second is told the same changes.
+        again = run_dirs.prepare(config(trainer={"total_steps": 9}, rollout={"n": 4}))
+        assert (before.run_dir / "config.resolved.yaml").read_text() == kept
+        assert "changed since its last start: rollout.n 8 -> 4" in again.remarks
 
 
 def test_a_finished_run_is_refused(folder: Path) -> None:
@@ -76,13 +90,14 @@ def test_never_moves_the_earlier_run_aside(folder: Path) -> None:
     assert first.remarks == []
     for number in (1, 2):
         checkpoint(first.run_dir, 9)
+        accept(first.run_dir)
         again = run_dirs.prepare(never)
         assert again.run_dir == first.run_dir
         assert again.remarks == [f"moved the earlier run to {folder}/runs/run.{number}"]
         assert not (first.run_dir / "checkpoints").exists()
         assert (folder / f"runs/run.{number}/checkpoints/step_000009/manifest.json").is_file()
     # A controller that is started again in this run must go on with it.
-    assert resolved(first.run_dir)["resume"] == "auto"
+    assert settings(first.run_dir)["resume"] == "auto"
 
 
 def test_a_run_that_is_under_way_is_not_moved(folder: Path) -> None:

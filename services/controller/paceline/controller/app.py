@@ -194,17 +194,19 @@ async def _forget(mailboxes: Mailboxes) -> None:
 
 
 def _keep_settings(config: RunConfig, options: Options) -> None:
-    """Writes what `paceline verify`, `report` and `export` read, unless `paceline train` has written it."""
-    file = options.run_dir / "config.resolved.yaml"
-    if options.config.resolve() == file and not options.overrides:
+    """Writes what `paceline verify`, `report` and `export` read: the settings of a run that goes on.
+
+    Those that `paceline train` has left in the run directory are kept as they are.
+    """
+    file, given = options.run_dir / "config.resolved.yaml", options.config.resolve()
+    is_secret = "@" in (config.broker.url or "")
+    mode = 0o600 if is_secret else 0o644
+    if given.parent == options.run_dir.resolve() and not options.overrides:
+        if given != file.resolve():
+            write_atomically(file, given.read_text(encoding="utf-8"), mode=mode)
         return
     trainer = config.trainer.model_copy(update={"run_dir": str(options.run_dir)})
-    is_secret = "@" in (config.broker.url or "")
-    write_atomically(
-        file,
-        dump_yaml(config.model_copy(update={"trainer": trainer})),
-        mode=0o600 if is_secret else 0o644,
-    )
+    write_atomically(file, dump_yaml(config.model_copy(update={"trainer": trainer})), mode=mode)
 
 
 async def _services(supervisor: Supervisor, timeout_s: float) -> None:

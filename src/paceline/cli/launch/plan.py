@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cli.launch.machine import Machine
+from paceline.cli.launch.run_dir import START
 from paceline.config.reward import RewardModelConfig
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
@@ -76,7 +77,7 @@ def controller(config: RunConfig, run_dir: Path, address_file: Path) -> ProcessS
     """The controller, which is started first."""
     command = [
         *_module("controller"),
-        "--config", str(run_dir / "config.resolved.yaml"),
+        "--config", str(run_dir / START),
         "--run-dir", str(run_dir),
         "--host", config.service.host,
         "--port", str(config.service.controller_port),
@@ -99,7 +100,7 @@ def checks(config: RunConfig, run_dir: Path) -> list[ProcessSpec]:
         ProcessSpec(
             name=f"{role.value}-check",
             role=role,
-            command=(*_module(f"{role.value}.check"), str(run_dir / "config.resolved.yaml")),
+            command=(*_module(f"{role.value}.check"), str(run_dir / START)),
             env=_common(config, num_threads=1),
         )
         for role in roles

@@ -27,6 +27,8 @@ LATEST = "latest"
 NOTE = "run.json"
 TARGETS = "prometheus-targets.json"
 RESOLVED = "config.resolved.yaml"
+START = "config.start.yaml"
+"""What `paceline train` gives to the controller, which keeps it as RESOLVED if it takes the run on."""
 
 _HUB_NAME = re.compile(r"hf://[^\s,\]'\"]+")
 
@@ -87,7 +89,7 @@ def folder_of(config: RunConfig) -> Path:
 
 
 def prepare(config: RunConfig) -> Prepared:
-    """Makes the run directory with config.resolved.yaml, or takes that of an interrupted run.
+    """Makes the run directory with config.start.yaml, or takes that of an interrupted run.
 
     With trainer.resume=never an earlier run is moved aside. The services get `resume: auto` in any case: one
     that is started again goes on with this run.
@@ -121,7 +123,7 @@ def prepare(config: RunConfig) -> Prepared:
             f"cannot make the run directory {run_dir}: {error.strerror}; set trainer.run_dir"
         ) from error
     secret = "@" in (config.broker.url or "")
-    write_atomically(run_dir / RESOLVED, dump_yaml(resolved), mode=0o600 if secret else 0o644)
+    write_atomically(run_dir / START, dump_yaml(resolved), mode=0o600 if secret else 0o644)
     return Prepared(config=resolved, run_dir=run_dir, remarks=remarks, created=created, aside=aside)
 
 

@@ -20,6 +20,7 @@ from paceline.cli.report.token_texts import TokenTexts
 from paceline.service import process_ends
 
 CONFIG = "config.resolved.yaml"
+START = "config.start.yaml"
 METRICS = "metrics.jsonl"
 JOURNAL = "events.jsonl"
 
@@ -102,7 +103,7 @@ class RunContent:
 
 def is_run(folder: Path) -> bool:
     """Whether a folder holds a run, of which there may be little yet."""
-    return any((folder / name).is_file() for name in (METRICS, JOURNAL, CONFIG))
+    return any((folder / name).is_file() for name in (METRICS, JOURNAL, CONFIG, START))
 
 
 def _read_tree(path: Path) -> dict[str, Any]:
