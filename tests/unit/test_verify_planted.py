@@ -173,7 +173,9 @@ class Record:
 # --- in trajectories/
 
 
-def one(field: str, change: Callable[[Any], Any], *, sealed: bool = True, name: str = "step_000002") -> Any:
+def in_row(
+    field: str, change: Callable[[Any], Any], *, sealed: bool = True, name: str = "step_000002"
+) -> Any:
     """Changes a field of a file's second row."""
 
     def plant(record: Record) -> None:
@@ -345,40 +347,43 @@ ANSWER = "val_000002.parquet has other tokens, mask or log-probs of validate:2:0
 WRITTEN = ".parquet is another file than the one that was written"
 PLANTED: dict[str, tuple[Callable[[Record], object], str]] = {
     # trajectories/, with the journal's digest of the file mended
-    "a token changed": (one("response_token_ids", lambda t: [t[0] + 1, t[1]]), OTHER),
-    "a log-prob changed": (one("response_log_probs", lambda t: [t[0] - 2**-20, t[1]]), OTHER),
-    "a mask bit changed": (one("response_mask", lambda m: [0, m[1]]), OTHER),
+    "a token changed": (in_row("response_token_ids", lambda t: [t[0] + 1, t[1]]), OTHER),
+    "a log-prob changed": (in_row("response_log_probs", lambda t: [t[0] - 2**-20, t[1]]), OTHER),
+    "a mask bit changed": (in_row("response_mask", lambda m: [0, m[1]]), OTHER),
     "a mask bit changed, its count too": (
         in_table(lambda rows: rows[1].update(response_mask=[0, 1], num_sampled_tokens=1)),
         OTHER,
     ),
-    "a prompt's token changed": (one("prompt_token_ids", lambda t: [9, *t[1:]]), OTHER),
+    "a prompt's token changed": (in_row("prompt_token_ids", lambda t: [9, *t[1:]]), OTHER),
     "tokens of two groups swapped": (in_table(swap_groups), OTHER),
     "a turn's tokens twice": (in_table(twice), OTHER),
-    "a segment more": (one("segment_starts", lambda _: [1]), OTHER),
-    "another seed": (one("seed", lambda seed: seed + 1), OTHER),
-    "another temperature": (one("sampling", lambda s: s.replace("1.0", "0.9", 1)), OTHER),
-    "another finish reason": (one("finish_reason", lambda _: "length"), OTHER),
+    "a segment more": (in_row("segment_starts", lambda _: [1]), OTHER),
+    "another seed": (in_row("seed", lambda seed: seed + 1), OTHER),
+    "another temperature": (in_row("sampling", lambda s: s.replace("1.0", "0.9", 1)), OTHER),
+    "another finish reason": (in_row("finish_reason", lambda _: "length"), OTHER),
     "components that do not make the reward": (
-        one("components", lambda c: c.replace("0.5", "0.75")),
+        in_row("components", lambda c: c.replace("0.5", "0.75")),
         "step_000002.parquet has components of train:2:",
     ),
-    "a reward changed": (one("reward", lambda r: r + 1), "step_000002.parquet has {'step': 2"),
+    "a reward changed": (in_row("reward", lambda r: r + 1), "step_000002.parquet has {'step': 2"),
     "the rewards of two samples swapped": (
         in_table(lambda rows: (rows[0].update(reward=1.5), rows[1].update(reward=0.5))),
         "step_000002.parquet has {'step': 2",
     ),
-    "another policy version": (one("policy_version", lambda v: v - 1), "step_000002.parquet has {'step': 2"),
+    "another policy version": (
+        in_row("policy_version", lambda v: v - 1),
+        "step_000002.parquet has {'step': 2",
+    ),
     "a row lost": (in_table(lambda rows: rows.pop()), "step_000002.parquet has 3 rows, 4 were"),
     "a row doubled": (in_table(lambda rows: rows.append(rows[-1])), "step_000002.parquet has 5 rows"),
     "rows in another order": (in_table(lambda rows: rows.reverse()), "step_000002.parquet has {'step': 2"),
     "a file gone": (lambda r: r.unlink("step_000002"), "step_000002.parquet of a finished step was not"),
     "the file of another step": (another_steps_file, "step_000002.parquet has"),
     # as before, but the journal is left alone
-    "a response's text changed": (one("response", lambda _: "42", sealed=False), WRITTEN),
-    "a prompt's text changed": (one("prompt", lambda _: "?", sealed=False), WRITTEN),
-    "a ground truth changed": (one("ground_truth", lambda _: "42", sealed=False), WRITTEN),
-    "the learner's log-probs changed": (one("learner_log_probs", lambda _: [-1.0], sealed=False), WRITTEN),
+    "a response's text changed": (in_row("response", lambda _: "42", sealed=False), WRITTEN),
+    "a prompt's text changed": (in_row("prompt", lambda _: "?", sealed=False), WRITTEN),
+    "a ground truth changed": (in_row("ground_truth", lambda _: "42", sealed=False), WRITTEN),
+    "the learner's log-probs changed": (in_row("learner_log_probs", lambda _: [-1.0], sealed=False), WRITTEN),
     # the journal, with batches and files mended
     "one rollout under two ids": (two_ids, "train:3:"),
     "one rollout under two ids, in the file too": (two_ids_and_rows, "is the trajectory that was train:3:"),
@@ -392,19 +397,19 @@ PLANTED: dict[str, tuple[Callable[[Record], object], str]] = {
     ),
     # validations
     "a validation's token changed": (
-        one("response_token_ids", lambda t: [t[0] + 1, t[1]], name="val_000002"),
+        in_row("response_token_ids", lambda t: [t[0] + 1, t[1]], name="val_000002"),
         ANSWER,
     ),
     "a validation's log-prob changed": (
-        one("response_log_probs", lambda t: [t[0] - 2**-20, t[1]], name="val_000002"),
+        in_row("response_log_probs", lambda t: [t[0] - 2**-20, t[1]], name="val_000002"),
         ANSWER,
     ),
     "a validation's text changed": (
-        one("response", lambda _: "42", sealed=False, name="val_000002"),
+        in_row("response", lambda _: "42", sealed=False, name="val_000002"),
         "val_000002" + WRITTEN,
     ),
     "a validation's reward changed in the file": (
-        one("reward", lambda r: r + 1, name="val_000002"),
+        in_row("reward", lambda r: r + 1, name="val_000002"),
         "val_000002.parquet has {'step': 2",
     ),
     "a validation's reward changed in the journal": (
@@ -503,11 +508,11 @@ PLANTED: dict[str, tuple[Callable[[Record], object], str]] = {
 
 UNSEEN: dict[str, tuple[Callable[[Record], object], str]] = {
     "a response's text changed, and the journal's digest of its file": (
-        one("response", lambda _: "42"),
+        in_row("response", lambda _: "42"),
         "a record that was forged as a whole, journal, files and digests",
     ),
     "the learner's log-probs changed, and the journal's digest of their file": (
-        one("learner_log_probs", lambda _: [-1.0]),
+        in_row("learner_log_probs", lambda _: [-1.0]),
         "the learner's log-probs, texts and times in trajectories/: that a file is the one that was written",
     ),
     "another metric changed everywhere, and the journal's digests of it": (
