@@ -160,6 +160,10 @@ BREACHES: dict[str, tuple[Spoil, str]] = {
         lambda r: r.remove(r.trajectory("train:1:3:1")),
         "I2: prompt 3 of step 1 was trained with 1 of 2 samples",
     ),
+    "a sample that is not one of those asked for": (
+        lambda r: r.trajectory("train:1:3:1").update(id="train:1:3:2"),
+        "I2: prompt 3 of step 1 was trained with 1 of 2 samples",
+    ),
     "a greedy answer is missing": (
         lambda r: r.remove(r.trajectory("greedy:1:3:0")),
         "I2: prompt 3 of step 1 was trained with 0 of 1 greedy answers",

@@ -12,6 +12,8 @@ from paceline.core.normalizing import Part, Scale, normalized, scales
 from paceline.core.policy import PolicyTag
 from paceline.core.training import BatchRow
 
+_TRAIN, _GREEDY = Purpose.TRAIN.value, Purpose.GREEDY.value
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
@@ -57,6 +59,7 @@ class Collection:
         self._left_out: dict[int, Entry] = {}
         self.admitted: dict[TrajectoryId, Entry] = {}
         self._digests: dict[str, TrajectoryId] = {}
+        self._counts = Counter[tuple[int, str]]()
         self.verdicts = Counter[str]()
 
     @property
@@ -90,7 +93,10 @@ class Collection:
                 f"{key} was admitted, but step {wanted.step} did not ask for prompt {key.prompt_id}",
                 entry,
             )
-        self.admitted.setdefault(key, entry)
+        if key not in self.admitted:
+            self.admitted[key] = entry
+            num_wanted = wanted.num_greedy if key.purpose == _GREEDY else wanted.num_samples
+            self._counts[key.prompt_id, key.purpose] += int(0 <= key.sample_index < num_wanted)
         self._digests.setdefault(str(entry.get("digest")), key)
 
     def drop(self, entry: Entry) -> None:
@@ -101,7 +107,7 @@ class Collection:
         """Notes groups that were set aside, and the prompts in their places."""
         for prompt, _ in entry["set_aside"]:
             self._leave_out(int(prompt), "set aside", entry)
-            count = self._num_admitted(prompt, Purpose.TRAIN)
+            count = self._counts[prompt, _TRAIN]
             if count != self.wanted.num_samples:
                 self._findings.add(
                     Invariant.I2,
@@ -145,16 +151,10 @@ class Collection:
 
     def _rows(self, prompts: Iterable[int]) -> Iterable[BatchRow]:
         step, chosen = self.wanted.step, set(prompts)
-        keys = [
-            key
-            for key in sorted(self.admitted)
-            if key.prompt_id in chosen and key.purpose == Purpose.TRAIN.value
-        ]
+        keys = [key for key in sorted(self.admitted) if key.prompt_id in chosen and key.purpose == _TRAIN]
         by_name = scales(_parts(self.admitted[key]) for key in keys)
         for key in keys:
-            greedy = TrajectoryId(
-                step=step, purpose=Purpose.GREEDY.value, prompt_id=key.prompt_id, sample_index=0
-            )
+            greedy = TrajectoryId(step=step, purpose=_GREEDY, prompt_id=key.prompt_id, sample_index=0)
             entry = self.admitted[key]
             yield BatchRow(
                 trajectory_id=key,
@@ -171,11 +171,11 @@ class Collection:
     def _check_complete(self, prompt: int, entry: Entry) -> None:
         wanted = self.wanted
         counts = (
-            (Purpose.TRAIN, wanted.num_samples, "samples"),
-            (Purpose.GREEDY, wanted.num_greedy, "greedy answers"),
+            (_TRAIN, wanted.num_samples, "samples"),
+            (_GREEDY, wanted.num_greedy, "greedy answers"),
         )
         for purpose, needed, what in counts:
-            count = self._num_admitted(prompt, purpose)
+            count = self._counts[prompt, purpose]
             if count != needed:
                 self._findings.add(
                     Invariant.I2,
@@ -183,14 +183,6 @@ class Collection:
                     wanted.entry,
                     entry,
                 )
-
-    def _num_admitted(self, prompt: int, purpose: Purpose) -> int:
-        most = self.wanted.num_samples + self.wanted.num_greedy + 1
-        keys = (
-            TrajectoryId(step=self.wanted.step, purpose=purpose.value, prompt_id=prompt, sample_index=index)
-            for index in range(most)
-        )
-        return sum(key in self.admitted for key in keys)
 
     def _leave_out(self, prompt: int, how: str, entry: Entry) -> None:
         step = self.wanted.step

@@ -24,6 +24,7 @@ from paceline.core.errors import IllegalTransitionError
 from paceline.core.ids import Purpose, TrajectoryId
 from paceline.core.training import batch_digest
 
+_VALIDATE = Purpose.VALIDATE.value
 _COUNTED = {
     "batch": "batches",
     "commit": "commits",
@@ -106,9 +107,10 @@ class History:
             # Members leave when they hear of the end.
             if self.ended is not None and entry.kind not in ("run", "member"):
                 self.findings.add(Invariant.RECORD, "an event follows the end of its term", self.ended, entry)
-            if entry.kind in _COUNTED:
-                self.findings.counts[_COUNTED[entry.kind]] += 1
-            handler = self._handlers.get(entry.kind)
+            kind = entry.kind
+            if kind in _COUNTED:
+                self.findings.counts[_COUNTED[kind]] += 1
+            handler = self._handlers.get(kind)
             if handler is not None:
                 handler(entry)
 
@@ -279,7 +281,7 @@ class History:
             current.collection.verdicts[verdict] += 1
         if verdict != "admitted":
             return
-        is_answer = key.purpose == Purpose.VALIDATE.value
+        is_answer = key.purpose == _VALIDATE
         phase = Phase.VALIDATE if is_answer else Phase.COLLECT
         if self._phase is not phase:
             self.findings.add(

@@ -83,7 +83,7 @@ class FileCheck:
         """
         import pyarrow.parquet
 
-        with pyarrow.parquet.ParquetFile(path) as file:
+        with pyarrow.parquet.ParquetFile(path, pre_buffer=False) as file:
             names = set(file.schema_arrow.names)
             num_rows: int = file.metadata.num_rows
             if num_rows != len(rows):
@@ -91,8 +91,8 @@ class FileCheck:
                 return num_rows
             self.can_recompute = names.issuperset(_DRAWN)
             wanted = (*_SCALARS, *_DRAWN, *_COUNTED, "num_sampled_tokens", "components")
-            first = 0
-            for batch in file.iter_batches(batch_size=_PORTION, columns=[n for n in wanted if n in names]):
+            present, first = [name for name in wanted if name in names], 0
+            for batch in file.iter_batches(_PORTION, columns=present, use_threads=False):
                 self._check_batch(batch, rows[first : first + batch.num_rows], first)
                 first += batch.num_rows
         return num_rows
