@@ -16,11 +16,9 @@ import pytest
 
 from paceline.broker.memory import MemoryBroker
 from paceline.controller.standing import Standing
-from paceline.controller.verify.check import follow
-from paceline.controller.verify.entries import read
-from paceline.controller.verify.findings import Findings
+from paceline.controller.verify.check import verify
 from paceline.core.guard import Reading
-from support.fake_fleet import FakeServices, score_all
+from support.fake_fleet import FakeServices
 from support.sequencer_run import SequencerRun, config, run_of
 from support.training_run import assert_same_metrics
 
@@ -28,7 +26,6 @@ CHANGES: dict[str, Any] = {
     "trainer__total_steps": 3,
     "trainer__save_freq": 2,
     "trainer__test_freq": 2,
-    "trainer__save_trajectories": False,
     "algorithm__dynamic_sampling": {"enable": True, "max_extra_factor": 1.0},
     "algorithm__adv_estimator": "rloo",
 }
@@ -41,7 +38,8 @@ class Killed(Exception):
 
 def some_are_equal(group: Any, index: int) -> dict[str, Any]:
     """Every third prompt's samples are worth the same, so that it is replaced."""
-    return {"reward": 1.0, "reward_error": None} if group.prompt_id % 3 == 0 else score_all(group, index)
+    reward = 1.0 if group.prompt_id % 3 == 0 else float(index)
+    return {"reward": reward, "reward_error": None, "components": {"exact_match": reward}}
 
 
 def kill_at(it: SequencerRun, number: int, *, written: bool) -> None:
@@ -170,6 +168,10 @@ def standing(folder: Path) -> Standing:
 
 
 def breaches(folder: Path) -> list[str]:
-    findings = Findings()
-    follow(read(folder / "events.jsonl", findings), findings, config(**CHANGES))
-    return [str(breach) for breach in findings.breaches]
+    """What `paceline verify` says of journal, metrics, trajectories and checkpoints."""
+    settings = config(**CHANGES)
+    trainer = settings.trainer.model_copy(update={"run_dir": str(folder)})
+    (folder / "config.resolved.yaml").write_text(
+        settings.model_copy(update={"trainer": trainer}).model_dump_json()
+    )
+    return [str(breach) for breach in verify(folder).breaches]
