@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.broker.base import Broker
 from paceline.broker.memory import MemoryBroker
 from paceline.config.load import dump_yaml, load
 from paceline.config.run import RunConfig
@@ -16,6 +17,7 @@ from paceline.controller.batch.inputs import Inputs
 from paceline.controller.batch.mailboxes import Mailboxes
 from paceline.controller.run.opening import open_run
 from paceline.core.clock import SystemClock
+from paceline.core.errors import ConfigError
 from paceline.data.cursor import PromptCursor
 from support import source
 from support.sequencer_run import config, prompts
@@ -55,24 +57,35 @@ def test_the_settings_that_the_launcher_gives_are_kept_byte_for_byte(tmp_path: P
     assert (tmp_path / "config.resolved.yaml").read_text() == start.read_text()
 
 
-def test_a_refused_resume_leaves_the_settings_of_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("num_samples", "said"),
+    [(3, "begun with other settings: now rollout.n=3 instead of 2"), (2, "no broker")],
+)
+def test_only_a_run_that_goes_on_gets_other_settings(
+    num_samples: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """What `paceline train rollout.n=3` of a run with two samples leaves: `verify` and `export` read it."""
+
+    async def connect(*_: object) -> Broker:
+        raise ConfigError("no broker")
+
     monkeypatch.setenv("PACELINE_BROKER_URL", "redis://127.0.0.1:1/0")
     cursor = PromptCursor(range(7), batch_size=3, seed=0)
     inputs = Inputs(train=prompts(7), val=None, cursor=cursor, stop_token_ids=(0,))
     monkeypatch.setattr(app, "load_inputs", lambda config: inputs)
-    begun = config()
-    journal, _ = open_run(tmp_path, begun, inputs, SystemClock())
+    monkeypatch.setattr(app, "_connect", connect)
+    journal, _ = open_run(tmp_path, config(), inputs, SystemClock())
     journal.close()
     kept, start = tmp_path / "config.resolved.yaml", tmp_path / "config.start.yaml"
-    kept.write_text(dump_yaml(begun))
-    before = kept.read_text()
-    start.write_text(dump_yaml(config(rollout__n=3)))
+    kept.write_text(dump_yaml(config()))
+    start.write_text(dump_yaml(config(rollout__n=num_samples, trainer__total_steps=9)))
     assert main(["--config", str(start), "--run-dir", str(tmp_path)]) == 2
-    assert "begun with other settings: now rollout.n=3 instead of 2" in capfd.readouterr().err
-    assert kept.read_text() == before
+    assert said in capfd.readouterr().err
+    assert load(RunConfig, kept).trainer.total_steps == (2 if num_samples == 3 else 9)
 
 
 def test_a_password_in_the_settings_is_for_the_owner_only(tmp_path: Path) -> None:

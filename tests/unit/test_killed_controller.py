@@ -130,6 +130,28 @@ async def test_a_controller_killed_at_any_event_goes_on(
         assert breaches(folder) == [], what
 
 
+async def test_a_step_that_another_controller_finishes_is_judged_by_the_settings_of_the_first(
+    tmp_path: Path,
+) -> None:
+    """Killed between the checkpoint and the end of step 2; the next controller saves files, of step 3."""
+    unsaved = {**CHANGES, "trainer__save_trajectories": False}
+    fakes, broker = FakeServices(), MemoryBroker()
+    fakes.writes = True
+    (tmp_path / "calm").mkdir()
+    assert await live(tmp_path / "calm", fakes, broker, None, unsaved)
+    recorded = events(tmp_path / "calm")
+    number = next(e["n"] for e in recorded if e["event"] == "step" and e["step"] == 2)
+    folder, fakes, broker = tmp_path / "killed", FakeServices(), MemoryBroker()
+    folder.mkdir()
+    fakes.writes = True
+    assert not await live(folder, fakes, broker, (number, False), unsaved)
+    assert await live(folder, fakes, broker, None)
+    assert [step for step, _ in fakes.trained] == [1, 2, 3]
+    names = sorted(path.name for path in (folder / "trajectories").iterdir())
+    assert names == ["step_000003.parquet", "val_000003.parquet"]
+    assert breaches(folder) == []
+
+
 async def test_a_controller_killed_in_a_rollback_goes_back_to_the_same_weights(tmp_path: Path) -> None:
     changes = {**CHANGES, "guard__ppo_kl": {"rollback": 0.1, "skip": None}}
 

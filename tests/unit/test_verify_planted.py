@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -19,14 +20,21 @@ import pytest
 from paceline.broker.memory import MemoryBroker
 from paceline.config.load import dump_yaml
 from paceline.config.run import RunConfig
+from paceline.controller.batch.collect import Batch
+from paceline.controller.batch.dispatch import Order
+from paceline.controller.run import trajectories
+from paceline.controller.verify import rows as rows_of
 from paceline.controller.verify.check import verify
 from paceline.controller.verify.digests import digest_of, file_digest
 from paceline.controller.verify.findings import NEVER
-from paceline.core.ids import TrajectoryId
+from paceline.controller.verify.trajectories import FileCheck
+from paceline.core.errors import LostDataError
+from paceline.core.ids import Purpose, TrajectoryId
 from paceline.core.manifest import manifest_text
 from paceline.core.policy import PolicyTag
 from paceline.core.training import BatchRow, batch_digest
-from paceline.core.trajectory import PromptGroup
+from paceline.core.trajectory import FinishReason, PromptGroup, SamplingSpec, Trajectory
+from paceline.wire import blob_digest, encode_trajectory
 from support.fake_fleet import FakeServices
 from support.sequencer_run import config, run_of
 
@@ -582,6 +590,83 @@ def test_each_planted_fault_is_told(fault: str, recorded: Path, tmp_path: Path) 
     plant, sentence = PLANTED[fault]
     breaches = planted(recorded, tmp_path, plant)
     assert any(sentence in breach for breach in breaches), breaches
+
+
+async def test_a_validation_that_begins_again_asks_again(tmp_path: Path) -> None:
+    settings, gone = config(**CHANGES), []
+    async with run_of(settings, tmp_path, FakeServices(), MemoryBroker()) as it:
+        collector = it.sequencer._collector
+        collect = collector.collect
+
+        async def collecting(order: Order, *arguments: Any, **options: Any) -> Batch:
+            batch = await collect(order, *arguments, **options)
+            if order.purpose is Purpose.VALIDATE and not gone:
+                gone.append(order.step)
+                raise LostDataError("the broker is empty")
+            return batch
+
+        collector.collect = collecting  # type: ignore[method-assign]
+        it.services.writes = True
+        await it.enlist_all()
+        await it.go(answer)
+    keep(tmp_path, settings)
+    assert [e["step"] for e in Record(tmp_path).events if e["event"] == "validate"] == [0, 0, 2, 4]
+    assert [str(breach) for breach in verify(tmp_path).breaches] == []
+
+
+async def test_the_cursor_goes_back_with_a_rewind(tmp_path: Path) -> None:
+    """The learner comes back with the weights of step 1; steps 2 to 4 are run again, over the files there."""
+    services, broker, folder = FakeServices(), MemoryBroker(), tmp_path / "run"
+    folder.mkdir()
+    await live(folder, services, broker, CHANGES)
+    services.version = services.source = 1
+    services.trained.clear()
+    services.policies.clear()
+    await live(folder, services, broker, CHANGES)
+    record = Record(folder)
+    (rewind,) = [e for e in record.events if e["event"] == "rewind"]
+    assert [str(breach) for breach in verify(folder).breaches] == []
+    rewind["cursor"] = record.of("step", 2)["cursor"]
+    record.write()
+    breaches = [str(breach) for breach in verify(folder).breaches]
+    assert any("the cursor went back to {" in breach for breach in breaches), breaches
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "temperature", "is_told"), [(40, 1.0, True), (4, 1.0, False), (40, 0.0, False)]
+)
+def test_one_long_draw_cannot_have_two_ids(
+    num_tokens: int, temperature: float, is_told: bool, tmp_path: Path
+) -> None:
+    """Each row has its own id, seed and digest; equal short answers, and greedy ones, are no fault."""
+    policy, rows, table = PolicyTag(version=0, digest="a" * 16), [], []
+    sampling = SamplingSpec(temperature=temperature, max_tokens=64)
+    for index in range(2):
+        drawn = Trajectory(
+            run_id="r",
+            trajectory_id=TrajectoryId(step=1, purpose="train", prompt_id=3, sample_index=index),
+            policy=policy,
+            prompt_token_ids=np.array([1], dtype=np.int32),
+            response_token_ids=np.arange(num_tokens, dtype=np.int32),
+            response_log_probs=np.full(num_tokens, -2.0, dtype=np.float32),
+            response_mask=np.ones(num_tokens, dtype=np.uint8),
+            finish_reason=FinishReason.STOP,
+            sampling=sampling,
+            seed=index,
+        )
+        key, digest = drawn.trajectory_id, blob_digest(encode_trajectory(drawn))
+        rows.append(rows_of.Row(key=key, digest=digest, reward=1.0, raw_reward=1.0))
+        table.append(
+            {"step": 1, "prompt_id": 3, "sample_index": index, "reward": 1.0, "policy_version": 0}
+            | {"num_sampled_tokens": num_tokens, "finish_reason": "stop"}
+            | trajectories._arrays(drawn, None)
+        )
+    schema = pyarrow.schema([(n, t) for n, t in trajectories._columns(True) if n in table[0]])
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table, schema=schema), tmp_path / "step.parquet")
+    check = FileCheck(run_id="r", policy=policy, shapes=None, recomputes=True)
+    assert check.run(tmp_path / "step.parquet", rows) == check.num_recomputed == 2
+    told = "has the same 40 tokens for train:1:3:0 and train:1:3:1, which are drawn with a log-probability"
+    assert check.faults == ([f"{told} of -80: one draw has two ids"] if is_told else [])
 
 
 @pytest.mark.parametrize("fault", UNSEEN)

@@ -46,12 +46,12 @@ class StepFiles:
             self._check_file(name, check, step.rows, step.saved.get(name), of_batch, step.batch)
             computed |= recomputed.of_components(check.components, "reward")
         if step.validation is not None:
-            validation, rows = step.validation, list(step.validation.rows())
-            check = self._file_check(
-                run_id, PolicyTag.parse(validation.policy), step.shapes or term.shapes, term
-            )
+            validation, of_answers = step.validation, step.validation.term
+            rows = list(validation.rows())
+            policy = PolicyTag.parse(validation.policy)
+            check = self._file_check(run_id, policy, of_answers.shapes, of_answers)
             name = f"val_{number:06d}.parquet"
-            self._check_file(name, check, rows, step.saved.get(name), term, validation.entry)
+            self._check_file(name, check, rows, step.saved.get(name), of_answers, validation.entry)
             computed |= validation.metrics() | recomputed.of_components(check.components, "val")
             if check.num_sampled:
                 computed["val/response_length/mean"] = fmean(check.num_sampled)

@@ -314,7 +314,7 @@ class History:
                 step.dispatch,
                 entry,
             )
-        step.validation = Validation(entry, self.findings)
+        step.validation = Validation(entry, self.term, self.findings)
 
     def _validated(self) -> StepHistory:
         """The step that a validation belongs to; step 0 has no dispatch."""

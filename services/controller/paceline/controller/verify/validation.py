@@ -7,6 +7,7 @@ from statistics import fmean
 
 from paceline.controller.verify.findings import Entry, Findings, Invariant
 from paceline.controller.verify.rows import Row
+from paceline.controller.verify.term import Term
 from paceline.core.ids import Purpose, TrajectoryId
 
 
@@ -15,10 +16,11 @@ class Validation:
 
     Args:
         entry: the event `validate`.
+        term: the settings with which it was made.
     """
 
-    def __init__(self, entry: Entry, findings: Findings) -> None:
-        self.entry, self._findings = entry, findings
+    def __init__(self, entry: Entry, term: Term, findings: Findings) -> None:
+        self.entry, self.term, self._findings = entry, term, findings
         self.step, self.policy = int(entry["step"]), str(entry["policy"])
         self._num_samples = int(entry["num_samples"])
         self._prompts = set(entry["prompts"])
