@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+import random
+import sys
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
+from types import FrameType
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -22,6 +26,7 @@ from paceline.learner.batch.plan import (
     plan_batch,
     plan_chunk,
 )
+from support.naive_batch_plan import naive_chunk, naive_deal
 
 BUDGET = 40
 BY_TOKENS = Arithmetic(per_token=1, per_response_token=0, per_pair=0)
@@ -273,6 +278,79 @@ def test_bins_that_would_overflow_when_even_are_filled_first_fit() -> None:
     assert [[b.num_tokens for b in bundles] for bundles in dealt] == [[6, 5], [4, 4, 3]]
     even = deal(loose([6, 5, 4, 4, 3]), multiple=1, budget=12)
     assert [[b.num_tokens for b in bundles] for bundles in even] == [[6, 4], [5, 4, 3]]
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 6)), max_size=30),
+    multiple=st.integers(1, 4),
+    budget=st.integers(12, 30),
+)
+def test_bins_are_those_of_a_search_through_all_of_them(
+    sizes: list[tuple[int, int]], multiple: int, budget: int
+) -> None:
+    """Tokens and costs in no relation, as images make them."""
+    bundles = [Bundle(rows=(row,), num_tokens=tokens, cost=cost) for row, (tokens, cost) in enumerate(sizes)]
+    dealt = deal(bundles, multiple=multiple, budget=budget)
+    assert dealt == naive_deal(bundles, multiple=multiple, budget=budget)
+
+
+@given(
+    groups=st.lists(
+        st.tuples(
+            st.integers(1, 12),
+            st.sampled_from([0, 0, 0, 7]),
+            st.lists(st.integers(1, 20), min_size=1, max_size=9),
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+    world_size=st.integers(1, 4),
+    budget=st.integers(40, 120),
+    per_pair=st.integers(0, 2),
+    share_prompts=st.booleans(),
+)
+def test_chunks_are_those_of_a_search_through_all_cuts(
+    groups: list[tuple[int, int, list[int]]],
+    world_size: int,
+    budget: int,
+    per_pair: int,
+    share_prompts: bool,
+) -> None:
+    rows = [
+        RowLength(prompt_id=n, num_prompt_tokens=prompt, num_response_tokens=response, num_patches=patches)
+        for n, (prompt, patches, responses) in enumerate(groups)
+        for response in responses
+    ]
+    arithmetic = Arithmetic(per_token=3, per_response_token=2, per_pair=per_pair, per_patch=1)
+    shape = {"world_size": world_size, "token_budget": budget, "arithmetic": arithmetic}
+    chunk = plan_chunk(rows, 0, **shape, share_prompts=share_prompts)
+    assert chunk == naive_chunk(rows, **shape, share_prompts=share_prompts)
+
+
+@pytest.mark.parametrize("share_prompts", [False, True])
+def test_the_work_of_a_plan_grows_with_its_rows_and_not_with_their_square(share_prompts: bool) -> None:
+    draw = random.Random(3)
+
+    def num_operations(num_prompts: int, num_samples: int) -> int:
+        rows = rows_of([[(3, draw.randint(1, 37)) for _ in range(num_samples)] for _ in range(num_prompts)])
+        count = 0
+
+        def trace(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal count
+            frame.f_trace_opcodes = True
+            count += event == "opcode"
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            cut(rows, [num_prompts], 4, share_prompts=share_prompts)
+        finally:
+            sys.settrace(before)
+        return count
+
+    assert num_operations(320, 1) < 6 * num_operations(80, 1)
+    assert num_operations(2, 160) < 6 * num_operations(2, 40)
 
 
 def test_what_cannot_be_cut_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,28 +33,89 @@ def deal(bundles: Sequence[Bundle], *, multiple: int, budget: int) -> list[Bin]:
 def _deal_evenly(bundles: Sequence[Bundle], num_bins: int, budget: int) -> list[Bin]:
     """The costliest bundle first, each to the cheapest bin with room; [] if a bundle finds no room."""
     bins: list[list[Bundle]] = [[] for _ in range(num_bins)]
-    costs, room = [0] * num_bins, [budget] * num_bins
+    roomy = _BinsByRoom(budget, range(num_bins))
     for bundle in sorted(bundles, key=lambda b: (-b.cost, b.rows)):
-        fitting = [place for place in range(num_bins) if room[place] >= bundle.num_tokens]
-        if not fitting:
+        taken = roomy.take(bundle.num_tokens)
+        if taken is None:
             return []
-        place = min(fitting, key=costs.__getitem__)
+        room, (cost, place) = taken
         bins[place].append(bundle)
-        costs[place] += bundle.cost
-        room[place] -= bundle.num_tokens
+        roomy.put(room - bundle.num_tokens, (cost + bundle.cost, place))
     return [tuple(bundles) for bundles in bins]
 
 
 def _first_fit(bundles: Sequence[Bundle], budget: int) -> list[Bin]:
     """The bundle with the most tokens first, each into the first bin with room."""
     bins: list[list[Bundle]] = [[]]
-    room = [budget]
+    roomy = _BinsByRoom(budget, range(1))
     for bundle in sorted(bundles, key=lambda b: (-b.num_tokens, b.rows)):
-        place = next((b for b, free in enumerate(room) if free >= bundle.num_tokens), None)
-        if place is None:
+        room, (_, place) = roomy.take(bundle.num_tokens) or (budget, (0, len(bins)))
+        if place == len(bins):
             bins.append([])
-            room.append(budget)
-            place = len(bins) - 1
         bins[place].append(bundle)
-        room[place] -= bundle.num_tokens
+        roomy.put(room - bundle.num_tokens, (0, place))
     return [tuple(bundles) for bundles in bins]
+
+
+_Key = tuple[int, int]
+"""A bin's cost and its place."""
+
+
+class _BinsByRoom:
+    """Finds the cheapest bin with enough room, of equal ones the first, in log(budget) steps.
+
+    A heap of bins for each room, from 0 to `budget`, and a tree of the minima above them.
+
+    Args:
+        budget: room of an empty bin.
+        places: of the bins, which are empty and cost nothing.
+    """
+
+    def __init__(self, budget: int, places: Sequence[int]) -> None:
+        self._budget = budget
+        self._width = 1 << budget.bit_length()  # above the budget
+        self._least: list[_Key | None] = [None] * (2 * self._width)
+        self._heaps: dict[int, list[_Key]] = {budget: [(0, place) for place in places]}
+        self._renew(budget)
+
+    def take(self, room: int) -> tuple[int, _Key] | None:
+        """Takes the bin out and returns its room and its key; None if no bin has `room`."""
+        if room > self._budget:
+            return None
+        node, least = room + self._width, self._least
+        best_node, best = node, least[node]
+        while node > 1:
+            if not node & 1:
+                other = least[node + 1]
+                if other is not None and (best is None or other < best):
+                    best_node, best = node + 1, other
+            node >>= 1
+        if best is None:
+            return None
+        while best_node < self._width:
+            best_node *= 2
+            if least[best_node] is not best:
+                best_node += 1
+        found = best_node - self._width
+        heapq.heappop(self._heaps[found])
+        self._renew(found)
+        return found, best
+
+    def put(self, room: int, key: _Key) -> None:
+        """Puts a bin in."""
+        if room >= 0:
+            heapq.heappush(self._heaps.setdefault(room, []), key)
+            self._renew(room)
+
+    def _renew(self, room: int) -> None:
+        heap, least = self._heaps[room], self._least
+        node = room + self._width
+        value = heap[0] if heap else None
+        while least[node] is not value:
+            least[node] = value
+            if node == 1:
+                return
+            other = least[node ^ 1]
+            if value is None or (other is not None and other < value):
+                value = other
+            node >>= 1

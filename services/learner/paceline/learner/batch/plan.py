@@ -187,17 +187,20 @@ class _Cut:
     def sharing_prompts(self, groups: Sequence[Sequence[int]]) -> Chunk:
         """Rows of a prompt that are in the same micro-batch have one copy of it."""
         largest = max(map(len, groups))
-        sizes = dict.fromkeys(-(-largest >> halvings) or 1 for halvings in range(largest.bit_length()))
-        chunks = [
-            self._chunk([part for group in groups for part in self._parts(group, size)], share_prompts=True)
-            for size in [*sizes, 1]
-        ]
+        sizes = [-(-largest >> halvings) for halvings in range(largest.bit_length())]
+        cuts = dict.fromkeys(
+            tuple(part for group in groups for part in self._parts(group, size)) for size in [*sizes, 1]
+        )
+        chunks = [self._chunk(parts, share_prompts=True) for parts in cuts]
         return min(chunks, key=lambda chunk: (chunk.longest, chunk.num_micro_batches))
 
     def _parts(self, group: Sequence[int], size: int) -> list[Rows]:
         """A group in as few parts as hold at most `size` rows and fit into a micro-batch."""
         ordered = sorted(group, key=lambda index: (self.rows[index].num_tokens, index))
         for count in range(-(-len(group) // size), len(group)):
+            most = ordered[(len(group) - 1) % count :: count]  # no part has more rows, or longer ones
+            if self._num_tokens(most) > self.budget:
+                continue
             parts = [tuple(ordered[first::count]) for first in range(count)]
             if all(self._num_tokens(part) <= self.budget for part in parts):
                 return parts
@@ -230,7 +233,7 @@ class _Cut:
     def _places(self, indices: Sequence[int]) -> Rows:
         return tuple(self.first_row + index for index in indices)
 
-    def _num_tokens(self, part: Rows) -> int:
+    def _num_tokens(self, part: Sequence[int]) -> int:
         """With one copy of the prompt and its images, which all rows of the part have."""
         first = self.rows[part[0]]
         prompt = first.num_prompt_tokens + first.num_patches
