@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ import psutil
 import pytest
 
 from paceline.service import process_ends
+from paceline.service.process import STARTED_AS
 from support.launched_run import DEAF, HANG_S, LEAVES, MARK, WELL, Run
 
 pytestmark = pytest.mark.timeout(900)
@@ -23,9 +25,15 @@ def test_a_killed_service_is_started_again_without_its_children(tmp_path: Path) 
     run.wait_for_pids(3)
     run.wait_for_state("running")
     before, first = run.alive(), run.pids["rollout-0"]
+    mark = psutil.Process(first).environ()[STARTED_AS]
     os.kill(first, signal.SIGKILL)
     note = run.read_until("starting rollout-0 again")
     assert "rollout-0 ended unexpectedly (killed by SIGKILL)" in note
+    # The controller hears of it at once, and of which start; so it does not take the next one for dead.
+    run.wait_for_calls(1)
+    (told,) = run.calls.read_text().splitlines()
+    assert re.fullmatch(r"end rollout-0 rollout-0-[0-9a-f]{16}: killed by SIGKILL", told)
+    assert told.split()[2].rstrip(":") == mark
     (end,) = process_ends.read(run.run_dir)
     assert (end.name, end.outcome, end.restarts) == ("rollout-0", "killed by SIGKILL", True)
     assert f".log] {end.where}; starting rollout-0" in note

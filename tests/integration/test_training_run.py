@@ -181,7 +181,10 @@ def test_two_servers_give_the_same_metrics_even_if_one_dies(
     config["rollout"]["replicas"] = 2
     with training(config, tmp_path / "run") as run:
         run.wait_for(lambda e: admitted(e, step=2, server="rollout-1"))
-        run.kill_group("rollout-1")
+        # While the controller stands still, so that no step goes by before the launcher has told it.
+        with run.paused("controller"):
+            run.kill_group("rollout-1")
+            run.wait_for_output("rollout-1 ended unexpectedly (killed by SIGKILL)")
         assert run.finish() == 0, run.output
         assert_sound(run)
         servers = servers_by_step(run.events)
@@ -191,8 +194,8 @@ def test_two_servers_give_the_same_metrics_even_if_one_dies(
             # It may have nothing in the step in which it died, and from when it is there again.
             assert "rollout-0" in counts, (step, counts)
             assert "rollout-1" in counts or step >= death, (step, counts)
-        dead = [e["member"] for e in only(run.events, "member") if e["what"] == "dead"]
-        assert dead == ["rollout-1"]
+        dead = [(e["member"], e["reason"]) for e in only(run.events, "member") if e["what"] == "dead"]
+        assert dead == [("rollout-1", "killed by SIGKILL")]
         assert "rollout-1 ended unexpectedly (killed by SIGKILL)" in run.output
         # What the dead server sent without an acknowledgement comes again, in time for its step or too late.
         repeats = sum(row["barrier/duplicates"] + row["barrier/rejected"] for row in run.metrics[1:])

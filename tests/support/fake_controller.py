@@ -4,7 +4,7 @@ As a program it takes the real controller's arguments; FAKE_SCRIPT names what it
 `steps` (default) ends well after two steps, `wait` runs until StopRun, `fail` ends with an error, `train` is
 in the first step of several until it is told to stop after it.
 FAKE_MEMBERS names a file of lines "MEMBER STATE", which GetStatus reports; FILE.told holds what it read last.
-FAKE_CALLS names a file that gets a line for each StopRun.
+FAKE_CALLS names a file that gets a line for each StopRun and ReportEnd.
 """
 
 from __future__ import annotations
@@ -95,6 +95,15 @@ class FakeController(controller_pb2_grpc.ControllerServiceServicer):
         self.calls.append(f"leave {request.reason}")
         return pb.LeaveResponse()
 
+    async def ReportEnd(self, request: pb.ReportEndRequest, context: Any) -> pb.ReportEndResponse:
+        self.calls.append(f"end {request.member_id} {' '.join(request.incarnations)}: {request.reason}")
+        self._write_calls()
+        return pb.ReportEndResponse()
+
+    def _write_calls(self) -> None:
+        if self.calls_file is not None:
+            self.calls_file.write_text("".join(f"{call}\n" for call in self.calls))
+
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
         told = self.members_file.read_text() if self.members_file is not None else ""
         if self.members_file is not None:
@@ -122,8 +131,7 @@ class FakeController(controller_pb2_grpc.ControllerServiceServicer):
 
     async def StopRun(self, request: pb.StopRunRequest, context: Any) -> pb.StopRunResponse:
         self.calls.append(f"stop {'after the step: ' if request.after_step else ''}{request.reason}")
-        if self.calls_file is not None:
-            self.calls_file.write_text("".join(f"{call}\n" for call in self.calls))
+        self._write_calls()
         if request.after_step and self.deaf:
             return pb.StopRunResponse()
         if not self.stopped.done():

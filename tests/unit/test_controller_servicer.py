@@ -30,6 +30,7 @@ from paceline.service.credentials import Credentials
 from paceline.service.grpc_server import start_server
 from paceline.storage.folder import Folder
 from support.sequencer_run import config, turns_of
+from support.training_run import read_jsonl
 
 
 class Bench:
@@ -61,6 +62,10 @@ class Bench:
     async def leave(self, member_id: str, reason: str) -> None:
         request = pb.LeaveRequest(member_id=member_id, incarnation="a", reason=reason)
         await channels.call(self._stub.Leave, request, timeout_s=5, phase="L", peer="controller")
+
+    async def report_end(self, member_id: str, *incarnations: str) -> None:
+        request = pb.ReportEndRequest(member_id=member_id, incarnations=incarnations, reason="killed")
+        await channels.call(self._stub.ReportEnd, request, timeout_s=5, phase="E", peer="controller")
 
     async def stop(self, reason: str, *, after_step: bool = False) -> None:
         request = pb.StopRunRequest(reason=reason, after_step=after_step)
@@ -255,6 +260,27 @@ async def test_another_process_on_the_port_of_a_member_is_not_taken_for_it(bench
     await bench.register(kind, "rollout-0", incarnation="b", address="127.0.0.1:1")
     assert [m.incarnation for m in bench.fleet.usable(MemberKind.ROLLOUT)] == ["b"]
     await other.stop(0)
+
+
+async def test_a_member_whose_process_has_ended_is_dead_at_once_and_its_successor_stays(bench: Bench) -> None:
+    await bench.register(common_pb2.MEMBER_KIND_ROLLOUT, "rollout-0")
+    await bench.report_end("rollout-0", "an earlier one")
+    await bench.report_end("rollout-1", "a")
+    assert await bench.status() == {"rollout-0": "registered"}
+    member = bench.fleet.get("rollout-0")
+    assert member is not None
+    waiting = asyncio.create_task(bench.supervisor.gone(member))
+    for _ in range(2):
+        await bench.report_end("rollout-0", "x", "a")
+    async with asyncio.timeout(60):
+        await waiting
+    assert (member.health, member.failure) == (Health.DEAD, "killed")
+    assert not (await bench.beat("rollout-0", "serving")).known
+    await bench.register(common_pb2.MEMBER_KIND_ROLLOUT, "rollout-0", incarnation="b")
+    await bench.report_end("rollout-0", "x", "a")
+    assert await bench.status() == {"rollout-0": "registered"}
+    told = [e["what"] for e in read_jsonl(bench.run.dir / "events.jsonl") if e["event"] == "member"]
+    assert told == ["registered", "dead", "registered"]
 
 
 async def test_a_silent_member_is_replaced_without_being_asked(bench: Bench) -> None:

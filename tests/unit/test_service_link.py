@@ -59,6 +59,18 @@ async def test_registration_brings_everything(controller: tuple[FakeController, 
     await link.close()
 
 
+async def test_a_member_that_the_launcher_started_is_the_incarnation_that_the_launcher_knows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    links = [link_to("127.0.0.1:1"), link_to("127.0.0.1:1")]
+    monkeypatch.setenv("PACELINE_STARTED_AS", "rollout-0-ab12")
+    links.append(link_to("127.0.0.1:1"))
+    assert links[2].incarnation == "rollout-0-ab12"
+    assert len({link.incarnation for link in links}) == 3
+    for link in links:
+        await link.close()
+
+
 async def test_register_waits_for_a_controller_that_comes_late() -> None:
     port = free_port()
     link = link_to(f"127.0.0.1:{port}")

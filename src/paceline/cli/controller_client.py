@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.core.policy import PolicyTag
@@ -93,6 +93,22 @@ class ControllerClient:
         """Ends the run with this reason, at once or after the step in progress, with a checkpoint."""
         request = controller_pb2.StopRunRequest(reason=reason, after_step=after_step)
         await channels.call(self._stub.StopRun, request, timeout_s=2.0, phase="STOP", peer=self._peer)
+
+    async def report_end(
+        self, member_id: str, incarnations: Sequence[str], reason: str, *, timeout_s: float
+    ) -> None:
+        """Says that these incarnations of a member have ended; waits for a controller that is away."""
+        request = controller_pb2.ReportEndRequest(
+            member_id=member_id, incarnations=incarnations, reason=reason
+        )
+        await channels.call(
+            self._stub.ReportEnd,
+            request,
+            timeout_s=timeout_s,
+            phase="END",
+            peer=self._peer,
+            wait_for_ready=True,
+        )
 
     async def set_rates(self, lr_scale: float) -> int:
         """Scales the configured learning rates; returns the first step that is trained with it."""

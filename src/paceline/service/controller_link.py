@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import secrets
 import time
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from paceline.core.policy import PolicyTag
 from paceline.rpc.v1 import controller_pb2, controller_pb2_grpc
 from paceline.service import channels, metrics, telemetry
 from paceline.service.credentials import Credentials
+from paceline.service.process import STARTED_AS
 from paceline.service.terms import Terms
 from paceline.wire.members import member_kind_to_proto
 from paceline.wire.protobuf import policy_tag_from_proto, policy_tag_to_proto
@@ -94,7 +96,7 @@ class ControllerLink:
         terms: Terms | None = None,
     ) -> None:
         self.member_id = member_id
-        self.incarnation = secrets.token_hex(8)
+        self.incarnation = os.environ.get(STARTED_AS) or secrets.token_hex(8)
         self._controller_address = controller_address
         self.address = address
         self._kind, self._num_ranks, self._terms = kind, num_ranks, terms or Terms()

@@ -9,6 +9,8 @@ from pathlib import Path
 
 DIE_WITH_PARENT = "PACELINE_DIE_WITH_PARENT"
 PARENT_PID = "PACELINE_PARENT_PID"
+STARTED_AS = "PACELINE_STARTED_AS"
+"""Names the start of a process; a member's incarnation, which the launcher so knows"""
 BROKER_URL = "PACELINE_BROKER_URL"
 
 _PR_SET_PDEATHSIG = 1

@@ -186,6 +186,15 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
         )
         return controller_pb2.LeaveResponse()
 
+    async def ReportEnd(
+        self, request: controller_pb2.ReportEndRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> controller_pb2.ReportEndResponse:
+        """Notes that a member's processes have ended, as who started them knows."""
+        await self._supervisor.apply(
+            self._supervisor.fleet.ended(request.member_id, request.incarnations, clip(request.reason))
+        )
+        return controller_pb2.ReportEndResponse()
+
     async def GetStatus(
         self, request: controller_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> controller_pb2.GetStatusResponse:

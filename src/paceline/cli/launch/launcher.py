@@ -121,7 +121,12 @@ class _Launcher:
         self._tree = ProcessTree(run_dir / "logs", env=self._scratch.env)
         rule = RestartRule(max_restarts=config.service.max_restarts, window_s=config.service.restart_window_s)
         self._services = Services(
-            self._tree, rule, say=view.notice, changed=self._write_note, note_end=self._note_end
+            self._tree,
+            rule,
+            say=view.notice,
+            changed=self._write_note,
+            note_end=self._note_end,
+            report_end=self._report_end,
         )
         self._redis: OwnRedis | None = None
         self._signal: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -274,6 +279,15 @@ class _Launcher:
         )
         process_ends.append(self._run_dir, end)
         return end.where
+
+    async def _report_end(self, member_id: str, incarnations: Sequence[str], reason: str) -> None:
+        """Tells the controller that a member has ended, unless its silence tells the same before."""
+        try:
+            async with ControllerClient(self._address, self._credentials) as controller:
+                patience_s = self._config.service.dead_after_s
+                await controller.report_end(member_id, incarnations, reason, timeout_s=patience_s)
+        except PacelineError as error:
+            log.info("could not tell the controller that %s has ended: %s", member_id, error)
 
     def _write_note(self) -> None:
         if self._note.state == "ended":

@@ -19,10 +19,9 @@ from paceline.cli.launch import remote
 from paceline.cli.launch.forking import Forking
 from paceline.cli.launch.plan import ProcessSpec
 from paceline.core.errors import EnvironmentLackError
-from paceline.service.process import DIE_WITH_PARENT, PARENT_PID
+from paceline.service.process import DIE_WITH_PARENT, PARENT_PID, STARTED_AS
 
 VMSTAT = Path("/proc/vmstat")
-_MARK = "PACELINE_STARTED_AS"
 _FAMILY_S = 2.0
 # As asyncio says of a child for whose end somebody else has waited.
 _UNKNOWN = 255
@@ -34,8 +33,8 @@ class ManagedProcess:
     """A started process. `exited` gives its return code; a negative one is the number of a signal.
 
     `pid` is also the id of its group and session. `mark` is in the environment of the programs that it
-    started, and in its own if it is one; its forks are in its session. `oom_kills` is how often the kernel
-    had killed a process for want of memory when it began.
+    started, and in its own if it is one; its forks are in its session. It is also a member's incarnation.
+    `oom_kills` is how often the kernel had killed a process for want of memory when it began.
     """
 
     spec: ProcessSpec
@@ -127,10 +126,10 @@ async def start(
     Raises:
         EnvironmentLackError: the program cannot be run.
     """
-    own_env = dict(spec.env) | dict(secret_env)
-    env = os.environ | ({} if spec.shell else own_env)
     mark = f"{spec.name}-{secrets.token_hex(8)}"
-    env |= {DIE_WITH_PARENT: "1", PARENT_PID: str(os.getpid()), _MARK: mark}
+    own_env = dict(spec.env) | dict(secret_env) | {STARTED_AS: mark}
+    env = os.environ | ({STARTED_AS: mark} if spec.shell else own_env)
+    env |= {DIE_WITH_PARENT: "1", PARENT_PID: str(os.getpid())}
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("ab") as log:
         start_at = log.tell()
@@ -192,7 +191,7 @@ def _session_of(process: psutil.Process) -> int | None:
 
 def _mark_of(process: psutil.Process) -> str | None:
     with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-        return process.environ().get(_MARK)
+        return process.environ().get(STARTED_AS)
     return None
 
 

@@ -1,6 +1,7 @@
 """The services of a run: starts them, starts lost ones again, and says when one cannot be mended.
 
-a process ends -> its companions end -> restarts.judge -> left | pause, start again | the run ends
+a process ends -> its companions end -> the controller is told
+    -> restarts.judge -> left | pause, start again | the run ends
 one that was never ready ends with an error -> the run ends, as more attempts would only delay the message,
     unless the process says that the next start may succeed
 the controller misses a process that still runs -> it is killed -> as above
@@ -12,7 +13,7 @@ import asyncio
 import logging
 import math
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from paceline.cli.launch.plan import ProcessSpec, Role
 from paceline.cli.launch.presence import Presence
@@ -71,6 +72,7 @@ class Services:
         changed: called after every start, with new process ids.
         note_end: writes down that a process ended: its name, how, and whether it is started again; returns
             when and in which step, in words.
+        report_end: tells the controller which incarnations of a member have ended, and how.
     """
 
     def __init__(
@@ -81,9 +83,11 @@ class Services:
         say: Callable[[str], None],
         changed: Callable[[], None],
         note_end: Callable[[str, str, bool], str],
+        report_end: Callable[[str, Sequence[str], str], Awaitable[None]],
     ) -> None:
         self._tree, self.rule, self._say, self._changed = tree, rule, say, changed
-        self._note_end_of = note_end
+        self._note_end_of, self._report_end = note_end, report_end
+        self._reports: set[asyncio.Task[None]] = set()
         self.units: list[Unit] = []
         self._last_loss, self._lost_at = "", -math.inf
 
@@ -133,9 +137,9 @@ class Services:
 
     async def _cancel_endings(self) -> None:
         endings = [unit.ending for unit in self.units if unit.ending is not None]
-        for ending in endings:
-            ending.cancel()
-        await asyncio.gather(*endings, return_exceptions=True)
+        for task in (*endings, *self._reports):
+            task.cancel()
+        await asyncio.gather(*endings, *self._reports, return_exceptions=True)
 
     async def _end(self, unit: Unit, first: ManagedProcess) -> str | None:
         """Deals with the end of a unit's first process; returns why the run cannot go on, or None."""
@@ -144,12 +148,13 @@ class Services:
             self._lost_at = asyncio.get_running_loop().time()
         ended = await self._end_companions(unit)
         end = judge([process.exited.result() for process in ended])
+        cause = _cause(ended, first, end)
+        self._report(unit, cause)
         await asyncio.sleep(_LATE_END_S if end is End.LEFT else _LATE_NEWS_S)
         if end is End.LEFT and unit.role is Role.ROLLOUT:
             unit.gone = True
             self._tell(f"{unit.name} has left; it is not started again")
             return None
-        cause = _cause(ended, first, end)
         is_final = end is End.FINAL or (end is End.FAILED and not unit.presence.was_ready)
         pause_s = None if is_final else unit.history.next_pause(asyncio.get_running_loop().time())
         where = self._note_end_of(cause.name, cause.outcome(), pause_s is not None)
@@ -162,6 +167,17 @@ class Services:
         await asyncio.sleep(pause_s)
         await self._start(unit)
         return None
+
+    def _report(self, unit: Unit, cause: ManagedProcess) -> None:
+        """Tells the controller, which would only notice the member's silence; the new start does not wait."""
+        if not unit.member_id or unit.role is Role.REWARD_MODEL:
+            return
+        error, name = cause.last_error(), "" if cause.name == unit.member_id else f"{cause.name} "
+        reason = f"{name}{cause.outcome()}{f': {error}' if error else ''}"
+        marks = [process.mark for process in unit.processes]
+        report = asyncio.ensure_future(self._report_end(unit.member_id, marks, reason))
+        self._reports.add(report)
+        report.add_done_callback(self._reports.discard)
 
     async def _end_companions(self, unit: Unit) -> list[ManagedProcess]:
         """Ends the rest of a unit; returns the processes that ended by themselves.

@@ -50,6 +50,11 @@ class ControllerServiceStub(object):
                 request_serializer=paceline_dot_rpc_dot_v1_dot_controller__pb2.LeaveRequest.SerializeToString,
                 response_deserializer=paceline_dot_rpc_dot_v1_dot_controller__pb2.LeaveResponse.FromString,
                 _registered_method=True)
+        self.ReportEnd = channel.unary_unary(
+                '/paceline.rpc.v1.ControllerService/ReportEnd',
+                request_serializer=paceline_dot_rpc_dot_v1_dot_controller__pb2.ReportEndRequest.SerializeToString,
+                response_deserializer=paceline_dot_rpc_dot_v1_dot_controller__pb2.ReportEndResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/paceline.rpc.v1.ControllerService/Drain',
                 request_serializer=paceline_dot_rpc_dot_v1_dot_controller__pb2.DrainRequest.SerializeToString,
@@ -96,6 +101,13 @@ class ControllerServiceServicer(object):
 
     def Leave(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReportEnd(self, request, context):
+        """Says that a member's processes have ended: it is dead at once, not after a silence. Idempotent.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -152,6 +164,11 @@ def add_ControllerServiceServicer_to_server(servicer, server):
                     servicer.Leave,
                     request_deserializer=paceline_dot_rpc_dot_v1_dot_controller__pb2.LeaveRequest.FromString,
                     response_serializer=paceline_dot_rpc_dot_v1_dot_controller__pb2.LeaveResponse.SerializeToString,
+            ),
+            'ReportEnd': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportEnd,
+                    request_deserializer=paceline_dot_rpc_dot_v1_dot_controller__pb2.ReportEndRequest.FromString,
+                    response_serializer=paceline_dot_rpc_dot_v1_dot_controller__pb2.ReportEndResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -261,6 +278,33 @@ class ControllerService(object):
             '/paceline.rpc.v1.ControllerService/Leave',
             paceline_dot_rpc_dot_v1_dot_controller__pb2.LeaveRequest.SerializeToString,
             paceline_dot_rpc_dot_v1_dot_controller__pb2.LeaveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportEnd(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.rpc.v1.ControllerService/ReportEnd',
+            paceline_dot_rpc_dot_v1_dot_controller__pb2.ReportEndRequest.SerializeToString,
+            paceline_dot_rpc_dot_v1_dot_controller__pb2.ReportEndResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -20,6 +20,8 @@ class ControllerServiceStub:
     """Adds a member: at the start, after a restart or in the middle of a run. Idempotent for an incarnation."""
     Heartbeat: _aio.UnaryUnaryMultiCallable[_controller_pb2.HeartbeatRequest, _controller_pb2.HeartbeatResponse]
     Leave: _aio.UnaryUnaryMultiCallable[_controller_pb2.LeaveRequest, _controller_pb2.LeaveResponse]
+    ReportEnd: _aio.UnaryUnaryMultiCallable[_controller_pb2.ReportEndRequest, _controller_pb2.ReportEndResponse]
+    """Says that a member's processes have ended: it is dead at once, not after a silence. Idempotent."""
     Drain: _aio.UnaryUnaryMultiCallable[_controller_pb2.DrainRequest, _controller_pb2.DrainResponse]
     """Tells a rollout or reward member to take no new work, to finish what it has, and to leave."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_controller_pb2.GetStatusRequest, _controller_pb2.GetStatusResponse]
@@ -55,6 +57,14 @@ class ControllerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _controller_pb2.LeaveRequest,
         context: _aio.ServicerContext[_controller_pb2.LeaveRequest, _abc.Awaitable[_controller_pb2.LeaveResponse]],
     ) -> _abc.Awaitable[_controller_pb2.LeaveResponse]: ...
+
+    @_abc_1.abstractmethod
+    def ReportEnd(
+        self,
+        request: _controller_pb2.ReportEndRequest,
+        context: _aio.ServicerContext[_controller_pb2.ReportEndRequest, _abc.Awaitable[_controller_pb2.ReportEndResponse]],
+    ) -> _abc.Awaitable[_controller_pb2.ReportEndResponse]:
+        """Says that a member's processes have ended: it is dead at once, not after a silence. Idempotent."""
 
     @_abc_1.abstractmethod
     def Drain(

@@ -11,6 +11,7 @@ weights.
 from __future__ import annotations
 
 import enum
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from paceline.core.clock import Clock
@@ -204,6 +205,13 @@ class Fleet:
             return []
         member.health, member.failure = move(member.health, Health.LEFT), reason
         return [FleetChange(member=member, what="left", reason=reason)]
+
+    def ended(self, member_id: str, incarnations: Collection[str], reason: str) -> list[FleetChange]:
+        """Notes that processes have ended; a member that is another incarnation is left alone."""
+        member = self._members.get(member_id)
+        if member is None or member.incarnation not in incarnations:
+            return []
+        return self.mark_dead(member, reason)
 
     def mark_dead(self, member: Member, reason: str) -> list[FleetChange]:
         """Removes a member from the fleet for good."""
