@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from paceline.broker.memory import MemoryBroker
+from paceline.controller.journal import Journal
+from paceline.core.clock import SystemClock
 from paceline.core.guard import Reading
 from support.fake_fleet import FakeServices
 from support.sequencer_run import SequencerRun, config, run_of
@@ -59,6 +61,25 @@ async def test_it_ends_after_the_step_with_a_checkpoint_and_goes_on(tmp_path: Pa
     assert it.sequencer.result == "7 steps done"
     assert numbers(it) == numbers(expected)
     assert services.batches == expected.services.batches
+    assert it.breaches() == []
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+async def test_a_resume_says_whether_the_broker_was_emptied_or_lost_its_data(
+    tmp_path: Path, in_order: bool
+) -> None:
+    services = FakeServices()
+    await run_to(tmp_path, services, stop_in=3)
+    if in_order:  # as the service's `main` does, which these runs are without
+        journal = Journal(tmp_path / "events.jsonl", SystemClock())
+        journal.record("end", ok=False, message="stopped after step 3 of 7: SIGINT", step=3)
+        journal.close()
+    it = await run_to(tmp_path, services, stop_in=0)
+    (event,) = [e for e in it.events() if e["event"] == "lost"]
+    begins = (
+        "the last controller ended in order" if in_order else "the message broker has lost the run's data"
+    )
+    assert (event["step"], event["reason"].startswith(begins)) == (4, True), event
     assert it.breaches() == []
 
 

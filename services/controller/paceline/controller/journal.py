@@ -10,7 +10,7 @@ resume {step, phase}                         it goes on in this step: the step's
                                              drops so far are void; they are read again and follow again
 rewind {to_step, reason, cursor, guard}      steps after `to_step` are void
 recollect {step, reason}                     the step's trajectories, refills and drops so far are void
-lost {step, reason}                          the broker has lost the run's data: a step that was trained, and
+lost {step, reason}                          the broker has no data of the run: a step that was trained, and
                                              is not finished by this controller, has to be trained again
 phase {step, source, to}                     the sequencer enters a phase
 epoch {number, members}                      a weight group was formed

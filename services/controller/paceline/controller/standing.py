@@ -52,6 +52,7 @@ class Standing:
         commits: the digest of every version that was committed and is not void.
         current: the step in progress; None between steps.
         ended: whether the last controller ended in order.
+        after_end: whether this controller's predecessor did.
         turn: who may use the memory of shared GPUs (`fleet/turns`); "" before the first turn.
     """
 
@@ -66,6 +67,7 @@ class Standing:
     commits: dict[int, str] = field(default_factory=dict)
     current: StepInProgress | None = None
     ended: bool = False
+    after_end: bool = False
     turn: str = ""
 
     @property
@@ -98,7 +100,7 @@ class Standing:
     # --- events
 
     def _on_run(self, event: Mapping[str, Any]) -> None:
-        self.run_id, self.ended = str(event["run_id"]), False
+        self.run_id, self.after_end, self.ended = str(event["run_id"]), self.ended, False
         self.term = int(event.get("term", self.term + 1))
         self.data_digest = str(event.get("data_digest", self.data_digest))
         self.settings = event.get("settings", self.settings)

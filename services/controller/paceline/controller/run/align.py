@@ -38,6 +38,9 @@ from paceline.service.threads import in_thread
 
 # How long a learner that is sent back may take to leave the fleet.
 _LEAVE_S = 10.0
+_ENDED = (
+    "the last controller ended in order, and so the broker holds nothing of the run: mailboxes begin empty"
+)
 
 
 def goes_on(standing: Standing, version: int) -> bool:
@@ -214,7 +217,8 @@ class Alignment:
             await self._collector.recall(standing.log_position, max(0, step - 1))
         except LostDataError as error:
             if standing.finished >= 0:
-                self._note_loss(step, str(error), is_trained=version == step)
+                reason = _ENDED if standing.after_end else str(error)
+                self._note_loss(step, reason, is_trained=version == step)
             await self._collector.begin_anew()
         current = standing.current
         if current is not None and current.is_lost and version == step and self.saved is None:
