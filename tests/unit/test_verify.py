@@ -6,7 +6,9 @@ import json
 import shutil
 import time
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from paceline.controller.verify.__main__ import main
 from paceline.controller.verify.check import follow, verify
 from paceline.controller.verify.entries import read
 from paceline.controller.verify.findings import Findings
+from paceline.controller.verify.history import History
 from paceline.core.errors import DataError
 from paceline.service import process_ends
 from paceline.service.process_ends import ProcessEnd
@@ -107,6 +110,47 @@ def test_memory_does_not_grow_with_the_trajectories_of_finished_steps(tmp_path: 
     few, many = peak_bytes(tmp_path / "few", 3), peak_bytes(tmp_path / "many", 24)
     # A step more costs its dispatch and 24 bytes per row, and not its 180 events.
     assert (many - few) / 21 < 180 * 60
+
+
+class WalkedDict(dict[Any, Any]):
+    """Counts how often all of it is gone through."""
+
+    walks = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.walks += 1
+        return super().__iter__()
+
+    def items(self) -> Any:
+        """As a dict's."""
+        self.walks += 1
+        return super().items()
+
+    def values(self) -> Any:
+        """As a dict's."""
+        self.walks += 1
+        return super().values()
+
+
+def test_no_event_goes_through_the_steps_before_it(tmp_path: Path) -> None:
+    """A run of 100,000 steps would take hours."""
+    run = RecordedRun()
+    run.start(1, 0)
+    run.phases(0, "forming")
+    run.push(0)
+    run.finish(0)
+    for step in range(1, 21):
+        run.dispatch(step, 1, 2)
+        run.admit(step, 1, 2)
+        run.batch(step, 1, 2)
+        run.push(step)
+        run.finish(step)
+    findings, config = Findings(), load(RunConfig, run.write(tmp_path) / "config.resolved.yaml")
+    history = History(findings, config)
+    history.steps, history.versions._commits = steps, commits = WalkedDict(), WalkedDict()
+    history.follow(read(tmp_path / "events.jsonl", findings))
+    assert (len(steps), len(commits), findings.breaches) == (21, 21, [])
+    assert (steps.walks, commits.walks) == (0, 0)
 
 
 def test_a_last_line_that_was_cut_off_is_no_breach(tmp_path: Path) -> None:
