@@ -614,6 +614,27 @@ async def test_a_validation_that_begins_again_asks_again(tmp_path: Path) -> None
     assert [str(breach) for breach in verify(tmp_path).breaches] == []
 
 
+async def test_a_run_that_an_earlier_version_began_can_be_read(tmp_path: Path) -> None:
+    services = FakeServices()
+    await live(tmp_path, services, MemoryBroker(), CHANGES | {"trainer__total_steps": 2})
+    record = Record(tmp_path)
+    record.remove(lambda e: e["event"] in ("validate", "saved"))
+    for event in record.events:
+        for key in ("verify", "metrics", "manifest"):
+            event.pop(key, None)
+    record.write()
+    assert [str(breach) for breach in verify(tmp_path).breaches] == []
+    await live(tmp_path, services, MemoryBroker(), CHANGES)
+    findings = verify(tmp_path)
+    assert [str(breach) for breach in findings.breaches] == []
+    (unseen,) = findings.unseen
+    assert "of a term from before the journal had them" in unseen
+    record = Record(tmp_path)
+    record.of("dispatch", 3)["prompts"] = record.of("dispatch", 2)["prompts"]
+    record.write()
+    assert any("step 3 asked for prompts that are not next" in str(b) for b in verify(tmp_path).breaches)
+
+
 async def test_the_cursor_goes_back_with_a_rewind(tmp_path: Path) -> None:
     """The learner comes back with the weights of step 1; steps 2 to 4 are run again, over the files there."""
     services, broker, folder = FakeServices(), MemoryBroker(), tmp_path / "run"

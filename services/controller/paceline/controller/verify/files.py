@@ -108,7 +108,7 @@ class StepFiles:
             return
         text, plain = line
         faults = list(recomputed.differences(plain, computed))
-        if term.is_recorded and step.validation is None:
+        if (step.term or term).is_recorded and step.validation is None:
             faults += recomputed.strangers(plain, (), _VALIDATION)
         if entry.get("metrics") not in (None, digest_of(text)):
             faults.append("is another line than the one that was written")

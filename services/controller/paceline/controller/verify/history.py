@@ -133,7 +133,7 @@ class History:
         self._term = term = Term.read(entry, self._config)
         self.versions.restart()
         self.versions.repeatable = self.versions.repeatable and term.on_cpu
-        self._order.begin_term(term)
+        self._order.begin_term(term, in_step=self.in_progress is not None)
         self._note_unseen(term)
         expected = 1 if before is None else int(before["term"]) + 1
         if int(entry["term"]) != expected:

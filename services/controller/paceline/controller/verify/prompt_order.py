@@ -16,14 +16,20 @@ class PromptOrder:
 
     def __init__(self, findings: Findings) -> None:
         self._findings = findings
+        self._known: PromptCursor | None = None
         self._walk: PromptCursor | None = None
         self._finished = CursorState(epoch=0, position=0)
         self._ends: list[Mapping[str, Any]] = []
 
-    def begin_term(self, term: Term) -> None:
-        """A controller begins, with the same prompts as those before."""
-        if self._walk is None:
-            self._walk = term.prompt_cursor()
+    def begin_term(self, term: Term, *, in_step: bool) -> None:
+        """A controller begins, with the same prompts as those before.
+
+        Args:
+            in_step: whether a step is in progress. It is not followed where no controller before named them.
+        """
+        if self._known is None:
+            self._known = term.prompt_cursor()
+            self._walk = None if in_step else self._known
 
     def dispatch(self, step: int, prompts: Sequence[int], entry: Entry) -> None:
         """Checks the prompts with which a step begins."""
@@ -62,6 +68,7 @@ class PromptOrder:
         """Checks where the cursor stands at the end of a step."""
         stated = entry.get("cursor") or {}
         if self._walk is None or not stated:
+            self._go_to(stated)
             return
         # A step that a second controller only finished was drawn by the one before it.
         reached = [asdict(self._walk.state), *self._ends]
@@ -78,6 +85,7 @@ class PromptOrder:
         """Checks where the cursor is set to by a rewind, to a step that ended at `finished`."""
         stated = entry.get("cursor") or {}
         if self._walk is None or not stated:
+            self._go_to(stated)
             return
         if finished and stated != finished:
             self._findings.add(
@@ -88,7 +96,9 @@ class PromptOrder:
         self._go_to(stated)
 
     def _go_to(self, stated: Mapping[str, Any]) -> None:
-        self._finished, self._ends = CursorState(**stated), []
+        self._walk = self._known
+        if stated:
+            self._finished, self._ends = CursorState(**stated), []
 
     def _take(self) -> list[int] | None:
         if self._walk is None:

@@ -63,7 +63,11 @@ class Term:
     def read(cls, entry: Entry, config: RunConfig) -> Self:
         """The settings in an event `run`; those of the configuration where it is from before it had any."""
         plain = entry.get("verify")
-        return cls(**_old(config)) if plain is None else cls(**plain, is_recorded=True)
+        if plain is None:
+            return cls(**_old(config))
+        # A later version may have written more.
+        known = {name: value for name, value in plain.items() if name in cls.__dataclass_fields__}
+        return cls(**{**known, "is_recorded": True})
 
     def to_plain(self) -> dict[str, Any]:
         """As it stands in the journal."""
