@@ -24,6 +24,8 @@ def test_the_room_keeps_its_order_and_its_size_and_never_locks(sequence: list[An
 
     def admitted(keys: list[int]) -> None:
         for key in keys:
+            # Who has given up is in the line no more.
+            assert key not in gone
             # Nobody enters a room in which it does not fit, unless it is empty.
             assert not inside or sum(inside.values()) + needs[key] <= CAPACITY
             inside[key] = needs[key]

@@ -149,12 +149,13 @@ def episodes(
     desk: Any = None,
     max_prompt_tokens: int = 200,
     max_context_tokens: int = 0,
+    show_tools: bool = False,
     **changes: Any,
 ) -> Episodes:
     """Episodes with the test's tokenizer."""
     rules = EpisodeRules(
         limits=limits(**changes),
-        joiner=Joiner(TOKENIZER, [END], show_tools=False, observation_tokens=50),
+        joiner=Joiner(TOKENIZER, [END], show_tools=show_tools, observation_tokens=50),
         tokenizer=TOKENIZER,
         call_format="tagged",
         max_prompt_tokens=max_prompt_tokens,

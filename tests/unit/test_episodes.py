@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 from paceline.core.chat import Message, ToolCall
-from paceline.core.errors import ConfigError, InvalidMessageError, NumericsError
+from paceline.core.errors import ConfigError, InvalidMessageError, NumericsError, PeerLostError
 from paceline.core.trajectory import FinishReason, sampled_spans
 from paceline.rollout.episodes import calls
 from paceline.rollout.episodes.environment import EnvironmentLostError, Opening
 from paceline.rollout.episodes.loop import Slot, turn_seed
 from paceline.rollout.episodes.recorder import Draw
 from paceline.rollout.episodes.tool_pool import ToolLimits, ToolPool
+from paceline.service.children.process import ChildProcess
 from support.episodes import END, Echo, Script, call, episodes, group, ids, text
 
 TOOLS = "support.tools"
@@ -317,6 +318,37 @@ async def test_what_is_no_tool_is_refused(reference: str, fault: str) -> None:
         with pytest.raises(ConfigError, match=fault):
             await pool.start()
     await pool.close()
+
+
+@pytest.mark.parametrize("is_given_up", [False, True], ids=["refused", "given_up"])
+async def test_a_tool_process_that_does_not_start_takes_no_place(
+    is_given_up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One place for a process: a call that lost it would be the last that is answered."""
+    starting, start = asyncio.Event(), ChildProcess.start
+
+    async def fails(*_: Any, **__: Any) -> Any:
+        starting.set()
+        if is_given_up:
+            await asyncio.Event().wait()
+        raise PeerLostError("no process", peer="tool process")
+
+    add = ToolCall(call_id="c", name="add", arguments={"a": 1, "b": 2})
+    async with tools("add", "die") as pool, asyncio.timeout(60):
+        answer, _ = await pool.call(ToolCall(call_id="c", name="die", arguments={}))
+        assert answer.startswith("error: the tool's process ended")
+        monkeypatch.setattr(ChildProcess, "start", fails)
+        asking = asyncio.create_task(pool.call(add))
+        await starting.wait()
+        if is_given_up:
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+        else:
+            with pytest.raises(EnvironmentLostError, match="does not start"):
+                await asking
+        monkeypatch.setattr(ChildProcess, "start", start)
+        assert (await pool.call(add))[0] == "3"
 
 
 async def test_a_bad_observation_is_cut_and_made_safe() -> None:

@@ -36,6 +36,12 @@ class Tokenizer(Decoder, Protocol):
     chat_template: str | None
     all_special_tokens: list[str]
 
+    added_tokens_decoder: Mapping[int, Any]
+
+    def get_vocab(self) -> Mapping[str, int]:
+        """All tokens."""
+        ...
+
     def get_added_vocab(self) -> Mapping[str, int]:
         """Tokens that text is searched for before it is split."""
         ...

@@ -19,6 +19,8 @@ _HARMLESS = {
     *("messages", "tools", "stream", "stream_options", "max_tokens", "max_completion_tokens", "user"),
     *("store", "metadata", "service_tier", "prompt_cache_key", "safety_identifier", "parallel_tool_calls"),
 }
+_MAX_VALUES = 2**18
+"""Of lists and objects in a body: to make them nothing else can run."""
 _PIECE_CHARS = 64
 """Of an answer's text in one event of a stream."""
 
@@ -92,6 +94,8 @@ def read_request(
     Raises:
         RefusedRequestError: it is not such a request, or asks for what a policy under training cannot give.
     """
+    if data.count(b"[") + data.count(b"{") > _MAX_VALUES:
+        raise _bad(f"the body has more than {_MAX_VALUES} brackets")
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -103,10 +107,12 @@ def read_request(
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise _bad('"messages" must be a list with at least one message')
-    options = body.get("stream_options") or {}
+    options, tools = body.get("stream_options") or {}, body.get("tools") or []
+    if not isinstance(tools, list):
+        raise _bad('"tools" must be a list')
     return ChatRequest(
         messages=tuple(_message(message) for message in messages),
-        tools=tuple(_tool(tool) for tool in body.get("tools") or ()),
+        tools=tuple(_tool(tool) for tool in tools),
         max_tokens=_max_tokens(body),
         is_streamed=bool(body.get("stream")),
         has_usage=isinstance(options, dict) and bool(options.get("include_usage")),
@@ -143,7 +149,7 @@ def _ignored(body: Mapping[str, Any], model: str, temperature: float) -> Iterato
             continue
         if value is None or (name in own and value == own[name]):
             continue
-        yield name[:64]
+        yield ascii(name)[1:-1][:64]
 
 
 def _max_tokens(body: Mapping[str, Any]) -> int | None:
@@ -154,13 +160,14 @@ def _max_tokens(body: Mapping[str, Any]) -> int | None:
 
 
 def _message(value: object) -> Message:
-    if not isinstance(value, dict) or value.get("role") not in _ROLES:
+    role = value.get("role") if isinstance(value, dict) else None
+    if not isinstance(value, dict) or not isinstance(role, str) or role not in _ROLES:
         raise _bad(f"a message has one of the roles {', '.join(_ROLES)}")
     calls = value.get("tool_calls") or []
     if not isinstance(calls, list):
         raise _bad('"tool_calls" must be a list')
     return Message(
-        role=_ROLES[value["role"]],
+        role=_ROLES[role],
         content=_content(value.get("content")),
         tool_calls=tuple(_call(call) for call in calls),
         name=str(value.get("name") or ""),

@@ -44,8 +44,12 @@ class Conversation:
     segments: list[Segment] = field(default_factory=list)
     _texts: dict[str, str] = field(default_factory=dict)
 
-    def place(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Place:
-        """Where the answer to a request belongs; nothing is recorded yet."""
+    def place(self, messages: Sequence[Message], tools: Sequence[ToolSpec], most: int) -> Place:
+        """Where the answer to a request belongs; nothing is recorded yet.
+
+        Raises:
+            TooManyTokensError: the request adds more than `most` tokens.
+        """
         said = tuple(_form(message) for message in messages)
         offered = json.dumps([tool.to_template() for tool in tools], sort_keys=True)
         for segment in reversed(self.segments):
@@ -54,9 +58,9 @@ class Conversation:
             if segment.tools != offered or segment.history != list(said[:known]) or not added:
                 continue
             if all(message.role != "assistant" for message in added):
-                between = self.joiner.between(added)
+                between = self.joiner.between(added, most=most)
                 return Place(segment=segment, token_ids=tuple(between), messages=said[known:], is_new=False)
-        prompt = self.joiner.prompt([self._plain(message) for message in messages], tools)
+        prompt = self.joiner.prompt([self._plain(message) for message in messages], tools, most=most)
         segment = Segment(recorder=Recorder(prompt), tools=offered, history=[])
         return Place(segment=segment, token_ids=tuple(prompt), messages=said, is_new=True)
 
@@ -88,12 +92,14 @@ class Conversation:
         """For the chat template. The policy's own answers are rendered as it wrote them."""
         role, joiner = message.role, self.joiner
         if role == "system":
-            return {"role": role, "content": message.content}
+            return {"role": role, "content": joiner.without_control(message.content)}
         if role == "assistant":
             text = self._texts.get(_form(message))
-            plain: dict[str, object] = {"role": role, "content": message.content if text is None else text}
+            said = joiner.without_control(message.content if text is None else text)
+            plain: dict[str, object] = {"role": role, "content": said}
             if text is None and message.tool_calls:
-                plain["tool_calls"] = [_call(call.name, call.arguments) for call in message.tool_calls]
+                calls = [_call(call.name, call.arguments) for call in message.tool_calls]
+                plain["tool_calls"] = joiner.without_control(calls)
             return plain
         return joiner.plain(message, is_cut=False)
 

@@ -36,6 +36,7 @@ from paceline.rollout.episodes.completions import (
 from paceline.rollout.episodes.responses import chat_body, response, response_events
 from paceline.service.addresses import join
 from paceline.service.credentials import CERTIFICATE_FILE, KEY_FILE, TlsFiles
+from paceline.service.threads import in_thread
 
 log = logging.getLogger(__name__)
 
@@ -193,8 +194,10 @@ class Desk:
     ) -> web.StreamResponse:
         """Answers a request in one of the forms."""
         try:
-            counter, data = self._counter_of(request), await request.read()
-            asked = read_request(data, model=self.model, temperature=counter.temperature, to_chat=to_chat)
+            counter, data = self._counter_of(request), await _body(request)
+            asked = await in_thread(
+                read_request, data, model=self.model, temperature=counter.temperature, to_chat=to_chat
+            )
             digest = hashlib.blake2b(data, digest_size=16).digest()
             is_repeated = request.headers.get(_RETRY_HEADER, "0") != "0"
             answer = await counter.ask(Question(asked, digest, is_repeated=is_repeated))
@@ -228,6 +231,17 @@ class Desk:
                 401, "invalid_api_key", "the api key is none of an episode that is open here"
             )
         return counter
+
+
+async def _body(request: web.Request) -> bytes:
+    try:
+        return await request.read()
+    except ConnectionError as error:
+        raise RefusedRequestError(400, "request_cut", "the client hung up within its request") from error
+    except web.HTTPRequestEntityTooLarge as error:
+        raise RefusedRequestError(
+            413, "request_too_large", f"a request has at most {_MAX_BODY_BYTES} bytes"
+        ) from error
 
 
 def _over() -> RefusedRequestError:

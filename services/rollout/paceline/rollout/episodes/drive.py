@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from paceline.core.chat import Message
 from paceline.core.episode import OVER_CODE, OVER_MESSAGE, EpisodeOutcome
+from paceline.core.text import one_line
 from paceline.core.trajectory import FinishReason, PromptGroup
 from paceline.rollout.engines.base import Sample, SampleRequest
 from paceline.rollout.episodes import states
@@ -24,9 +25,11 @@ from paceline.rollout.episodes.completions import ChatAnswer, ChatRequest, Refus
 from paceline.rollout.episodes.conversation import Conversation, Place
 from paceline.rollout.episodes.desk import Desk, Question
 from paceline.rollout.episodes.environment import DrivenSession, EnvironmentLostError
+from paceline.rollout.episodes.joiner import TooManyTokensError
 from paceline.rollout.episodes.loop import EpisodeRules, Generate, Slot, turn_seed
 from paceline.rollout.episodes.recorder import Draw
 from paceline.rollout.episodes.states import Phase, Standing, advance
+from paceline.service.threads import in_thread
 
 IGNORED = "ignored_settings"
 """The component that counts the settings which clients asked for and did not get."""
@@ -131,10 +134,7 @@ class _Episode:
 
     async def _turn(self, request: ChatRequest) -> ChatAnswer:
         self._check_open()
-        place = self._place(request)
-        if self._standing.num_turns:
-            self._move(states.Observed(seconds=self._idle_s(), num_tokens=len(place.token_ids)))
-            self._check_open()
+        place = await self._place(request)
         context = self._conversation.context(place)
         self._driven.slot.resume()
         try:
@@ -159,20 +159,35 @@ class _Episode:
         answer = self._chat_answer(request, message, len(context), sample)
         return replace(answer, problems=tuple(call for call in action.tool_calls if call.problem))
 
-    def _place(self, request: ChatRequest) -> Place:
+    async def _place(self, request: ChatRequest) -> Place:
+        """Where the answer belongs; what a request adds to a conversation may end the episode."""
+        rules, standing, idle_s = self._driven.rules, self._standing, self._idle_s()
+        is_first = not self._conversation.segments
+        room = rules.limits.max_response_tokens - standing.num_response
+        most = rules.max_prompt_tokens if is_first else max(room, 0)
+        place, num_tokens = None, 0
         try:
-            place = self._conversation.place(request.messages, request.tools)
+            # In a thread: a long text takes seconds.
+            place = await in_thread(self._conversation.place, request.messages, request.tools, most)
+            num_tokens = len(place.token_ids)
+        except TooManyTokensError as error:
+            if is_first:
+                raise RefusedRequestError(
+                    400,
+                    "context_length_exceeded",
+                    f"the first request has {error}, data.max_prompt_length is {most}",
+                ) from error
+            num_tokens = error.num_tokens
         except Exception as error:
             raise RefusedRequestError(
-                400, "unsupported_messages", f"the chat template does not take these messages: {error}"
-            ) from error
-        limit = self._driven.rules.max_prompt_tokens
-        if not self._conversation.segments and len(place.token_ids) > limit:
-            raise RefusedRequestError(
                 400,
-                "context_length_exceeded",
-                f"the first request has {len(place.token_ids)} tokens, data.max_prompt_length is {limit}",
-            )
+                "unsupported_messages",
+                f"the chat template does not take these messages: {one_line(str(error))}",
+            ) from error
+        if not is_first:
+            self._move(states.Observed(seconds=idle_s, num_tokens=num_tokens))
+            self._check_open()
+        assert place is not None, "more tokens than there is room for end an episode"
         return place
 
     def _message(self, action: Message, text: str) -> Message:

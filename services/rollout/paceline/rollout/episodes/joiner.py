@@ -8,7 +8,9 @@ this.
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from paceline.core.chat import Message, ToolSpec
 from paceline.core.errors import ModelError
@@ -19,6 +21,16 @@ _MARK = "MARK7Q"
 _QUESTION = "QUESTION7Q"
 _CHARS_PER_TOKEN = 16
 """A text of more characters per token than this is cut before it is tokenized."""
+_BYTE_LETTERS = frozenset(map(chr, (*range(33, 127), *range(161, 173), *range(174, 324))))
+"""How byte-level vocabularies write the 256 bytes."""
+
+
+class TooManyTokensError(Exception):
+    """A text has more tokens than it may have; `num_tokens` is how many it has at least."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(f"at least {num_tokens} tokens")
+        self.num_tokens = num_tokens
 
 
 class Joiner:
@@ -50,17 +62,36 @@ class Joiner:
         self._tokenizer, self._limit, self.show_tools = tokenizer, observation_tokens, show_tools
         self._ends = [tokenizer.decode([end], skip_special_tokens=False) for end in stop_token_ids]
         self._special = sorted({*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}, key=len)[::-1]
+        named = {str(token): token.special for token in tokenizer.added_tokens_decoder.values()}
+        self._control = [token for token in self._special if named.get(token, True)]
+        self._token_chars = _longest_token(tokenizer.get_vocab())
         self.tool_role = "tool"
         self.tool_role = self._self_test()
 
-    def prompt(self, messages: Sequence[Mapping[str, object]], tools: Sequence[ToolSpec]) -> list[int]:
-        """Tokens of a conversation that nobody has answered yet, the assistant's turn opened."""
-        shown = [tool.to_template() for tool in tools] if self.show_tools else []
-        return self._encode(self._render(list(messages), tools=shown))
+    def prompt(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[ToolSpec],
+        *,
+        most: int | None = None,
+    ) -> list[int]:
+        """Tokens of a conversation that nobody has answered yet, the assistant's turn opened.
 
-    def between(self, messages: Sequence[Message]) -> list[int]:
-        """Tokens from the end of a sampled turn, whose last token ends it, to the next turn's opening."""
-        return self._encode(self._between([self.plain(message) for message in messages], _QUESTION))
+        Raises:
+            TooManyTokensError: there are more than `most`; a text that is much too long is not tokenized.
+        """
+        shown = [self.without_control(tool.to_template()) for tool in tools] if self.show_tools else []
+        return self._encode_most(self._render(list(messages), tools=shown), most)
+
+    def between(self, messages: Sequence[Message], *, most: int | None = None) -> list[int]:
+        """Tokens from the end of a sampled turn, whose last token ends it, to the next turn's opening.
+
+        Raises:
+            TooManyTokensError: as of `prompt`.
+        """
+        return self._encode_most(
+            self._between([self.plain(message) for message in messages], _QUESTION), most
+        )
 
     def safe(self, text: str) -> str:
         """Content from outside: cut to the limit, its special tokens broken, so that none can be forged."""
@@ -74,10 +105,17 @@ class Joiner:
 
     def unforged(self, text: str) -> str:
         """A text from outside whose special tokens are broken."""
-        for special in self._special:
-            if special in text:
-                text = text.replace(special, f"{special[0]} {special[1:]}")
-        return text
+        return _broken(text, self._special)
+
+    def without_control(self, value: Any) -> Any:
+        """Breaks the tokens of turns in a text, or in JSON's texts; the form of calls may be taught there."""
+        if isinstance(value, str):
+            return _broken(encodable(value), self._control)
+        if isinstance(value, Mapping):
+            return {self.without_control(key): self.without_control(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.without_control(item) for item in value]
+        return value
 
     def shows_tools(self) -> bool:
         """Whether the template writes the tools that it is given into the prompt."""
@@ -120,6 +158,20 @@ class Joiner:
                 [dict(message) for message in messages], tokenize=False, add_generation_prompt=True, **options
             )
         )
+
+    def _encode_most(self, text: str, most: int | None) -> list[int]:
+        if most is not None and self._token_chars:
+            # Spaces and the parts of one letter may vanish on the way to tokens; no other character does.
+            num_chars = min(
+                len("".join(given.split())) for given in (text, unicodedata.normalize("NFC", text))
+            )
+            at_least = -(-num_chars // self._token_chars)
+            if at_least > most:
+                raise TooManyTokensError(at_least)
+        ids = self._encode(text)
+        if most is not None and len(ids) > most:
+            raise TooManyTokensError(len(ids))
+        return ids
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -164,3 +216,21 @@ class Joiner:
             ):
                 return f"a later turn opens with {turn_opening[-40:]!r}, the first one with {opening[-40:]!r}"
         return ""
+
+
+def _broken(text: str, specials: Sequence[str]) -> str:
+    for special in specials:
+        if special in text:
+            text = text.replace(special, f"{special[0]} {special[1:]}")
+    return text
+
+
+def _longest_token(vocabulary: Mapping[str, int]) -> int:
+    """Most characters of a text that one token stands for; 0: one token may stand for any number.
+
+    Where every byte has a token, each character is in a token of its own or of a known text. Elsewhere a
+    token for what is unknown may stand for a whole word.
+    """
+    has_bytes = "<0x00>" in vocabulary and "<0xFF>" in vocabulary
+    has_letters = vocabulary.keys() >= _BYTE_LETTERS
+    return max(map(len, vocabulary)) if has_bytes or has_letters else 0

@@ -35,6 +35,8 @@ def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
         raise _bad('"input" must be a text, or a list with at least one item')
     said = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
     chat["messages"] = [*said, *_messages(items)]
+    if not isinstance(body.get("tools") or [], list):
+        raise _bad('"tools" must be a list')
     if body.get("tools"):
         chat["tools"] = [_tool(tool) for tool in body["tools"]]
     if body.get("max_output_tokens") is not None:

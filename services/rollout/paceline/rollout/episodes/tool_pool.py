@@ -96,8 +96,11 @@ class ToolPool:
         child = await self._idle.get()
         try:
             child = child or await self._replacement()
-        except PacelineError as error:
+        except BaseException as error:
+            # The place stays, also where the episode was given up meanwhile.
             self._idle.put_nowait(None)
+            if not isinstance(error, PacelineError):
+                raise
             raise EnvironmentLostError(
                 f"a tool process does not start: {error}", peer="tool process"
             ) from error
