@@ -105,7 +105,11 @@ def test_controller_state_goes_through_a_checkpoint():
     assert resumed.value == controller.value == pytest.approx(0.11)
     fixed = kl.FixedKLController(0.3)
     fixed.update(9.0, 1000)
-    assert fixed.state_dict() == {"value": 0.3}
+    assert fixed.value == 0.3
+    fixed.load_state_dict({"value": 0.1})  # of an earlier version
+    assert fixed.value == 0.3, "a fixed coefficient is configuration"
+    resumed.load_state_dict(fixed.state_dict())
+    assert resumed.value == controller.value
 
 
 def test_controller_refuses_nonsense_and_keeps_its_value():

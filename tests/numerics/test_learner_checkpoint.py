@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from paceline.config.run import RunConfig
 from paceline.core.errors import CheckpointError
 from paceline.core.manifest import MANIFEST
 from paceline.learner.checkpoint import write
@@ -152,6 +154,87 @@ def test_a_checkpoint_of_other_networks_is_refused_however_many_there_are(
     other = Learner.build(run_config(model, algorithm={"adv_estimator": "grpo", **WITHOUT_CRITIC}), ranks)
     with pytest.raises(CheckpointError, match="holds a critic, algorithm.adv_estimator=grpo needs no critic"):
         load_newest(other, folders)
+
+
+def with_kl(model: Path, kind: str, coef: float) -> RunConfig:
+    control = {"type": kind, "kl_coef": coef, "target_kl": 0.1, "horizon": 1000}
+    return run_config(model, algorithm={"adv_estimator": "gae", "use_kl_in_reward": True, "kl_ctrl": control})
+
+
+def test_a_fixed_kl_coefficient_is_configuration_and_an_adaptive_one_is_state(
+    model: Path, ranks: Ranks, tmp_path: Path
+) -> None:
+    reached: dict[str, float] = {}
+    for kind in ("fixed", "adaptive"):
+        learner = Learner.build(with_kl(model, kind, 0.05), ranks)
+        take_step(learner, 1)
+        save(learner, tmp_path / kind, step=1)
+        reached[kind] = learner.kl_controller.value
+    assert reached["fixed"] == 0.05 != reached["adaptive"]
+    expected = {
+        ("fixed", "fixed"): 0.2,
+        ("adaptive", "adaptive"): reached["adaptive"],
+        ("fixed", "adaptive"): 0.2,
+        ("adaptive", "fixed"): 0.2,
+    }
+    for (before, now), value in expected.items():
+        resumed = Learner.build(with_kl(model, now, 0.2), ranks)
+        load(resumed, tmp_path / before)
+        assert resumed.kl_controller.value == value, (before, now)
+
+
+def with_rates(model: Path, total_steps: int, **optim: Any) -> RunConfig:
+    falling = {"lr": 1e-3, "lr_scheduler": "cosine", "warmup_steps_ratio": 0.5, "min_lr_ratio": 0.1, **optim}
+    actor = {"ppo_mini_batch_size": 4, "ppo_max_token_len_per_gpu": 128, "optim": falling}
+    return run_config(
+        model, actor=actor, critic={"optim": falling}, trainer={"total_steps": total_steps, "seed": 3}
+    )
+
+
+def test_a_longer_run_goes_on_at_the_rate_that_it_has_reached(
+    model: Path, ranks: Ranks, tmp_path: Path
+) -> None:
+    first = Learner.build(with_rates(model, 4), ranks)
+    before = [metrics["actor/lr"] for metrics in train(first, 1, 3)]
+    assert before == pytest.approx([5e-4, 1e-3, 5.5e-4])
+    save(first, tmp_path / "step_000003", step=3)
+    notices = list[str]()
+    same = Learner.build(with_rates(model, 4), ranks)
+    load_newest(same, [tmp_path / "step_000003"], notify=notices.append)
+    assert not notices
+    assert take_step(same, 4).metrics["actor/lr"] == pytest.approx(1e-4)
+    longer = Learner.build(with_rates(model, 9), ranks)
+    load_newest(longer, [tmp_path / "step_000003"], notify=notices.append)
+    told = "goes on from 0.00055 in step 3 to 0.000434 in step 4; it would have been 0.0001"
+    assert notices == [
+        f"trainer.total_steps 4 -> 9: the learning rate of the {network} {told}"
+        for network in ("policy", "critic")
+    ]
+    metrics = train(longer, 4, 5)
+    assert [entry["actor/lr"] for entry in metrics] == [entry["critic/lr"] for entry in metrics]
+    # The half of the fall that is left is spread over the six steps that are left.
+    assert [entry["actor/lr"] for entry in metrics] == pytest.approx(
+        [1e-4 + 9e-4 * 0.5 * (1 + math.cos(math.pi * (0.5 + 0.5 * done / 6))) for done in (1, 2)]
+    )
+    save(longer, tmp_path / "step_000005", step=5)
+    again, notices = Learner.build(with_rates(model, 9), ranks), []
+    load_newest(again, [tmp_path / "step_000005"], notify=notices.append)
+    assert not notices
+    assert train(again, 6, 6) == train(longer, 6, 6)
+
+
+def test_a_changed_rate_takes_effect_and_both_are_told(model: Path, ranks: Ranks, tmp_path: Path) -> None:
+    learner = Learner.build(with_rates(model, 4), ranks)
+    train(learner, 1, 2)
+    save(learner, tmp_path / "step_000002", step=2)
+    other = with_rates(model, 4, lr=2e-3, warmup_steps_ratio=0.9, lr_scheduler="constant")
+    resumed, notices = Learner.build(other, ranks), list[str]()
+    load_newest(resumed, [tmp_path / "step_000002"], notify=notices.append)
+    assert notices[0] == (
+        "the learning rate of the policy goes on from 0.001 in step 2 to 0.002 in step 3; it would have been "
+        "0.00055"
+    )
+    assert take_step(resumed, 3).metrics["actor/lr"] == 2e-3  # the warm-up is over, however long it would be
 
 
 class SlowDisk:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from paceline.cli.launch.learner_memory import LearnerMemory
@@ -16,9 +17,10 @@ from paceline.cli.launch.model_shape import ModelShape
 from paceline.config.load import dump_yaml, parse
 from paceline.config.model import LoraConfig
 from paceline.config.run import RunConfig, SftRunConfig
-from paceline.core.errors import ConfigError, ModelError
+from paceline.core.errors import CheckpointError, ConfigError, ModelError
+from paceline.core.manifest import manifest_text
 from paceline.learner.batch.pack import pack
-from paceline.learner.checkpoint.load import load
+from paceline.learner.checkpoint.load import load, load_newest
 from paceline.learner.distributed.publisher import WeightPublisher
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.export import export
@@ -195,6 +197,90 @@ def test_an_export_has_merged_weights_and_adapters_in_the_layout_of_peft(
     assert torch.equal(adapters[f"base_model.model.{name}.lora_A.weight"], own[f"{name}.lora_a"])
     assert torch.equal(adapters[f"base_model.model.{name}.lora_B.weight"], own[f"{name}.lora_b"])
     assert len(adapters) == 28
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"alpha": 32.0}, r"alpha: 8.0, .* now model.lora says .*alpha: 32.0"),
+        ({"rank": 8, "alpha": 16.0}, r"rank: 4, .* now model.lora says .*rank: 8"),
+        ({"targets": ["q_proj"]}, r"targets: \[down_proj, .* now model.lora says .*targets: \[q_proj\]"),
+    ],
+)
+def test_a_run_does_not_go_on_with_other_adapters(
+    model: Path, ranks: Ranks, trained: Learner, tmp_path: Path, changed: dict[str, Any], sentence: str
+) -> None:
+    save(trained, tmp_path / "step_000002", step=2)
+    other = Learner.build(_config(model, **changed), ranks)
+    with pytest.raises(CheckpointError, match=sentence):
+        load_newest(other, [tmp_path / "step_000002"])
+    plain = Learner.build(run_config(model), ranks)
+    with pytest.raises(CheckpointError, match=r"now model.lora says null"):
+        load_newest(plain, [tmp_path / "step_000002"])
+    named = Learner.build(
+        _config(model, targets=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]),
+        ranks,
+    )
+    assert load_newest(named, [tmp_path / "step_000002"]) == tmp_path / "step_000002"
+
+
+def test_an_export_takes_rank_and_alpha_from_the_checkpoint(
+    model: Path, trained: Learner, tmp_path: Path
+) -> None:
+    save(trained, tmp_path / "checkpoints" / "step_000002", step=2)
+    outs = []
+    for name, config in (("same", trained.config), ("changed", _config(model, rank=2, alpha=64.0))):
+        (tmp_path / "config.resolved.yaml").write_text(dump_yaml(config))
+        outs.append(export(tmp_path, 2, tmp_path / name))
+    same, changed = (load_file(out / "model.safetensors") for out in outs)
+    assert all(torch.equal(same[name], changed[name]) for name in same)
+    described = json.loads((outs[1] / "adapter/adapter_config.json").read_text())
+    assert (described["r"], described["lora_alpha"]) == (4, 8.0)
+
+
+def test_adapters_go_with_no_other_base(model: Path, ranks: Ranks, trained: Learner, tmp_path: Path) -> None:
+    save(trained, tmp_path / "checkpoints" / "step_000002", step=2)
+    folder = tmp_path / "checkpoints" / "step_000002"
+    base = shutil.copytree(model, tmp_path / "base")
+    tensors = load_file(base / "model.safetensors")
+    for name, tensor in tensors.items():  # the same numbers in other files: the same base
+        save_file({name: tensor}, base / f"{name}.safetensors", metadata={"format": "pt"})
+    (base / "model.safetensors").unlink()
+    assert load_newest(Learner.build(_config(base), ranks), [folder]) == folder
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name][-1, -1] += 1e-3
+    save_file({name: tensors[name]}, base / f"{name}.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="were trained on other frozen weights .* set model.path back"):
+        load_newest(Learner.build(_config(base), ranks), [folder])
+    manifest = (folder / "manifest.json").read_text().replace(str(model), str(base))
+    fields = manifest_fields_of(manifest)
+    (folder / "manifest.json").write_text(manifest_text(fields))
+    (tmp_path / "config.resolved.yaml").write_text(dump_yaml(_config(base)))
+    with pytest.raises(CheckpointError, match="were trained on other frozen weights .* set model.path back"):
+        export(tmp_path, 2, tmp_path / "out")
+
+
+def manifest_fields_of(text: str) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads(text)
+    return {name: value for name, value in fields.items() if name not in ("digest", "schema")}
+
+
+def test_a_checkpoint_that_does_not_name_its_adapters_takes_those_of_the_configuration(
+    model: Path, ranks: Ranks, trained: Learner, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "checkpoints" / "step_000002"
+    save(trained, folder, step=2)
+    fields = manifest_fields_of((folder / "manifest.json").read_text())
+    for name in ("base", "schedules"):
+        del fields["learner"][name]
+    (folder / "manifest.json").write_text(manifest_text(fields))
+    notices = list[str]()
+    assert load_newest(Learner.build(_config(model), ranks), [folder], notify=notices.append) == folder
+    assert "does not say which adapters it holds" in notices[0]
+    (tmp_path / "config.resolved.yaml").write_text(dump_yaml(_config(model, alpha=16.0)))
+    out = export(tmp_path, 2, tmp_path / "out")
+    assert json.loads((out / "adapter/adapter_config.json").read_text())["lora_alpha"] == 16.0
+    assert "does not say which adapters it holds" in capsys.readouterr().err
 
 
 def test_what_adapters_cannot_do_is_refused(model: Path, ranks: Ranks, tmp_path: Path) -> None:

@@ -140,6 +140,38 @@ def test_schedules_by_hand() -> None:
     )
 
 
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "cosine_with_restarts"])
+def test_a_longer_schedule_goes_on_from_where_it_was(kind: str) -> None:
+    def make(total_steps: int) -> Schedule:
+        return Schedule(
+            peak=1.0, kind=kind, total_steps=total_steps, warmup_ratio=0.2, min_ratio=0.1, cycles=2
+        )
+
+    first = make(20)
+    assert first.at(4) == 1.0 > first.at(3), "four steps of warm-up"
+    same = make(20)
+    same.load_state_dict(first.state_dict(), step=9)
+    assert [same.at(step) for step in range(1, 25)] == [first.at(step) for step in range(1, 25)]
+    longer = make(50)
+    longer.load_state_dict(first.state_dict(), step=9)
+    assert longer.at(9) == first.at(9)
+    # Of 16 steps of the fall 5 are done; 41 steps are left for the 11 that were left.
+    assert longer.at(9 + 41) == pytest.approx(first.at(20))
+    left = [longer.at(step) for step in range(9, 51)]
+    assert left == pytest.approx([first.at(9 + 11 * done / 41) for done in range(42)])
+    again = make(60)
+    again.load_state_dict(longer.state_dict(), step=29)
+    assert again.at(29) == longer.at(29)
+    assert again.at(60) == pytest.approx(first.at(20))
+    finished = make(30)
+    finished.load_state_dict(first.state_dict(), step=20)
+    assert {finished.at(step) for step in range(21, 31)} == {first.at(20)}
+    warming = make(100)
+    warming.load_state_dict(first.state_dict(), step=2)
+    assert [warming.at(step) for step in (2, 3, 4)] == [first.at(step) for step in (2, 3, 4)]
+    assert warming.at(100) == pytest.approx(first.at(20))
+
+
 def test_rows_are_fetched_by_index_and_checked_once_more() -> None:
     rows, blobs = make_batch(num_prompts=2, num_samples=2)
     store = DictBlobs(blobs)

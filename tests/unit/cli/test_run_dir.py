@@ -58,6 +58,39 @@ def test_an_interrupted_run_goes_on_and_changes_are_named(folder: Path) -> None:
     ]
 
 
+def test_what_takes_no_effect_is_not_told_as_a_change(folder: Path) -> None:
+    def algorithm(kind: str, coef: float) -> dict[str, object]:
+        return {"kl_ctrl": {"type": kind, "kl_coef": coef}, "use_kl_in_reward": True}
+
+    def told(kind: str, coef: float, warmup: float) -> list[str]:
+        optim = {"optim": {"warmup_steps_ratio": warmup, "lr": 1e-6 + coef}}
+        changed = config(trainer={"total_steps": 9}, algorithm=algorithm(kind, coef), actor=optim)
+        return run_dirs.prepare(changed).remarks[1:]
+
+    def begin(kind: str) -> None:
+        first = config(
+            trainer={"total_steps": 9, "resume": "never"},
+            algorithm=algorithm(kind, 0.0001),
+            actor={"optim": {"lr": 1e-6 + 0.0001}},
+        )
+        run_dir = run_dirs.prepare(first).run_dir
+        accept(run_dir)
+        checkpoint(run_dir, 4)
+
+    start = "changed since its last start: "
+    kept = "without effect, as the run goes on from its checkpoint: "
+    rate, warmup = "actor.optim.lr 0.000101 -> 0.000201", "actor.optim.warmup_steps_ratio 0.0 -> 0.5"
+    coef = "algorithm.kl_ctrl.kl_coef 0.0001 -> 0.0002"
+    begin("fixed")
+    assert told("fixed", 0.0002, 0.5) == [f"{start}{rate}, {coef}", f"{kept}{warmup}"]
+    assert told("fixed", 0.0001, 0.5) == [f"{kept}{warmup}"]
+    assert told("adaptive", 0.0002, 0.0) == [
+        f"{start}{rate}, algorithm.kl_ctrl.type fixed -> adaptive, {coef}"
+    ]
+    begin("adaptive")
+    assert told("adaptive", 0.0002, 0.5) == [f"{start}{rate}", f"{kept}{warmup}, {coef}"]
+
+
 def test_a_start_changes_no_settings_until_a_controller_takes_the_run_on(folder: Path) -> None:
     before = run_dirs.prepare(config(trainer={"total_steps": 9}))
     assert not (before.run_dir / "config.resolved.yaml").exists()

@@ -6,6 +6,7 @@ It runs in one process without a GPU, and has a layer and a file of weights in m
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import sys
 import warnings
@@ -23,11 +24,11 @@ from paceline.config.run import RunConfig
 from paceline.core.errors import CheckpointError, PacelineError
 from paceline.core.images import MODELS_WITH_IMAGES
 from paceline.learner.checkpoint import files
-from paceline.learner.checkpoint.manifest import Manifest
+from paceline.learner.checkpoint.manifest import UNNAMED_ADAPTERS, Base, Manifest
 from paceline.learner.checkpoint.shards import reader
 from paceline.learner.checkpoint.state import POLICY
 from paceline.learner.model.folder import by_layer, write_adapters, write_folder
-from paceline.learner.model.loading import read_config, stored_tensors
+from paceline.learner.model.loading import digest_of_frozen, empty_lm, frozen, read_config, stored_tensors
 from paceline.learner.model.lora import merged
 from paceline.learner.train.learner import DTYPES
 from paceline.storage.folder import Folder
@@ -51,14 +52,16 @@ def export(run_dir: Path, step: int, out: Path, *, dtype: torch.dtype | None = N
         `out`.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or it is damaged.
+        CheckpointError: there is no such checkpoint, it is damaged, or its base is not there any more.
         ModelError: `out` is not empty.
     """
     config = load(RunConfig, run_dir / "config.resolved.yaml")
     folder = checkpoints_of(config, run_dir).child(f"step_{step:06d}")
     manifest = Manifest.read(folder.address)
     files.check(folder, manifest.files, manifest.files)
-    lora = config.model.lora
+    lora = config.model.lora if manifest.base is None else manifest.base.adapters
+    if manifest.base is None and lora is not None:
+        print(f"{folder}: {UNNAMED_ADAPTERS}", file=sys.stderr)
     # What was frozen is in no checkpoint: it is read from the weights that training began with.
     model = local_model(config.model, "controller" if lora is None else "learner")
     source = Path(manifest.model_path)
@@ -73,6 +76,8 @@ def export(run_dir: Path, step: int, out: Path, *, dtype: torch.dtype | None = N
     if has_frozen and source == Path(model.path):
         source = Path(local_model(config.model, "learner").path)
     tokenizer = Path(model.tokenizer_path) if model.tokenizer_path else None
+    if manifest.base is not None and manifest.base.digest:
+        _require_base(config, manifest.base, source, folder)
     tensors, adapters = read_policy(folder), dict[str, Tensor]()
     if lora is not None:
         adapters = dict(tensors)
@@ -91,10 +96,22 @@ def export(run_dir: Path, step: int, out: Path, *, dtype: torch.dtype | None = N
     return out
 
 
+def _require_base(config: RunConfig, base: Base, source: Path, folder: Folder) -> None:
+    """Raises CheckpointError where `source` has other frozen weights than the run was trained on."""
+    lm, seed = empty_lm(read_config(source)), _seed_of(config)
+    if base.adapters is not None:
+        lm.requires_grad_(False)
+    now = dataclasses.replace(base, digest=digest_of_frozen(source, frozen(lm.named_parameters()), seed))
+    base.require(now, folder=folder.address, model_path=str(source))
+
+
+def _seed_of(config: RunConfig) -> int | None:
+    return config.trainer.seed if config.model.load_format == "random" else None
+
+
 def _base(config: RunConfig, source: Path, *, frozen_alone: bool = False) -> Iterator[tuple[str, Tensor]]:
     """The weights that training began with: all of them, or a vision tower's alone."""
-    seed = config.trainer.seed if config.model.load_format == "random" else None
-    for name, tensor in stored_tensors(source, seed, frozen_alone=frozen_alone):
+    for name, tensor in stored_tensors(source, _seed_of(config), frozen_alone=frozen_alone):
         yield name, tensor.to(DTYPES[config.model.dtype])
 
 

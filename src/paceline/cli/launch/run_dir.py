@@ -30,6 +30,10 @@ RESOLVED = "config.resolved.yaml"
 START = "config.start.yaml"
 """What `paceline train` gives to the controller, which keeps it as RESOLVED if it takes the run on."""
 
+_STARTS = ("actor.optim.warmup_steps_ratio", "critic.optim.warmup_steps_ratio", "critic.path")
+"""Keys that say only how a run begins: what became of them is in its checkpoints (docs/reliability.md)."""
+_KL_TYPE = "algorithm.kl_ctrl.type"
+
 _HUB_NAME = re.compile(r"hf://[^\s,\]'\"]+")
 
 
@@ -180,8 +184,12 @@ def _remarks_on(run_dir: Path, config: RunConfig) -> list[str]:
         )
     hint = "it goes on (trainer.resume=never: begin again)"
     remarks = [f"{run_dir} holds a run with a checkpoint of step {step}: {hint}"]
-    changes = _changes(run_dir, config)
-    return [*remarks, f"changed since its last start: {', '.join(changes)}"] if changes else remarks
+    changes, kept = _changes(run_dir, config)
+    if changes:
+        remarks.append(f"changed since its last start: {', '.join(changes)}")
+    if kept:
+        remarks.append(f"without effect, as the run goes on from its checkpoint: {', '.join(kept)}")
+    return remarks
 
 
 def _last_metrics(run_dir: Path) -> int:
@@ -193,19 +201,26 @@ def _last_metrics(run_dir: Path) -> int:
         return -1
 
 
-def _changes(run_dir: Path, config: RunConfig) -> list[str]:
-    """The keys whose values differ from those of the run's last start, with both values."""
+def _changes(run_dir: Path, config: RunConfig) -> tuple[list[str], list[str]]:
+    """Keys whose values differ from those of the run's last start: what takes effect, and what does not."""
     try:
         before = yaml.safe_load((run_dir / RESOLVED).read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError):
-        return []
+        return [], []
     old, new = _flat(before), _flat(config.model_dump(mode="json"))
     # Addresses of services and the broker, which has a password, may well differ.
-    return [
-        f"{key} {old[key]} -> {value}"
+    changed = [
+        key
         for key, value in new.items()
         if key in old and old[key] != value and not key.startswith(("broker.", "service."))
     ]
+    state = set(_STARTS)
+    if old.get(_KL_TYPE) == new[_KL_TYPE] == "adaptive":
+        state.add("algorithm.kl_ctrl.kl_coef")
+    return (
+        [f"{key} {old[key]} -> {new[key]}" for key in changed if key not in state],
+        [f"{key} {old[key]} -> {new[key]}" for key in changed if key in state],
+    )
 
 
 def _flat(tree: object, prefix: str = "") -> dict[str, object]:

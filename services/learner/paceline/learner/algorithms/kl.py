@@ -133,12 +133,11 @@ class FixedKLController:
         """Does nothing."""
 
     def state_dict(self) -> dict[str, float]:
-        """For the checkpoint."""
-        return {"value": self.value}
+        """Returns nothing: the coefficient is configuration, which a run that goes on may change."""
+        return {}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """From the checkpoint."""
-        self.value = float(state["value"])
+        """Does nothing."""
 
 
 class AdaptiveKLController:
@@ -179,8 +178,8 @@ class AdaptiveKLController:
         return {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """From the checkpoint."""
-        self.value = float(state["value"])
+        """Takes the value of the checkpoint, or keeps the configured one where that was fixed."""
+        self.value = float(state.get("value", self.value))
 
 
 KLController = FixedKLController | AdaptiveKLController

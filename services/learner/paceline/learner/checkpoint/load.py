@@ -14,13 +14,14 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
 from paceline.core.errors import CheckpointError
 from paceline.learner.checkpoint import files
-from paceline.learner.checkpoint.manifest import Manifest
+from paceline.learner.checkpoint.manifest import UNNAMED_ADAPTERS, Manifest
 from paceline.learner.checkpoint.shards import reader
-from paceline.learner.checkpoint.state import State, state_of
+from paceline.learner.checkpoint.state import POLICY, State, base_of, state_of, trainables_of
 from paceline.learner.distributed.collectives import CommandError, attempt
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.loading import as_fsdp
 from paceline.learner.train.learner import Learner
+from paceline.learner.train.optimizer import Schedule
 from paceline.storage.folder import Folder, Place
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ def load_newest(
     Args:
         learner: at its initial weights.
         folders: of checkpoints, newest first; with none the learner stays as it is.
-        notify: called with a sentence for every checkpoint that is passed over.
+        notify: called with a sentence for every checkpoint that is passed over, and for a changed rate.
 
     Raises:
         CheckpointError: none of several is intact, or the checkpoint does not fit the run's configuration.
@@ -42,7 +43,7 @@ def load_newest(
     reasons = []
     for folder in folders:
         try:
-            load(learner, folder)
+            load(learner, folder, notify=notify)
         except CommandError as error:
             reasons.append(str(error))
             notify(f"the checkpoint {folder} is damaged and passed over: {error}")
@@ -56,8 +57,10 @@ def load_newest(
     return None
 
 
-def load(learner: Learner, folder: Place) -> Manifest:
+def load(learner: Learner, folder: Place, *, notify: Callable[[str], None] = log.warning) -> Manifest:
     """Fills a learner from a checkpoint that any number of ranks wrote; every rank calls it.
+
+    What is configuration stays as it is. `notify` is told where that changes the learning rate.
 
     Raises:
         CommandError: of CheckpointError: it is incomplete or damaged; nothing has changed.
@@ -70,8 +73,38 @@ def load(learner: Learner, folder: Place) -> Manifest:
             f"{folder} holds {has} critic, algorithm.adv_estimator={learner.config.algorithm.adv_estimator} "
             f"needs {needs} critic; resume with the configuration of the first run"
         )
+    if manifest.base is not None:
+        manifest.base.require(base_of(learner), folder=folder, model_path=learner.config.model.path)
+    elif learner.config.model.lora is not None:
+        notify(f"{folder}: {UNNAMED_ADAPTERS}")
     _fill(learner, folder, manifest)
+    _resume_schedules(learner, manifest, notify)
     return manifest
+
+
+def _resume_schedules(learner: Learner, manifest: Manifest, notify: Callable[[str], None]) -> None:
+    step = manifest.step
+    for name, trainable in trainables_of(learner).items():
+        if name not in manifest.schedules:
+            continue  # of an earlier version: the configured schedule, from its beginning
+        before, now = Schedule(**manifest.schedules[name]), trainable.schedule
+        now.load_state_dict(manifest.schedules[name], step=step)
+        is_longer = now.total_steps != before.total_steps
+        if is_longer or now.at(step + 1) != before.at(step + 1):
+            steps = f"trainer.total_steps {before.total_steps} -> {now.total_steps}: " if is_longer else ""
+            network = "policy" if name == POLICY else name
+            notify(
+                f"{steps}the learning rate of the {network} goes on from {before.at(step):.3g} in step "
+                f"{step} to {now.at(step + 1):.3g} in step {step + 1}; it would have been "
+                f"{before.at(step + 1):.3g}"
+            )
+            if now.at(step + 1) == now.at(now.total_steps) == 0.0:
+                section = "actor" if name == POLICY else name
+                notify(
+                    f"the learning rate of the {network} has fallen to 0 and stays there, so nothing more is "
+                    f"learned; set {section}.optim.min_lr_ratio above 0, or lr_scheduler: constant with a "
+                    "lower lr"
+                )
 
 
 def roll_back(learner: Learner, folder: Place) -> Manifest:

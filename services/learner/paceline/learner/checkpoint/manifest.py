@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from paceline.config.model import LoraConfig
 from paceline.core.errors import CheckpointError
 from paceline.core.manifest import MANIFEST, manifest_fields, manifest_text
 from paceline.learner.checkpoint.files import FileRecord
@@ -19,11 +20,71 @@ from paceline.storage.folder import Folder, Place, reason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Base:
+    """What the weights in a checkpoint belong to.
+
+    Attributes:
+        adapters: of the policy, with the names of their layers; None: all its weights train.
+        digest: of the frozen weights, which the checkpoint does not hold; "" without any.
+    """
+
+    adapters: LoraConfig | None
+    digest: str
+
+    def require(self, other: Base, *, folder: Place, model_path: str) -> None:
+        """Refuses to go on from weights of `folder` with another base.
+
+        Raises:
+            CheckpointError: rank, alpha or targets of adapters differ, or the frozen weights do.
+        """
+        if self.adapters != other.adapters:
+            raise CheckpointError(
+                f"{folder} was written with model.lora: {_words(self.adapters)}; now model.lora says "
+                f"{_words(other.adapters)}, with which its weights would be another policy. Set model.lora "
+                "back, or begin another run (trainer.resume: never)"
+            )
+        if self.digest != other.digest:
+            raise CheckpointError(
+                f"the weights in {folder} were trained on other frozen weights than {model_path} has now; "
+                "set model.path back to what the run began with, or put its files back"
+            )
+
+    def to_plain(self) -> dict[str, Any]:
+        """For the manifest."""
+        adapters = None if self.adapters is None else self.adapters.model_dump(mode="json")
+        return {"adapters": adapters, "digest": self.digest}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Base:
+        """Reads what `to_plain` wrote."""
+        adapters = plain["adapters"]
+        return cls(
+            adapters=None if adapters is None else LoraConfig.model_validate(adapters),
+            digest=str(plain["digest"]),
+        )
+
+
+def _words(lora: LoraConfig | None) -> str:
+    if lora is None:
+        return "null"
+    return f"{{rank: {lora.rank}, alpha: {lora.alpha}, targets: [{', '.join(lora.targets)}]}}"
+
+
+UNNAMED_ADAPTERS = (
+    "it is of an earlier version and does not say which adapters it holds; rank and alpha are taken from the "
+    "configuration: they must be those that the run was trained with"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
     """What a checkpoint holds.
 
     Attributes:
-        kl: state of the KL controller.
+        kl: state of the KL controller; empty where the coefficient is fixed.
+        base: what the weights belong to; None in checkpoints of earlier versions, and of `paceline sft`.
+        schedules: of the learning rates, by network; empty in checkpoints of earlier versions: a run that
+            goes on from one has the rates that its configuration says.
         controller_state: the controller's own JSON.
         histories: the guard's running medians.
         files: size and digest of every other file, by name.
@@ -36,6 +97,8 @@ class Manifest:
     kl: Mapping[str, float]
     controller_state: Any
     histories: Mapping[str, Sequence[float]]
+    base: Base | None = None
+    schedules: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     files: Mapping[str, FileRecord] = field(default_factory=dict)
 
     def to_json(self) -> str:
@@ -46,6 +109,8 @@ class Manifest:
             "model_path": self.model_path,
             "has_critic": self.has_critic,
             "kl": dict(self.kl),
+            "base": None if self.base is None else self.base.to_plain(),
+            "schedules": dict(self.schedules),
             "guard_histories": dict(self.histories),
             "torch": torch.__version__,
         }
@@ -82,6 +147,8 @@ class Manifest:
                 model_path=str(learner["model_path"]),
                 has_critic=bool(learner["has_critic"]),
                 kl=dict(learner["kl"]),
+                base=None if learner.get("base") is None else Base.from_plain(learner["base"]),
+                schedules=dict(learner.get("schedules", {})),
                 controller_state=tree["controller_state"],
                 histories=dict(learner["guard_histories"]),
                 files={name: FileRecord.from_plain(record) for name, record in tree["files"].items()},

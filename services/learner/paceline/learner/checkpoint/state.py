@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.learner.checkpoint.manifest import Base
 from paceline.learner.distributed.host_memory import host_mesh, local_part, pinned_memory, sharded_like
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.loading import hugging_face_names
+from paceline.learner.model.lora import described
 from paceline.learner.train.learner import Learner
 from paceline.learner.train.optimizer import Trainable
 from paceline.weights import corrections
@@ -26,13 +28,27 @@ _ALIGNMENT = 64
 
 def state_of(learner: Learner) -> State:
     """Everything that is saved; loading writes into these tensors."""
+    state: State = {"rng": {"cpu": torch.get_rng_state()}}
+    for name, trainable in trainables_of(learner).items():
+        state |= state_of_trainable(name, trainable)
+    return state
+
+
+def trainables_of(learner: Learner) -> dict[str, Trainable[Any]]:
+    """The networks that train, by name."""
     trainables: dict[str, Trainable[Any]] = {POLICY: learner.actor}
     if learner.critic is not None:
         trainables["critic"] = learner.critic
-    state: State = {"rng": {"cpu": torch.get_rng_state()}}
-    for name, trainable in trainables.items():
-        state |= state_of_trainable(name, trainable)
-    return state
+    return trainables
+
+
+def base_of(learner: Learner) -> Base:
+    """What the learner's weights belong to."""
+    lora = learner.config.model.lora
+    return Base(
+        adapters=None if lora is None else described(learner.actor.network.lm, lora),
+        digest=learner.base_digest,
+    )
 
 
 def state_of_trainable(name: str, trainable: Trainable[Any]) -> State:

@@ -24,7 +24,7 @@ from paceline.core.members import MemberKind, RankRef
 from paceline.learner.checkpoint.files import FileRecord, measure
 from paceline.learner.checkpoint.manifest import Manifest
 from paceline.learner.checkpoint.shards import writer
-from paceline.learner.checkpoint.state import HostCopy, State, state_of
+from paceline.learner.checkpoint.state import HostCopy, State, base_of, state_of, trainables_of
 from paceline.learner.distributed.collectives import CommandError, attempt, broadcast_bytes, gather_bytes
 from paceline.learner.distributed.ranks import WRITE_TIMEOUT_S, Ranks
 from paceline.learner.train.learner import Learner
@@ -153,6 +153,8 @@ def _describe(learner: Learner, place: Place, step: int, controller_state: bytes
         model_path=learner.config.model.path,
         has_critic=learner.critic is not None,
         kl=learner.kl_controller.state_dict(),
+        base=base_of(learner),
+        schedules={name: network.schedule.state_dict() for name, network in trainables_of(learner).items()},
         controller_state=state,
         histories=learner.histories.state_dict(),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -44,6 +44,8 @@ from paceline.weights import corrections
 VALUE_HEAD_STD = 0.01
 BLOCK = 1 << 24
 """Numbers of a tensor that are drawn from one generator, or read, at a time"""
+_SAMPLE = 1 << 14
+"""Numbers in each place of a large tensor that a digest takes"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,6 +131,43 @@ def stored_tensors(
     for name, parameter in lm.named_parameters():
         if not (frozen_alone and parameter.requires_grad):
             yield name, source.rows(name, parameter.shape)(0, parameter.shape[0])
+
+
+def digest_of_frozen(
+    folder: str | Path, parameters: Iterable[tuple[str, Tensor]], random_seed: int | None = None
+) -> str:
+    """A digest of what a model's frozen parameters are loaded from, whatever files have it; "" without any.
+
+    Of a large tensor it takes rows in 16 places: another model differs everywhere, and reading all of it
+    would take as long as loading.
+
+    Args:
+        folder: in the Hugging Face layout.
+        parameters: the frozen ones, by name.
+        random_seed: that the weights are drawn from, if they are.
+    """
+    shapes = {name: parameter.shape for name, parameter in parameters}
+    if not shapes:
+        return ""
+    if random_seed is not None:
+        return f"drawn from seed {random_seed}"
+    files, digest = ModelFiles(Path(folder)), hashlib.blake2b(digest_size=16)
+    for name, shape in sorted(shapes.items()):
+        read, num_rows = files.rows(name, shape), shape[0]
+        count = max(1, _SAMPLE // max(1, math.prod(shape[1:])))
+        places = {0} if num_rows <= 16 * count else {(num_rows - count) * i // 15 for i in range(16)}
+        for start in sorted(places):
+            rows = read(start, num_rows if len(places) == 1 else start + count).contiguous()
+            digest.update(f"{name} {tuple(shape)} {rows.dtype} {start}\n".encode())
+            digest.update(rows.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def frozen(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that no checkpoint has: those that do not train, but for corrections."""
+    for name, parameter in parameters:
+        if not (parameter.requires_grad or name.endswith(corrections.PARTS)):
+            yield name, parameter
 
 
 def load_critic(

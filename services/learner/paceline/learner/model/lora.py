@@ -121,6 +121,12 @@ def add_adapters(lm: nn.Module, layers: nn.ModuleList, lora: LoraConfig) -> None
             LoraLinear.convert(linear, lora)
 
 
+def described(lm: nn.Module, lora: LoraConfig) -> LoraConfig:
+    """The adapters of a model, with the names of the layers in place of `all`."""
+    targets = {name.removesuffix(A).rpartition(".")[2] for name in adapter_names(lm) if name.endswith(A)}
+    return lora.model_copy(update={"targets": tuple(sorted(targets))})
+
+
 def is_adapter(name: str) -> bool:
     """Whether a parameter is one of an adapter's matrices."""
     return name.endswith((A, B))

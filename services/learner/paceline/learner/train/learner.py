@@ -18,12 +18,20 @@ from paceline.core.guard import Histories
 from paceline.core.images import MODELS_WITH_IMAGES, ImageSpec
 from paceline.learner.algorithms.kl import AdaptiveKLController, FixedKLController, KLController
 from paceline.learner.distributed.catching_up import count_collectives
+from paceline.learner.distributed.collectives import broadcast_bytes
 from paceline.learner.distributed.host_memory import host_mesh
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model import flash_attention
 from paceline.learner.model.compiling import CompileClock
 from paceline.learner.model.layers import LayerOptions
-from paceline.learner.model.loading import Precision, load_critic, load_policy
+from paceline.learner.model.loading import (
+    Precision,
+    digest_of_frozen,
+    frozen,
+    hugging_face_names,
+    load_critic,
+    load_policy,
+)
 from paceline.learner.model.networks import PolicyNetwork, ValueNetwork
 from paceline.learner.train.ahead import WorkAhead
 from paceline.learner.train.host_reference import HostReference
@@ -41,6 +49,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class Learner:
     """One rank's part of everything that trains; `version` counts training steps.
 
+    `base_digest` is that of the frozen weights, which no checkpoint holds; "" without any.
     With adapters, `reference` is the policy's own network, which computes it without them. With
     `host_reference` its shards are in host memory except within `reference_present`.
     """
@@ -55,6 +64,7 @@ class Learner:
     shared_prompts: SharedPrompts
     memory: MemoryRoom
     ahead: WorkAhead
+    base_digest: str = ""
     compile_clock: CompileClock | None = None
     host_reference: HostReference | None = None
     version: int = 0
@@ -104,12 +114,12 @@ class Learner:
         options = LayerOptions.of_actor(config.actor)
         flash_attention.choose(config.actor.attention_kernel)
         # A network that is never updated is kept in the type that it computes in.
-        frozen = Precision(compute=compute, store=compute, reduce=DTYPES[config.actor.reduce_dtype])
-        masters = dataclasses.replace(frozen, store=torch.float32)
+        kept = Precision(compute=compute, store=compute, reduce=DTYPES[config.actor.reduce_dtype])
+        masters = dataclasses.replace(kept, store=torch.float32)
         policy = load_policy(
             model.path,
             ranks,
-            masters if model.lora is None else frozen,
+            masters if model.lora is None else kept,
             options=options,
             random_seed=seed if random_weights else None,
             lora=model.lora,
@@ -132,7 +142,7 @@ class Learner:
             reference = load_policy(
                 model.path,
                 ranks,
-                frozen,
+                kept,
                 options=LayerOptions(compiled=options.compiled),
                 random_seed=seed if random_weights else None,
             )
@@ -141,6 +151,12 @@ class Learner:
                 host_reference = HostReference(reference)
         learner = cls.around(config, ranks, policy, critic=critic, reference=reference, notify=notify)
         learner.host_reference = host_reference
+        digest = ""
+        if ranks.rank == 0:
+            digest = digest_of_frozen(
+                model.path, frozen(hugging_face_names(policy)), seed if random_weights else None
+            )
+        learner.base_digest = broadcast_bytes(digest.encode(), ranks).decode()
         return learner
 
     def make_averages(self) -> None:

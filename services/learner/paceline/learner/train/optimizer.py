@@ -9,9 +9,9 @@ import gc
 import logging
 import math
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -55,13 +55,21 @@ Veto = Callable[[Tensor, float], str]
 """From the sums of a mini-batch's metrics and its gradient norm to why its step must be skipped, or ""."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Schedule:
     """The learning rate by step: linear from 0 in the warm-up, then as `kind` says, down to `min_ratio`.
 
-    A function of the step alone, so resuming needs no state. Steps count from 1. The last step of the warm-up
-    runs at the peak, and so does every later step of `constant`. `cosine_with_restarts` falls `cycles` times
-    and begins each but the first anew at the peak; only its last step is at the end of a fall.
+    Steps count from 1. The last step of the warm-up runs at the peak, and so does every later step of
+    `constant`. `cosine_with_restarts` falls `cycles` times and begins each but the first anew at the peak;
+    only its last step is at the end of a fall.
+
+    The length of the warm-up and the place in the fall are state. Where a run goes on with another number of
+    steps, what is left of the fall is spread over the steps that are left.
+
+    Attributes:
+        warmup: steps of the warm-up; None: `warmup_ratio` of `total_steps`.
+        origin: the step since which the fall has its present length.
+        done: the share of the fall that was done at `origin`.
     """
 
     peak: float
@@ -70,15 +78,18 @@ class Schedule:
     warmup_ratio: float
     min_ratio: float = 0.0
     cycles: int = 1
+    warmup: int | None = None
+    origin: int = 0
+    done: float = 0.0
 
-    def at(self, step: int) -> float:
+    def at(self, step: float) -> float:
         """The rate of a step, counted from 1."""
-        warmup = math.ceil(self.warmup_ratio * self.total_steps)
+        warmup = self._warmup
         if step <= warmup:
             return self.peak * step / warmup
         if self.kind == "constant":
             return self.peak
-        done = min(1.0, (step - warmup) / max(1, self.total_steps - warmup))
+        done = self._done(step)
         if self.kind == "linear":
             share = 1.0 - done
         else:
@@ -86,6 +97,27 @@ class Schedule:
             in_cycle = 1.0 if done == 1.0 else (cycles * done) % 1.0
             share = 0.5 * (1.0 + math.cos(math.pi * in_cycle))
         return self.peak * (self.min_ratio + (1.0 - self.min_ratio) * share)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For the checkpoint: all of it, so that a run that goes on can tell what has changed."""
+        return asdict(self) | {"warmup": self._warmup}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, step: int) -> None:
+        """Goes on from the place of another schedule after `step`; rates and shape stay this one's."""
+        before = Schedule(**state)
+        self.warmup, self.origin, self.done = before._warmup, before.origin, before.done
+        if self.total_steps != before.total_steps and step > self._warmup:
+            self.origin, self.done = step, before._done(step)
+
+    @property
+    def _warmup(self) -> int:
+        return math.ceil(self.warmup_ratio * self.total_steps) if self.warmup is None else self.warmup
+
+    def _done(self, step: float) -> float:
+        """The share of the fall that is done after a step of it."""
+        start = max(self._warmup, self.origin)
+        share = (step - start) / max(1, self.total_steps - start)
+        return min(1.0, self.done + (1.0 - self.done) * share)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
