@@ -3,6 +3,7 @@
     python benchmarks/step.py --shape 7B --learners 4 --engines 4x1      # 8 GPUs
     python benchmarks/step.py --shape 7B --learners 2 --engines 2x1      # 4 GPUs
     python benchmarks/step.py --shape 7B --learners 4 --engines 4x1 --placement colocated   # 4 GPUs
+    python benchmarks/step.py --shape 3B --placement auto    # as a file of a few lines runs, on all GPUs
     python benchmarks/step.py --shape tiny --learners 1 --engines 1x1 --device cpu \\
         --prompts 8 --prompt-tokens 32 --response-tokens 16
 
@@ -11,6 +12,8 @@ responses end at the limit, and the reward is a cheap function of the text. With
 between a quarter of that and all of it, and responses are log-normal with a median of three eighths of the
 limit. `--engines 2x1` means two rollout servers of tensor-parallel size 1. Learner ranks take the first GPUs
 that are visible, engines the next; with `--placement colocated` both are on the same ones and take turns.
+With `--placement auto` the file names data, model, lengths, batch and reward, and `paceline train` chooses
+the rest.
 
 Prints medians from the second step on. tokens/s count prompts and responses over the step. MFU is the
 update's arithmetic, without activation recomputation, as a share of the measured rate of an 8,192 x 8,192 x
@@ -80,6 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if len(metrics) < args.steps or not warm:
         print(f"the run ended after {len(metrics)} steps; its logs: {work}/run/logs")
         return 1
+    if args.placement == "auto":
+        take_layout(args, work / "run" / "config.resolved.yaml")
     report(args, medians(warm), len(warm), rates)
     return 0
 
@@ -92,7 +97,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--engines", type=lambda text: tuple(int(word) for word in text.split("x")), default=(2, 1)
     )
-    parser.add_argument("--placement", choices=("split", "colocated"), default="split")
+    parser.add_argument("--placement", choices=("split", "colocated", "auto"), default="split")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--samples", type=int, default=8)
@@ -109,6 +114,17 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--work", help="folder for inputs and the run; default: a temporary one")
     parser.add_argument("overrides", nargs="*", metavar="dotted.key=value")
     return parser.parse_intermixed_args(argv)
+
+
+def take_layout(args: argparse.Namespace, resolved: Path) -> None:
+    """Sets ranks and engines as `paceline train` chose them, and prints its choices."""
+    config = yaml.safe_load(resolved.read_text())
+    rollout, actor = config["rollout"], config["actor"]
+    args.learners = config["learner"]["world_size"]
+    args.engines = rollout["replicas"], rollout["tensor_model_parallel_size"]
+    chosen = {name: actor[name] for name in ("compile", "ppo_max_token_len_per_gpu", "memory")}
+    chosen |= {name: rollout[name] for name in ("gpu_memory_utilization", "sleep", "sampler")}
+    print(f"chosen: placement={config['placement']}, {chosen}")
 
 
 def train(args: argparse.Namespace, config: Path, path: Path) -> list[dict[str, Any]]:
@@ -201,8 +217,31 @@ def configuration(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     engines = list(gpus[begin : begin + num_engines * parallel_size])
     # Side by side an engine has its GPU to itself; in turns, `paceline train` chooses its share.
     share = {"gpu_memory_utilization": 0.85} if args.placement == "split" else {}
+    run = _given(args, work)
+    if args.placement == "auto":
+        return run
+    layout: dict[str, dict[str, Any]] = {
+        "actor": {
+            "ppo_max_token_len_per_gpu": args.micro_batch_tokens,
+            "memory": {"recompute": yaml.safe_load(args.recompute)},
+        },
+        "rollout": {
+            "replicas": num_engines,
+            "tensor_model_parallel_size": parallel_size,
+            "max_num_seqs": args.max_num_seqs,
+            **share,
+            "devices": engines if cuda else None,
+        },
+        "learner": {"world_size": args.learners, "device": args.device, "devices": ranks if cuda else None},
+    }
+    placement = "colocated" if args.placement == "colocated" else "given"
+    merged = {name: run.get(name, {}) | section for name, section in layout.items()}
+    return run | merged | {"placement": placement}
+
+
+def _given(args: argparse.Namespace, work: Path) -> dict[str, Any]:
+    """What a user would write: no layout, no memory."""
     return {
-        "placement": "colocated" if args.placement == "colocated" else "given",
         "data": {
             "train_files": str(work / "prompts.jsonl"),
             "ground_truth_key": "answer",
@@ -213,27 +252,18 @@ def configuration(args: argparse.Namespace, work: Path) -> dict[str, Any]:
         },
         "model": {
             "path": str(work / "model"),
-            "dtype": "bfloat16" if cuda else "float32",
+            "dtype": "bfloat16" if args.device == "cuda" else "float32",
             "load_format": "random",
         },
         "algorithm": {"adv_estimator": "grpo"},
         "actor": {
             "ppo_mini_batch_size": args.prompts // args.mini_batches,
-            "ppo_max_token_len_per_gpu": args.micro_batch_tokens,
-            "memory": {"recompute": yaml.safe_load(args.recompute)},
             "optim": {"lr": 1e-6},
         },
-        "rollout": {
-            "replicas": num_engines,
-            "tensor_model_parallel_size": parallel_size,
-            "n": args.samples,
-            "max_num_seqs": args.max_num_seqs,
-            **share,
-            "devices": engines if cuda else None,
-        },
+        "rollout": {"n": args.samples},
         "reward": {
             "functions": [{"name": f"{work}/reward.py:even_words"}],
-            "num_processes": 4 if cuda else 1,
+            "num_processes": 4 if args.device == "cuda" else 1,
         },
         "trainer": {
             "name": "step",
@@ -243,7 +273,6 @@ def configuration(args: argparse.Namespace, work: Path) -> dict[str, Any]:
             "val_before_train": False,
             "save_trajectories": False,
         },
-        "learner": {"world_size": args.learners, "device": args.device, "devices": ranks if cuda else None},
         "service": {"startup_timeout_s": 600.0},
     }
 
@@ -312,7 +341,7 @@ def throughput(args: argparse.Namespace, metrics: Mapping[str, float]) -> dict[s
     num_engines, parallel_size = args.engines
     rollout_gpus = num_engines * parallel_size
     num_gpus = args.learners + rollout_gpus
-    if args.placement == "colocated":
+    if args.placement != "split":
         num_gpus = max(args.learners, rollout_gpus)
     step_s = metrics["timing_s/step"]
     samples = args.prompts * args.samples

@@ -38,13 +38,16 @@ what is left for the KV cache, and how many sequences of 1,536 tokens that holds
 """
 _EXAMPLES = """## What to write
 
-Five lines are enough: `placement: auto`, the default, takes all visible GPUs, about half of them for the
-learner, and chooses what to recompute. Where that is not enough:
+Five lines are enough. `placement: auto`, the default, takes all visible GPUs. Learner and engines take turns
+on them where the plan has room for both; engines give up their memory meanwhile if it is needed. Elsewhere
+about half of the GPUs are the learner's. Layers are compiled. Micro-batches and what is recomputed are chosen
+for the fastest update that fits into the memory. `paceline train` prints these choices; what the file names
+stays. Further:
 
-- **One GPU**: learner and engine share it. `placement: colocated` has them take turns; the engine gives up
-  its memory where both do not fit.
-- **Speed**: `actor.compile: true`, `actor.reduce_dtype: bfloat16`, and flash-attn-4 on Hopper and Blackwell,
-  which `paceline[cuda]` brings. With them and `placement: colocated` a step of a 7B shape on four GPUs of
+- **Several GPUs divided by hand**: `placement: given`, or the counts `learner.world_size` and
+  `rollout.replicas`, as before.
+- **Speed**: `actor.reduce_dtype: bfloat16`, which rounds gradients, and flash-attn-4 on Hopper and Blackwell,
+  which `paceline[cuda]` brings. With them a step of a 7B shape on four GPUs of
   141 GiB took [20.4 s: 9,606 tokens/s per GPU](measurements-gpu.md#turns-on-shared-gpus).
 - **Out of memory in the plan**: the sentence names the setting. In this order they cost least:
   `actor.memory.recompute: full`, a lower `actor.ppo_max_token_len_per_gpu` (not below one sequence),

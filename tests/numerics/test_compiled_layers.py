@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.exc import TorchDynamoException
 
+from paceline.config.run import RunConfig
 from paceline.core.errors import NumericsError
 from paceline.learner.batch.types import PackedSequences
 from paceline.learner.distributed.engine_room import GpuMemory
@@ -187,6 +189,45 @@ def test_layers_are_compiled_before_there_are_averages_and_what_that_took_is_giv
     assert learner.actor.optimizer.state().keys() == build(model, ranks).actor.optimizer.state().keys()
     assert learner.critic is not None
     assert learner.critic.optimizer.state()
+
+
+@pytest.mark.parametrize("given", ["auto", True])
+def test_a_compiler_that_fails_is_left_out_unless_it_was_asked_for(
+    given: str | bool, model: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_compile = RunConfig.with_compile
+
+    def fail(learner: Learner) -> None:
+        if learner.config.actor.compile:
+            raise TorchDynamoException("no C compiler\nfurther lines")
+
+    monkeypatch.setattr("paceline.learner.train.warm_up.warm_up", fail)
+    monkeypatch.setattr(compiling, "BACKEND", Compiler())
+    monkeypatch.setattr(RunConfig, "with_compile", lambda config, on_gpu: with_compile(config, on_gpu=True))
+    said: list[str] = []
+    config = run_config(model, actor={"compile": given})
+    if given is True:
+        with pytest.raises(TorchDynamoException):
+            load_warm(config, ranks, said.append)
+        assert not said
+        return
+    learner = load_warm(config, ranks, said.append)
+    (words,) = said
+    assert words.startswith("layers cannot be compiled here (no C compiler); ")
+    assert learner.compile_clock is None
+    assert learner.config.actor.compile is False
+    assert learner.actor.optimizer.state()
+
+
+def test_what_is_compiled_by_itself() -> None:
+    """On a GPU, and not with adapters, which have no compiled form; what the file says stays."""
+    config = run_config(Path("model"))
+    chosen = [config.with_compile(on_gpu=on_gpu).actor.compile for on_gpu in (True, False)]
+    assert chosen == [True, False]
+    adapted = run_config(Path("model"), model={"lora": {"rank": 2}})
+    assert adapted.with_compile(on_gpu=True).actor.compile is False
+    named = run_config(Path("model"), actor={"compile": False})
+    assert named.with_compile(on_gpu=True).actor.compile is False
 
 
 def test_layers_that_are_not_compiled_are_not_warmed_up(model: Path, ranks: Ranks) -> None:

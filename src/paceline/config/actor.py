@@ -52,7 +52,10 @@ class ActorConfig(Section):
     )
     ppo_epochs: int = Field(1, gt=0, description="Passes over the step's batch.")
     ppo_max_token_len_per_gpu: int = Field(
-        16384, gt=0, description="Token budget of a micro-batch, prompt and response together, on one rank."
+        16384,
+        gt=0,
+        description="Token budget of a micro-batch, prompt and response together, on one rank. Left out, "
+        "`paceline train` chooses it on GPUs, with what is recomputed.",
     )
     shared_prompts: SharedPrompts = Field(
         "auto",
@@ -66,14 +69,17 @@ class ActorConfig(Section):
         description="What the update keeps in memory, of policy and critic; auto leaves all of it to the "
         "memory plan.",
     )
-    compile: bool = Field(
-        False,
+    compile: bool | Literal["auto"] = Field(
+        "auto",
         description="Compile the decoder layers of policy, critic and reference with torch.compile: "
-        "elementwise operations are fused. This takes half a minute for a 7B model, which the learner begins "
-        "with as soon as it has loaded its weights, while engines start; its log says how long. Kernels "
-        "are kept in TORCHINDUCTOR_CACHE_DIR, by default in the user's cache (PACELINE_CACHE_DIR), so that a "
-        "learner that is started again has them. Old log-probs are then computed as the "
-        "update computes them, with a graph that is dropped: the compiler rounds differently without one.",
+        "elementwise operations are fused. auto: on GPUs without model.lora, and where the "
+        "compiler fails at the start, the learner says so and goes on without; true: then it "
+        "ends. This takes half a minute for a 7B model, which the learner begins with as soon"
+        " as it has loaded its weights, while engines start; its log says how long. Kernels "
+        "are kept in TORCHINDUCTOR_CACHE_DIR, by default in the user's cache "
+        "(PACELINE_CACHE_DIR), so that a learner that is started again has them. Old "
+        "log-probs are then computed as the update computes them, with a graph that is "
+        "dropped: the compiler rounds differently without one.",
     )
     attention_kernel: AttentionKernel = Field(
         "auto",
@@ -154,6 +160,11 @@ class ActorConfig(Section):
     def aggregation(self) -> Aggregation:
         """The loss_agg_mode in force."""
         return self.loss_agg_mode or self.policy_loss.aggregation
+
+    @property
+    def compiles(self) -> bool:
+        """Whether layers are compiled; not where nothing has chosen yet."""
+        return self.compile is True
 
     @property
     def loss_arguments(self) -> dict[str, Any]:

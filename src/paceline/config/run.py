@@ -35,10 +35,12 @@ class RunConfig(Section):
     placement: Literal["auto", "fit", "given", "colocated"] = Field(
         "auto",
         description="How `paceline train` uses the GPUs of this machine where learner.devices and "
-        "rollout.devices are not set. auto: learner.world_size, rollout.replicas and "
-        "rollout.tensor_model_parallel_size, where they are left out, are chosen so that all visible GPUs "
-        "work, about half of them as learner ranks; with one GPU, learner and engine share it. fit: the "
-        "same, and counts for which there are too few GPUs are lowered. given: the defaults below. "
+        "rollout.devices are not set. auto: colocated, where learner.world_size and rollout.replicas are "
+        "left out and the memory plan has room; else as fit, without lowering counts. fit: "
+        "learner.world_size, rollout.replicas and rollout.tensor_model_parallel_size, where they are left "
+        "out, are chosen so that all visible GPUs work, about half of them as learner ranks, and counts for "
+        "which there are too few GPUs are lowered; with one GPU, learner and engine share it. given: the "
+        "defaults below. "
         "colocated: learner ranks and rollout servers are on the same GPUs, all that are visible unless "
         "learner.devices and rollout.devices say which, and take turns.",
     )
@@ -62,6 +64,13 @@ class RunConfig(Section):
     def has_episodes(self) -> bool:
         """Whether samples are episodes of turns, not single answers."""
         return bool(self.rollout.tools) or self.rollout.environment is not None
+
+    def with_compile(self, *, on_gpu: bool) -> RunConfig:
+        """The same with `actor.compile` chosen, where it is left open."""
+        if self.actor.compile != "auto":
+            return self
+        chosen = self.actor.model_copy(update={"compile": on_gpu and self.model.lora is None})
+        return self.model_copy(update={"actor": chosen})
 
     @property
     def needs_critic(self) -> bool:
@@ -272,7 +281,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _adapters_are_not_compiled(self) -> RunConfig:
-        if self.model.lora is not None and self.actor.compile:
+        if self.model.lora is not None and self.actor.compiles:
             raise ValueError("model.lora has no compiled form; set actor.compile: false or leave it out")
         return self
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from paceline.cli.launch.learner_memory import GIB, LearnerMemory
-from paceline.cli.launch.memory_choice import LEAST, choose_memory
+from paceline.cli.launch.memory_choice import LEAST, choose_update
 from paceline.cli.launch.model_shape import ModelShape
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
@@ -41,13 +41,13 @@ def run_of(**actor: Any) -> RunConfig:
 
 
 def chosen(gib: int | None, *, shared: bool = False, **actor: Any) -> tuple[Any, ...]:
-    memory = choose_memory(
+    memory = choose_update(
         run_of(**actor),
         ModelShape.of(SEVEN),
         learner_gpus=(0, 1, 2, 3),
         engine_gpus=(0, 1, 2, 3) if shared else (4, 5, 6, 7),
         totals={} if gib is None else dict.fromkeys(range(8), gib * GIB),
-    )
+    ).memory
     assert not memory.is_open
     return memory.recompute, memory.keep_gathered, memory.accumulate
 
@@ -109,13 +109,13 @@ def test_averages_go_to_host_memory_where_nothing_else_makes_the_update_fit() ->
     assert shape is not None
     offloads = {}
     for gib in (192, 141):
-        memory = choose_memory(
+        memory = choose_update(
             run_of(),
             shape,
             learner_gpus=(0, 1, 2, 3),
             engine_gpus=(4, 5, 6, 7),
             totals=dict.fromkeys(range(8), gib * GIB),
-        )
+        ).memory
         offloads[gib] = memory.offload
         config = run_of(memory=memory.model_dump())
         assert LearnerMemory.of(config, shape).most <= gib * GIB
@@ -142,26 +142,26 @@ def test_averages_go_to_a_host_with_room_where_their_visits_cost_less_than_recom
             "rollout": tree.rollout.model_copy(update={"sleep": "always"}),
         }
     )
-    memory = choose_memory(
+    memory = choose_update(
         config,
         ModelShape.of(SEVEN),
         learner_gpus=(0, 1),
         engine_gpus=(0, 1),
         totals=dict.fromkeys((0, 1), 79 * GIB),
         host_bytes=host_gib * GIB,
-    )
+    ).memory
     assert (memory.recompute, memory.keep_gathered, memory.accumulate, memory.offload) == expected
 
 
 def test_where_the_reference_waits_is_kept_as_given() -> None:
     for offload in (True, False):
-        memory = choose_memory(
+        memory = choose_update(
             run_of(use_kl_loss=True, memory={"offload_reference": offload}),
             ModelShape.of(SEVEN),
             learner_gpus=(0, 1, 2, 3),
             engine_gpus=(4, 5, 6, 7),
             totals=dict.fromkeys(range(8), 141 * GIB),
-        )
+        ).memory
         assert not memory.is_open
         assert memory.model_dump()["offload_reference"] is offload
 

@@ -85,7 +85,7 @@ def run_of(**sections: dict[str, Any]) -> RunConfig:
     tree: dict[str, Any] = {
         "data": {"train_files": "x.jsonl", "max_prompt_length": 512, "max_response_length": 1024},
         "model": {"path": "m", "dtype": "bfloat16"},
-        "actor": {"ppo_mini_batch_size": 32, "ppo_max_token_len_per_gpu": 24576},
+        "actor": {"ppo_mini_batch_size": 32, "ppo_max_token_len_per_gpu": 24576, "compile": False},
         "algorithm": {"adv_estimator": "grpo", "use_kl_in_reward": False, "kl_ctrl": {"type": "fixed"}},
         "reward": {"functions": [{"name": "exact_match"}]},
         "trainer": {"total_steps": 1},

@@ -162,7 +162,7 @@ def test_averages_wait_in_host_memory_where_an_engine_has_no_room_beside_them(
     tree = SIZES | {"num_hidden_layers": 64} | large
     (folder / "model" / "config.json").write_text(json.dumps(tree))
     sections = {"rollout": {"tensor_model_parallel_size": 1, "max_num_seqs": 64}, "placement": "colocated"}
-    settled, _ = on(4, **sections)
+    settled, _ = on(4, **sections, actor={"compile": False})
     memory = settled.actor.memory
     assert (settled.rollout.sleep, memory.offload, memory.recompute) == ("always", True, "full")
     # 30.5 GiB of shards, 1 of averages, 1.5 of context and 2 of staging stay.
@@ -171,7 +171,7 @@ def test_averages_wait_in_host_memory_where_an_engine_has_no_room_beside_them(
         min(needed, 141 - 35 - 0.04 * 141) / 141, abs=0.015
     )
     # Averages that have to stay on the GPU stay: the engine gets what they leave.
-    settled, _ = on(4, **sections, actor={"memory": {"offload": False}})
+    settled, _ = on(4, **sections, actor={"compile": False, "memory": {"offload": False}})
     assert settled.rollout.gpu_memory_utilization == pytest.approx(
         (141 - 30.5 - 61 - 3.5) / 141 - 0.04, abs=0.015
     )
@@ -327,3 +327,55 @@ def test_a_dry_run_shows_what_is_chosen(
     assert "world_size: 2" in out
     assert "replicas: 2" in out
     assert "dtype: bfloat16" in out
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "sections", "placement_", "layout"),
+    [
+        (4, {}, "colocated", ([0, 1, 2, 3], [[0], [1], [2], [3]])),
+        (1, {}, "colocated", ([0], [[0]])),
+        # What the file says, or needs, stays.
+        (4, {"learner": {"world_size": 1}}, "auto", ([0], [[1], [2], [3]])),
+        (4, {"rollout": {"replicas": 1}}, "auto", ([0, 1, 2], [[3]])),
+        (4, {"weights": {"backend": "nccl"}}, "auto", ([0, 1], [[2], [3]])),
+        (4, {"barrier": {"work_ahead": "gradients"}}, "auto", ([0, 1], [[2], [3]])),
+        (4, {"placement": "fit"}, "fit", ([0, 1], [[2], [3]])),
+    ],
+)
+def test_by_itself_learner_and_engines_take_turns_on_all_gpus(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_gpus: int,
+    sections: dict[str, object],
+    placement_: str,
+    layout: tuple[list[int], list[list[int]]],
+) -> None:
+    sized(folder, monkeypatch, layers=4, gib=79)
+    settled, _ = on(num_gpus, **sections)
+    learner, rollout = plan.share_gpus(settled, tuple(range(num_gpus)))
+    assert settled.placement == placement_
+    assert (list(learner), [list(gpus) for gpus in rollout]) == layout
+
+
+def test_gpus_are_divided_where_turns_do_not_fit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """7B on two GPUs of 40 GiB: 15 GiB of shards a rank, and whole averages nowhere but on the host."""
+    sized(folder, monkeypatch, layers=28, gib=24)
+    settled, _ = on(2)
+    assert settled.placement == "auto"
+    assert settled.learner.devices is None
+
+
+def test_micro_batches_are_whole_groups_where_more_is_kept_of_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sections: dict[str, object] = {
+        "data": {"train_files": "x.jsonl", "max_prompt_length": 512, "max_response_length": 1024},
+        "algorithm": {"adv_estimator": "grpo", "use_kl_in_reward": False, "kl_ctrl": {"type": "fixed"}},
+        "rollout": {"n": 8},
+    }
+    sized(folder, monkeypatch, layers=14, gib=79)
+    settled, _ = on(2, **sections)
+    assert settled.actor.ppo_max_token_len_per_gpu == 512 + 8 * 1024
+    named, _ = on(2, **sections, actor={"ppo_max_token_len_per_gpu": 16384})
+    assert named.actor.ppo_max_token_len_per_gpu == 16384
+    assert (named.actor.memory.kept_share, settled.actor.memory.kept_share) == (0.5, 0.75)

@@ -73,7 +73,7 @@ class LearnerMemory:
             shape: of the policy.
             totals: bytes of the GPUs, as far as they are known.
         """
-        actor = config.actor
+        actor = config.with_compile(on_gpu=True).actor
         sequences = actor.ppo_mini_batch_size * config.rollout.n
         most = -(-sequences // config.learner.world_size) * longest_row(config, shape)
         lora = config.model.lora
@@ -84,7 +84,7 @@ class LearnerMemory:
             bytes_per_gradient=2 if actor.reduce_dtype == "bfloat16" else 4,
             num_tokens=min(actor.ppo_max_token_len_per_gpu, most),
             kept_share=actor.memory.kept_share,
-            compiled=actor.compile,
+            compiled=actor.compiles,
             keeps_gathered=actor.memory.keeps_gathered,
             accumulates=actor.memory.accumulates,
             offloads=actor.memory.offloads,

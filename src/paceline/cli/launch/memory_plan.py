@@ -131,6 +131,15 @@ class MemoryPlan:
         )
 
     @property
+    def fits(self) -> bool:
+        """Whether every GPU has room for what it is to do."""
+        try:
+            self._check()
+        except ConfigError:
+            return False
+        return True
+
+    @property
     def shared_gpus(self) -> list[int]:
         """GPUs with a learner rank and an engine."""
         return sorted({*self.learner_gpus} & {*self.engine_gpus})

@@ -96,10 +96,10 @@ class _BinsByRoom:
             best_node *= 2
             if least[best_node] is not best:
                 best_node += 1
-        found = best_node - self._width
-        heapq.heappop(self._heaps[found])
-        self._renew(found)
-        return found, best
+        room = best_node - self._width
+        heapq.heappop(self._heaps[room])
+        self._renew(room)
+        return room, best
 
     def put(self, room: int, key: _Key) -> None:
         """Puts a bin in."""

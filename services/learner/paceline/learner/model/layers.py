@@ -40,7 +40,7 @@ class LayerOptions:
     @classmethod
     def of_actor(cls, actor: ActorConfig) -> LayerOptions:
         """Of policy and critic."""
-        return cls.of(actor.memory, compiled=actor.compile)
+        return cls.of(actor.memory, compiled=actor.compiles)
 
     @property
     def token_multiple(self) -> int:

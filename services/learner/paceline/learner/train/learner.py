@@ -191,7 +191,7 @@ class Learner:
             shared_prompts=SharedPrompts(config.actor.shared_prompts, DTYPES[config.model.dtype], notify),
             memory=MemoryRoom(notify),
             ahead=WorkAhead(actor, ranks),
-            compile_clock=CompileClock() if config.actor.compile else None,
+            compile_clock=CompileClock() if config.actor.compiles else None,
         )
 
 

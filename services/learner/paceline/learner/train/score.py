@@ -45,7 +45,7 @@ def score(
                     critic.network,
                     batches,
                     lambda b: b.table(critic.network(b)),
-                    with_graph=learner.config.actor.compile,
+                    with_graph=learner.config.actor.compiles,
                 )
             ]
     return [
@@ -67,7 +67,7 @@ def _old_log_probs(learner: Learner, batches: Sequence[MicroBatch]) -> list[Tens
         policy,
         batches,
         lambda b: b.table(policy(b, temperature)[0]),
-        with_graph=learner.config.actor.compile,
+        with_graph=learner.config.actor.compiles,
     )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
 
 from paceline.config.run import RunConfig
 from paceline.learner.batch.pack import pack
@@ -35,14 +36,36 @@ def load_warm(config: RunConfig, ranks: Ranks, notify: Callable[[str], None]) ->
     """A learner that can train; every rank calls it. Raises what `Learner.load` raises.
 
     An engine may be starting on this GPU. So layers are compiled before there are averages of AdamW, and what
-    that took for a while is given back first.
+    that took for a while is given back first. Where `actor.compile` is left open and the compiler fails, the
+    learner is loaded once more without it.
     """
+    chosen = config.with_compile(on_gpu=ranks.device.type == "cuda")
+    try:
+        learner = _loaded_and_warm(chosen, ranks, notify)
+    except TorchDynamoException as error:
+        if config.actor.compile != "auto":
+            raise
+        notify(
+            f"layers cannot be compiled here ({_first_line(error)}); the learner goes on without, more "
+            "slowly: actor.compile: false leaves out the try"
+        )
+        plain = config.actor.model_copy(update={"compile": False})
+        GpuMemory(ranks.device).give_back()
+        learner = _loaded_and_warm(config.model_copy(update={"actor": plain}), ranks, notify)
+    learner.make_averages()
+    return learner
+
+
+def _loaded_and_warm(config: RunConfig, ranks: Ranks, notify: Callable[[str], None]) -> Learner:
     learner = Learner.load(config, ranks, notify)
     log.info("rank %d of %d holds its shards on %s", ranks.rank, ranks.world_size, ranks.device)
     warm_up(learner)
     GpuMemory(ranks.device).give_back()
-    learner.make_averages()
     return learner
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def warm_up(learner: Learner) -> None:
