@@ -10,16 +10,25 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.core.errors import ModelError
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.architectures import ARCHITECTURES, model_class
 from paceline.learner.model.folder import write_folder, write_from_ranks
-from paceline.learner.model.loading import Precision, load_policy
+from paceline.learner.model.loading import (
+    Precision,
+    check_stored,
+    load_critic,
+    load_policy,
+    read_config,
+    stored_tensors,
+)
+from paceline.learner.model.self_test import check_models
 from paceline.weights import corrections
 from support.architectures import tiny_config
+from support.learner_fakes import run_config
 
 pytestmark = pytest.mark.torch
 
@@ -132,3 +141,100 @@ def test_a_rank_that_cannot_write_goes_on_gathering(ranks: Ranks, tmp_path: Path
         patch.setattr(torch.distributed.tensor.DTensor, "full_tensor", counting)
         write_from_ranks(network, ranks, write)
     assert count == len(list(network.parameters()))
+
+
+FLOAT32 = Precision(compute=torch.float32)
+
+
+def changed_folder(out: Path, kind: str = "qwen3", **tensors: Tensor) -> Path:
+    """A tiny model's folder with further tensors, or others in their place."""
+    model = model_of(kind)
+    model.save_pretrained(out)
+    save_file({**stored(out), **tensors}, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+@pytest.mark.parametrize("part", ["", "text_config"])
+def test_a_quantised_model_is_refused_by_all_that_load_one(ranks: Ranks, tmp_path: Path, part: str) -> None:
+    folder = changed_folder(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (config.setdefault(part, {}) if part else config)["quantization_config"] = {"quant_method": "fp8"}
+    (folder / "config.json").write_text(json.dumps(config))
+    for load in LOADS:
+        with pytest.raises(ModelError, match=r"is quantised: .*\(fp8\)\. .*bfloat16 copy.*fp8_cast_bf16"):
+            load(folder, ranks)
+
+
+LOADS = (
+    lambda folder, ranks: load_policy(folder, ranks, FLOAT32),
+    lambda folder, ranks: load_policy(folder, ranks, FLOAT32, random_seed=1),
+    lambda folder, ranks: load_critic(folder, ranks, FLOAT32, seed=1),
+    lambda folder, ranks: list(stored_tensors(folder)),
+    lambda folder, ranks: check_stored(folder, needs_head=True),
+    lambda folder, ranks: read_config(folder),
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.float64])
+def test_a_tensor_of_another_type_is_refused(ranks: Ranks, tmp_path: Path, dtype: torch.dtype) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    values = stored(changed_folder(tmp_path / "plain"))[name]
+    folder = changed_folder(tmp_path / "model", **{name: values.to(dtype)})
+    for load in LOADS:
+        with pytest.raises(ModelError, match=r"up_proj.weight' is stored as (F8_E4M3|I8|F64); float32"):
+            load(folder, ranks)
+    half = changed_folder(tmp_path / "half", **{name: values.half()})
+    assert torch.equal(dict(stored_tensors(half))[name], values.half())
+
+
+UNREAD = ("model.layers.0.self_attn.q_proj.bias", "model.layers.9.mlp.up_proj.weight", "model.extra")
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_tensors_that_the_model_lacks_are_refused_by_name(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    folder = changed_folder(tmp_path / "model", **{name: torch.ones(4)})
+    for load in (*LOADS[:1], *LOADS[2:5]):
+        with pytest.raises(ModelError, match=rf"that the model of its config.json lacks \(1\): {name}"):
+            load(folder, ranks)
+
+
+def test_a_short_list_of_tensors_may_be_left_out(ranks: Ranks, tmp_path: Path) -> None:
+    harmless = ("model.layers.0.self_attn.rotary_emb.inv_freq", "score.weight", "value_head.bias")
+    folder = changed_folder(tmp_path / "model", **{name: torch.ones(4) for name in harmless})
+    load_policy(folder, ranks, FLOAT32)
+    first = tiny_config("deepseek_v3").num_hidden_layers
+    name = f"model.layers.{first}.self_attn.o_proj.weight"
+    folder = changed_folder(tmp_path / "further", "deepseek_v3", **{name: torch.ones(4)})
+    config = json.loads((folder / "config.json").read_text())
+    config["num_nextn_predict_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(config))
+    load_policy(folder, ranks, FLOAT32)
+    config["num_nextn_predict_layers"] = 0
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=rf"lacks \(1\): model.layers.{first}.self_attn"):
+        load_policy(folder, ranks, FLOAT32)
+
+
+def test_a_head_is_left_out_where_the_network_has_none(ranks: Ranks, tmp_path: Path) -> None:
+    folder = changed_folder(tmp_path / "untied", **{"lm_head.bias": torch.ones(4)})
+    with pytest.raises(ModelError, match=r"lacks \(1\): lm_head.bias"):
+        load_policy(folder, ranks, FLOAT32)
+    load_critic(folder, ranks, FLOAT32, seed=1)
+    check_stored(folder, needs_head=False)
+
+
+@pytest.mark.parametrize("critic", [False, True])
+def test_the_check_of_a_run_looks_at_what_is_stored(tmp_path: Path, critic: bool) -> None:
+    plain = changed_folder(tmp_path / "plain")
+    folder = changed_folder(tmp_path / "model", **{UNREAD[0]: torch.ones(4)})
+    paths = (plain, folder) if critic else (folder, plain)
+    sections: dict[str, Any] = {"critic": {"path": str(paths[1])}}
+    with pytest.raises(ModelError, match=r"lacks \(1\): .*q_proj.bias"):
+        check_models(run_config(paths[0], **sections))
+    if not critic:
+        headless = {name: value for name, value in stored(plain).items() if name != "lm_head.weight"}
+        save_file(headless, plain / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ModelError, match="has no tensor 'lm_head.weight'"):
+            check_models(run_config(plain, critic={"path": str(paths[0])}))
+    sections["model"] = {"path": str(paths[0]), "load_format": "random"}
+    assert len(check_models(run_config(paths[0], **sections))) == 2

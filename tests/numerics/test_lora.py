@@ -25,7 +25,14 @@ from paceline.learner.distributed.publisher import WeightPublisher
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.export import export
 from paceline.learner.model.layers import free_gathered
-from paceline.learner.model.loading import Precision, as_fsdp, hugging_face_names, load_policy, local_rows
+from paceline.learner.model.loading import (
+    Precision,
+    as_fsdp,
+    digest_of_frozen,
+    hugging_face_names,
+    load_policy,
+    local_rows,
+)
 from paceline.learner.model.lora import LoraLinear, adapter_names, base_alone, is_adapter, with_adapters
 from paceline.learner.model.networks import PolicyNetwork
 from paceline.learner.train.learner import Learner
@@ -258,6 +265,21 @@ def test_adapters_go_with_no_other_base(model: Path, ranks: Ranks, trained: Lear
     (tmp_path / "config.resolved.yaml").write_text(dump_yaml(_config(base)))
     with pytest.raises(CheckpointError, match="were trained on other frozen weights .* set model.path back"):
         export(tmp_path, 2, tmp_path / "out")
+
+
+def test_a_digest_looks_at_all_parts_of_a_large_tensor(tmp_path: Path) -> None:
+    name, values = "model.weight", torch.zeros(4096, 128)
+    digests = set()
+    for part in (None, 0, 1000, 2000, 3000, 4095):
+        changed = values.clone()
+        if part is not None:
+            changed[part : part + 300] = 1.0
+        save_file({name: changed}, tmp_path / "model.safetensors")
+        digests.add(digest_of_frozen(tmp_path, [(name, values)]))
+        assert digest_of_frozen(tmp_path, [(name, values)]) in digests
+    assert len(digests) == 6
+    assert digest_of_frozen(tmp_path, []) == ""
+    assert digest_of_frozen(tmp_path, [(name, values)], 3) != digest_of_frozen(tmp_path, [(name, values)], 4)
 
 
 def manifest_fields_of(text: str) -> dict[str, Any]:

@@ -149,9 +149,10 @@ def test_a_longer_schedule_goes_on_from_where_it_was(kind: str) -> None:
 
     first = make(20)
     assert first.at(4) == 1.0 > first.at(3), "four steps of warm-up"
-    same = make(20)
-    same.load_state_dict(first.state_dict(), step=9)
-    assert [same.at(step) for step in range(1, 25)] == [first.at(step) for step in range(1, 25)]
+    for resumed_after in range(1, 23):  # to the bit
+        unbroken, same = make(23), make(23)
+        same.load_state_dict(unbroken.state_dict(), step=resumed_after)
+        assert [same.at(step) for step in range(1, 25)] == [unbroken.at(step) for step in range(1, 25)]
     longer = make(50)
     longer.load_state_dict(first.state_dict(), step=9)
     assert longer.at(9) == first.at(9)

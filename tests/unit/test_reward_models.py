@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import yaml
 
 from paceline.cli.launch.plan import reward_model
 from paceline.config.reward import RewardConfig, RewardModelConfig
-from paceline.core.errors import ConfigError, RewardError, RewardErrorKind
+from paceline.core.errors import ConfigError, ModelError, RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem
 from paceline.reward.models import __main__ as reward_models
 from paceline.reward.models.generative import GenerativeModel
@@ -86,6 +87,20 @@ def test_bfloat16_weights_give_float32_scores(tmp_path: Path) -> None:
     model = SequenceModel(ModelOptions(path=save(tmp_path), dtype="bfloat16"))
     scores = model(items(*RESPONSES))
     assert any(float(torch.tensor(score).bfloat16()) != score for score in scores)
+
+
+def test_a_quantised_model_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path / "model")
+    judge = save_judge(tmp_path / "judge")
+    for folder, make in (
+        (Path(path), lambda: SequenceModel(ModelOptions(path=path))),
+        (Path(judge.path), lambda: GenerativeModel(judge)),
+    ):
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": "fp8"}
+        (folder / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ModelError, match=r"is quantised: .*\(fp8\).*bfloat16 copy"):
+            make()
 
 
 def test_a_model_with_two_labels_is_refused(tmp_path: Path) -> None:

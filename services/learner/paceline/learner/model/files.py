@@ -6,7 +6,6 @@ in the files, become rows of one tensor. Here a row is assembled from its expert
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ModelError
+from paceline.storage.weight_files import weight_files
 from paceline.weights import corrections
 
 ReadRows = Callable[[int, int], Tensor]
@@ -32,6 +32,27 @@ _NESTED = (("model.language_model.", "model."), ("model.visual.", "visual."))
 """Where a model with a vision tower has its parts, and where its files have them."""
 
 
+_OTHER_HEADS = re.compile(r"(score|value_head|v_head|classifier)\..*")
+_LAYER = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\..*")
+
+
+def _may_be_left_out(name: str, config: Any, *, has_head: bool) -> bool:
+    """Whether a tensor may be in the files and not in the model; docs/models.md has the list.
+
+    Frequencies of rotary embeddings, which are computed; heads of another kind; a language model's head where
+    it is tied or the network has none; layers that predict further tokens in pretraining (DeepSeek-V3).
+    """
+    text = config.get_text_config()
+    if name.startswith("lm_head."):
+        is_tied = config.tie_word_embeddings or text.tie_word_embeddings
+        return not has_head or (bool(is_tied) and name == "lm_head.weight")
+    if name.endswith(".rotary_emb.inv_freq") or _OTHER_HEADS.fullmatch(name):
+        return True
+    layer, first = _LAYER.fullmatch(name), int(text.num_hidden_layers)
+    further = int(getattr(text, "num_nextn_predict_layers", 0) or 0)
+    return layer is not None and first <= int(layer[1]) < first + further
+
+
 class ModelFiles:
     """The tensors of a folder.
 
@@ -43,12 +64,8 @@ class ModelFiles:
         from safetensors import safe_open
 
         self._where: dict[str, Any] = {}
-        index = folder / "model.safetensors.index.json"
-        if index.is_file():
-            file_names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            paths = [folder / name for name in file_names]
-        else:
-            paths = sorted(folder.glob("*.safetensors"))
+        self._read = set[str]()
+        paths = weight_files(folder)
         if not paths:
             raise ModelError(
                 f"model folder {folder} has no safetensors weights; convert them, or set "
@@ -88,6 +105,29 @@ class ModelFiles:
             f"{', '.join(sorted(self._where)[:4])} and others"
         )
 
+    def require_all_read(self, config: Any, *, has_head: bool) -> None:
+        """Refuses a folder with tensors that the model lacks; `rows` has been called for all that it has.
+
+        Args:
+            config: transformers' configuration of the model.
+            has_head: whether the network has the head of a language model.
+
+        Raises:
+            ModelError: names them.
+        """
+        unread = sorted(
+            name
+            for name in self._where.keys() - self._read
+            if not _may_be_left_out(name, config, has_head=has_head)
+        )
+        if unread:
+            others = f" and {len(unread) - 6} others" if len(unread) > 6 else ""
+            raise ModelError(
+                f"{self._folder} has tensors that the model of its config.json lacks ({len(unread)}): "
+                f"{', '.join(unread[:6])}{others}. It would be trained without them, as another model; take "
+                "the config.json that belongs to these weights, or remove the tensors (docs/models.md)"
+            )
+
     def _alias(self, name: str) -> str:
         """The name in the files: Mixtral's call a block of experts otherwise, Qwen VL's do not nest."""
         for live, stored in _NESTED:
@@ -100,6 +140,7 @@ class ModelFiles:
         return alias if is_used else name
 
     def _plain(self, name: str, shape: torch.Size) -> ReadRows:
+        self._read.add(name)
         part = self._where[name].get_slice(name)
         stored = tuple(part.get_shape())
         if stored != tuple(shape):

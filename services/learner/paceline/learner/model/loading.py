@@ -39,6 +39,7 @@ from paceline.learner.model.networks import (
     hidden_size,
     vision_tower,
 )
+from paceline.storage.weight_files import require_plain_weights, weight_files
 from paceline.weights import corrections
 
 VALUE_HEAD_STD = 0.01
@@ -61,13 +62,14 @@ def read_config(folder: str | Path) -> Any:
     """The transformers configuration of a model folder, every dropout at 0.
 
     Raises:
-        ModelError: config.json is missing or unreadable.
+        ModelError: config.json is missing or unreadable, or the model is quantised.
     """
     path = Path(folder)
     if not (path / "config.json").is_file():
         raise ModelError(
             f"model folder {path} has no config.json; set model.path to a folder in the Hugging Face layout"
         )
+    require_plain_weights(path)
     try:
         config = AutoConfig.from_pretrained(str(path), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
@@ -101,7 +103,7 @@ def load_policy(
         ConfigError: the adapters' targets are not in the model.
     """
     network = unfilled_policy(folder, ranks, precision, options=options, lora=lora)
-    _fill(network, _AdapterSource(_source(folder, random_seed, network.lm.config), adapter_seed))
+    _fill(network, _AdapterSource(_source(folder, random_seed, network, network.lm.config), adapter_seed))
     return network
 
 
@@ -127,7 +129,7 @@ def stored_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """The full tensors that `load_policy` reads or draws, one at a time; or a vision tower's alone."""
     lm = empty_lm(read_config(folder))
-    source = _source(folder, random_seed, lm.config)
+    source = _source(folder, random_seed, lm, lm.config)
     for name, parameter in lm.named_parameters():
         if not (frozen_alone and parameter.requires_grad):
             yield name, source.rows(name, parameter.shape)(0, parameter.shape[0])
@@ -188,7 +190,7 @@ def load_critic(
     with torch.device("meta"):
         network = ValueNetwork(lm, hidden_size(lm.config), has_bias=has_bias)
     _materialise(network, network.body, lm, ranks, precision, options)
-    source = _source(folder, seed if random_weights else None, lm.config)
+    source = _source(folder, seed if random_weights else None, network, lm.config)
     _fill(network, _ValueHeadSource(source, seed))
     return network
 
@@ -374,10 +376,36 @@ def _blocks(shape: torch.Size) -> Iterator[tuple[int, int]]:
         yield begin, min(begin + num_rows, shape[0])
 
 
-def _source(folder: str | Path, random_seed: int | None, config: Any) -> ModelFiles | _Seed:
-    if random_seed is None:
-        return ModelFiles(Path(folder))
-    return _Seed(random_seed, float(getattr(config, "initializer_range", 0.02)))
+def check_stored(folder: str | Path, *, needs_head: bool) -> None:
+    """Whether the files of a folder, where it has some, hold the model and nothing else; reads their headers.
+
+    Raises:
+        ModelError: a tensor is missing, of another shape, or not of the model.
+    """
+    if not weight_files(Path(folder)):
+        return
+    lm = empty_lm(read_config(folder))
+    with torch.device("meta"):
+        network = lm if needs_head else ValueNetwork(lm, hidden_size(lm.config))
+    _source(folder, None, network, lm.config)
+
+
+def _source(
+    folder: str | Path, random_seed: int | None, network: nn.Module, config: Any
+) -> ModelFiles | _Seed:
+    """Where the tensors of a network come from.
+
+    Raises:
+        ModelError: the folder has tensors that the network lacks, or lacks some of its.
+    """
+    if random_seed is not None:
+        return _Seed(random_seed, float(getattr(config, "initializer_range", 0.02)))
+    files = ModelFiles(Path(folder))
+    for name, parameter in hugging_face_names(network):
+        if not (is_adapter(name) or name.startswith("value_head.")):
+            files.rows(name, parameter.shape)
+    files.require_all_read(config, has_head=not isinstance(network, ValueNetwork))
+    return files
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ from paceline.core.images import MODELS_WITH_IMAGES
 from paceline.learner.batch.pack import pack
 from paceline.learner.batch.types import PackedRow, PromptImage
 from paceline.learner.model import architectures
-from paceline.learner.model.loading import draw_normal, empty_lm, give_storage, read_config
+from paceline.learner.model.loading import check_stored, draw_normal, empty_lm, give_storage, read_config
 from paceline.learner.model.networks import PolicyNetwork
 from paceline.weights import corrections
 
@@ -84,6 +84,9 @@ def check_models(config: RunConfig, *, keep: Path | None = None) -> list[SelfTes
     folders = [config.model.path]
     if config.needs_critic and config.critic.path:
         folders.append(config.critic.path)
+    if config.model.load_format != "random":
+        for index, folder in enumerate(folders):
+            check_stored(folder, needs_head=index == 0)
     return [
         check_model(
             folder,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from paceline.core.scoring import ScoreItem
 from paceline.data.prompts import encode_prompt, load_tokenizer, stop_token_ids
 from paceline.reward.judge.question import Grade, Question, read_prompt_file
 from paceline.reward.models.model import ModelOptions, batches
+from paceline.storage.weight_files import require_plain_weights
 
 
 class GenerativeModel:
@@ -32,6 +34,7 @@ class GenerativeModel:
         self._tokenizer = load_tokenizer(options.path)
         stops = stop_token_ids(options.path, self._tokenizer)
         self._pad = stops[0]
+        require_plain_weights(Path(options.path))
         model: Any = AutoModelForCausalLM.from_pretrained(options.path, dtype=getattr(torch, options.dtype))
         limit = getattr(model.config, "max_position_embeddings", 0) or options.max_batch_tokens
         self._limit = limit - options.max_tokens

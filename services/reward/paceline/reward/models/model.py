@@ -6,6 +6,7 @@ import abc
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from paceline.config.reward import NUMBER
 from paceline.core.errors import ConfigError
 from paceline.core.scoring import ScoreItem
+from paceline.storage.weight_files import require_plain_weights
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +70,7 @@ class RewardModel(abc.ABC, Generic[RowT, ValueT]):
         from transformers import AutoTokenizer
 
         self._options = options
+        require_plain_weights(Path(options.path))
         self._tokenizer: Any = AutoTokenizer.from_pretrained(options.path)
         model: Any = kind.from_pretrained(options.path, dtype=getattr(torch, options.dtype))
         if model.config.num_labels != 1:
