@@ -99,7 +99,8 @@ class SequencerRun:
             Fleet(clock, suspect_after_s=5, dead_after_s=12), self.journal, events, clock
         )
         train = prompts(7)
-        cursor = PromptCursor(train.ids(), batch_size=cfg.data.train_batch_size, seed=0)
+        seed = cfg.trainer.seed if cfg.data.seed is None else cfg.data.seed
+        cursor = PromptCursor(train.ids(), batch_size=cfg.data.train_batch_size, seed=seed)
         inputs = Inputs(train=train, val=prompts(2), cursor=cursor, stop_token_ids=(0,))
         begin_term(self.journal, RUN, cfg, inputs)
         learner: Any = self.services.learner
