@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.core.errors import NumericsError
+from paceline.core.errors import EnvironmentLackError, NumericsError
 from paceline.learner.batch import padded
 from paceline.learner.batch.pack import pack
 from paceline.learner.batch.types import PackedRow, PackedSequences
@@ -26,6 +26,7 @@ from paceline.learner.train.learner import Learner
 from support.learner_fakes import run_config
 from support.learner_scenarios import numbers, take_step, train
 from support.learner_shapes import rows_with_holes
+from support.memory_faults import PLACES, out_of_memory
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ranks")]
 
@@ -304,20 +305,44 @@ def test_a_form_that_differs_is_left_with_a_note(
         take_step(build(model, ranks, "on"), 1)
 
 
+@pytest.mark.parametrize("passes", [{0}, {1}])
+@pytest.mark.parametrize("place", PLACES[1:3])
+def test_a_check_that_runs_out_of_memory_is_left_with_a_note(
+    model: Path, ranks: Ranks, place: str, passes: set[int]
+) -> None:
+    off = build(model, ranks, "off")
+    expected = [numbers(take_step(off, step)) for step in (1, 2)]
+    notes: list[str] = []
+    learner = build(model, ranks, "auto", notes)
+    with out_of_memory(learner, place, passes):
+        steps = [numbers(take_step(learner, 1))]
+    assert [*steps, numbers(take_step(learner, 2))] == expected
+    (note,) = notes
+    assert note == (
+        "the check of shared prompts ran out of memory on 1 rank(s); every sample keeps its own copy of its "
+        "prompt"
+    )
+    with (
+        out_of_memory(demanding := build(model, ranks, "on"), place, passes),
+        pytest.raises(EnvironmentLackError, match="set it to auto, or lower"),
+    ):
+        take_step(demanding, 1)
+
+
 def test_the_check_leaves_no_trace(model: Path, ranks: Ranks) -> None:
     learner = build(model, ranks, "on")
     rows = rows_with_holes(GROUPS)
-    difference = shared_prompts.compare(learner.actor.network, rows, ranks)
+    difference = shared_prompts.compare(learner.actor, rows, ranks)
     assert 0 <= difference.log_probs < 1e-6
     assert 0 <= difference.gradient < 1e-5
     assert all(parameter.grad is None for parameter in learner.actor.network.parameters())
-    assert shared_prompts.compare(learner.actor.network, [], ranks).gradient == 0
+    assert shared_prompts.compare(learner.actor, [], ranks).gradient == 0
 
 
 def test_the_check_holds_one_gradient(model: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient is twice as large as a model in bfloat16; a second one did not fit beside 7B on one GPU."""
-    network = build(model, ranks, "on").actor.network
-    parameters = [parameter.to_local() for parameter in network.parameters()]
+    actor = build(model, ranks, "on").actor
+    parameters = [parameter.to_local() for parameter in actor.network.parameters()]
     shape = max((parameter.shape for parameter in parameters), key=torch.Size.numel)
 
     def count() -> int:
@@ -334,7 +359,7 @@ def test_the_check_holds_one_gradient(model: Path, ranks: Ranks, monkeypatch: py
     monkeypatch.setattr(torch.linalg, "vector_norm", counting)
     gc.collect()
     before = count()
-    shared_prompts.compare(network, rows_with_holes(GROUPS), ranks)
+    shared_prompts.compare(actor, rows_with_holes(GROUPS), ranks)
     num_alike = sum(parameter.shape == shape for parameter in parameters)
     assert len(counts) == 2 * len(parameters)
     assert 0 < max(counts) - before <= num_alike

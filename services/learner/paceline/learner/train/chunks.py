@@ -175,7 +175,7 @@ def _gather(
             with stopwatch.phase("shared_prompts"):
                 learner.ahead.drop_gradient()  # the check leaves none
                 budget = planner.budget(lengths([rows[place] for place in chunks[shared].rows]))
-                is_refused = sharing.refuses(learner.actor.network, batches[shared][0].sources, ranks, budget)
+                is_refused = sharing.refuses(learner.actor, batches[shared][0].sources, ranks, budget)
         if not is_refused:
             kept = {number: chunk for number, chunk in earlier.items() if chunk is not None}
             return _Gathered(chunks=chunks, kept=kept, batches=batches)

@@ -291,10 +291,7 @@ class Trainable(Generic[N]):
         Raises:
             OutOfMemoryError: on every rank, if some ran out of memory; no parameter and no state has changed.
         """
-        total, num_failed = self._passes(losses, ranks)
-        if total is None or num_failed:
-            self.network.zero_grad(set_to_none=True)
-            raise OutOfMemoryError(type(self.network).__name__, num_failed)
+        total = self.add_gradient(losses, ranks=ranks)
         sums = ranks.all_sum(total if begun is None else begun + total)
         if scaling is not None:
             sums = sums * scaling.sums.to(sums)
@@ -305,6 +302,21 @@ class Trainable(Generic[N]):
             veto=None if veto is None else lambda grad_norm: veto(sums, grad_norm),
         )
         return outcome, sums
+
+    def add_gradient(self, losses: Sequence[PartLoss], *, ranks: Ranks) -> Tensor:
+        """Forward and backward of micro-batches, the last of their mini-batch; every rank calls it.
+
+        Returns:
+            This rank's sums.
+
+        Raises:
+            OutOfMemoryError: on every rank, if some ran out of memory; the gradient is gone.
+        """
+        total, num_failed = self._passes(losses, ranks)
+        if total is None or num_failed:
+            self.network.zero_grad(set_to_none=True)
+            raise OutOfMemoryError(type(self.network).__name__, num_failed)
+        return total
 
     def begin(self, losses: Sequence[PartLoss], *, ranks: Ranks) -> Tensor:
         """Forward and backward of the first micro-batches of a mini-batch; `update` takes the others.

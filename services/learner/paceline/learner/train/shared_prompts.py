@@ -9,18 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from paceline.core.errors import NumericsError
+from paceline.core.errors import EnvironmentLackError, NumericsError
 from paceline.learner.batch.pack import pack
 from paceline.learner.batch.plan import Chunk
 from paceline.learner.batch.types import PackedRow
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.networks import PolicyNetwork
+from paceline.learner.train.optimizer import OutOfMemoryError, Trainable
 
 SharingMode = Literal["auto", "on", "off"]
 
@@ -76,11 +78,13 @@ class SharedPrompts:
         plain = make(False)
         return shared if plain.longest >= MIN_GAIN * shared.longest else plain
 
-    def refuses(self, network: PolicyNetwork, rows: Sequence[PackedRow], ranks: Ranks, budget: int) -> bool:
+    def refuses(
+        self, actor: Trainable[PolicyNetwork], rows: Sequence[PackedRow], ranks: Ranks, budget: int
+    ) -> bool:
         """Checks the first chunk that shares; every rank calls it. It leaves no gradient behind.
 
         Args:
-            network: the policy.
+            actor: the policy.
             rows: of this rank's first micro-batch of the chunk.
             ranks: the group.
             budget: tokens of a micro-batch, which the rows must fit in the unshared form, too.
@@ -90,8 +94,18 @@ class SharedPrompts:
 
         Raises:
             NumericsError: the two forms differ, and the mode is "on".
+            EnvironmentLackError: the check ran out of memory, and the mode is "on".
         """
-        difference = compare(network, _family(rows, budget), ranks)
+        try:
+            difference = compare(actor, _family(rows, budget), ranks)
+        except OutOfMemoryError as error:
+            reason = f"the check of shared prompts ran out of memory on {error.num_ranks} rank(s)"
+            if self._mode == "on":
+                raise EnvironmentLackError(
+                    f"{reason}, and actor.shared_prompts=on does not train without it; set it to auto, or "
+                    "lower actor.ppo_max_token_len_per_gpu"
+                ) from error
+            return self._refuse(reason)
         most_log_probs, most_gradient = self._tolerances
         self._state = _State.CHECKED
         # Written so that a NaN is refused.
@@ -104,36 +118,51 @@ class SharedPrompts:
         )
         if self._mode == "on":
             raise NumericsError(f"{reason}; set actor.shared_prompts=off, and report the model")
+        return self._refuse(reason)
+
+    def _refuse(self, reason: str) -> bool:
         self._state = _State.REFUSED
         self._notify(f"{reason}; every sample keeps its own copy of its prompt")
         return True
 
 
-def compare(network: PolicyNetwork, rows: Sequence[PackedRow], ranks: Ranks) -> Difference:
+def compare(actor: Trainable[PolicyNetwork], rows: Sequence[PackedRow], ranks: Ranks) -> Difference:
     """Runs rows forwards and backwards in both forms and drops the gradients; every rank calls it.
 
     The gradient of the shared form is taken from the other's in place, so that no second one is held.
+
+    Raises:
+        OutOfMemoryError: on every rank, if some ran out of memory.
     """
-    plain, count = _table(network, rows, ranks, share_prompts=False, sign=1.0)
+    network, tables = actor.network, list[Tensor]()
+    count = actor.add_gradient([partial(_sum, network, rows, ranks, tables, False)], ranks=ranks)
     norm = _square_sum(network, ranks.device)
-    shared, _ = _table(network, rows, ranks, share_prompts=True, sign=-1.0)
+    actor.add_gradient([partial(_sum, network, rows, ranks, tables, True)], ranks=ranks)
     left = _square_sum(network, ranks.device)
     network.zero_grad(set_to_none=True)
-    sums = ranks.all_sum(torch.stack([(plain - shared).abs().sum(), count, left, norm])).tolist()
+    difference = (tables[0] - tables[1]).abs().sum()
+    sums = ranks.all_sum(torch.stack([difference, count[0], left, norm])).tolist()
     return Difference(
         log_probs=sums[0] / max(sums[1], 1.0), gradient=(sums[2] / sums[3]) ** 0.5 if sums[3] else 0.0
     )
 
 
-def _table(
-    network: PolicyNetwork, rows: Sequence[PackedRow], ranks: Ranks, *, share_prompts: bool, sign: float
+def _sum(
+    network: PolicyNetwork,
+    rows: Sequence[PackedRow],
+    ranks: Ranks,
+    tables: list[Tensor],
+    share_prompts: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs in float64 and the number of tokens; adds `sign` times the gradient of their sum."""
+    """The sum of log-probs, of shared prompts its negative, and the number of tokens, (1,).
+
+    Adds the log-probs, in float64, to `tables`.
+    """
     batch = pack(rows, ranks.device, share_prompts=share_prompts)
     log_probs, _ = network(batch)
     masked = batch.table(log_probs).where(batch.mask, 0.0)
-    torch.autograd.backward(sign * masked.sum())
-    return masked.detach().double(), batch.mask.sum().double()
+    tables.append(masked.detach().double())
+    return (-masked if share_prompts else masked).sum(), batch.mask.sum().double().reshape(1)
 
 
 def _square_sum(network: PolicyNetwork, device: torch.device) -> Tensor:
