@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from paceline.core.errors import EnvironmentLackError
+from paceline.core.errors import EnvironmentLackError, NumericsError
 from paceline.learner.batch.halve import Halves, Part
 from paceline.learner.batch.pack import pack
 from paceline.learner.batch.types import OldLogProbs, TrainingBatch
 from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.train.learner import Learner
 from paceline.learner.train.memory import MemoryRoom
+from paceline.learner.train.optimizer import OutOfMemoryError
 from support.learner_fakes import run_config
 from support.learner_scenarios import numbers, take_step
 from support.learner_shapes import rows_with_holes
-from support.memory_faults import PLACES, bits, build, one_rank_runs_out, out_of_memory
+from support.memory_faults import GROUPS, PLACES, bits, build, one_rank_runs_out, out_of_memory
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ranks"), pytest.mark.timeout(900)]
 
@@ -81,7 +84,6 @@ def test_memory_that_stays_short_is_halved_until_single_rows_do_not_fit(model: P
 def test_the_critic_and_resampled_rows_are_halved_too(
     model: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from paceline.learner.train.learner import Learner
     from paceline.learner.train.losses import ValueLoss
 
     config = run_config(model, algorithm={"resample": {"method": "pow"}})
@@ -123,12 +125,12 @@ def test_halves_by_hand(share_prompts: bool) -> None:
         batch=TrainingBatch(
             batch=batch,
             old_log_probs=OldLogProbs(),
-            ref_log_probs=None,
+            ref_log_probs=table + 200,
             values=table,
             scores=torch.tensor([1.0, 2.0, 3.0, 4.0]),
             advantages=table + 100,
-            returns=None,
-            weights=None,
+            returns=table + 300,
+            weights=table + 400,
         ),
         selected=table > 20,
     )
@@ -139,7 +141,9 @@ def test_halves_by_hand(share_prompts: bool) -> None:
     assert [source.index for source in second.batch.sources] == [3]
     assert first.values is not None
     assert first.values.tolist() == [[0, 1, 2, 3], [9, 10, 11, 12]]
-    assert second.advantages.tolist() == (table[2:] + 100).tolist()
+    for number, name in enumerate(("values", "advantages", "ref_log_probs", "returns", "weights")):
+        assert getattr(first, name).tolist() == (table[:2, :4] + 100 * number).tolist(), name
+        assert getattr(second, name).tolist() == (table[2:] + 100 * number).tolist(), name
     assert second.scores.tolist() == [3, 4]
     assert halves.halves[1].selected is not None
     assert torch.equal(second.batch.mask, batch.mask[2:])
@@ -151,6 +155,85 @@ def test_halves_by_hand(share_prompts: bool) -> None:
     assert (alone.batch.rows, filler.batch.rows) == ((3, 3), ())
     assert filler.advantages.tolist() == [[0.0]]
     assert not filler.batch.mask.any()
+
+
+@pytest.mark.parametrize(
+    ("name", "sections"),
+    [
+        ("ref_log_probs", {"actor": {"use_kl_loss": True}}),
+        ("weights", {"algorithm": {**GROUPS, "rollout_correction": {"method": "tis"}}}),
+    ],
+)
+def test_a_table_that_a_half_has_lost_is_an_error_and_no_smaller_loss(
+    model: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, name: str, sections: dict[str, Any]
+) -> None:
+    sections = {"algorithm": GROUPS, **sections}
+    actor = {"ppo_max_token_len_per_gpu": 96, "shared_prompts": "off", **sections.pop("actor", {})}
+    learner = Learner.build(run_config(model, actor=actor, **sections), ranks, [].append)
+    honest = Halves.of
+
+    def losing(part: Part) -> Halves:
+        halves = honest(part)
+        cut = [replace(half, batch=replace(half.batch, **{name: None})) for half in halves.halves]
+        return replace(halves, halves=(cut[0], cut[1]))
+
+    monkeypatch.setattr(Halves, "of", losing)
+    with (
+        out_of_memory(learner, PLACES[0], {0}),
+        pytest.raises(NumericsError, match=f"has no {name}, which the policy loss reads"),
+    ):
+        take_step(learner, 1)
+
+
+def part_of(*lengths: int) -> Part:
+    """A part of rows without a prompt in common, with these responses."""
+    batch = pack(rows_with_holes([[(2, length)] for length in lengths]), torch.device("cpu"))
+    table = torch.zeros(batch.mask.shape)
+    return Part(
+        batch=TrainingBatch(
+            batch=batch,
+            old_log_probs=OldLogProbs(table),
+            ref_log_probs=None,
+            values=None,
+            scores=torch.zeros(len(lengths)),
+            advantages=table,
+            returns=None,
+            weights=None,
+        )
+    )
+
+
+def take(room: MemoryRoom, ranks: Ranks, parts: list[Part], num_failures: int) -> list[int]:
+    """Takes a step that runs out of memory so often; the rows of its parts in the end."""
+    failures = iter(range(num_failures))
+
+    def act(parts: Any) -> list[int]:
+        if next(failures, None) is not None:
+            raise OutOfMemoryError("PolicyNetwork", 1)
+        return [len(part.batch.batch.sources) for part in parts]
+
+    return room.take(parts, act, ranks=ranks, network="actor")
+
+
+def test_a_part_of_one_row_beside_a_larger_one_is_no_reason_to_give_up(ranks: Ranks) -> None:
+    assert take(MemoryRoom([].append), ranks, [part_of(4, 4, 4, 4), part_of(3)], 1) == [2, 2, 1, 0]
+
+
+def test_each_step_halves_the_budget_of_later_steps_once_however_often_its_parts_were_halved(
+    ranks: Ranks,
+) -> None:
+    """Within a step the parts are halved by rows until they fit, which says little of tokens."""
+    room = MemoryRoom([].append)
+    assert room.budget(1000, 10) == 1000
+    take(room, ranks, [part_of(*[4] * 8)], 2)
+    take(room, ranks, [part_of(*[4] * 8)], 1)
+    assert room.metrics == {"guard/out_of_memory": 3.0}
+    assert room.budget(1000, 10) == 500
+    assert room.metrics == {}
+    take(room, ranks, [part_of(*[4] * 8)], 1)
+    assert room.budget(1000, 10) == 250
+    assert room.budget(1000, 10) == 250
+    assert room.budget(200, 300) == 200
 
 
 def test_the_budget_holds_the_longest_row() -> None:

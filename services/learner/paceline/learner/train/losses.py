@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.config.policy_losses import CustomLoss
 from paceline.config.run import RunConfig
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, NumericsError
 from paceline.core.guard import Adjustments
 from paceline.learner.algorithms import kl, registry
 from paceline.learner.algorithms.aggregation import TOKEN_MEAN, aggregate
@@ -59,6 +59,7 @@ class PolicyLoss:
         self._network, self._actor = network, config.actor
         self._kl_loss_coef = config.actor.kl_loss_coef * adjustments.kl_scale
         self._temperature = config.rollout.temperature
+        self._is_corrected = config.algorithm.rollout_correction.method != "none"
         self._constant = config.actor.loss_agg_constant or float(config.data.max_response_length)
         self._loss = loss_function(config)
         self._arguments = {
@@ -80,6 +81,7 @@ class PolicyLoss:
         with recorded_choices(self._network.lm) as choices:
             flat, flat_entropy = self._network(batch, self._temperature, True)
         log_probs = batch.table(flat)
+        self._require_tables(part)
         per_token, metrics = self._per_token(log_probs, part, selected)
         if part.weights is not None:
             per_token = per_token * part.weights
@@ -89,7 +91,8 @@ class PolicyLoss:
         if self._actor.entropy_coeff:
             total = total - self._actor.entropy_coeff * self._aggregate(entropy, batch, denominators)
         kl_loss = torch.zeros_like(pg_loss)
-        if self._actor.use_kl_loss and part.ref_log_probs is not None:
+        if self._actor.use_kl_loss:
+            assert part.ref_log_probs is not None  # by _require_tables
             estimate = kl.kl_estimate(log_probs, part.ref_log_probs, self._actor.kl_loss_type)
             kl_loss = self._aggregate(estimate, batch, denominators)
             total = total + self._kl_loss_coef * kl_loss
@@ -117,6 +120,19 @@ class PolicyLoss:
         return Scaling(
             gradient=loss, sums=torch.tensor([factors[name] for name in self.names], dtype=torch.float64)
         )
+
+    def _require_tables(self, part: TrainingBatch) -> None:
+        """Raises NumericsError if a micro-batch lacks a table: one rank would leave out a term in silence."""
+        needed = {
+            "ref_log_probs": (self._actor.use_kl_loss, part.ref_log_probs),
+            "weights": (self._is_corrected, part.weights),
+        }
+        for name, (is_needed, table) in needed.items():
+            if is_needed and table is None:
+                raise NumericsError(
+                    f"a micro-batch of rows {list(part.batch.rows)[:8]} has no {name}, which the policy loss "
+                    "reads; without them its gradient would be wrong; report this as a bug"
+                )
 
     def _positive_loss(self, log_probs: Tensor, part: TrainingBatch, denominators: Denominators) -> Tensor:
         """The share of the mini-batch's mean over the tokens of right responses; 0 without one."""
