@@ -23,6 +23,7 @@ from paceline.learner.model.flops import arithmetic_of
 from paceline.learner.model.folder import gathered_tensors, write_folder
 from paceline.learner.model.loading import Precision, as_fsdp, hugging_face_names, load_policy
 from paceline.learner.train.learner import Learner
+from paceline.learner.train.losses import PolicyLoss
 from paceline.weights import corrections
 from support.architectures import tiny_config
 from support.learner_fakes import VOCAB_SIZE, run_config
@@ -228,6 +229,34 @@ def test_a_step_reports_the_balance_and_its_weight_changes_the_gradient(ranks: R
         results["off"]["actor/load_balance"], rel=1e-5
     )
     assert results["on"]["actor/grad_norm"] > 1.05 * results["off"]["actor/grad_norm"]
+
+
+def test_the_loss_grows_with_the_imbalance(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the other sign the experts would be driven apart, and all metrics but the loss stay the same."""
+    write_model(tmp_path, "qwen3_moe")
+    honest, calls = PolicyLoss.__call__, list[tuple[float, float]]()
+
+    def recording(self: PolicyLoss, *arguments: Any) -> tuple[Tensor, Tensor]:
+        total, sums = honest(self, *arguments)
+        calls.append((float(total.detach()), float(sums[self.names.index("load_balance")])))
+        return total, sums
+
+    monkeypatch.setattr(PolicyLoss, "__call__", recording)
+    seen = []
+    for coefficient in (0.0, 10.0):
+        calls.clear()
+        config = run_config(
+            tmp_path,
+            algorithm={"adv_estimator": "grpo", "use_kl_in_reward": False},
+            actor={"ppo_mini_batch_size": 8, "load_balance_coef": coefficient},
+        )
+        take_step(Learner.build(config, ranks), 1)
+        seen.append(calls[0])  # of the first micro-batch, before any step
+    (plain, balance), (balanced, same_balance) = seen
+    assert same_balance == balance > 0
+    assert balanced - plain == pytest.approx(10 * balance, rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -27,11 +27,12 @@ from paceline.learner.distributed.collectives import CommandError
 from paceline.learner.distributed.host_memory import pinned_memory
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.export import read_policy
+from paceline.learner.model.loading import as_fsdp
 from paceline.learner.train import host_averages
 from paceline.learner.train.learner import Learner
 from paceline.storage.folder import Folder
 from support.learner_fakes import run_config
-from support.learner_scenarios import save, take_step, train
+from support.learner_scenarios import numbers, save, take_step, train
 from support.s3_server import S3Server, s3_server
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ranks")]
@@ -432,6 +433,33 @@ def test_averages_in_host_memory_are_those_beside_the_parameters(
         load(resumed, tmp_path / "step_000002")
         take_step(resumed, 3)
         assert same(tensors(plain), tensors(resumed))
+
+
+def test_the_averages_of_policy_and_critic_lie_in_host_memory(model: Path, ranks: Ranks) -> None:
+    """On a CPU the host's are told from others by their mesh and by the one piece that each network's are."""
+    learner = Learner.build(run_config(model, actor={"memory": {"offload": True}}), ranks)
+    assert learner.critic is not None
+    for trainable in (learner.actor, learner.critic):
+        averages = [t for name, t in trainable.optimizer.state().items() if "exp_avg" in name]
+        storages = {t.to_local().untyped_storage().data_ptr() for t in averages if isinstance(t, DTensor)}
+        assert (len(averages) > 4, len(storages)) == (True, 1)
+
+
+def test_a_rollback_reaches_parameters_that_are_gathered(model: Path, ranks: Ranks, tmp_path: Path) -> None:
+    """What a pass has gathered hides the shards into which a checkpoint is read."""
+    learner = Learner.build(run_config(model), ranks)
+    assert learner.critic is not None
+    save(learner, tmp_path / "step_000000", step=0)
+    take_step(learner, 1)
+    networks = (learner.actor.network, learner.critic.network)
+    fresh = Learner.build(run_config(model), ranks)
+    load(fresh, tmp_path / "step_000000")
+    for network in networks:
+        as_fsdp(network).unshard()
+    roll_back(learner, tmp_path / "step_000000")
+    assert same(tensors(learner), tensors(fresh))
+    fresh.version = learner.version
+    assert numbers(take_step(learner, 2)) == numbers(take_step(fresh, 2))
 
 
 def test_all_averages_lie_in_one_piece_of_host_memory_and_parts_are_bounded(

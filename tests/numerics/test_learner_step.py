@@ -312,3 +312,19 @@ def test_a_row_over_the_budget_is_named(model: Path, ranks: Ranks, monkeypatch: 
     monkeypatch.setattr(batching, "CPU_TOKEN_BUDGET", 1)
     # The CPU's own smaller budget never refuses what the configuration allows.
     assert take_step(Learner.build(config, ranks), 1).step == 1
+
+
+def test_gradients_below_the_clip_are_not_judged_and_count_in_the_median(ranks: Ranks) -> None:
+    """Without them the first large gradient after small ones would have no median to be measured by."""
+    limits = GuardConfig.model_validate({"grad_norm": {"skip": 10.0}})
+    guard = UpdateGuard(limits, Histories(), ranks, Adjustments())
+
+    def judge(grad_norm: float) -> str:
+        return guard.judge_update("actor", ["loss"], torch.zeros(1, dtype=torch.float64), grad_norm, 1.0)
+
+    assert [judge(0.25) for _ in range(9)] == [""] * 9
+    assert judge(0.5) == ""
+    assert guard.readings == []
+    assert "actor grad_norm is 3, above 2.5, 10 times its running median" in judge(3.0)
+    (reading,) = guard.readings
+    assert (reading.value, reading.reference, reading.num_skipped) == (3.0, 0.25, 1)

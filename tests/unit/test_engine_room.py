@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from paceline.core.members import EnginePart
+from paceline.learner.distributed import engine_room
 from paceline.learner.distributed.engine_room import (
     MARGIN,
     MEASURED_MARGIN,
@@ -73,6 +75,22 @@ def test_memory_is_given_back_where_it_lacks(
     made = make_room(parts, lambda total: EngineSize(weights=total // 10, kv_cache=20 * GIB), gpu, ranks)
     assert made == RoomMade(freed_bytes=freed * GIB, has_room=has_room)
     assert gpu.gave_back == (freed > 0)
+
+
+@pytest.mark.parametrize("others", [(True, False), (False, True), (False, False), (True, True)])
+def test_an_engine_has_room_where_all_ranks_have_it(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, others: tuple[bool, bool]
+) -> None:
+    """An engine over two GPUs wakes on both."""
+
+    def gather(own: bytes, _: Ranks) -> list[bytes]:
+        return [own, *(json.dumps([5, has_room]).encode() for has_room in others)]
+
+    monkeypatch.setattr(engine_room, "gather_bytes", gather)
+    size = EngineSize(weights=10 * GIB, kv_cache=20 * GIB)
+    for free, own in ((90 * GIB, True), (10 * GIB + MARGIN, False)):
+        made = make_room((WEIGHTS,), lambda _: size, Gpu(free), ranks)
+        assert made == RoomMade(freed_bytes=10, has_room=own and others == (True, True))
 
 
 def test_what_an_engine_takes_meanwhile_does_not_count(ranks: Ranks) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cli.launch.learner_memory import CONTEXT, GIB, LearnerMemory
+from paceline.cli.launch.learner_memory import CONTEXT, GIB, LearnerMemory, longest_row
 from paceline.cli.launch.memory_plan import EngineMemory, MemoryPlan
 from paceline.cli.launch.model_shape import ModelShape
 from paceline.config.load import parse
@@ -507,3 +507,22 @@ def test_the_least_budget_that_the_plan_advises_holds_a_row_with_its_images() ->
     config = run_of(data=IMAGES)
     with pytest.raises(ConfigError, match=f"ppo_max_token_len_per_gpu: {512 + 1024 + 4 * 512}"):
         plan_for(config, SEVEN_VL, gib=47).lines()
+
+
+def test_rows_are_prompt_and_response_together() -> None:
+    """A prompt has 512 tokens and a response 1,024; a plan of prompts alone would be too small."""
+    config = run_of(actor={"ppo_mini_batch_size": 4, "ppo_max_token_len_per_gpu": 65536}, rollout={"n": 8})
+    assert longest_row(config, shape_of(SEVEN)) == 1536
+    # 4 x 8 rows of a mini-batch over four ranks.
+    assert LearnerMemory.of(config, shape_of(SEVEN)).num_tokens == 8 * 1536
+    rows = (2 * (8 + 4) + 4 * 8) * (1536 + 1)
+    slices = (4 + 8) * 149  # of 152,064 tokens, 1,024 each
+    batched = run_of(rollout={"sampler": "batched", "max_num_seqs": 128})
+    assert EngineMemory.of(batched, shape_of(SEVEN)).sampler == 128 * (rows + slices)
+    longer = run_of(data={"max_response_length": 4096}, actor={"ppo_max_token_len_per_gpu": 65536})
+    shape = shape_of(SEVEN)
+    assert LearnerMemory.of(longer, shape).num_tokens == min(65536, 8 * longer.rollout.n * 4608)
+    plan = plan_for(config)
+    plan._check_cache(0, plan.engine.budget_for(1536))
+    with pytest.raises(ConfigError, match="one sequence of 1536 tokens takes"):
+        plan._check_cache(0, plan.engine.budget_for(1535))
