@@ -132,6 +132,7 @@ def select(batch: Batch) -> Tensor:
 
 def estimate(name: str, batch: Batch, shard: RowShard = ALL_ROWS) -> tuple[Tensor, Tensor | None]:
     inputs = EstimatorInputs(
+        scores=torch.where(batch.mask, batch.rewards, 0.0).sum(-1),
         token_rewards=batch.rewards,
         mask=batch.mask,
         group_ids=batch.group_ids,

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from paceline.core.errors import ConfigError, NumericsError
 from paceline.learner.algorithms import kl
@@ -86,6 +87,21 @@ def test_placed_parts_of_a_score_are_on_their_tokens_and_the_rest_on_the_last() 
     rewards = kl.token_rewards(torch.tensor([2.0, 1.0]), mask, placed=placed)
     expected = torch.tensor([[0.5, 0, 0, 1.5, 0], [0, -2.0, 0, 0, 3.0]])
     torch.testing.assert_close(rewards, expected)
+
+
+def test_penalized_scores_by_hand_and_the_same_under_any_padding() -> None:
+    """Ranks pad their rows to different lengths, and samples of a group lie on several ranks."""
+    mask = torch.tensor([[1, 0, 1, 0], [1, 1, 1, 1]])
+    table = torch.tensor([[0.5, torch.nan, 1.0, 9.0], [0.5, 0.5, 0.5, 0.5]])
+    got = kl.penalized_scores(torch.tensor([2.0, -1.0]), mask, table, 0.1)
+    torch.testing.assert_close(got, torch.tensor([1.85, -1.2]))
+    scores = torch.tensor([0.1, 1 / 3])
+    assert torch.equal(kl.penalized_scores(scores, torch.ones(2, 4)), scores)
+    long = torch.randn(64, 37, generator=torch.Generator().manual_seed(0))
+    alone = kl.penalized_scores(torch.ones(64), torch.ones(64, 37), long, 0.1)
+    for padding in (3, 27, 219, 987):
+        padded, kept = F.pad(long, (0, padding)), F.pad(torch.ones(64, 37), (0, padding))
+        assert torch.equal(kl.penalized_scores(torch.ones(64), kept, padded, 0.1), alone)
 
 
 def test_adaptive_controller_moves_by_at_most_a_fifth_of_n_over_horizon():

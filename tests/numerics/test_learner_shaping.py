@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from paceline.config.run import RunConfig
 from paceline.core.guard import Adjustments
 from paceline.learner.algorithms.aggregation import MODES
+from paceline.learner.algorithms.estimators import Estimator, EstimatorInputs
 from paceline.learner.algorithms.registry import POLICY_LOSSES
 from paceline.learner.batch.arithmetic import Arithmetic, RowLength
 from paceline.learner.batch.minibatch import Denominators, MiniBatch, cut_mini_batches
@@ -37,6 +39,15 @@ from support.learner_variants import GROUPS, NO_KL
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ranks")]
 
 
+GROUP_ESTIMATORS = (
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce_plus_plus_baseline",
+    "opo",
+    "gpg",
+    "pass_at_k",
+)
 OVERLONG = {"algorithm": {**GROUPS, "overlong": {"enable": True, "buffer_length": 4, "factor": 0.5}}}
 
 
@@ -89,6 +100,66 @@ class TestPlacedRewards:
         assert seen["first"]["critic/returns/mean"] == pytest.approx(total / num_tokens, rel=1e-4)
         for same in ("critic/score/mean", "critic/rewards/mean"):
             assert seen["first"][same] == pytest.approx(seen["last"][same])
+
+    @pytest.mark.parametrize("name", GROUP_ESTIMATORS)
+    def test_groups_of_equal_scores_have_no_advantage_wherever_the_parts_lie(
+        self, model: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
+        """Token rewards add up to a score but for their rounding, which a std of 0 + 1e-6 would magnify."""
+        rows, blobs = make_batch(step=1, seed=1)
+        parts = np.random.default_rng(0)
+        placed = tuple(
+            replace(
+                row,
+                reward=1.0,
+                token_rewards=tuple(
+                    (place, float(parts.normal())) for place in range(row.num_response_tokens)
+                ),
+            )
+            for row in rows
+        )
+        monkeypatch.setattr(scenarios, "make_batch", lambda **_: (placed, blobs))
+        config = run_config(model, algorithm={**NO_KL, "adv_estimator": name})
+        metrics = numbers(take_step(Learner.build(config, ranks), 1))
+        assert metrics["actor/grad_norm"] == 0.0
+        assert metrics["critic/advantages/mean"] == 0.0
+
+    def test_the_scores_of_groups_have_the_penalty(
+        self, model: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """In the second step, as in the first the policy is the reference."""
+        seen: list[EstimatorInputs] = []
+        honest = Estimator.__call__
+
+        def recording(self: Estimator, inputs: EstimatorInputs, options: Any) -> Any:
+            seen.append(inputs)
+            return honest(self, inputs, options)
+
+        monkeypatch.setattr(Estimator, "__call__", recording)
+        kl = {"use_kl_in_reward": True, "kl_ctrl": {"type": "fixed", "kl_coef": 10.0}}
+        learner = Learner.build(run_config(model, algorithm={**kl, "adv_estimator": "grpo"}), ranks)
+        for step in (1, 2):
+            take_step(learner, step)
+        inputs = seen[-1]
+        sums = torch.where(inputs.mask, inputs.token_rewards, 0.0).sum(-1)
+        torch.testing.assert_close(inputs.scores, sums)
+        rewards = {round(row.reward, 4) for row in make_batch(step=2, seed=1)[0]}
+        kept = [round(score, 4) in rewards for score in inputs.scores.tolist()]
+        assert sum(kept) < len(kept) / 2
+
+    def test_a_group_estimator_takes_no_notice_of_where_the_parts_lie(
+        self, model: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        rows, blobs = make_batch(step=1, seed=1)
+        placed = tuple(replace(row, token_rewards=((0, 0.1), (0, 1 / 3))) for row in rows)
+        kl = {"use_kl_in_reward": True, "kl_ctrl": {"type": "fixed", "kl_coef": 0.1}}
+        config = run_config(model, algorithm={**kl, "adv_estimator": "grpo"})
+        seen = []
+        for chosen in (rows, placed):
+            monkeypatch.setattr(scenarios, "make_batch", lambda *, chosen=chosen, **_: (chosen, blobs))
+            seen.append(numbers(take_step(Learner.build(config, ranks), 1)))
+        for same in ("actor/grad_norm", "actor/pg_loss", "critic/advantages/mean"):
+            assert seen[0][same] == seen[1][same], same
 
 
 class TestValuePreTraining:

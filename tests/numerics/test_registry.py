@@ -95,7 +95,7 @@ def test_options_come_from_the_configuration():
 
 def test_an_estimator_without_its_tensors_says_which():
     ones = torch.ones(2, 2)
-    inputs = EstimatorInputs(token_rewards=ones, mask=ones, group_ids=torch.tensor([0, 0]))
+    inputs = EstimatorInputs(scores=ones[0], token_rewards=ones, mask=ones, group_ids=torch.tensor([0, 0]))
     with pytest.raises(ConfigError, match="needs values, which this batch does not have"):
         registry.ADV_ESTIMATORS["gae"](inputs, {"gamma": 1.0, "lam": 1.0})
     with pytest.raises(ConfigError, match="needs greedy_scores"):
@@ -109,7 +109,12 @@ def test_the_learners_call_gives_what_the_public_functions_give():
     rewards, values = torch.randn(6, 5).double() * mask, torch.randn(6, 5).double()
     groups, greedy, scores = torch.tensor([0, 1, 0, 1, 1, 0]), torch.randn(6).double(), rewards.sum(-1)
     inputs = EstimatorInputs(
-        token_rewards=rewards, mask=mask, group_ids=groups, values=values, greedy_scores=greedy
+        scores=scores,
+        token_rewards=rewards,
+        mask=mask,
+        group_ids=groups,
+        values=values,
+        greedy_scores=greedy,
     )
     tensors = {
         "gae": (rewards, values, mask),
@@ -139,6 +144,7 @@ def test_the_page_on_adding_an_algorithm_holds():
     median = of_groups(scope["median"])
     rewards = torch.tensor([[0.0, 1.0], [4.0, 0.0], [0.0, 2.0]])
     inputs = EstimatorInputs(
+        scores=rewards.sum(-1),
         token_rewards=rewards,
         mask=torch.tensor([[1, 1], [1, 0], [1, 1]]),
         group_ids=torch.tensor([0, 0, 0]),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.core.errors import ConfigError
 from paceline.learner.algorithms import advantages
-from paceline.learner.algorithms.statistics import ALL_ROWS, RowShard, keep, masked_sum, masked_whiten
+from paceline.learner.algorithms.statistics import ALL_ROWS, RowShard, keep, masked_whiten
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -18,7 +18,9 @@ class EstimatorInputs:
     """This rank's rows of a step's batch.
 
     Attributes:
-        token_rewards: (B, T) from `kl.token_rewards`.
+        scores: (B,) from `kl.penalized_scores`.
+        token_rewards: (B, T) from `kl.token_rewards`; their sums are the scores up to rounding, so that
+            samples with equal scores are equal in `scores` alone.
         mask: (B, T).
         group_ids: (B,) integers that mean the same on every rank.
         values: (B, T); None without a critic.
@@ -26,17 +28,13 @@ class EstimatorInputs:
         shard: where the rows lie in the whole batch.
     """
 
+    scores: Tensor
     token_rewards: Tensor
     mask: Tensor
     group_ids: Tensor
     values: Tensor | None = None
     greedy_scores: Tensor | None = None
     shard: RowShard = ALL_ROWS
-
-    @property
-    def scores(self) -> Tensor:
-        """Each row's sum of token rewards, (B,)."""
-        return masked_sum(self.token_rewards, self.mask, dim=-1)
 
 
 class Estimates(NamedTuple):

@@ -122,6 +122,32 @@ def token_rewards(
     return rewards if kl is None else rewards - kl_coef * keep(kl.detach(), mask)
 
 
+def penalized_scores(scores: Tensor, mask: Tensor, kl: Tensor | None = None, kl_coef: float = 0.0) -> Tensor:
+    """The scores minus kl_coef times the sum of each sequence's KL: what an estimator of groups compares.
+
+    The sum is taken in float64, so that padding, which differs between ranks, does not change its rounding.
+
+    Args:
+        scores: (B,) sequence scores.
+        mask: (B, T).
+        kl: (B, T) as in `token_rewards`; None for no KL in the reward.
+        kl_coef: beta.
+
+    Returns:
+        (B,); no gradient.
+
+    Raises:
+        NumericsError: shapes differ.
+    """
+    require_rows(mask.shape[0], scores=scores)
+    require_same_shape(mask=mask, kl=kl)
+    scores = full_precision(scores.detach())
+    if kl is None:
+        return scores
+    penalties = kl_coef * keep(kl.detach(), mask).double().sum(-1)
+    return (scores.double() - penalties).to(scores.dtype)
+
+
 class FixedKLController:
     """A coefficient that stays what it is."""
 

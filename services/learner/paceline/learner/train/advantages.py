@@ -70,6 +70,7 @@ def compute_advantages(
     greedy = _if_all_present(greedy_scores, len(scores), ranks.device)
     estimator = registry.ADV_ESTIMATORS[config.algorithm.adv_estimator]
     inputs = EstimatorInputs(
+        scores=kl.penalized_scores(own.scores, own.mask, in_reward, kl_coef),
         token_rewards=token_rewards,
         mask=own.mask,
         group_ids=torch.tensor(group_ids, dtype=torch.int64, device=ranks.device)[own.index],
