@@ -64,7 +64,7 @@ class Faulty:
     def __init__(self, model: Path, ranks: Ranks, steps: int, **guard: Any) -> None:
         self.config = run_config(
             model,
-            data={"train_batch_size": 4},
+            data={"train_batch_size": 4, "seed": 0},
             actor={"ppo_mini_batch_size": 2},
             rollout={"n": 4, "replicas": 2},
             trainer={"total_steps": steps, "save_freq": 1, "val_before_train": False},
