@@ -36,19 +36,21 @@ def draw(shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "num_groups", "width", "value_width", "window"),
+    ("num_heads", "num_groups", "width", "value_width", "window", "softcap"),
     [
-        (28, 4, 128, 128, None),
-        (9, 3, 64, 64, None),
-        (4, 4, 192, 128, None),
-        (8, 1, 256, 256, None),
-        (8, 4, 128, 128, 40),
+        (28, 4, 128, 128, None, None),
+        (9, 3, 64, 64, None, None),
+        (4, 4, 192, 128, None, None),
+        (8, 1, 256, 256, None, None),
+        (8, 4, 128, 128, 40, None),
+        (8, 4, 128, 128, 40, 2.0),
+        (8, 4, 256, 256, None, 2.0),
     ],
-    ids=["Qwen2.5-7B", "SmolLM2", "latent", "Gemma", "windows"],
+    ids=["Qwen2.5-7B", "SmolLM2", "latent", "Gemma", "windows", "windows and softcap", "Gemma 2"],
 )
 @pytest.mark.usefixtures("kernel")
 def test_values_and_gradients_are_those_of_float64(
-    num_heads: int, num_groups: int, width: int, value_width: int, window: int | None
+    num_heads: int, num_groups: int, width: int, value_width: int, window: int | None, softcap: float | None
 ) -> None:
     total = sum(LENGTHS)
     shapes = [
@@ -63,7 +65,9 @@ def test_values_and_gradients_are_those_of_float64(
         packed = PackedSequences.of(LENGTHS, torch.device(device), PREFIXES)
         inputs = [x.to(device, dtype).requires_grad_() for x in drawn]
         module = torch.nn.Identity()
-        out, _ = attention.packed_attention(module, *inputs, None, packed=packed, sliding_window=window)
+        out, _ = attention.packed_attention(
+            module, *inputs, None, packed=packed, sliding_window=window, softcap=softcap
+        )
         results.append([out, *torch.autograd.grad(out, inputs, gradient.to(device, dtype))])
     for true, own in zip(*results, strict=True):
         own = own.cpu().double()

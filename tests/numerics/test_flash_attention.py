@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,7 +29,13 @@ KIND = Kind(heads=4, groups=2, width=16, value_width=8, windowed=True, dtype=tor
 
 
 def plain(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scaling: float | None, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Lengths,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attention in float32, sequence by sequence."""
     repeats = q.shape[1] // k.shape[1]
@@ -43,6 +50,8 @@ def plain(
         back = torch.arange(num_keys - num_queries, num_keys)[:, None] - torch.arange(num_keys)
         seen = (back >= 0) & (back < (window or num_keys))
         scores = queries @ keys.transpose(1, 2) * (scaling or q.shape[-1] ** -0.5)
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
         outputs.append((scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values).transpose(0, 1))
     return torch.cat(outputs).to(q.dtype)
 
@@ -50,6 +59,17 @@ def plain(
 def wrong_gradient(q: Tensor, *rest: Any) -> Tensor:
     """The same values."""
     return plain(q.detach() + 1.05 * (q - q.detach()), *rest)
+
+
+def wrong_in(wrong: int) -> Callable[..., Tensor]:
+    """A kernel whose values are 3 % off in the drawn sequence of this number, and right elsewhere."""
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, *rest: Any) -> Tensor:
+        factors = torch.ones(len(q))
+        factors[lengths.queries[wrong] : lengths.queries[wrong + 1]] = 1.03
+        return (plain(q, k, v, lengths, *rest).float() * factors[:, None, None]).to(q.dtype)
+
+    return kernel
 
 
 def failing(*_: Any) -> Tensor:
@@ -85,7 +105,7 @@ def test_auto_takes_flash_attention_4_where_it_computes_what_torch_does(
     ("kernel", "reason"),
     [
         (failing, "AssertionError: head_dim 16 is not supported"),
-        (wrong_gradient, "differ from torch's by 0.05"),
+        (wrong_gradient, "differ from those of torch's kernel by 0.05"),
     ],
 )
 def test_torchs_is_taken_and_the_log_says_why(
@@ -101,6 +121,55 @@ def test_torchs_is_taken_and_the_log_says_why(
     with pytest.raises(EnvironmentLackError, match=r"set actor\.attention_kernel: auto") as caught:
         flash_attention._kernel_of(KIND, "flash_attention_4")
     assert reason in str(caught.value)
+
+
+def test_each_drawn_sequence_is_judged_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one norm over all of them the sequence of one query would be lost."""
+    assert max(keys for _, keys in flash_attention._TRIED_LENGTHS) == 4000
+    for number in range(len(flash_attention._TRIED_LENGTHS)):
+        monkeypatch.setattr(flash_attention, "by_flash_attention_4", wrong_in(number))
+        assert 0.02 < flash_attention._difference(KIND) < 0.04
+
+
+def test_numbers_that_are_not_finite_are_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_attention, "by_flash_attention_4", lambda *args: plain(*args) * torch.nan)
+    assert flash_attention._difference(KIND) > 1e6
+
+
+def test_scores_with_a_softcap_have_flash_attention_4_or_the_formula(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def without_cap(*args: Any) -> Tensor:
+        return plain(*args[:6])
+
+    capped = dataclasses.replace(KIND, softcap=1.0)
+    assert flash_attention._kernel_of(capped, "auto") is plain
+    assert flash_attention._kernel_of(capped, "torch") is None
+    flash_attention._kernel_of.cache_clear()
+    monkeypatch.setattr(flash_attention, "by_flash_attention_4", without_cap)
+    assert flash_attention._kernel_of(capped, "auto") is None
+    assert "a softcap of 1 (its numbers differ from those of the formula" in caplog.text
+    q, k, v = (torch.randn(10, heads, 16) for heads in (4, 2, 2))
+    assert not flash_attention.has_softcap(q, k, v, None, 1.0)
+    monkeypatch.setattr(flash_attention, "by_flash_attention_4", plain)
+    bounds = torch.tensor([0, 4, 10], dtype=torch.int32)
+    lengths = Lengths(queries=bounds, keys=bounds, max_queries=6, max_keys=6)
+    assert flash_attention.has_softcap(q, k, v, 3, 2.0)
+    out = flash_attention.attend(q, k, v, lengths, None, 3, 2.0)
+    torch.testing.assert_close(out, plain(q, k, v, lengths, None, 3, 2.0))
+
+
+@pytest.mark.parametrize(("scaling", "window", "softcap"), [(None, None, None), (0.3, 3, 2.0)])
+def test_the_formula_that_kernels_are_tried_against(
+    scaling: float | None, window: int | None, softcap: float | None
+) -> None:
+    q, k, v = (torch.randn(size, heads, 16) for size, heads in ((10, 4), (12, 2), (12, 2)))
+    bounds = [torch.tensor(ends, dtype=torch.int32) for ends in ([0, 4, 10], [0, 6, 12])]
+    lengths = Lengths(queries=bounds[0], keys=bounds[1], max_queries=6, max_keys=6)
+    ours, expected = (
+        kernel(q, k, v, lengths, scaling, window, softcap) for kernel in (flash_attention.by_formula, plain)
+    )
+    torch.testing.assert_close(ours, expected)
 
 
 def test_an_older_gpu_and_a_missing_package_leave_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +246,7 @@ def test_a_trial_within_a_recomputed_layer_saves_nothing_for_its_backward_pass()
             Gemma3TextConfig(num_attention_heads=4, num_key_value_heads=1, head_dim=256, num_hidden_layers=7),
             [(4, 1, 256, 256, False), (4, 1, 256, 256, True)],
         ),
-        (Gemma2Config(), []),
+        (Gemma2Config(), [(8, 4, 256, 256, False), (8, 4, 256, 256, True)]),
         (MambaConfig(), []),
         (DeepseekV3Config(), [(128, 128, 192, 128, False)]),
     ],
@@ -188,6 +257,8 @@ def test_kinds_of_models(config: Any, expected: list[tuple[Any, ...]]) -> None:
     assert [
         (kind.heads, kind.groups, kind.width, kind.value_width, kind.windowed) for kind in kinds
     ] == expected
+    caps = {kind.softcap for kind in kinds}
+    assert caps <= ({50.0} if isinstance(config, Gemma2Config) else {None})
 
 
 def test_kernels_are_compiled_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:

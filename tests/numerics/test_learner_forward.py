@@ -17,7 +17,7 @@ from paceline.core.errors import ModelError
 from paceline.learner.batch.pack import pack
 from paceline.learner.batch.types import MicroBatch, PackedRow, PackedSequences
 from paceline.learner.distributed.ranks import Ranks
-from paceline.learner.model import loading
+from paceline.learner.model import attention, loading
 from paceline.learner.model import networks as models
 from paceline.learner.model.attention import packed_attention
 from paceline.learner.model.layers import LayerOptions
@@ -223,12 +223,18 @@ def test_attention_sees_its_own_sequence_only(window: int | None) -> None:
 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("with_sinks", [False, True])
-def test_attention_with_a_softcap_and_sinks_by_its_formula(window: int | None, with_sinks: bool) -> None:
+@pytest.mark.parametrize("most_scores", [attention.SLICE_SCORES, 60])
+def test_attention_with_a_softcap_and_sinks_by_its_formula(
+    window: int | None, with_sinks: bool, most_scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """60 scores: two queries of the longest two sequences at a time."""
+    monkeypatch.setattr(attention, "SLICE_SCORES", most_scores)
     generator = torch.Generator().manual_seed(1)
     lengths = [2, 5, 5]
     query = torch.randn(1, 4, 12, 8, generator=generator)
     key, value = (torch.randn(1, 2, 12, 8, generator=generator) for _ in range(2))
     sinks = torch.randn(4, generator=generator) if with_sinks else None
+    inputs = [x.requires_grad_() for x in (query, key, value, sinks) if x is not None]
     packed = PackedSequences.of(lengths, CPU)
     layer = torch.nn.Identity()
     out, _ = packed_attention(
@@ -255,7 +261,14 @@ def test_attention_with_a_softcap_and_sinks_by_its_formula(window: int | None, w
             total = total + sinks.double().exp()[:, None, None]
         expected.append((weights / total @ v).transpose(0, 1))
         start += length
-    torch.testing.assert_close(out[0].double(), torch.cat(expected), atol=1e-6, rtol=1e-5)
+    true = torch.cat(expected)
+    torch.testing.assert_close(out[0].double(), true, atol=1e-6, rtol=1e-5)
+    slope = torch.randn(out[0].shape, generator=generator)
+    gradients = [
+        torch.autograd.grad(numbers, inputs, at) for numbers, at in ((out[0], slope), (true, slope.double()))
+    ]
+    for own, expected_one in zip(*gradients, strict=True):
+        torch.testing.assert_close(own, expected_one, atol=1e-5, rtol=1e-4)
 
 
 def test_attention_with_dropout_or_without_the_sequences_is_refused() -> None:

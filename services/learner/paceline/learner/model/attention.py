@@ -4,8 +4,8 @@ A micro-batch is one row of tokens, its sequences side by side without padding. 
 they begin; it is computed once and passed through the model as the keyword argument `packed`, so no layer
 derives it from position ids and transformers builds no mask. On CUDA in half precision
 `paceline.learner.model.flash_attention` does the work. Elsewhere, sequences of about the same length run as
-padded batches of scaled dot products. With a softcap or sinks, which neither of them has, the scores of
-such a batch are computed in full.
+padded batches of scaled dot products. With sinks, or a softcap for which no kernel does, the scores of such a
+batch are computed by their formula, in slices of queries.
 
 Responses may share a prompt, which is then their prefix: its states, keys and values are computed once. Each
 response's queries run against the prompt's keys and its own, side by side; with fewer queries than keys, all
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from paceline.core.errors import ModelError
 from paceline.learner.batch.padded import PaddedBatch, causal_mask
@@ -29,6 +30,8 @@ from paceline.learner.model import flash_attention
 from paceline.learner.model.rows import take_rows
 
 PACKED_ATTENTION = "paceline_packed"
+SLICE_SCORES = 1 << 26
+"""Scores that are computed at a time by their formula: 256 MiB in float32"""
 
 
 def register() -> None:
@@ -105,18 +108,27 @@ def packed_attention(
             "use one of the architectures of docs/models.md"
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    if softcap is not None or s_aux is not None:
+    has_kernel = q.is_cuda and flash_attention.takes(q.dtype, q.shape[-1]) and s_aux is None
+    if has_kernel and softcap is not None:
+        has_kernel = flash_attention.has_softcap(q, k, v, sliding_window, softcap)
+    if has_kernel:
+        out = _side_by_side(q, k, v, packed, scaling, sliding_window, softcap)
+    elif softcap is not None or s_aux is not None:
         scores = partial(_full_scores, softcap=softcap, sinks=s_aux)
         out = _in_batches(q, k, v, packed, scaling, sliding_window, scores)
-    elif q.is_cuda and flash_attention.takes(q.dtype, q.shape[-1]):
-        out = _side_by_side(q, k, v, packed, scaling, sliding_window)
     else:
         out = _in_batches(q, k, v, packed, scaling, sliding_window, F.scaled_dot_product_attention)
     return out.unsqueeze(0), None
 
 
 def _side_by_side(
-    q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, scaling: float | None, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: PackedSequences,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
 ) -> Tensor:
     cu_keys, max_keys = packed.cu_seqlens, packed.max_length
     if packed.keys is not None:
@@ -125,7 +137,7 @@ def _side_by_side(
     lengths = flash_attention.Lengths(
         queries=packed.cu_seqlens, keys=cu_keys, max_queries=packed.max_length, max_keys=max_keys
     )
-    return flash_attention.attend(q, k, v, lengths, scaling, window)
+    return flash_attention.attend(q, k, v, lengths, scaling, window, softcap)
 
 
 def _in_batches(
@@ -180,17 +192,43 @@ def _full_scores(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """As `F.scaled_dot_product_attention`, with a softcap and sinks; memory grows with queries x keys."""
+    """As `F.scaled_dot_product_attention`, with a softcap and sinks.
+
+    Where there are more than SLICE_SCORES of them, scores are computed in slices of queries, and again on the
+    way back: memory does not grow with queries x keys.
+    """
     if enable_gqa:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    num_queries, num_keys = q.shape[-2], k.shape[-2]
+    seen = causal_mask(num_queries, num_keys, None, q.device) if is_causal else attn_mask
+    assert seen is not None
+    seen = seen.expand(*seen.shape[:-2], num_queries, num_keys)
+    slice_of = partial(_slice_of_scores, scale=scale, softcap=softcap, sinks=sinks)
+    rows = max(1, SLICE_SCORES // (q.shape[0] * q.shape[1] * num_keys))
+    if rows >= num_queries:
+        return slice_of(q, k, v, seen)
+    parts = [
+        checkpoint(slice_of, q_part, k, v, seen_part, use_reentrant=False)
+        for q_part, seen_part in zip(torch.split(q, rows, -2), torch.split(seen, rows, -2), strict=True)
+    ]
+    return torch.cat(parts, dim=-2)
+
+
+def _slice_of_scores(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    *,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    num_keys = k.shape[-2]
-    seen = causal_mask(q.shape[-2], num_keys, None, q.device) if is_causal else attn_mask
-    assert seen is not None
     scores = scores.masked_fill(~seen, -torch.inf).float()
     if sinks is not None:
         column = sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, column], dim=-1)
-    return torch.softmax(scores, dim=-1)[..., :num_keys].to(v.dtype) @ v
+    return torch.softmax(scores, dim=-1)[..., : k.shape[-2]].to(v.dtype) @ v

@@ -2,7 +2,8 @@
 
 torch brings FlashAttention 2. FlashAttention 4 (the package flash-attn-4) is written for Hopper and
 Blackwell, and takes three fifths of the time there. It compiles kernels for every kind of layer. So the
-first call tries it on a few drawn tokens; where it fails or computes something else, torch's is taken.
+first call tries it on drawn sequences; where it fails or computes something else, torch's is taken. Scores
+with a softcap have no kernel in torch: there FlashAttention 4 is tried against the formula.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from paceline.config.actor import AttentionKernel
 from paceline.core.errors import EnvironmentLackError
+from paceline.learner.batch.padded import causal_mask
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +31,9 @@ PACKAGE = "flash_attn.cute"
 TOLERANCE = 0.02
 """Of the relative difference in bfloat16 of two kernels that compute the same; 0.003 was measured."""
 
-_TRIED_LENGTHS = ((96, 96), (40, 136), (1, 97))
-"""Queries and keys of the drawn sequences."""
+_TRIED_LENGTHS = ((96, 96), (40, 136), (1, 97), (1000, 1000), (256, 4000))
+"""Queries and keys of the drawn sequences: within a tile of the kernel, and over many."""
+_TRIED_WINDOW = 33
 _MIN_CAPABILITY = 9
 
 _chosen: list[AttentionKernel] = ["auto"]
@@ -72,12 +75,12 @@ def takes(dtype: torch.dtype, width: int) -> bool:
 def kinds_of(config: Any, dtype: torch.dtype, device: torch.device) -> list[Kind]:
     """What layers with these sizes and windows ask `attend` for.
 
-    Nothing where scores have a softcap, or where sizes have other names or differ from layer to layer: these
-    kernels are compiled when they are needed.
+    Nothing where sizes have other names or differ from layer to layer: these kernels are compiled when they
+    are needed.
     """
     heads = getattr(config, "num_attention_heads", None)
     groups = getattr(config, "num_key_value_heads", None) or heads
-    if getattr(config, "attn_logit_softcapping", None) or not (type(heads) is type(groups) is int):
+    if not (type(heads) is type(groups) is int):
         return []
     head = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
     width, value_width = (int(getattr(config, name, None) or head) for name in ("qk_head_dim", "v_head_dim"))
@@ -90,6 +93,7 @@ def kinds_of(config: Any, dtype: torch.dtype, device: torch.device) -> list[Kind
             width=width,
             value_width=value_width,
             windowed=windowed,
+            softcap=getattr(config, "attn_logit_softcapping", None),
             dtype=dtype,
             device=device,
         )
@@ -113,11 +117,22 @@ class Lengths:
     max_keys: int
 
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Lengths, float | None, int | None], Tensor]
+Kernel = Callable[[Tensor, Tensor, Tensor, Lengths, float | None, int | None, float | None], Tensor]
+
+
+def has_softcap(q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float) -> bool:
+    """Whether a kernel takes scores with this softcap; arguments as those of `attend`."""
+    return _kernel_of(Kind.of(q, k, v, window, softcap), _chosen[0]) is not None
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scaling: float | None, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Lengths,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Causal attention within each sequence.
 
@@ -128,20 +143,14 @@ def attend(
         lengths: of the sequences.
         scaling: of the scores; None is D ** -0.5.
         window: number of tokens that a token sees, itself included; None for all before it.
+        softcap: c, of scores that become c tanh(scores / c), where `has_softcap`.
 
     Returns:
         (T, H, E).
     """
-    kind = Kind(
-        heads=q.shape[1],
-        groups=k.shape[1],
-        width=q.shape[2],
-        value_width=v.shape[2],
-        windowed=window is not None,
-        dtype=q.dtype,
-        device=q.device,
-    )
-    return _kernel_of(kind, _chosen[0])(q, k, v, lengths, scaling, window)
+    kernel = _kernel_of(Kind.of(q, k, v, window, softcap), _chosen[0])
+    assert kernel is not None
+    return kernel(q, k, v, lengths, scaling, window, softcap)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,20 +162,39 @@ class Kind:
     width: int
     value_width: int
     windowed: bool
+    softcap: float | None = None
     dtype: torch.dtype
     device: torch.device
 
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float | None) -> Kind:
+        """That of a call of `attend`."""
+        return cls(
+            heads=q.shape[1],
+            groups=k.shape[1],
+            width=q.shape[2],
+            value_width=v.shape[2],
+            windowed=window is not None,
+            softcap=softcap,
+            dtype=q.dtype,
+            device=q.device,
+        )
+
     def __str__(self) -> str:
-        return f"{self.heads} heads of {self.width}, {self.groups} of keys"
+        capped = "" if self.softcap is None else f", a softcap of {self.softcap:g}"
+        return f"{self.heads} heads of {self.width}, {self.groups} of keys{capped}"
 
 
 @lru_cache
-def _kernel_of(kind: Kind, chosen: AttentionKernel) -> Kernel:
+def _kernel_of(kind: Kind, chosen: AttentionKernel) -> Kernel | None:
+    """None for scores with a softcap where FlashAttention 4 does not do: torch has no kernel for them."""
+    other: Kernel | None = by_torch if kind.softcap is None else None
+    instead = "torch's kernel" if other else "the formula"
     if chosen == "torch" or torch.cuda.get_device_capability(kind.device)[0] < _MIN_CAPABILITY:
-        return by_torch
+        return other
     if not _is_installed():
-        log.info("torch's kernel computes attention; the package flash-attn-4 takes less time here")
-        return by_torch
+        log.info("%s computes attention; the package flash-attn-4 takes less time here", instead)
+        return other
     try:
         difference = _difference(kind)
     except Exception as error:  # noqa: BLE001 - whatever a compiler in its beta says
@@ -174,13 +202,13 @@ def _kernel_of(kind: Kind, chosen: AttentionKernel) -> Kernel:
     else:
         if difference <= TOLERANCE:
             return by_flash_attention_4
-        reason = f"its numbers differ from torch's by {difference:.3g}, relative"
+        reason = f"its numbers differ from those of {instead} by {difference:.3g}, relative"
     if chosen == "flash_attention_4":
         raise EnvironmentLackError(
             f"FlashAttention 4 does not work for {kind} ({reason}); set actor.attention_kernel: auto"
         )
-    log.warning("FlashAttention 4 does not work for %s (%s); torch's kernel is used", kind, reason)
-    return by_torch
+    log.warning("FlashAttention 4 does not work for %s (%s); %s is used", kind, reason, instead)
+    return other
 
 
 @lru_cache(maxsize=1)
@@ -193,7 +221,10 @@ def _is_installed() -> bool:
 
 @torch.enable_grad()
 def _difference(kind: Kind) -> float:
-    """The largest relative difference of both kernels' outputs and gradients, on drawn numbers."""
+    """The largest relative difference of a sequence's outputs or gradients, on drawn numbers.
+
+    Sequence by sequence: in a norm over all of them a short one, or the end of a long one, is lost.
+    """
     queries, keys = (sum(counts) for counts in zip(*_TRIED_LENGTHS, strict=True))
     generator = torch.Generator(kind.device).manual_seed(0)
 
@@ -203,22 +234,52 @@ def _difference(kind: Kind) -> float:
 
     q, k = draw(queries, kind.heads, kind.width), draw(keys, kind.groups, kind.width)
     v, gradient = draw(keys, kind.groups, kind.value_width), draw(queries, kind.heads, kind.value_width)
+    query_counts, key_counts = ([*counts] for counts in zip(*_TRIED_LENGTHS, strict=True))
     lengths = Lengths(
-        queries=_offsets([count for count, _ in _TRIED_LENGTHS], kind.device),
-        keys=_offsets([count for _, count in _TRIED_LENGTHS], kind.device),
-        max_queries=max(count for count, _ in _TRIED_LENGTHS),
-        max_keys=max(count for _, count in _TRIED_LENGTHS),
+        queries=_offsets(query_counts, kind.device),
+        keys=_offsets(key_counts, kind.device),
+        max_queries=max(query_counts),
+        max_keys=max(key_counts),
     )
+    window, softcap = _TRIED_WINDOW if kind.windowed else None, kind.softcap
     results = []
     # Layers that recompute count what is saved for their backward pass; this is not theirs.
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-        for kernel in (by_torch, by_flash_attention_4):
-            out = kernel(q, k, v, lengths, None, 33 if kind.windowed else None)
+        for kernel in (by_torch if softcap is None else by_formula, by_flash_attention_4):
+            out = kernel(q, k, v, lengths, None, window, softcap)
             results.append((out.detach(), *torch.autograd.grad(out, (q, k, v), gradient.detach())))
-    return max(
-        float((mine.float() - theirs.float()).norm() / theirs.float().norm())
-        for theirs, mine in zip(*results, strict=True)
-    )
+    differences = [
+        (mine.float() - theirs.float()).norm() / theirs.float().norm()
+        for ours, others, counts in zip(
+            *results[::-1], (query_counts, query_counts, key_counts, key_counts), strict=True
+        )
+        for mine, theirs in zip(ours.split(counts), others.split(counts), strict=True)
+    ]
+    return float(torch.stack(differences).nan_to_num(torch.inf).max())
+
+
+def by_formula(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Lengths,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """`attend` in float32, sequence by sequence; memory grows with queries x keys."""
+    starts, ends = (bounds.tolist() for bounds in (lengths.queries, lengths.keys))
+    outputs = []
+    for i in range(len(starts) - 1):
+        queries = q[starts[i] : starts[i + 1]].float().transpose(0, 1)
+        own = (x[ends[i] : ends[i + 1]].float().transpose(0, 1) for x in (k, v))
+        keys, values = (x.repeat_interleave(q.shape[1] // x.shape[0], dim=0) for x in own)
+        scores = queries @ keys.transpose(1, 2) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        seen = causal_mask(queries.shape[1], keys.shape[1], window, q.device)
+        outputs.append((scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values).transpose(0, 1))
+    return torch.cat(outputs).to(q.dtype)
 
 
 def _offsets(counts: list[int], device: torch.device) -> Tensor:
@@ -226,7 +287,13 @@ def _offsets(counts: list[int], device: torch.device) -> Tensor:
 
 
 def by_flash_attention_4(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scaling: float | None, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Lengths,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None = None,
 ) -> Tensor:
     """`attend` with the package flash-attn-4."""
     out, _ = _flash_attention_4()(
@@ -240,6 +307,7 @@ def by_flash_attention_4(
         softmax_scale=scaling,
         causal=window is None,
         window_size=(None, None) if window is None else (window - 1, 0),
+        softcap=softcap or 0.0,
     )
     assert isinstance(out, Tensor)
     return out
@@ -253,11 +321,18 @@ def _flash_attention_4() -> Callable[..., Any]:
 
 
 def by_torch(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scaling: float | None, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Lengths,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None = None,
 ) -> Tensor:
-    """`attend` with `torch.nn.attention.varlen`."""
+    """`attend` with `torch.nn.attention.varlen`, which has no softcap."""
     from torch.nn.attention.varlen import varlen_attn
 
+    assert softcap is None
     width = v.shape[-1]
     if width != q.shape[-1]:  # latent attention; the kernel takes one size of heads
         v = F.pad(v, (0, q.shape[-1] - width))
