@@ -633,7 +633,11 @@ async def test_an_item_that_no_message_can_hold_is_its_own_error() -> None:
 async def test_who_may_attach() -> None:
     async with run(token="secret") as service:
         for name, token, words in (
-            ("judge", "wrong", "refused the token"),
+            (
+                "judge",
+                "wrong",
+                r"refused the token \(wrong[^)]*scope\); give .* in PACELINE_REWARD_TOKEN, one of",
+            ),
             ("other", "secret", "nothing attaches as 'other' to this run: reward.attached names judge"),
         ):
             attachment = RewardAttachment(length, address=service.address, name=name, token=token)

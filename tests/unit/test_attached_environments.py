@@ -222,7 +222,7 @@ async def test_another_name_and_no_token_are_refused_and_the_end_of_the_run_ends
             with pytest.raises(ConfigError, match="rollout.environment.attached is 'game'"):
                 await stranger
         attachment = EnvironmentAttachment(Guess, address=address, name="game", token="x", patience_s=0.1)
-        with pytest.raises(ConfigError, match="token"):
+        with pytest.raises(ConfigError, match="in PACELINE_ENVIRONMENT_TOKEN, one of"):
             await attachment.run()
         async with client(Guess, address) as running:
             while not environment.gateway.num_clients:  # noqa: ASYNC110 - there is no event for it

@@ -104,7 +104,7 @@ async def _streamed(
     requests = (scorer_message_to_proto(message) async for message in messages)
     attach = reward_pb2_grpc.RewardGatewayStub(channel).Attach
     answers: AsyncIterator[reward_pb2.GatewayMessage] = channels.duplex(
-        attach, requests, phase="ATTACH", peer=peer
+        attach, requests, phase="ATTACH", peer=peer, token=REWARD_TOKEN
     )
     async for message in answers:
         yield gateway_message_from_proto(message)

@@ -75,7 +75,7 @@ async def _streamed(
     requests = (player_message_to_proto(message) async for message in messages)
     attach = environment_pb2_grpc.EnvironmentGatewayStub(channel).Attach
     answers: AsyncIterator[pb.PlayGatewayMessage] = channels.duplex(
-        attach, requests, phase="ATTACH", peer=peer
+        attach, requests, phase="ATTACH", peer=peer, token=ENVIRONMENT_TOKEN
     )
     async for message in answers:
         yield play_gateway_message_from_proto(message)

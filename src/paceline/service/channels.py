@@ -19,7 +19,15 @@ from paceline.service.connection import (
     common_options,
     is_loopback,
 )
-from paceline.service.credentials import CA_FILE, INSECURE, TLS_DIR, Credentials, LatestTls, server_name
+from paceline.service.credentials import (
+    CA_FILE,
+    INSECURE,
+    TLS_DIR,
+    TOKEN,
+    Credentials,
+    LatestTls,
+    server_name,
+)
 from paceline.service.rotating_channel import RotatingChannel
 
 _Request = TypeVar("_Request")
@@ -143,14 +151,18 @@ async def duplex(
     *,
     phase: str,
     peer: str,
+    token: str = TOKEN,
 ) -> AsyncIterator[_Reply]:
-    """The replies of a call that streams both ways; errors as in `call`. The keep-alive bounds it."""
+    """The replies of a call that streams both ways; errors as in `call`. The keep-alive bounds it.
+
+    `token` names the variable that the caller's token comes from, for the error's message.
+    """
     answers = method(requests)
     try:
         async for answer in answers:
             yield _parsed(answer, phase=phase, peer=peer)
     except grpc.aio.AioRpcError as error:
-        raise _translate(error, timeout_s=0.0, phase=phase, peer=peer) from error
+        raise _translate(error, timeout_s=0.0, phase=phase, peer=peer, token=token) from error
     finally:
         answers.cancel()
 
@@ -162,7 +174,9 @@ def _parsed(answer: _Reply | None, *, phase: str, peer: str) -> _Reply:
     return answer
 
 
-def _translate(error: grpc.aio.AioRpcError, *, timeout_s: float, phase: str, peer: str) -> PacelineError:
+def _translate(
+    error: grpc.aio.AioRpcError, *, timeout_s: float, phase: str, peer: str, token: str = TOKEN
+) -> PacelineError:
     sent = errors.from_metadata(error.trailing_metadata())
     if sent is not None:
         return sent
@@ -171,10 +185,15 @@ def _translate(error: grpc.aio.AioRpcError, *, timeout_s: float, phase: str, pee
         return DeadlineError(phase=phase, peer=peer, seconds=timeout_s)
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED) or _is_broken_stream(code, details):
         return PeerLostError(f"{phase}: {peer} cannot be reached or went away ({details})", peer=peer)
+    if code is grpc.StatusCode.UNAUTHENTICATED and token != TOKEN:
+        return ConfigError(
+            f"{phase}: {peer} refused the token ({details}); give this client, as `token` or in {token}, "
+            f"one of the scope attach or the run's {TOKEN}"
+        )
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return ConfigError(
             f"{phase}: {peer} refused the token ({details}); start every service of the run with the same "
-            "PACELINE_TOKEN"
+            f"{TOKEN}"
         )
     if code is grpc.StatusCode.PERMISSION_DENIED:
         return ConfigError(

@@ -61,7 +61,7 @@ class Door(grpc.aio.ServerInterceptor):
 async def _refuse_token(_: Any, context: Any) -> None:
     await context.abort(
         grpc.StatusCode.UNAUTHENTICATED,
-        "wrong, expired or missing token, or one of another scope (PACELINE_TOKEN)",
+        "wrong, expired or missing token, or one of another scope",
     )
 
 
