@@ -54,7 +54,11 @@ BEGIN = textwrap.dedent(
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = "too late"
         process = context.Process(target=core, name="core", kwargs={"file": sys.argv[1], "seconds": 60})
         process.start()
-        print(json.dumps({"core": process.pid, "server": server, "own": [c.pid for c in engine.children()]}))
+        from multiprocessing import resource_tracker
+        tracker = open(f"/proc/{resource_tracker._resource_tracker._pid}/environ", "rb").read()
+        said = {"core": process.pid, "server": server, "own": [c.pid for c in engine.children()]}
+        said |= {"tracker": b"PACELINE_TOKEN" in tracker, "path": b"PATH=" in tracker}
+        print(json.dumps({**said, "token": os.environ["PACELINE_TOKEN"]}))
         sys.stdout.flush()
         time.sleep(60)
     """
@@ -67,6 +71,7 @@ def test_the_engine_core_is_forked_with_what_was_imported_and_the_environment_th
     script, file = tmp_path / "script.py", tmp_path / "core.json"
     script.write_text(BEGIN, encoding="utf-8")
     environ = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    environ["PACELINE_TOKEN"] = "secret"
     command = [sys.executable, script, file]
     with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as server:
         try:
@@ -80,6 +85,7 @@ def test_the_engine_core_is_forked_with_what_was_imported_and_the_environment_th
             assert core["imported"], "the core would import vLLM a second time"
             assert (core["pid"], core["parent"]) == (said["core"], said["server"])
             assert said["own"] == [said["core"]]
+            assert (said["tracker"], said["path"], said["token"]) == (False, True, "secret")
             assert (core["threads"], core["cache"], core["gone"]) == (1, "7", False)
             assert psutil.Process(core["pid"]).cmdline()[0].startswith("VLLM::EngineCore")
             forked = [psutil.Process(said["server"]), psutil.Process(said["core"])]

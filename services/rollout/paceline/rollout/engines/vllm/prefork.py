@@ -21,6 +21,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Final
 
 from paceline.rollout.engines.vllm import environment
+from paceline.service.credentials import TOKEN
 from paceline.service.imports import without_collections
 
 log = logging.getLogger(__name__)
@@ -114,11 +115,21 @@ def _can_be_titled() -> None:
         setproctitle.getproctitle()
 
 
+def _start_tracker() -> None:
+    """Starts multiprocessing's tracker, an interpreter that this environment's token does not concern."""
+    token = os.environ.pop(TOKEN, None)
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        if token is not None:
+            os.environ[TOKEN] = token
+
+
 def _fork() -> None:
     """As `ForkServer.ensure_running` starts the server, but as a copy of this process."""
     gc.collect()
     gc.freeze()  # a collection would write to pages that the two processes share
-    resource_tracker.ensure_running()
+    _start_tracker()
     with socket.socket(socket.AF_UNIX) as listener:
         address = os.path.join(util.get_temp_dir(), "engines")
         listener.bind(address)
