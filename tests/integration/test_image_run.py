@@ -45,7 +45,7 @@ def test_grpo_with_images(tmp_path: Path) -> None:
             "max_response_length": 12,
             "train_batch_size": NUM_PROMPTS,
         },
-        algorithm={"adv_estimator": "grpo", "use_kl_in_reward": False},
+        algorithm={"adv_estimator": "grpo", "use_kl_in_reward": False, "kl_ctrl": {"type": "fixed"}},
         actor={
             "ppo_mini_batch_size": NUM_PROMPTS,
             "ppo_max_token_len_per_gpu": 2048,

@@ -40,7 +40,7 @@ def test_the_deposited_log_probs_are_those_before_the_update(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    algorithm = {"adv_estimator": "grpo", "use_kl_in_reward": False}
+    algorithm = {"adv_estimator": "grpo", "use_kl_in_reward": False, "kl_ctrl": {"type": "fixed"}}
     actor = {"use_kl_loss": use_kl_loss}
     config = run_config(model, rollout={"n": 4, "temperature": 0.7}, algorithm=algorithm, actor=actor)
     assert not config.needs_all_old_log_probs

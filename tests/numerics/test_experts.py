@@ -143,7 +143,7 @@ def test_a_correction_of_scores_is_the_same_to_the_bit_in_training_and_in_the_ex
     config = run_config(
         tmp_path / "model",
         model={"path": str(tmp_path / "model"), "dtype": "bfloat16"},
-        algorithm={"adv_estimator": "grpo", "use_kl_in_reward": False},
+        algorithm={"adv_estimator": "grpo", "use_kl_in_reward": False, "kl_ctrl": {"type": "fixed"}},
         actor={"ppo_mini_batch_size": 8},
     )
     learner = Learner.build(config, ranks)
@@ -217,7 +217,7 @@ def test_a_step_reports_the_balance_and_its_weight_changes_the_gradient(ranks: R
     ):
         config = run_config(
             tmp_path,
-            algorithm={"adv_estimator": "grpo", "use_kl_in_reward": False},
+            algorithm={"adv_estimator": "grpo", "use_kl_in_reward": False, "kl_ctrl": {"type": "fixed"}},
             actor={"ppo_mini_batch_size": 8, **actor},
         )
         results[name] = numbers(take_step(Learner.build(config, ranks), 1))
@@ -266,7 +266,7 @@ def test_activations_that_are_recomputed_change_nothing(kind: str, ranks: Ranks,
     for recompute in ("none", "full"):
         config = run_config(
             tmp_path,
-            algorithm={"adv_estimator": "grpo", "use_kl_in_reward": False},
+            algorithm={"adv_estimator": "grpo", "use_kl_in_reward": False, "kl_ctrl": {"type": "fixed"}},
             actor={
                 "ppo_mini_batch_size": 8,
                 "load_balance_coef": 10.0,

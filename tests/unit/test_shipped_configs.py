@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,40 @@ MINIMAL = {
             "token by token, level=sequence is not",
         ),
         ("algorithm.rollout_correction={low: 2, high: 1}", "low=2 must be below high=1"),
+        (
+            "actor.clip_ratio=1.5",
+            "actor.clip_ratio=1.5: 1 - clip_ratio would be below 0, which no ratio reaches; set it to 1 at",
+        ),
+        (
+            "critic.optim.betas=[1.5, -2]",
+            "critic.optim.betas=[1.5, -2]: each is the share of the past that an average keeps, at least 0",
+        ),
+        ("actor.optim.betas=[0.9, 1.0]", "actor.optim.betas=[0.9, 1.0]: each is the share of the past"),
+        (
+            "actor.loss_agg_constant=100",
+            "loss_agg_mode=seq-mean-token-sum-norm alone, and token-mean is in force; set that mode",
+        ),
+        (
+            "algorithm={adv_estimator: gae, kl_ctrl: {type: adaptive}}",
+            "kl_ctrl.type=adaptive steers the coefficient of the KL in the reward, and there is none; set",
+        ),
+        (
+            "critic.warmup=1 algorithm.adv_estimator=gae",
+            "critic.warmup=1 leaves none of trainer.total_steps=1 to the policy; lower it, or raise",
+        ),
+        *(
+            (
+                f"rollout.n=1 algorithm.adv_estimator={estimator}",
+                f"{estimator} compares the samples of a group: rollout.n must be at least 2",
+            )
+            for estimator in (
+                *("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "pass_at_k"),
+            )
+        ),
+        (
+            "rollout.n=1 algorithm.adv_estimator=gae algorithm.resample.method=max_min",
+            "resample.method=max_min draws from a group's best and worst: rollout.n must be at least 2",
+        ),
         ("nonsense", "must look like dotted.key=value"),
         ("model.path.x=1", "'path' is a value, not a section"),
     ],
@@ -105,9 +140,61 @@ MINIMAL = {
 def test_bad_values_are_named_with_what_to_write(tmp_path: Path, override: str, said: str) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(yaml.safe_dump(MINIMAL))
+    overrides = override.split(" ") if " algorithm." in override else [override]
     with pytest.raises(ConfigError) as caught:
-        load(RunConfig, file, [override])
+        load(RunConfig, file, overrides)
     assert said in str(caught.value)
+
+
+def test_values_at_the_edge_of_what_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(yaml.safe_dump(MINIMAL))
+    for overrides in (
+        ["actor.clip_ratio=1"],
+        ["actor.optim.betas=[0, 0.999]"],
+        ["actor.loss_agg_constant=100", "actor.loss_agg_mode=seq-mean-token-sum-norm"],
+        ["algorithm.adv_estimator=gae", "critic.warmup=1", "trainer.total_steps=2"],
+        ["critic.warmup=9"],  # of a critic that this run has not
+        ["algorithm.adv_estimator=reinforce_plus_plus", "rollout.n=1"],
+        ["algorithm.adv_estimator=grpo", "rollout.n=2", "algorithm.resample.method=max_min"],
+    ):
+        load(RunConfig, file, overrides)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model: {path: m}\nactor: {}\nmodel: {path: n}\n", "the key model stands in line 1 and in line 3"),
+        (
+            "actor:\n  clip_ratio: 0.1\n  optim: {}\n  clip_ratio: 0.2\n",
+            "the key clip_ratio stands in line 2 and in line 4",
+        ),
+        (
+            "reward:\n  functions:\n    - name: a\n      name: b\n",
+            "the key name stands in line 3 and in line 4",
+        ),
+        ("data: {a: 1, a: 1}\n", "the key a stands in line 1 and in line 1"),
+    ],
+)
+def test_a_key_twice_in_a_file_is_refused_with_both_lines(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(f"{file}: {said}; keep one of them")):
+        load(RunConfig, file)
+    below = tmp_path / "below.yaml"
+    below.write_text("extends: c.yaml\n")
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load(RunConfig, below)
+
+
+def test_a_key_may_stand_over_one_that_is_merged_in(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        yaml.safe_dump(MINIMAL) + "actor: {optim: &usual {lr: 1.0e-5, weight_decay: 0.0}}\n"
+        "critic: {optim: {<<: *usual, lr: 1.0e-4}}\n"
+    )
+    config = load(RunConfig, file)
+    assert (config.critic.optim.lr, config.critic.optim.weight_decay) == (1e-4, 0.0)
 
 
 def test_a_policy_loss_is_a_name_or_a_name_with_its_options(tmp_path: Path) -> None:

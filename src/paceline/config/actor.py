@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from paceline.config.algorithm import KL_KINDS, KLKind
 from paceline.config.base import Section
@@ -37,8 +37,20 @@ class OptimConfig(Section):
         0.0, ge=0, le=1, description="The last learning rate of all shapes that fall, as a share of lr."
     )
     weight_decay: float = Field(0.01, ge=0, description="AdamW's decoupled decay.")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's averages.")
+    betas: tuple[float, float] = Field(
+        (0.9, 0.999), description="AdamW's averages: the share of the past that each keeps, below 1."
+    )
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
+
+    @field_validator("betas")
+    @classmethod
+    def _averages(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(
+                "each is the share of the past that an average keeps, at least 0 and below 1; [0.9, 0.999] "
+                "is usual"
+            )
+        return betas
 
 
 class ActorConfig(Section):
@@ -174,6 +186,26 @@ class ActorConfig(Section):
         )
         default = Clip(low=low, high=high, dual_clip_c=self.clip_ratio_c if self.use_dual_clip else None)
         return self.policy_loss.arguments(default)
+
+    @field_validator("clip_ratio")
+    @classmethod
+    def _both_sides(cls, clip_ratio: float) -> float:
+        if clip_ratio > 1:
+            raise ValueError(
+                "1 - clip_ratio would be below 0, which no ratio reaches; set it to 1 at most, and a wider "
+                "range above with clip_ratio_high"
+            )
+        return clip_ratio
+
+    @model_validator(mode="after")
+    def _constant_is_read(self) -> ActorConfig:
+        if self.loss_agg_constant is not None and self.aggregation != "seq-mean-token-sum-norm":
+            raise ValueError(
+                f"loss_agg_constant={self.loss_agg_constant:g} is read by "
+                f"loss_agg_mode=seq-mean-token-sum-norm alone, and {self.aggregation} is in force; set that "
+                "mode, or leave the constant out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _loss_is_usable(self) -> ActorConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from paceline.config.base import OneOf, Section
 from paceline.config.estimators import ADV_ESTIMATORS, EstimatorTraits
@@ -91,6 +91,15 @@ class AlgorithmConfig(Section):
     overlong: OverlongConfig = OverlongConfig()
     resample: ResampleConfig = ResampleConfig()
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
+
+    @model_validator(mode="after")
+    def _steers_something(self) -> AlgorithmConfig:
+        if self.kl_ctrl.type == "adaptive" and not self.use_kl_in_reward:
+            raise ValueError(
+                "kl_ctrl.type=adaptive steers the coefficient of the KL in the reward, and there is none; "
+                "set use_kl_in_reward: true, or leave kl_ctrl out"
+            )
+        return self
 
     @property
     def estimator(self) -> EstimatorTraits:

@@ -14,16 +14,14 @@ class EstimatorTraits:
         options: its options that `algorithm.*` sets, by their names in `AlgorithmConfig.estimator_arguments`.
         needs_critic: it reads values.
         needs_greedy: it reads the score of a greedy answer to each prompt.
-        min_samples: the smallest rollout.n that it can use.
         compares_samples: its baseline is made of the other samples of a prompt, so that one alone teaches
-            nothing.
+            nothing: rollout.n is at least 2.
         of_group: its advantages follow from the samples of their own prompt alone.
     """
 
     options: tuple[str, ...] = ()
     needs_critic: bool = False
     needs_greedy: bool = False
-    min_samples: int = 1
     compares_samples: bool = False
     of_group: bool = False
 
@@ -39,5 +37,5 @@ ADV_ESTIMATORS: Mapping[str, EstimatorTraits] = {
     "remax": EstimatorTraits(needs_greedy=True, of_group=True),
     "opo": EstimatorTraits(compares_samples=True, of_group=True),
     "gpg": EstimatorTraits(compares_samples=True),
-    "pass_at_k": EstimatorTraits(min_samples=2, of_group=True),
+    "pass_at_k": EstimatorTraits(compares_samples=True, of_group=True),
 }

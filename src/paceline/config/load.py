@@ -91,10 +91,7 @@ def _read(source: Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
         if source.parts[0] == "examples" and not Path("examples").is_dir():
             where = f"the examples are in a clone of the repository: change to its folder, or {where}"
         raise ConfigError(f"cannot read configuration {source}{named}: {error.strerror}; {where}") from error
-    try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{source} is not YAML: {error}") from error
+    tree = parse_yaml(text, source)
     if not isinstance(tree, dict):
         raise ConfigError(
             f"{source} must hold a mapping of sections (data:, model:, ...), found {type(tree).__name__}"
@@ -107,6 +104,35 @@ def _read(source: Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
             f"{source}: extends={base!r} must be the path of one YAML file, relative to this one"
         )
     return _over(_read(source.parent / base, (*below, source.resolve())), tree)
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that a mapping has twice, of which YAML's own loader takes the last."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Looks at the keys as they are written, before those of a merge come to them."""
+        lines: dict[Any, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            line = key.start_mark.line + 1
+            if key.value in lines:
+                raise ConfigError(
+                    f"the key {key.value} stands in line {lines[key.value]} and in line {line}; "
+                    "keep one of them"
+                )
+            lines[key.value] = line
+        super().flatten_mapping(node)
+
+
+def parse_yaml(text: str, source: Path) -> Any:
+    """What a YAML file holds; raises ConfigError if it is not YAML, or has a key twice in a mapping."""
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source} is not YAML: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
 
 
 def _over(base: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:

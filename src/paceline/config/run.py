@@ -115,6 +115,18 @@ class RunConfig(Section):
         return next((size for size in range(1, most) if most % size == 0 and size >= filled), most)
 
     @property
+    def _compares_samples(self) -> str:
+        """What cannot do with one sample of a prompt; "" if nothing."""
+        algorithm = self.algorithm
+        if algorithm.estimator.compares_samples:
+            return f"algorithm.adv_estimator={algorithm.adv_estimator} compares the samples of a group"
+        if algorithm.dynamic_sampling.enable:
+            return "algorithm.dynamic_sampling.enable compares the scores of a group"
+        if algorithm.resample.method == "max_min":
+            return "algorithm.resample.method=max_min draws from a group's best and worst"
+        return ""
+
+    @property
     def scores_first_mini_batch(self) -> bool:
         """Whether the rows of the first mini-batch are scored in every step; the update gives the rest."""
         return self.needs_reference or self.needs_critic or self.needs_all_old_log_probs
@@ -304,17 +316,13 @@ class RunConfig(Section):
                 "sequence of data.max_prompt_length + data.max_response_length = "
                 f"{self.max_model_len} tokens; raise it"
             )
-        min_samples = self.algorithm.estimator.min_samples
-        if self.rollout.n < min_samples:
+        if self.needs_critic and self.critic.warmup >= self.trainer.total_steps:
             raise ValueError(
-                f"algorithm.adv_estimator={self.algorithm.adv_estimator} compares the samples of a group: "
-                f"rollout.n must be at least {min_samples}"
+                f"critic.warmup={self.critic.warmup} leaves none of trainer.total_steps="
+                f"{self.trainer.total_steps} to the policy; lower it, or raise total_steps"
             )
-        if self.algorithm.dynamic_sampling.enable and self.rollout.n < 2:
-            raise ValueError(
-                "algorithm.dynamic_sampling.enable compares the scores of a group: rollout.n must be at "
-                "least 2"
-            )
+        if self.rollout.n < 2 and (why := self._compares_samples):
+            raise ValueError(f"{why}: rollout.n must be at least 2")
         overlong = self.algorithm.overlong
         if overlong.enable and overlong.buffer_length > self.data.max_response_length:
             raise ValueError(

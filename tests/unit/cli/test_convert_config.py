@@ -309,7 +309,8 @@ def test_a_section_is_no_key() -> None:
 
 def test_what_is_no_such_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for text, words in (
-        ("a: [", "is no YAML"),
+        ("a: [", "is not YAML"),
+        ("a: 1\na: 2", "x.yaml: the key a stands in line 1 and in line 2"),
         ("- 1", "holds no mapping"),
         ("a: 1", "name the program with --from"),
         ("model: {}\nreward: {}", "one of ours already"),

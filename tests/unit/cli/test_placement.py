@@ -308,9 +308,6 @@ def test_strings_for_an_instruct_model_get_a_note(
     (note,) = notes(load(RunConfig, "run.yaml"))
     assert "strings, which go to the model without its chat template" in note
     assert notes(load(RunConfig, "run.yaml", ["data.prompt_format=chat"])) == []
-    assert (
-        "draws only one" in notes(load(RunConfig, "run.yaml", ["rollout.n=1", "data.prompt_format=text"]))[0]
-    )
     sapo = ["data.prompt_format=chat", "actor.policy_loss=sapo"]
     assert notes(load(RunConfig, "run.yaml", sapo)) == []
     (note,) = notes(load(RunConfig, "run.yaml", [*sapo, "actor.loss_agg_mode=token-mean"]))

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from paceline.cli.convert.convert import TRL, VERL, Converted, convert, program_of
-from paceline.config.load import parse
+from paceline.config.load import parse, parse_yaml
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
 
@@ -49,11 +49,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no YAML: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+    tree = parse_yaml(text, path)
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds no mapping of keys to values")
     return tree

@@ -96,11 +96,6 @@ def notes(config: RunConfig) -> list[str]:
             "the prompts are strings, which go to the model without its chat template; "
             "data.prompt_format=chat uses it, as an instruct model expects; text says that this is meant"
         )
-    if config.rollout.n == 1 and config.algorithm.estimator.compares_samples:
-        words.append(
-            f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares the samples of a "
-            "prompt, and rollout.n=1 draws only one"
-        )
     actor = config.actor
     if actor.aggregation == "token-mean" != actor.policy_loss.aggregation:
         words.append(
