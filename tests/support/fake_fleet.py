@@ -18,6 +18,7 @@ from paceline.controller.fleet.clients import LearnerWeights, Room
 from paceline.controller.fleet.membership import Member
 from paceline.controller.verify.digests import digest_of
 from paceline.core.errors import (
+    CheckpointError,
     IllegalTransitionError,
     LostDataError,
     PeerLostError,
@@ -25,10 +26,12 @@ from paceline.core.errors import (
 )
 from paceline.core.guard import Adjustments, Reading
 from paceline.core.manifest import MANIFEST, manifest_text
-from paceline.core.members import EnginePart, RolloutState
+from paceline.core.members import EnginePart
 from paceline.core.policy import PolicyTag
 from paceline.core.training import TrainOrder, TrainResult
 from paceline.core.trajectory import FinishReason, GroupRefusal, PromptGroup, ScoredHeader, Trajectory
+from paceline.rollout import states
+from paceline.rollout.states import Standing
 from paceline.weights.digest.agreement import DigestReport, SliceDigest
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.layout import RankLayout, RankPlace, TensorSlice
@@ -70,7 +73,7 @@ class FakeServices:
         version: the one that the learner holds.
         source: the step whose weights the learner holds.
         trained: the digest of the batch of each step that was trained, in order.
-        policies: what each server samples from.
+        standings: the state of each server, with its weights; one that is not in it is a new process.
         sources: the step whose weights each checkpoint has, by its step.
         restarted: called with the reason when the learner is told to start again.
         has_blob: whether the broker has the blob with this key.
@@ -92,11 +95,25 @@ class FakeServices:
         self.version = 0
         self.source = 0
         self.trained: list[tuple[int, str]] = []
-        self.policies: dict[str, PolicyTag] = {}
+        self.standings: dict[str, Standing] = {}
         self.sources: dict[int, int] = {}
         self.restarted: Callable[[str], None] = lambda reason: None
         self.has_blob: Callable[[str], bool] = lambda key: True
         self.learner, self.rollout = FakeLearner(self), FakeRollout(self)
+
+    @property
+    def policies(self) -> dict[str, PolicyTag]:
+        """What each server samples from."""
+        return {name: s.policy for name, s in self.standings.items() if s.policy is not None}
+
+    def standing(self, member_id: str) -> Standing:
+        """A server's; that of a new process whose engine is up, where there is none."""
+        return self.standings.get(member_id) or states.advance(Standing(), states.EngineReady())
+
+    def move(self, member: Member, event: states.Event) -> None:
+        """Moves a server as the real one does, and tells the controller of it."""
+        after = self.standings[member.member_id] = states.advance(self.standing(member.member_id), event)
+        member.state, member.policy = after.state, after.policy
 
     @property
     def batches(self) -> list[list[tuple[int, int]]]:
@@ -134,6 +151,10 @@ class FakeLearner:
 
     async def publish(self, member: Member, *, epoch: int, version: int) -> PushReceipt:
         self.services.calls.append(f"publish v{version} e{epoch}")
+        if version != self.services.version:
+            raise IllegalTransitionError(
+                f"the learner holds version {self.services.version}, asked to publish {version}"
+            )
         if epoch != self.epoch:
             raise VersionMismatchError(f"the learner is in weight group {self.epoch}, not in {epoch}")
         return PushReceipt(
@@ -179,6 +200,7 @@ class FakeLearner:
 
     async def save(self, member: Member, *, step: int, folder: str, controller_state: bytes) -> float:
         self.services.calls.append(f"save {step}")
+        self._require_version(step)
         self.services.saved.append(controller_state)
         self.services.sources[step] = self.services.source
         if self.services.writes:
@@ -190,9 +212,16 @@ class FakeLearner:
 
     async def load(self, member: Member, *, folder: str, version: int) -> float:
         self.services.calls.append(f"load {Path(folder).name} as {version}")
+        self._require_version(version)
         step = int(Path(folder).name.rpartition("_")[2])
         self.services.source = self.services.sources.get(step, step)
         return 0.0
+
+    def _require_version(self, version: int) -> None:
+        if version != self.services.version:
+            raise CheckpointError(
+                f"the learner is at version {self.services.version}, not at that of the checkpoint, {version}"
+            )
 
     async def restart(self, member: Member, *, reason: str) -> None:
         self.services.calls.append("restart")
@@ -200,22 +229,33 @@ class FakeLearner:
 
 
 class FakeRollout:
-    """Stands for `RolloutClient`."""
+    """Stands for `RolloutClient`, with the states of the real servers."""
 
     def __init__(self, services: FakeServices) -> None:
         self.services = services
+        self._epochs: dict[str, int] = {}
 
     async def describe(self, member: Member) -> tuple[RankLayout, ...]:
         self.services.calls.append(f"describe {member.member_id}")
+        self._epochs.pop(member.member_id, None)
         return (layout(self.services.gpus.get(member.member_id, "")),)
 
     async def join(self, member: Member, *, epoch: int, spec: bytes, rank_offset: int) -> None:
         self.services.calls.append(f"join {member.member_id} e{epoch} at {rank_offset}")
+        if EnginePart.WEIGHTS in self.services.standing(member.member_id).asleep:
+            raise IllegalTransitionError("a server that is asleep joins no weight group; wake it first")
+        self._epochs[member.member_id] = epoch
 
     async def receive(self, member: Member, *, epoch: int, version: int) -> PushReceipt:
         self.services.calls.append(f"receive {member.member_id} v{version} e{epoch}")
+        if epoch != (current := self._epochs.get(member.member_id)):
+            raise VersionMismatchError(f"this server is in weight group {current}, not in {epoch}")
+        self.services.move(member, states.ReceiveBegan())
         if member.member_id in self.services.lose:
+            del self._epochs[member.member_id]
+            self.services.move(member, states.ReceiveFailed())
             raise PeerLostError(f"{member.member_id} went away", peer=member.member_id)
+        self.services.move(member, states.ReceiveEnded(version))
         value = 1 if member.member_id in self.services.corrupt else 7 + self.services.source
         return PushReceipt(
             version=version,
@@ -231,19 +271,16 @@ class FakeRollout:
         self.services.calls.append(f"sleep {member.member_id}")
         if member.member_id in self.services.sleepless:
             raise PeerLostError(f"{member.member_id} went away", peer=member.member_id)
-        self.services.policies.pop(member.member_id, None)
-        member.policy, member.state = None, RolloutState.ASLEEP
+        self.services.move(member, states.Slept())
         return self.services.freed_bytes.get(member.member_id, 0)
 
     async def wake(self, member: Member, part: EnginePart) -> None:
         self.services.calls.append(f"wake {member.member_id} {part.value}")
-        if member.state is RolloutState.ASLEEP:
-            member.state = RolloutState.STALE
+        self.services.move(member, states.Woken(part))
 
     async def commit(self, member: Member, policy: PolicyTag) -> None:
         self.services.calls.append(f"commit {member.member_id} {policy.version}")
-        self.services.policies[member.member_id] = policy
-        member.policy, member.state = policy, RolloutState.SERVING
+        self.services.move(member, states.Committed(policy))
 
     async def leave(self, member: Member, *, epoch: int) -> None:
         self.services.calls.append(f"leave {member.member_id} e{epoch}")
@@ -274,10 +311,9 @@ async def answer_prompts(
     answer: Answer = score_all,
     may_answer: Callable[[], bool] = lambda: True,
 ) -> None:
-    """Answers the prompts of the version that was committed last with scored headers, until cancelled."""
+    """Answers the prompts of the newest version that a server samples from with scored headers."""
     while True:
-        commits = [int(c.split()[-1]) for c in services.calls if c.startswith("commit")]
-        version = commits[-1] if commits else None
+        version = max((policy.version for policy in services.policies.values()), default=None)
         if version is None or not may_answer():
             await asyncio.sleep(0.005)
             continue

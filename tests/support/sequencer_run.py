@@ -37,6 +37,7 @@ from paceline.core.members import LearnerState, MemberKind, MemberState, RewardS
 from paceline.core.trajectory import RewardContext
 from paceline.data.cursor import PromptCursor
 from paceline.data.prompts import Prompt, PromptSet
+from paceline.rollout.states import Standing
 from support.fake_fleet import Answer, FakeServices, answer_prompts, score_all
 
 RUN = "r"
@@ -133,14 +134,18 @@ class SequencerRun:
     async def enlist(
         self, member_id: str, kind: MemberKind, state: MemberState, incarnation: str = "a"
     ) -> None:
-        policy = self.services.policies.get(member_id)
+        policy = None
+        if kind is MemberKind.ROLLOUT:
+            new = Standing() if state is RolloutState.JOINING else self.services.standing(member_id)
+            standing = self.services.standings.setdefault(member_id, new)
+            state, policy = standing.state, standing.policy
         changes = self.supervisor.fleet.register(
             kind=kind,
             member_id=member_id,
             incarnation=incarnation,
             address=member_id,
             num_ranks=1,
-            state=RolloutState.SERVING if policy else state,
+            state=state,
             policy=policy,
         )
         await self.supervisor.apply(changes)

@@ -49,6 +49,7 @@ def restart_learner(
 ) -> None:
     """Another process takes the learner's place, with the weights of a checkpoint, or none of this run."""
     it.services.version = it.services.source = version
+    it.services.learner.epoch = None
     it.services.trained.clear()
     changes = it.supervisor.fleet.register(
         kind=MemberKind.LEARNER,
@@ -110,6 +111,64 @@ async def test_a_learner_lost_while_it_trains_comes_back_from_its_checkpoint(
         assert finished == [0, 1, 2, 3, *range(version + 1, 5)]
 
 
+@pytest.mark.parametrize(
+    ("event", "to"), [("phase", "learn"), ("trained", None), ("phase", "checkpoint")], ids=str
+)
+async def test_a_step_does_not_go_on_with_a_learner_that_was_started_again(
+    event: str, to: str | None, tmp_path: Path
+) -> None:
+    """It comes back with step 1 before it trains, publishes or saves step 3: steps 2 and 3 are run again."""
+    changes = {**CALM, "trainer__total_steps": 3, "trainer__keep_checkpoints": 9}
+    async with run(tmp_path, **changes) as it:
+        it.services.writes = True
+        await it.enlist_all()
+        record, lives = it.journal.record, iter("b")
+
+        def recording(kind: str, **fields: Any) -> None:
+            record(kind, **fields)
+            is_there = (
+                (kind, fields.get("to"), fields["step"]) == (event, to, 3) if "step" in fields else False
+            )
+            if is_there and (life := next(lives, None)):
+                restart_learner(it, 1, life)
+
+        it.journal.record = recording  # type: ignore[method-assign]
+        await it.go()
+        assert [e["to_step"] for e in of(it, "rewind")] == [1]
+        assert [e["step"] for e in of(it, "step")] == [0, 1, 2, 2, 3]
+        assert it.services.sources == {1: 1, 2: 2, 3: 3}
+        assert [int(e["digest"], 16) - 7 for e in of(it, "commit")] == [
+            e["version"] for e in of(it, "commit")
+        ]
+        assert "restart" not in it.services.calls
+        assert it.breaches() == []
+
+
+async def test_what_was_drawn_for_a_void_step_is_not_trained_on(tmp_path: Path) -> None:
+    """The learner that has trained step 3 is lost before the push, and comes back with step 2."""
+    async with run(tmp_path, **CALM, trainer__total_steps=3) as it:
+        it.services.writes = True
+        await it.enlist_all()
+        train, lives = it.services.learner.train, ["a"]
+
+        async def dying(member: Any, order: Any) -> Any:
+            result = await train(member, order)
+            if (order.step, lives) == (3, ["a"]):
+                lives.append("b")
+                restart_learner(it, 2, "b")
+            return result
+
+        def answer(group: Any, index: int) -> dict[str, Any]:
+            return {"reward": index + 10.0 * len(lives), "reward_error": None}
+
+        it.services.learner.train = dying  # type: ignore[method-assign]
+        await it.go(answer)
+        assert [e["to_step"] for e in of(it, "rewind")] == [2]
+        trained = [(order.step, {row.reward for row in order.rows}) for order in it.services.orders]
+        assert trained == [(1, {10, 11}), (2, {10, 11}), (3, {10, 11}), (3, {20, 21})]
+        assert it.breaches() == []
+
+
 async def test_a_learner_that_was_only_away_meets_the_servers_in_a_new_weight_group(tmp_path: Path) -> None:
     """Its group ends when it is asked what it holds; the next push must not go to that group."""
     async with run(tmp_path, **CALM, trainer__total_steps=3) as it:
@@ -166,7 +225,7 @@ async def test_weights_that_are_not_the_committed_ones_end_the_run(tmp_path: Pat
         await it.enlist_all()
         await it.go()
         services = it.services
-    services.policies.clear()
+    services.standings.clear()
     services.source = 17
     async with run_of(config(**CALM, trainer__total_steps=3), tmp_path, services) as it:
         await it.enlist_all()
@@ -372,7 +431,7 @@ async def test_a_policy_that_nobody_holds_any_more_is_not_waited_for(tmp_path: P
             await called(it, "commit rollout-1 2")
             await collecting(it)
             for member in it.supervisor.rollouts:
-                it.services.policies.pop(member.member_id, None)
+                it.services.standings.pop(member.member_id, None)
                 await it.supervisor.expel(member, "killed")
             restart_learner(it, 1, "b")
             replaced = True
@@ -410,7 +469,7 @@ async def test_a_learner_that_is_still_loading_is_not_asked_for_weights(
             nonlocal is_loading, replaced
             await called(it, "commit rollout-0 1")
             await collecting(it)
-            it.services.policies.pop("rollout-0")
+            it.services.standings.pop("rollout-0")
             await it.supervisor.expel(it.supervisor.rollouts[0], "killed")
             is_loading = True
             restart_learner(it, 1, "b", LearnerState.LOADING)

@@ -60,7 +60,7 @@ def back_at(services: FakeServices, step: int) -> None:
     """The learner was started again and has loaded the checkpoint of a step."""
     services.version = services.source = step
     services.trained.clear()
-    services.policies.clear()
+    services.standings.clear()
 
 
 async def test_no_storage_is_asked_in_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,6 +146,7 @@ async def test_newcomers_get_their_weights_while_the_others_work_and_all_meet_ag
         "commit rollout-9 0",
     ]
     services.calls.clear()
+    services.version = 1
     await push.epochs.form(learner, [*servers, *newcomers])
     assert await push.transfer(1) is not None
     assert services.calls.count("join rollout-9 e3 at 4") == 1
@@ -274,7 +275,7 @@ def push_learner() -> Member:
 
 async def test_the_others_are_freed_at_once_and_only_the_lost_one_is_put_out() -> None:
     services, fleet, push, servers = await formed()
-    services.lose = {"rollout-1"}
+    services.lose, services.version = {"rollout-1"}, 1
     began = time.monotonic()
     assert await push.transfer(1) is None
     assert time.monotonic() - began < DEADLINE_S / 2

@@ -324,6 +324,28 @@ async def test_groups_of_equal_scores_are_replaced_within_their_step(tmp_path: P
         assert (state.cursor.epoch, state.cursor.position) == (0, 6)
 
 
+async def test_a_refill_that_crosses_an_epoch_skips_no_prompt(tmp_path: Path) -> None:
+    cursor = PromptCursor(range(7), batch_size=7, seed=8)
+    assert (cursor.take(), cursor.take()) == ([3, 0, 6, 5, 1, 2, 4], [3, 4, 5, 6, 0, 1, 2])
+    changes = {"trainer__val_before_train": False, "trainer__total_steps": 3, "data__seed": 8}
+    async with run(tmp_path, **changes, **SAMPLING) as it:
+        await it.enlist_all()
+        await it.go(only_some_teach(0, 3, 4, 6))
+        # 5, 1 and 2 of step 2 teach nothing: 4 ends the epoch; the next one begins with 3, and 4 and 5 are
+        # the step's own. Step 3 takes the rest of it.
+        refills = [e["prompts"] for e in it.events() if e["event"] == "refill" and e["step"] == 2]
+        assert refills == [[4], [3], [6]]
+        asked = [e["prompts"] for e in it.events() if e["event"] == "dispatch"]
+        assert asked == [[0, 3, 6], [1, 2, 5], [0, 1, 2]]
+        assert [sorted({prompt for prompt, _ in batch}) for batch in it.services.batches[:2]] == [
+            [0, 3, 6],
+            [3, 4, 6],
+        ]
+        state = ControllerState.from_plain(json.loads(it.services.saved[1]))
+        assert (state.cursor.epoch, state.cursor.position) == (1, 4)
+        assert it.breaches() == []
+
+
 async def test_the_step_goes_on_with_fewer_groups_when_the_bound_is_spent(tmp_path: Path) -> None:
     walk = PromptCursor(range(7), batch_size=7, seed=0).take()
     async with run(tmp_path, trainer__val_before_train=False, trainer__total_steps=1, **SAMPLING) as it:

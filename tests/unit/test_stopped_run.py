@@ -27,7 +27,7 @@ async def run_to(folder: Path, services: FakeServices, *, stop_in: int, **change
     """Runs with a new broker; asks it to stop while a step is trained, in none if that is 0."""
     async with run_of(config(**CHANGES, **changes), folder, services, MemoryBroker()) as it:
         services.writes = True
-        services.policies.clear()
+        services.standings.clear()
         services.trained.clear()
         honest = services.learner.train
 

@@ -13,6 +13,7 @@ from paceline.controller.fleet.membership import Member
 from paceline.controller.fleet.turns import KINDS, Turn
 from paceline.core.errors import DeadlineError, PeerLostError
 from paceline.core.members import LearnerState, MemberKind, RolloutState
+from paceline.rollout.states import EngineReady, Event, Slept
 from support.sequencer_run import SequencerRun, run
 
 ORDERS = ("free", "sleep", "wake", "receive", "publish", "train", "commit", "join")
@@ -100,7 +101,7 @@ async def test_the_learner_is_told_what_engines_were_seen_to_take(tmp_path: Path
 async def test_for_servers_that_sleep_in_their_turn_there_must_be_room_for_all(tmp_path: Path) -> None:
     async with run(tmp_path, **TURNS) as it:
         await it.enlist_all()
-        await report(it, "rollout-0", RolloutState.ASLEEP)
+        await report(it, "rollout-0", Slept())
         await it.turns.take(Turn.ROLLOUT)
         assert it.services.calls[0] == "free weights kv_cache"
 
@@ -191,12 +192,16 @@ async def until_started(it: SequencerRun, member_id: str) -> None:
             await asyncio.sleep(0.001)
     assert it.turns.turn is not Turn.LEARNER
     await asyncio.sleep(0.02)
-    await report(it, member_id, RolloutState.STALE)
+    await report(it, member_id, EngineReady())
 
 
-async def report(it: SequencerRun, member_id: str, state: RolloutState) -> None:
-    incarnation = server(it, member_id).incarnation
-    _, changes = it.supervisor.fleet.heartbeat(member_id, incarnation, state=state, policy=None, in_flight=0)
+async def report(it: SequencerRun, member_id: str, event: Event) -> None:
+    """The server moves, and says so in its next heartbeat."""
+    member = server(it, member_id)
+    it.services.move(member, event)
+    _, changes = it.supervisor.fleet.heartbeat(
+        member_id, member.incarnation, state=member.state, policy=member.policy, in_flight=0
+    )
     await it.supervisor.apply(changes)
 
 
@@ -212,7 +217,7 @@ async def test_the_learners_turn_begins_when_a_server_that_starts_is_up(tmp_path
         assert not [c for c in it.services.calls if c.startswith("sleep")]
         # Granted once, it stays granted: the answer may have been lost.
         assert it.turns.may_start(server(it, "rollout-2"))
-        await report(it, "rollout-2", RolloutState.STALE)
+        await report(it, "rollout-2", EngineReady())
         await asyncio.wait_for(taking, 30)
         assert sorted(c for c in it.services.calls if c.startswith("sleep")) == [
             f"sleep rollout-{i}" for i in range(3)
@@ -236,7 +241,6 @@ async def test_servers_that_slept_get_the_policy_again_where_a_step_is_collected
         await it.enlist_all()
         asked = iter([False])
         it.services.has_blob = lambda key: next(asked, True)
-        it.may_answer = lambda: all(member.state is RolloutState.SERVING for member in it.supervisor.rollouts)
         train = it.services.learner.train
 
         async def train_later(member: Any, order: Any) -> Any:
@@ -246,8 +250,49 @@ async def test_servers_that_slept_get_the_policy_again_where_a_step_is_collected
         it.services.learner.train = train_later  # type: ignore[method-assign]
         await it.go()
         assert [c for c in it.services.calls if c.startswith("train")] == ["train 1", "train 2"]
-        assert [e["version"] for e in it.events() if e["event"] == "newcomers"] == [0]
+        (newcomers,) = [e for e in it.events() if e["event"] == "newcomers"]
+        assert (newcomers["version"], newcomers["servers"]) == (0, ["rollout-0", "rollout-1"])
         assert holders(it)[:4] == ["push", "rollout", "learner", "rollout"]
+        assert it.breaches() == []
+
+
+async def test_a_server_that_comes_back_asleep_is_woken_before_it_gets_weights(tmp_path: Path) -> None:
+    """It is put out in the learner's turn, and registers again when the others sample for step 2."""
+    async with run(tmp_path, **TURNS, barrier__stall_timeout_s=8.0) as it:
+        await it.enlist_all()
+        train, collector = it.services.learner.train, it.sequencer._collector
+        collect, place = collector.collect, 0
+
+        async def train_without_one(member: Any, order: Any) -> Any:
+            if order.step == 1:
+                await it.supervisor.expel(server(it, "rollout-1"), "silent for 12 s")
+            return await train(member, order)
+
+        async def collect_with_it(order: Any, *arguments: Any, **options: Any) -> Any:
+            nonlocal place
+            if (order.step, place) == (2, 0):
+                place = len(it.services.calls)
+                await it.enlist("rollout-1", MemberKind.ROLLOUT, RolloutState.STALE)
+                assert server(it, "rollout-1").state is RolloutState.ASLEEP
+            return await collect(order, *arguments, **options)
+
+        it.services.learner.train = train_without_one  # type: ignore[method-assign]
+        collector.collect = collect_with_it  # type: ignore[method-assign]
+        # Prompts of version 1 wait for it: else the step may end before it has the weights.
+        it.may_answer = lambda: (
+            "train 1" not in it.services.calls or "commit rollout-1 1" in it.services.calls
+        )
+        await it.go()
+        told = [call for call in it.services.calls[place:] if "rollout-1" in call]
+        assert told[:6] == [
+            "wake rollout-1 weights",
+            "wake rollout-1 kv_cache",
+            "describe rollout-1",
+            "join rollout-1 e3 at 1",
+            "receive rollout-1 v1 e3",
+            "commit rollout-1 1",
+        ]
+        assert [e["servers"] for e in it.events() if e["event"] == "newcomers"] == [["rollout-1"]]
         assert it.breaches() == []
 
 

@@ -569,6 +569,30 @@ async def test_each_term_is_judged_by_its_own_settings(is_saving: bool, tmp_path
         assert [str(breach) for breach in verify(tmp_path).breaches] == []
 
 
+async def test_the_day_after_a_killed_term_is_no_wait_of_its_phase(tmp_path: Path) -> None:
+    services, broker, settings = FakeServices(), MemoryBroker(), config(**CHANGES)
+    services.writes = True
+    async with run_of(settings, tmp_path, services, broker) as it:
+        record = it.journal.record
+
+        def killed(event: str, **fields: Any) -> None:
+            record(event, **fields)
+            if (fields.get("to"), fields.get("step")) == ("commit", 2):
+                raise RuntimeError("killed")
+
+        it.journal.record = killed  # type: ignore[method-assign]
+        await it.enlist_all()
+        with pytest.raises(RuntimeError, match="killed"):
+            await it.go(answer)
+    num_first = len(Record(tmp_path).events)
+    await live(tmp_path, services, broker, CHANGES)
+    resumed = Record(tmp_path)
+    for event in resumed.events[num_first:]:
+        event["time"] += 86_400
+    resumed.write()
+    assert [str(breach) for breach in verify(tmp_path).breaches] == []
+
+
 def test_a_wait_is_judged_by_the_deadlines_of_its_term(recorded: Path, tmp_path: Path) -> None:
     def wait(record: Record) -> None:
         place = next(i for i, e in enumerate(record.events) if e.get("to") == "commit")
@@ -642,7 +666,7 @@ async def test_the_cursor_goes_back_with_a_rewind(tmp_path: Path) -> None:
     await live(folder, services, broker, CHANGES)
     services.version = services.source = 1
     services.trained.clear()
-    services.policies.clear()
+    services.standings.clear()
     await live(folder, services, broker, CHANGES)
     record = Record(folder)
     (rewind,) = [e for e in record.events if e["event"] == "rewind"]

@@ -377,7 +377,7 @@ async def test_a_rewind_takes_the_guards_state_and_the_checkpoints_back(tmp_path
         services = it.services
     services.version = services.source = 1
     services.trained.clear()
-    services.policies.clear()
+    services.standings.clear()
     async with run_of(config(**changes), tmp_path, services, broker) as it:
         await it.enlist_all()
         await it.go()
