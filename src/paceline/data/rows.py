@@ -48,7 +48,12 @@ def rows_with_folders(files: Sequence[str | Path], required: Iterable[str] = ())
 
 
 def first_row(file: str | Path) -> Row:
-    """The first row of a file, without reading the others; {} where there is none.
+    """The first row of a file; {} where there is none. Raises what `first_rows` raises."""
+    return next(iter(first_rows(file, 1)), {})
+
+
+def first_rows(file: str | Path, at_most: int) -> list[Row]:
+    """The first rows of a file, without reading the others.
 
     Raises:
         DataError: the file is unreadable.
@@ -56,18 +61,16 @@ def first_row(file: str | Path) -> Row:
     path = Path(file)
     if not _is_parquet(path):
         with path.open("rb") as lines:
-            return next((_object(path, n, line) for n, line in enumerate(lines, start=1) if line.strip()), {})
+            rows = (_object(path, n, line) for n, line in enumerate(lines, start=1) if line.strip())
+            return list(islice(rows, at_most))
     import pyarrow
     import pyarrow.parquet
 
     try:
-        batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1)
-        rows: list[Row] = next(batches).to_pylist()
-    except StopIteration:
-        return {}
+        batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=at_most)
+        return next((batch.to_pylist() for batch in batches), [])
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"data file {path} is not readable as parquet: {error}") from error
-    return rows[0] if rows else {}
 
 
 def count_rows(files: Sequence[str | Path], at_most: int) -> int:

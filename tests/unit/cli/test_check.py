@@ -160,6 +160,8 @@ def test_the_first_row_is_scored_with_its_ground_truth_as_the_response(
         "    marked = response == f'<{ground_truth}>'\n"
         "    return {'score': float(marked), 'bare': float(response == ground_truth)}\n"
         "def fails(response, ground_truth):\n    raise KeyError('judge')\n"
+        "def picky(response, ground_truth, *, prompt, **extra):\n"
+        "    if prompt == '0 + 1 =':\n        raise KeyError(prompt)\n    return 1.0\n"
         "def ranked(items):\n    assert len(items) > 1\n    return [float(i) for i in range(len(items))]\n"
     )
     functions = [{"name": "mine.py:marked"}, {"name": "exact_match"}]
@@ -170,10 +172,23 @@ def test_the_first_row_is_scored_with_its_ground_truth_as_the_response(
         "mine.py:marked, exact_match\n      the first row's ground truth as a response: marked 0, "
         "marked/bare 1, exact_match 1; 0 is right only if the function wants more than the bare answer"
     )
-    said = preflight._rewards(config(data=DATA, reward={"functions": [{"name": "mine.py:fails"}]}))
+    with pytest.raises(ConfigError, match=r"ground truth of each of the first 8 rows.*KeyError"):
+        preflight._rewards(config(data=DATA, reward={"functions": [{"name": "mine.py:fails"}]}))
+    # One that refuses the first row alone is shown with what it says.
+    said = preflight._rewards(config(data=DATA, reward={"functions": [{"name": "mine.py:picky"}]}))
     assert "as a response: raised: " in said
     assert "KeyError" in said
     assert preflight._rewards(config(data={"train_files": "gone.jsonl"})) == "exact_match"
+
+
+def test_a_column_of_numbers_is_a_fault_of_the_prompts(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / "numbers.jsonl").write_text('{"prompt": 3, "answer": "3"}\n' * 4)
+    assert main(["check", "run.yaml", "data.train_files=numbers.jsonl", "--elsewhere"]) == 2
+    out = capsys.readouterr().out
+    assert "FAULT" in out
+    assert "Traceback" not in out
 
 
 def test_the_first_prompt_is_shown_as_the_model_gets_it(project: Path) -> None:

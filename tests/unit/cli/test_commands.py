@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from paceline.cli.launch import ranks
 from paceline.cli.launch.environment import Finding, Status
 from paceline.cli.main import main
 from paceline.config.load import dump_yaml
@@ -297,3 +298,15 @@ def test_an_example_outside_a_clone_says_where_the_examples_are(
     said = capsys.readouterr().err
     assert "clone" not in said
     assert "write one with `paceline init FILE.yaml`" in said
+
+
+def test_ranks_wait_without_taking_cores_and_keep_the_users_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "num_cores", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert ranks.thread_variables(None, 2) == {"OMP_NUM_THREADS": "4", "OMP_WAIT_POLICY": "passive"}
+    assert ranks.thread_variables(None, 16)["OMP_NUM_THREADS"] == "1"
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert ranks.thread_variables(None, 2) == {"OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "active"}
+    assert ranks.thread_variables(2, 2)["OMP_NUM_THREADS"] == "2"  # sft.threads is asked for

@@ -1,4 +1,4 @@
-"""The first row of the data in a run: the prompt that the model gets, the reward of its ground truth."""
+"""The first rows of the data in a run: the prompt that the model gets, the rewards of their ground truths."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import asyncio
 from collections.abc import Sequence
 
 from paceline.config.run import RunConfig
+from paceline.core.errors import ConfigError
 from paceline.core.scoring import ScoreItem
 from paceline.data.hub import local_files
 from paceline.data.prompts import PromptSet, Tokenizer, last_message
-from paceline.data.rows import first_row, value_at
+from paceline.data.rows import Row, first_rows, value_at
 from paceline.reward.functions.pool import FunctionPool, function_specs
 from paceline.reward.functions.spec import FunctionSpec
+from paceline.reward.scores import Score
 
 _SHOWN = 400
+# Of the first rows, whose ground truths are scored.
+_NUM_SCORED = 8
 
 
 def first_prompt(prompts: PromptSet, tokenizer: Tokenizer, image_token_id: int | None = None) -> str:
@@ -34,20 +38,38 @@ def example_reward(config: RunConfig) -> str:
 
     Functions with `group: true` are left out, as there is one response.
 
-    That they refuse it is no fault: they may want more in a response than the answer alone.
+    That they refuse it is no fault: they may want more in a response than the answer alone. That they refuse
+    every one of the first rows is: a run would end at its first step.
 
     Raises:
         DataError: the first file is unreadable.
-        ConfigError: a function cannot be loaded.
+        ConfigError: a function cannot be loaded, or fails on all of the first rows.
     """
     data = config.data
-    row = first_row(local_files(data.train_files[:1], "train")[0])
-    prompt, truth = value_at(row, data.prompt_key), value_at(row, data.ground_truth_key)
+    rows = first_rows(local_files(data.train_files[:1], "train")[0], _NUM_SCORED)
     functions = [function for function in function_specs(config.reward) if not function.shape.group]
-    if not functions or not prompt or truth is None:
+    items = [item for row in rows if (item := _item(config, row)) is not None]
+    if not functions or not items:
         return ""
+    scores = asyncio.run(_score(functions, items, config.reward.timeout_s))
+    errors = [score.error for score in scores if score.error is not None]
+    if len(errors) == len(scores):
+        raise ConfigError(
+            f"the reward functions failed on the ground truth of each of the first {len(scores)} rows; the "
+            f"first time with {errors[0][0].value}: {errors[0][1]}; correct the function, or the columns "
+            "that it is given"
+        )
+    return f"the first row's ground truth as a response: {_words(functions, scores[0])}"
+
+
+def _item(config: RunConfig, row: Row) -> ScoreItem | None:
+    """The row's ground truth as a response to its prompt; None where it has no prompt or no ground truth."""
+    data = config.data
+    prompt, truth = value_at(row, data.prompt_key), value_at(row, data.ground_truth_key)
+    if not isinstance(prompt, str | list) or not prompt or truth is None:
+        return None
     source = value_at(row, data.data_source_key) if data.data_source_key else None
-    item = ScoreItem(
+    return ScoreItem(
         trajectory_id="example",
         prompt=last_message(prompt),
         response=str(truth),
@@ -55,13 +77,16 @@ def example_reward(config: RunConfig) -> str:
         data_source="" if source is None else str(source),
         extra={key: value_at(row, key) for key in data.extra_keys},
     )
-    given = asyncio.run(_score(functions, item, config.reward.timeout_s))
-    return f"the first row's ground truth as a response: {given}"
 
 
-async def _score(functions: Sequence[FunctionSpec], item: ScoreItem, timeout_s: float) -> str:
+async def _score(
+    functions: Sequence[FunctionSpec], items: Sequence[ScoreItem], timeout_s: float
+) -> Sequence[Score]:
     async with FunctionPool(functions, num_processes=1, timeout_s=timeout_s) as pool:
-        (score,) = await pool.score([item])
+        return await pool.score(items)
+
+
+def _words(functions: Sequence[FunctionSpec], score: Score) -> str:
     if score.error is not None:
         return f"{score.error[0].value}: {score.error[1]}"
     values = ", ".join(f"{name} {value:g}" for name, value in score.components.items())

@@ -34,14 +34,14 @@ async def _run(
     adopt_orphans()
     tree = ProcessTree(log_dir)
     port = free_port()
-    threads = num_threads or max(1, num_cores() // world_size)
+    variables = thread_variables(num_threads, world_size)
     command = (sys.executable, "-m", module, *arguments)
     started: list[ManagedProcess] = []
     echo: asyncio.Task[None] | None = None
     try:
         for rank in range(world_size):
             env = KEEP_MEMORY | torchrun_env(rank=rank, world_size=world_size, master_port=port)
-            env |= {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", OFFLINE: "1"}
+            env |= {**variables, "PYTHONUNBUFFERED": "1", OFFLINE: "1"}
             spec = ProcessSpec(name=f"rank-{rank}", role=Role.LEARNER, command=command, env=env)
             started.append(await tree.start(spec, {}))
         echo = asyncio.create_task(_echo(started[0]), name="echo of rank 0")
@@ -54,6 +54,16 @@ async def _run(
         tree.sweep()
         if echo is not None:
             await echo
+
+
+def thread_variables(num_threads: int | None, world_size: int) -> dict[str, str]:
+    """OpenMP's variables of a rank: the threads that are asked for, else the user's, else its share of cores.
+
+    Threads that wait sleep: where they spin, a rank beside other work loses its cores to its own waiting.
+    """
+    own = os.environ.get("OMP_NUM_THREADS", "")
+    threads = num_threads or own or max(1, num_cores() // world_size)
+    return {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive")}
 
 
 async def _echo(process: ManagedProcess) -> None:

@@ -84,10 +84,7 @@ def check_models(config: RunConfig, *, keep: Path | None = None) -> list[SelfTes
     folders = [config.model.path]
     if config.needs_critic and config.critic.path:
         folders.append(config.critic.path)
-    if config.model.load_format != "random":
-        for index, folder in enumerate(folders):
-            check_stored(folder, needs_head=index == 0)
-    return [
+    outcomes = [
         check_model(
             folder,
             longest=config.max_model_len,
@@ -96,6 +93,10 @@ def check_models(config: RunConfig, *, keep: Path | None = None) -> list[SelfTes
         )
         for index, folder in enumerate(folders)
     ]
+    if config.model.load_format != "random":
+        for index, folder in enumerate(folders):
+            check_stored(folder, needs_head=index == 0)
+    return outcomes
 
 
 def check_model(
