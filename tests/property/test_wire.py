@@ -113,7 +113,7 @@ JUNK = st.one_of(
     st.floats(),
     st.text(max_size=5),
     st.binary(max_size=9),
-    st.lists(st.integers() | st.text(max_size=3) | st.floats(), max_size=4).filter(
+    st.lists(st.none() | st.integers() | st.text(max_size=3) | st.floats(), max_size=4).filter(
         lambda items: all(not isinstance(item, int) or -(2**63) <= item < 2**64 for item in items)
     ),
     st.dictionaries(st.text(max_size=3), st.integers(0, 9), max_size=2),
@@ -271,6 +271,16 @@ def test_empty_and_torn_arrays_and_masks_out_of_range(trajectory: Trajectory) ->
 @settings(max_examples=3)
 def test_rejections_of_prompt_groups(group: PromptGroup, fields: dict[str, Any], reason: str) -> None:
     assert rejected(group, **fields) == reason
+
+
+@pytest.mark.parametrize("name", ["normalized", "token_rewards"])
+@pytest.mark.parametrize("part", [None, False, 0, "", [], [None], [0, None], ["a", 1.0, None], {}])
+@given(header=domain.scored_headers())
+@settings(max_examples=2)
+def test_parts_of_a_reward_that_are_none_are_rejected(header: ScoredHeader, name: str, part: object) -> None:
+    right: object = ["a", 1.0, 1.0] if name == "normalized" else [0, 1.0]
+    assert rejected(header, **{name: [part]}) == "out_of_range"
+    assert rejected(header, **{name: [right, part]}) == "out_of_range"
 
 
 @pytest.mark.parametrize(

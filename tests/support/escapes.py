@@ -89,7 +89,11 @@ def kill_init():
 
 
 def shared_memory():
-    return call(29, 0x5043, 4096, 0o666)  # shmget of a key that the test has made outside
+    return call(29, 0x5043, 4096, 0o1666)  # shmget, which makes what is not there
+
+
+def hidden_file():
+    return os.memfd_create("x")
 
 
 def many_files():
@@ -205,6 +209,12 @@ ATTEMPTS = {
     "signal others": signal_others,
     "kill init": kill_init,
     "reach shared memory": shared_memory,
+    "make a file in memory": hidden_file,
+    "make a secret file in memory": lambda: call(447, 0),
+    "make a message queue": lambda: call(68, 0, 0o1666) or call(240, b"x", 0o102, 0o600, None),
+    "make semaphores": lambda: call(64, 0, 250, 0o1666),
+    "make a ring of asynchronous calls": lambda: call(206, 1, ctypes.create_string_buffer(8)),
+    "write to /dev/shm": lambda: write("/dev/shm/x"),
     "set the clock": lambda: time.clock_settime(time.CLOCK_REALTIME, 1),
     "set the host's name": host_name,
     "raise the priority": priority,

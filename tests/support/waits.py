@@ -57,6 +57,7 @@ NEEDLESS: dict[str, str] = {
     "paceline.service.threads:_finished: asyncio.wait": (
         "files, or an object store, whose client has timeouts; what may take long is told to stop"
     ),
+    "paceline.reward.scores:answered: await answer": "whoever answers has a deadline of its own",
     "paceline.reward.app:RewardApp._work: asyncio.wait": _CANCELLED,
     "paceline.reward.app:RewardApp._work: await loading": "a copy of a model; the launcher bounds a start",
     "paceline.controller.events:EventHub.follow: queue.get": (
@@ -119,7 +120,7 @@ NEEDLESS: dict[str, str] = {
     "paceline.controller.fleet.clients:while_alive: asyncio.wait": (
         "its callers pass calls with a deadline; the end of the member ends it too"
     ),
-    "paceline.reward.consumer:Consumer.run: slots.acquire": (
+    "paceline.reward.consumer:Consumer._work: slots.acquire": (
         "a slot is free when an item is scored, and scoring has a deadline"
     ),
     "paceline.reward.functions.pool:FunctionPool._take: self._queued.wait_for": (

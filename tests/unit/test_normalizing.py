@@ -16,7 +16,7 @@ from paceline.core.ids import Purpose
 from paceline.core.normalizing import Part, normalized, scales
 from paceline.core.scoring import ScoreItem, ScoreResult
 from paceline.reward.scorer import ScorerSettings
-from paceline.reward.scores import score_of
+from paceline.reward.scores import Score, score_of
 from paceline.reward.shape import Shape
 from paceline.reward.weighted_sum import WeightedSum
 from support import cli_configs
@@ -79,6 +79,28 @@ async def test_scorers_say_what_is_normalised_after_clipping_and_with_the_rows_w
     await total.close()
     assert (score.reward, score.components["length"]) == (7.0, 5.0)
     assert score.normalized == (("length", 3.0, 2.0),)
+
+
+def test_every_kind_of_scorer_can_be_normalised(tmp_path: Path) -> None:
+    """What each kind's entry asks for is what the sum tells the controller."""
+    (tmp_path / "prompt.txt").write_text("{response}")
+    outside = {"normalize": "batch", "weight": 0.5}
+    judge = {"address": "http://127.0.0.1:1/v1", "model": "m", "prompt_file": str(tmp_path / "prompt.txt")}
+    config = RewardConfig.model_validate(
+        {
+            "functions": [{"name": "exact_match", **outside}],
+            "services": [{"name": "service", "address": "a:1", **outside}],
+            "attached": [{"name": "attached", **outside}],
+            "judges": [{"name": "judge", **judge, **outside}],
+            "code": [{"name": "code", **outside}, {"name": "plain"}],
+        }
+    )
+    total = WeightedSum.configured(ScorerSettings(config=config))
+    item = ScoreItem(trajectory_id="t", prompt="", response="r", ground_truth="")
+    values = {name: float(place) for place, name in enumerate(total.names)}
+    score = total._with_parts(item, Score(trajectory_id="t", reward=1.0, components=values))
+    wanted = ("exact_match", "service", "attached", "judge", "code")
+    assert sorted(score.normalized) == sorted((name, values[name], 0.5) for name in wanted)
 
 
 async def test_the_controller_normalises_what_is_trained_and_verify_finds_the_same(tmp_path: Path) -> None:

@@ -13,7 +13,15 @@ import pytest
 from paceline.broker import Mailbox, Outgoing, names
 from paceline.broker.memory import MemoryBroker, MemoryStore
 from paceline.core.episode import EpisodeOutcome
-from paceline.core.errors import InvalidMessageError, RewardError, RewardErrorKind
+from paceline.core.errors import (
+    EXIT_FAILED,
+    GIVEN_ERRORS,
+    InvalidMessageError,
+    PacelineError,
+    RewardError,
+    RewardErrorKind,
+    exit_code,
+)
 from paceline.core.ids import Purpose
 from paceline.core.scoring import ScoreItem
 from paceline.core.trajectory import GroupRefusal, ScoredHeader
@@ -45,7 +53,7 @@ class Recorder:
         self.items: list[ScoreItem] = []
         self.steps: list[tuple[str, int]] = []
         self.asked, self.release = asyncio.Event(), asyncio.Event()
-        self.fail: RewardError | None = None
+        self.fail: PacelineError | None = None
         self.components: dict[str, float] = {}
         self.placed: tuple[tuple[int, float], ...] = ()
         self.fail_text = "f returned nan"
@@ -266,6 +274,19 @@ async def test_scores_and_acknowledgement_are_stored_together(bench: Bench) -> N
     async with bench.working(bench.make_consumer("reward-0")):
         await bench.headers(1)
     assert await bench.pending() == 0
+
+
+@pytest.mark.parametrize("kind", GIVEN_ERRORS)
+async def test_what_ends_a_start_for_good_does_not_end_a_run_that_has_worked(
+    bench: Bench, kind: type[PacelineError]
+) -> None:
+    """The launcher starts a process again that ends with this exit code."""
+    bench.scorer.fail = kind("no room")
+    await bench.broker.append([finished_sample(RUN, 1, tokens("a"))])
+    with pytest.raises(RewardError, match="^scoring has ended: no room$") as caught:
+        async with asyncio.timeout(30):
+            await bench.consumer.run()
+    assert exit_code(caught.value) == EXIT_FAILED
 
 
 async def test_texts_with_lone_surrogates_are_escaped_and_end_nothing(bench: Bench) -> None:

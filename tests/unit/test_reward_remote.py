@@ -235,6 +235,27 @@ class Described(OddServer):
                 await asyncio.sleep(0.01)
 
 
+class Halting(Described):
+    """Lets its first call run out of time."""
+
+    async def Score(self, request: reward_pb2.ScoreRequest, context: Any) -> reward_pb2.ScoreResponse:
+        response = await super().Score(request, context)
+        if len(self.calls) == 1:
+            await asyncio.Event().wait()
+        return response
+
+
+async def test_a_service_is_asked_again_what_it_is_after_a_call_that_failed() -> None:
+    """Its connection still stands, so nothing else tells that another version may answer now."""
+    server = Halting()
+    async with serving(server) as address, scorer(address, timeout_s=1.0) as remote:
+        assert kinds(await remote.score(items("a"))) == ["timeout"]
+        assert server.num_described == 1
+        for _ in range(2):
+            assert kinds(await remote.score(items("a"))) == ["1.0"]
+            assert server.num_described == 2
+
+
 async def test_calls_that_begin_at_once_ask_once_what_the_service_is() -> None:
     server = Described()
     async with serving(server) as address, scorer(address, timeout_s=60.0, max_items_per_call=1) as remote:

@@ -456,9 +456,8 @@ def _read_normalized(fields: Fields, limits: Limits) -> tuple[Part, ...]:
     if fields.missing("normalized"):
         return ()
     parts = fields.items("normalized", max_items=limits.max_items)
-    problem = next((part for part in parts if not _is_part(part)), None)
-    if problem is not None:
-        fields.reject("out_of_range", f"normalized holds {problem!r:.80}")
+    if bad := [part for part in parts if not _is_part(part)]:
+        fields.reject("out_of_range", f"normalized holds {bad[0]!r:.80}")
     return tuple((name, value, weight) for name, value, weight in parts)
 
 
@@ -473,9 +472,8 @@ def _read_token_rewards(fields: Fields, limits: Limits) -> tuple[tuple[int, floa
         return ()
     largest = fields.integer("num_response_tokens", minimum=1, maximum=limits.max_tokens) - 1
     pairs = fields.items("token_rewards", max_items=limits.max_items)
-    problem = next((pair for pair in pairs if not _is_token_reward(pair, largest)), None)
-    if problem is not None:
-        fields.reject("out_of_range", f"token_rewards holds {problem!r:.80}")
+    if bad := [pair for pair in pairs if not _is_token_reward(pair, largest)]:
+        fields.reject("out_of_range", f"token_rewards holds {bad[0]!r:.80}")
     return tuple((position, float(part)) for position, part in pairs)
 
 

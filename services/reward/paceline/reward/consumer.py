@@ -19,7 +19,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.broker import Broker, Entry, Mailbox, Outgoing, names
-from paceline.core.errors import InvalidMessageError, RewardErrorKind
+from paceline.core.errors import GIVEN_ERRORS, InvalidMessageError, RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem
 from paceline.core.text import encodable
 from paceline.core.trajectory import ScoredHeader, Trajectory, TrajectoryHeader, sampled_spans
@@ -106,8 +106,18 @@ class Consumer:
 
         Raises:
             BrokerError, DeadlineError: the broker is gone.
-            RewardError: UNAVAILABLE, when child processes cannot be started any more.
+            RewardError: UNAVAILABLE, when a scorer cannot score anything any more. What would be fatal at a
+                start is this error, too: it has worked, so that another start may help.
         """
+        try:
+            await self._work()
+        except* GIVEN_ERRORS as group:
+            cause: BaseException = group
+            while isinstance(cause, BaseExceptionGroup):
+                cause = cause.exceptions[0]
+            raise RewardError(f"scoring has ended: {cause}", kind=RewardErrorKind.UNAVAILABLE) from group
+
+    async def _work(self) -> None:
         options = self._options
         box = Mailbox(
             self._broker,

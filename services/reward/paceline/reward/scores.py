@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 
 from paceline.core.errors import PacelineError, RewardError, RewardErrorKind
 from paceline.core.normalizing import Part
-from paceline.core.reward_function import MAX_COMPONENT_CHARS, MAX_COMPONENTS, kind_of
+from paceline.core.reward_function import MAX_COMPONENT_CHARS, MAX_COMPONENTS, describe, kind_of
 from paceline.core.scoring import ScoreItem, ScoreResult
 from paceline.core.text import one_line
 from paceline.reward.shape import Shape
+
+_log = logging.getLogger(__name__)
 
 RETRIED_KINDS = frozenset({RewardErrorKind.TIMEOUT, RewardErrorKind.CRASHED, RewardErrorKind.UNAVAILABLE})
 """The errors that another attempt may cure; any other kind would occur again."""
@@ -82,6 +86,22 @@ def score_of(
         seconds=seconds,
         placed=placed,
     )
+
+
+async def answered(item: ScoreItem, answer: Awaitable[ScoreResult], *, name: str, shape: Shape) -> Score:
+    """The score that an answer about one item gives; an error of any class is the item's own."""
+    started = time.monotonic()
+    result: ScoreResult | PacelineError
+    try:
+        result = await answer
+    except PacelineError as error:
+        result = error
+    except OSError as error:  # no room for a process, a file or a connection just now
+        result = RewardError(describe("scoring", error), kind=RewardErrorKind.UNAVAILABLE)
+    except Exception as error:  # noqa: BLE001  one item's, never the service's
+        _log.exception("%s: an item could not be scored", name)
+        result = RewardError(describe("scoring", error), kind=RewardErrorKind.RAISED)
+    return score_of(item, result, name=name, shape=shape, seconds=time.monotonic() - started)
 
 
 def _placed(

@@ -14,7 +14,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from paceline.core.errors import EnvironmentLackError
+from paceline.core.errors import DeadlineError, EnvironmentLackError
+from paceline.core.text import one_line
 from paceline.service.confinement import inside
 
 _READ_BYTES = 64 * 1024
@@ -47,11 +48,16 @@ class Ending(enum.Enum):
     EXITED = "exited"
     TIMED_OUT = "timed out"
     PRINTED_TOO_MUCH = "printed too much"
+    NOT_STARTED = "not started"
+    """The confinement stood, but the command is no program that can be run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What a program did: `code` is its exit code, 128 and the signal's number where one ended it."""
+    """What a program did: `code` is its exit code, 128 and the signal's number where one ended it.
+
+    Where it was not started, `stderr` says why.
+    """
 
     ending: Ending
     code: int
@@ -82,37 +88,71 @@ async def run_confined(command: Command) -> Outcome:
     """Runs a program and waits for its end, which is that of everything it has started, too.
 
     Raises:
-        EnvironmentLackError: this machine cannot build the confinement; nothing was run.
+        EnvironmentLackError: the confinement could not be built; nothing was run.
+        DeadlineError: building it took as long as the program may run; nothing was run.
+        OSError: there is no room for another process, file or pipe just now.
     """
-    # Only a place for the root, which is in memory; nothing is written there.
-    with tempfile.TemporaryDirectory(prefix="paceline-root-") as root:
+    report, theirs = os.pipe()
+    try:
+        outcome = await _run(command, theirs)
+        os.set_blocking(report, False)  # whatever has the other end has been killed
+        with contextlib.suppress(BlockingIOError):
+            return _checked(outcome, os.read(report, _READ_BYTES), command)
+        return _checked(outcome, b"", command)
+    finally:
+        os.close(report)
+
+
+async def _run(command: Command, report: int) -> Outcome:
+    """Runs it to its end; closes `report`, which the builder writes to."""
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, report)
+        # Only a place for the root, which is in memory; nothing is written there.
+        root = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-root-"))
         spec = os.memfd_create("paceline-command")
         try:
             os.write(spec, json.dumps(_spec(command, root)).encode())
             os.lseek(spec, 0, os.SEEK_SET)
             process = await asyncio.create_subprocess_exec(
-                python(), "-I", "-S", inside.__file__, str(spec),
+                python(), "-I", "-S", inside.__file__, str(spec), str(report),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 env={},
-                pass_fds=(spec,),
+                pass_fds=(spec, report),
                 start_new_session=True,
             )  # fmt: skip
         finally:
             os.close(spec)
         try:
-            outcome = await _follow(process, command)
+            return await _follow(process, command)
         finally:
             await _end(process)
-    if outcome.code == inside.BROKEN_EXIT:
-        reason = outcome.stderr.decode(errors="replace").strip()
-        raise EnvironmentLackError(
-            f"code cannot be confined on this machine ({reason}): allow user namespaces "
-            "(sysctl kernel.unprivileged_userns_clone=1; in a container, seccomp and AppArmor profiles that "
-            "let unshare and mount pass: deploy/compose/confined.yaml), on Linux 5.12 or newer"
+
+
+def _checked(outcome: Outcome, report: bytes, command: Command) -> Outcome:
+    """The outcome, if the builder reports that the program began."""
+    if report == inside.STARTED:
+        return outcome
+    reason = report.removeprefix(inside.STARTED).decode(errors="replace")
+    if report.startswith(inside.STARTED):
+        return Outcome(ending=Ending.NOT_STARTED, code=-1, stdout=b"", stderr=reason.encode())
+    if not reason and outcome.ending is Ending.TIMED_OUT:
+        raise DeadlineError(
+            phase="CONFINE",
+            peer="the builder of a program's confinement",
+            seconds=command.limits.seconds,
+            hint="this machine has too much to do: run fewer programs at a time, or allow each more time",
         )
-    return outcome
+    reason = (
+        reason
+        or f"its builder ended with {outcome.code}: {one_line(outcome.stderr.decode(errors='replace'))}"
+    )
+    raise EnvironmentLackError(
+        f"code cannot be confined on this machine ({reason}): allow user namespaces "
+        "(sysctl kernel.unprivileged_userns_clone=1; in a container, seccomp and AppArmor profiles that "
+        "let unshare and mount pass: deploy/compose/confined.yaml), on Linux 5.12 or newer"
+    )
 
 
 async def why_not_confined() -> str:
@@ -120,7 +160,7 @@ async def why_not_confined() -> str:
     limits = ConfinedLimits(seconds=_PROBE_S)
     try:
         outcome = await run_confined(Command(words=["/bin/true"], limits=limits))
-    except EnvironmentLackError as error:
+    except (EnvironmentLackError, DeadlineError, OSError) as error:
         return str(error)
     if (outcome.ending, outcome.code) != (Ending.EXITED, 0):
         return f"/bin/true {outcome.ending.value} with {outcome.code}: {outcome.stderr[:200]!r}"

@@ -1,11 +1,13 @@
-"""Builds the confinement around itself, then becomes the program: `python -I -S inside.py FILE_DESCRIPTOR`.
+"""Builds the confinement around itself, then becomes the program: `python -I -S inside.py SPEC REPORT`.
 
     this process: maps users --> namespaces: users, mounts, processes, network, IPC, names, cgroups
       `-- init of the namespaces: a root of its own, read-only; ends with the program, and everything with it
             `-- the program: another user, no capabilities, a filter of system calls, limits
 
-Standard library only: it runs before anything is imported. The file holds what `confined.Command` describes,
-as JSON.
+Standard library only: it runs before anything is imported. Both arguments are file descriptors: a file that
+holds what `confined.Command` describes, as JSON, and a pipe for what the builder reports: STARTED just before
+the program begins, and the reason where something fails. The program never has the pipe: nothing that it
+prints, and no exit code, passes for a report.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-BROKEN_EXIT = 120
-"""The exit code when the confinement cannot be built; the reason is on standard error."""
+STARTED = b"+"
+"""The first byte of a report once the confinement is built; what follows says why no program began."""
 
 _CLONE_NEW = {
     "cgroup": 0x02000000, "uts": 0x04000000, "ipc": 0x08000000, "user": 0x10000000, "pid": 0x20000000,
@@ -34,6 +36,7 @@ _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 1, 2, 4
 _PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP = 1, 24, 38, 22
 _LAST_CAPABILITY = 40
 _NOBODY, _INSIDE_ID = 65534, 1000
+_REASON_BYTES = 1024
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 
 # Numbers of system calls: x86_64, aarch64; None where there is none.
@@ -53,6 +56,9 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     "swapon": (167, 224), "swapoff": (168, 225), "acct": (163, 89), "syslog": (103, 116),
     "settimeofday": (164, 170), "clock_settime": (227, 112), "adjtimex": (159, 171),
     "clock_adjtime": (305, 266), "personality": (135, 92), "iopl": (172, None), "ioperm": (173, None),
+    # Memory that belongs to no process, so that no limit of a process counts it.
+    "shmget": (29, 194), "memfd_create": (319, 279), "memfd_secret": (447, 447),
+    "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180), "io_setup": (206, 0),
     "vmsplice": (278, 75), "sethostname": (170, 161), "setdomainname": (171, 162),
 }  # fmt: skip
 _CLONE, _CLONE3, _SOCKET = (56, 220), (435, 435), (41, 198)
@@ -66,7 +72,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def main() -> int:
     """Runs the command; its exit code, or 128 and the number of the signal that ended it."""
-    descriptor = int(sys.argv[1])
+    descriptor, report = map(int, sys.argv[1:])
+    return _guarded(report, _build, descriptor, report)
+
+
+def _build(descriptor: int, report: int) -> int:
+    os.set_inheritable(report, False)  # the program's execve closes it
     with os.fdopen(descriptor, "rb") as file:
         spec: dict[str, Any] = json.load(file)
     _die_with_parent()
@@ -75,7 +86,7 @@ def main() -> int:
     if child == 0:
         os.close(ready[0])
         os.close(mapped[1])
-        os._exit(_guarded(_namespaces, spec, ready, mapped))
+        os._exit(_guarded(report, _namespaces, spec, report, ready, mapped))
     os.close(ready[1])  # so that the end of a child that fails is seen
     os.close(mapped[0])
     if os.read(ready[0], 1):
@@ -84,16 +95,16 @@ def main() -> int:
     return _wait_for(child)
 
 
-def _guarded(function: Any, *arguments: Any) -> int:
+def _guarded(report: int, function: Any, *arguments: Any) -> int:
     try:
         return int(function(*arguments))
-    except OSError as error:
-        sys.stderr.write(f"confinement: {error}\n")
-        sys.stderr.flush()
-        return BROKEN_EXIT
+    except Exception as error:  # noqa: BLE001  whatever it is, the program has not begun
+        reason = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        os.write(report, reason.encode(errors="replace")[:_REASON_BYTES])
+        return 1
 
 
-def _namespaces(spec: dict[str, Any], ready: tuple[int, int], mapped: tuple[int, int]) -> int:
+def _namespaces(spec: dict[str, Any], report: int, ready: tuple[int, int], mapped: tuple[int, int]) -> int:
     _die_with_parent()
     flags = 0
     for name, flag in _CLONE_NEW.items():
@@ -101,24 +112,25 @@ def _namespaces(spec: dict[str, Any], ready: tuple[int, int], mapped: tuple[int,
     _check(_libc.unshare(ctypes.c_int(flags)), "unshare")
     os.write(ready[1], b"r")
     if not os.read(mapped[0], 1):
-        return BROKEN_EXIT
+        return 1  # the parent has reported why
     if spec["other_user"]:
         os.setresgid(0, 0, 0)
         os.setresuid(0, 0, 0)
     init = os.fork()
     if init == 0:
-        os._exit(_guarded(_init, spec))
+        os._exit(_guarded(report, _init, spec, report))
     return _wait_for(init)
 
 
-def _init(spec: dict[str, Any]) -> int:
+def _init(spec: dict[str, Any], report: int) -> int:
     """The first process of the namespaces: when it ends, the kernel ends all others."""
     _die_with_parent()
     os.setsid()
     _build_root(spec)
     program = os.fork()
     if program == 0:
-        os._exit(_guarded(_become, spec))
+        os._exit(_guarded(report, _become, spec, report))
+    os.close(report)
     while True:
         pid, status = os.wait()
         if pid == program:
@@ -163,9 +175,10 @@ def _bind(path: str, target: str) -> None:
     _set_attributes(target, _ATTR_RDONLY | _ATTR_NOSUID | _ATTR_NODEV, recursive=True)
 
 
-def _become(spec: dict[str, Any]) -> int:
+def _become(spec: dict[str, Any], report: int) -> int:
     _die_with_parent()
-    os.closerange(3, 4096)
+    os.closerange(3, report)
+    os.closerange(report + 1, 4096)
     for capability in range(_LAST_CAPABILITY + 1):
         _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
     if spec["other_user"]:
@@ -181,6 +194,7 @@ def _become(spec: dict[str, Any]) -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
     _filter_calls()
+    os.write(report, STARTED)
     os.execve(spec["command"][0], spec["command"], spec["environment"])
 
 

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 
 from paceline.config.reward import CodeConfig
-from paceline.core.errors import ConfigError, RewardError, RewardErrorKind
+from paceline.core.errors import ConfigError, EnvironmentLackError, RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem, ScoreResult
 from paceline.reward.code.tests import CodeTest, code_of, program_of, tests_of
 from paceline.reward.scorer import ScorerSettings
-from paceline.reward.scores import Score, score_of
+from paceline.reward.scores import Score, answered
 from paceline.reward.shape import Shape
 from paceline.reward.shaped import Shaped
 from paceline.service.confinement.confined import (
     Command,
     ConfinedLimits,
     Ending,
+    Outcome,
     python,
     run_confined,
     why_not_confined,
 )
+from paceline.service.threads import in_thread
 
 
 class CodeScorer:
@@ -54,6 +55,10 @@ class CodeScorer:
             ConfigError: they cannot; nothing is run without.
         """
         problem = await why_not_confined()
+        if not problem:
+            outcome = await run_confined(self._command("", ""))
+            if outcome.ending is Ending.NOT_STARTED:
+                problem = self._not_started(outcome)
         if problem:
             raise ConfigError(f"reward.code {self._config.name!r}: {problem}")
         self._is_open = True
@@ -73,34 +78,50 @@ class CodeScorer:
         return list(await asyncio.gather(*(self._score(item) for item in items)))
 
     async def _score(self, item: ScoreItem) -> Score:
-        started = time.monotonic()
-        result: ScoreResult | RewardError
-        try:
-            tests = tests_of(item.ground_truth)
-            program = program_of(code_of(item.response), tests)
-            passed = [await self._passes(program, test) for test in tests]
-            result = ScoreResult(
-                trajectory_id=item.trajectory_id,
-                reward=float(all(passed)),
-                components={"passed": sum(passed) / len(passed)},
-            )
-        except RewardError as error:
-            result = error
-        seconds = time.monotonic() - started
-        return score_of(item, result, name=self._config.name, shape=self._shape, seconds=seconds)
+        return await answered(item, self._result(item), name=self._config.name, shape=self._shape)
+
+    async def _result(self, item: ScoreItem) -> ScoreResult:
+        # In a thread: a ground truth, a response and an output may be large.
+        tests = await in_thread(tests_of, item.ground_truth)
+        program = program_of(await in_thread(code_of, item.response), tests)
+        passed = [await self._passes(program, test) for test in tests]
+        return ScoreResult(
+            trajectory_id=item.trajectory_id,
+            reward=float(all(passed)),
+            components={"passed": sum(passed) / len(passed)},
+        )
 
     async def _passes(self, program: str, test: CodeTest) -> bool:
+        async with self._slots:  # whoever has a slot has a deadline
+            outcome = await self._outcome(program, test.stdin)
+        if outcome.ending is not Ending.EXITED or outcome.code != 0:
+            return False
+        return await in_thread(test.passes, outcome.stdout.decode(errors="replace"))
+
+    async def _outcome(self, program: str, stdin: str) -> Outcome:
+        try:
+            outcome = await run_confined(self._command(program, stdin))
+        except EnvironmentLackError as error:
+            # It could at the start, so it may again.
+            raise RewardError(str(error), kind=RewardErrorKind.UNAVAILABLE) from error
+        if outcome.ending is Ending.NOT_STARTED:
+            raise RewardError(self._not_started(outcome), kind=RewardErrorKind.RAISED)
+        return outcome
+
+    def _command(self, program: str, stdin: str) -> Command:
         words = self._config.command or (python(), "-I", "-B", "{file}")
         file = self._config.file
-        command = Command(
+        return Command(
             words=[word.replace("{file}", f"/tmp/{file}") for word in words],
             files={file: program},
-            stdin=test.stdin.encode(errors="surrogatepass"),
+            stdin=stdin.encode(errors="surrogatepass"),
             read_only=self._config.read_only,
             limits=self._limits,
         )
-        async with self._slots:  # whoever has a slot has a deadline
-            outcome = await run_confined(command)
-        if outcome.ending is not Ending.EXITED or outcome.code != 0:
-            return False
-        return test.passes(outcome.stdout.decode(errors="replace"))
+
+    def _not_started(self, outcome: Outcome) -> str:
+        words, reason = " ".join(self._command("", "").words), outcome.stderr.decode(errors="replace")
+        return (
+            f"the command {words} cannot be started ({reason}): name a program by its absolute path, in the "
+            "system's folders or in one of read_only"
+        )

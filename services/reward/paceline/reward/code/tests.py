@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from paceline.core.errors import RewardError, RewardErrorKind
 
-_FENCE = re.compile(r"```[ \t]*[\w+-]*[ \t]*\r?\n(.*?)```", re.DOTALL)
+_FENCE = "```"
+_LANGUAGE = re.compile(r"[\w+-]*")
 _CALLER = "\nimport json as _json, sys as _sys\nprint(_json.dumps(eval(_sys.stdin.read())))\n"
 _FORM = (
     'the ground truth must be a JSON object: {"inputs": ["1 2"], "outputs": ["3"]} for what a program reads '
@@ -34,14 +35,25 @@ class CodeTest:
             return _lines(stdout) == _lines(str(self.expected))
         try:
             return bool(json.loads(stdout.strip().rpartition("\n")[2]) == self.expected)
-        except ValueError:
+        except (ValueError, RecursionError):
             return False
 
 
 def code_of(response: str) -> str:
-    """The program in a response: its last fenced block, or all of it."""
-    blocks = _FENCE.findall(response)
-    return blocks[-1] if blocks else response
+    """The program in a response: its last fenced block, or all of it. Takes linear time."""
+    code, at = response, 0
+    while (end_of_line := response.find("\n", at)) >= 0:
+        opening = response.rfind(_FENCE, at, end_of_line)
+        at = end_of_line + 1
+        if opening < 0 or not _LANGUAGE.fullmatch(
+            response[opening + len(_FENCE) : end_of_line].strip(" \t\r")
+        ):
+            continue
+        closing = response.find(_FENCE, at)
+        if closing < 0:
+            break
+        code, at = response[at:closing], closing + len(_FENCE)
+    return code
 
 
 def program_of(code: str, tests: Sequence[CodeTest]) -> str:

@@ -13,7 +13,7 @@ from paceline.core.scoring import ScoreItem, ScoreResult
 from paceline.reward.judge.client import JudgeClient, JudgeOptions
 from paceline.reward.judge.question import Grade, Question, read_prompt_file
 from paceline.reward.scorer import ScorerSettings
-from paceline.reward.scores import RETRIED_KINDS, Score, score_of
+from paceline.reward.scores import RETRIED_KINDS, Score, answered
 from paceline.reward.shape import Shape
 from paceline.reward.shaped import Shaped
 
@@ -82,15 +82,11 @@ class JudgeScorer:
         return list(await asyncio.gather(*(self._score(client, item) for item in items)))
 
     async def _score(self, client: JudgeClient, item: ScoreItem) -> Score:
-        started = time.monotonic()
-        result: ScoreResult | RewardError
-        try:
-            answer = await self._ask(client, self._question.about(item))
-            result = ScoreResult(trajectory_id=item.trajectory_id, reward=self._grade.of(answer))
-        except RewardError as error:
-            result = error
-        seconds = time.monotonic() - started
-        return score_of(item, result, name=self._config.name, shape=self._shape, seconds=seconds)
+        return await answered(item, self._grade_of(client, item), name=self._config.name, shape=self._shape)
+
+    async def _grade_of(self, client: JudgeClient, item: ScoreItem) -> ScoreResult:
+        answer = await self._ask(client, self._question.about(item))
+        return ScoreResult(trajectory_id=item.trajectory_id, reward=self._grade.of(answer))
 
     async def _ask(self, client: JudgeClient, question: str) -> str:
         pause_s = _FIRST_PAUSE_S
