@@ -6,6 +6,7 @@ import io
 import json
 import re
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -194,15 +195,68 @@ def test_tokens_are_shown_by_their_texts_together_the_response(tmp_path: Path) -
 def test_only_what_is_new_of_a_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     file = GrowingFile(path)
-    assert file.new() == []
+    assert list(file.new()) == []
     path.write_text('{"a": 1}\n{"a": 2}\n{"a"')
-    assert file.new() == [{"a": 1}, {"a": 2}]
+    assert list(file.new()) == [{"a": 1}, {"a": 2}]
     with path.open("a") as more:
         more.write(": 3}\n")
-    assert (file.new(), file.new()) == ([{"a": 3}], [])
+    assert (list(file.new()), list(file.new())) == ([{"a": 3}], [])
     generation = file.generation
     path.write_text('{"a": 9}\n')
-    assert (file.new(), file.generation) == ([{"a": 9}], generation + 1)
+    assert (list(file.new()), file.generation) == ([{"a": 9}], generation + 1)
+
+
+def test_of_a_long_file_some_lines_are_parsed_and_what_follows_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    rows = [
+        {"step": step, **({"val/reward/mean": step} if step in (701, 803) else {})} for step in range(1000)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    parsed: list[bytes] = []
+    loads = json.loads
+    monkeypatch.setattr(json, "loads", lambda line: (parsed.append(line), loads(line))[1])
+    file = GrowingFile(path)
+    steps = [row["step"] for row in file.new(at_most=20)]
+    assert {*range(50), 701, 803, *range(950, 1000)} < set(steps)
+    assert steps == sorted(steps)
+    assert len(parsed) == len(steps) <= 2 * 50 + 20 + 2
+    assert max(b - a for a, b in pairwise(steps)) <= 54
+    with path.open("a") as more:
+        more.write('{"step": 1000}\n{"step": 1001}\n')
+    assert [row["step"] for row in file.new(at_most=20)] == [1000, 1001]
+
+
+def test_lines_that_come_while_a_long_file_is_read_are_not_lost(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}}}\n' for step in range(1000)))
+    file = GrowingFile(path)
+    reading = file.new(at_most=20)
+    seen = [next(reading)["step"]]
+    with path.open("a") as more:
+        more.write('{"step": 1000}\n')
+    seen += [row["step"] for row in reading]
+    seen += [row["step"] for row in file.new(at_most=20)]
+    assert seen[-2:] == [999, 1000]
+
+
+def test_a_long_journal_is_not_parsed_line_by_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[dict[str, Any]] = [{"event": "run", "step": 0}]
+    for step in range(1, 200):
+        events += [{"event": "phase", "step": step}]
+        events += [{"event": "trajectory", "id": f"train:{step}:0:0", "verdict": "admitted"}] * 3
+    events += [{"event": "trajectory", "verdict": "duplicate"}, {"event": "lost", "member": "rollout-0"}]
+    lines = [json.dumps({"n": n, "time": 5.0 + n, **event}) + "\n" for n, event in enumerate(events)]
+    (tmp_path / "events.jsonl").write_text("".join(lines))
+    parsed: list[bytes] = []
+    loads = json.loads
+    monkeypatch.setattr(json, "loads", lambda line: (parsed.append(line), loads(line))[1])
+    shown = RunContent(tmp_path).journal()
+    assert len(parsed) == 3  # run, the last line with a step, lost
+    assert shown["verdicts"] == {"admitted": 597, "duplicate": 1}
+    assert [(note["name"], note["step"]) for note in shown["notes"]] == [("run", 0), ("lost", 199)]
+    assert shown["began"] == 5.0
 
 
 def test_a_long_run_is_sent_in_part_and_what_follows_as_a_whole() -> None:

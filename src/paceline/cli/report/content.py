@@ -25,7 +25,7 @@ METRICS = "metrics.jsonl"
 JOURNAL = "events.jsonl"
 
 _MEAN_OF = 5
-_MAX_LINES = 3000
+MAX_LINES = 3000
 
 
 class RunContent:
@@ -55,7 +55,7 @@ class RunContent:
         """The lines of metrics.jsonl from `start` on, or all if the file has begun anew since."""
         self._look()
         same = generation == self._metrics.generation
-        part = self._table.part(min(start, len(self._table)) if same else 0, _MAX_LINES)
+        part = self._table.part(min(start, len(self._table)) if same else 0, MAX_LINES)
         return {"generation": self._metrics.generation, "is_new": not same, **part}
 
     def journal(self) -> dict[str, Any]:
@@ -91,14 +91,16 @@ class RunContent:
         return self._settings
 
     def _look(self) -> None:
-        generation, rows = self._metrics.generation, self._metrics.new()
-        if self._metrics.generation != generation:
-            self._table = StepTable()
-        self._table.add(rows)
-        generation, events = self._journal.generation, self._journal.new()
-        if self._journal.generation != generation:
-            self._view = JournalView()
-        self._view.add(events)
+        generation = self._metrics.generation
+        for row in self._metrics.new(at_most=MAX_LINES):
+            if self._metrics.generation != generation:
+                self._table, generation = StepTable(), self._metrics.generation
+            self._table.add([row])
+        generation = self._journal.generation
+        for line in self._journal.new_lines():
+            if self._journal.generation != generation:
+                self._view, generation = JournalView(), self._journal.generation
+            self._view.add(line)
 
 
 def is_run(folder: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -27,6 +28,9 @@ _ROUTINE = {
 _ROUTINE |= {"checkpoint_removed", "epoch"}
 _QUIET_CHANGES = {"registered", "alive"}
 _BAD = {"lost", "rewind", "recollect", "rollback", "group_dropped", "process"}
+_EVENT = re.compile(rb'"event": ?"(\w+)"')
+_VERDICT = re.compile(rb'"verdict": ?"(\w+)"')
+_STEP = b'"step":'
 _MAX_NOTES = 3000
 _MAX_FIRINGS = 20_000
 
@@ -61,7 +65,7 @@ class FleetMember:
 
 
 class JournalView:
-    """Reads the journal's events in their order and keeps what a page shows of them."""
+    """Reads the journal's lines in their order and keeps what a page shows of them."""
 
     def __init__(self) -> None:
         self._notes: deque[Note] = deque(maxlen=_MAX_NOTES)
@@ -69,28 +73,48 @@ class JournalView:
         self._verdicts: Counter[str] = Counter()
         self._fleet: dict[str, FleetMember] = {}
         self._step, self._began = 0, 0.0
+        self._last_with_step = b""
         self.end: str | None = None
 
-    def add(self, events: Iterable[Row]) -> None:
-        """Takes the next events."""
-        for event in events:
-            name = str(event.get("event", ""))
-            self._began = self._began or _time(event)
-            if isinstance(event.get("step"), int):
-                self._step = event["step"]
+    def add(self, line: bytes) -> None:
+        """Takes the next line; of most events of a long run, only what is needed is parsed."""
+        match = _EVENT.search(line)
+        name = match[1].decode() if match else ""
+        if name in _ROUTINE and name != "commit" and self._began:
+            if _STEP in line:
+                self._last_with_step = line
             if name == "trajectory":
-                self._verdicts[str(event.get("verdict"))] += 1
-            elif name == "member":
-                self._member(event)
-            elif name == "commit":
-                self._commit(event)
-            elif name == "guard":
-                self._guard(event)
-            elif name in ("run", "end"):
-                self.end = str(event.get("message", "ended")) if name == "end" else None
-            if name and name not in _ROUTINE and name not in ("guard", "member"):
-                level = "bad" if name in _BAD or event.get("ok") is False else "info"
-                self._notes.append(_note(event, name, self._step, level, _details(event)))
+                verdict = _VERDICT.search(line)
+                self._verdicts[verdict[1].decode() if verdict else "None"] += 1
+            return
+        for event in (self._last_with_step, line):
+            self._take(event)
+        self._last_with_step = b""
+
+    def _take(self, line: bytes) -> None:
+        try:
+            event = json.loads(line) if line else None
+        except ValueError:
+            return
+        if not isinstance(event, dict):
+            return
+        name = str(event.get("event", ""))
+        self._began = self._began or _time(event)
+        if isinstance(event.get("step"), int):
+            self._step = event["step"]
+        if name == "trajectory" and line is not self._last_with_step:
+            self._verdicts[str(event.get("verdict"))] += 1
+        elif name == "member":
+            self._member(event)
+        elif name == "commit":
+            self._commit(event)
+        elif name == "guard":
+            self._guard(event)
+        elif name in ("run", "end"):
+            self.end = str(event.get("message", "ended")) if name == "end" else None
+        if name and name not in _ROUTINE and name not in ("guard", "member"):
+            level = "bad" if name in _BAD or event.get("ok") is False else "info"
+            self._notes.append(_note(event, name, self._step, level, _details(event)))
 
     def content(self, ends: Iterable[ProcessEnd]) -> dict[str, Any]:
         """For JSON; `ends` are the processes' ends, which are notes, too."""

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from array import array
+from collections.abc import Container, Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+_VALIDATION = b'"val/'
+_NUM_AT_ENDS = 50
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -27,18 +33,29 @@ class GrowingFile:
         self._path, self._inode, self._offset = path, 0, 0
         self.generation = 0
 
-    def new(self) -> list[dict[str, Any]]:
-        """The complete lines since the last call, or all of them when the file has begun anew."""
+    def new(self, *, at_most: int | None = None) -> Iterator[dict[str, Any]]:
+        """Reads the complete lines since the last call, or all of them when the file has begun anew.
+
+        Args:
+            at_most: of more lines, this many, evenly apart, likewise of those with validations, and the first
+                and the last ones: parsing every line of a long run takes a minute.
+        """
+        for line in self.new_lines(at_most=at_most):
+            yield from _objects(line)
+
+    def new_lines(self, *, at_most: int | None = None) -> Iterator[bytes]:
+        """Like `new`, as bytes."""
         try:
             with self._path.open("rb") as file:
                 self._rewind_if_other(file.fileno())
-                file.seek(self._offset)
-                data = file.read()
+                start = self._offset
+                count, wanted = (None, None) if at_most is None else _thinned(_lines(file, start), at_most)
+                for number, line in enumerate(islice(_lines(file, start), count)):
+                    self._offset += len(line)
+                    if wanted is None or number in wanted:
+                        yield line
         except OSError:
-            return []
-        end = data.rfind(b"\n") + 1
-        self._offset += end
-        return _objects(data[:end])
+            return
 
     def _rewind_if_other(self, descriptor: int) -> None:
         status = os.fstat(descriptor)
@@ -57,3 +74,30 @@ def _objects(data: bytes) -> list[dict[str, Any]]:
         if isinstance(value, dict):
             values.append(value)
     return values
+
+
+def _lines(file: BinaryIO, start: int) -> Iterator[bytes]:
+    """Lines that have an end."""
+    file.seek(start)
+    return (line for line in file if line.endswith(b"\n"))
+
+
+def _thinned(lines: Iterable[bytes], at_most: int) -> tuple[int, Container[int] | None]:
+    """The number of lines, and which of them to read; None: all."""
+    count, validations = 0, array("q")
+    for count, line in enumerate(lines, 1):
+        if _VALIDATION in line:
+            validations.append(count - 1)
+    if count <= at_most:
+        return count, None
+    ends = {*range(_NUM_AT_ENDS), *range(count - _NUM_AT_ENDS, count)}
+    some = (validations[i] for i in evenly(0, len(validations), at_most))
+    return count, {*ends, *evenly(0, count, at_most), *some}
+
+
+def evenly(start: int, stop: int, limit: int) -> Sequence[int]:
+    """Picks at most `limit` numbers from `start` to `stop`, evenly apart, with the first and the last."""
+    count = stop - start
+    if count <= limit:
+        return range(start, stop)
+    return [start + round(i * (count - 1) / (limit - 1)) for i in range(limit)]

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+from paceline.cli.report.lines import evenly
+
 _NAN = float("nan")
 _DIGITS = 7
 
@@ -43,7 +45,7 @@ class StepTable:
 
     def part(self, start: int, limit: int) -> dict[str, Any]:
         """The lines from `start` on, for JSON; of more than `limit` lines, that many, evenly apart."""
-        places = _evenly(start, len(self), limit)
+        places = evenly(start, len(self), limit)
         columns = {name: _picked(column, places) for name, column in self._columns.items()}
         return {
             "num_lines": len(self),
@@ -52,13 +54,6 @@ class StepTable:
                 name: values for name, values in columns.items() if any(v is not None for v in values)
             },
         }
-
-
-def _evenly(start: int, stop: int, limit: int) -> Sequence[int]:
-    count = stop - start
-    if count <= limit:
-        return range(start, stop)
-    return [start + round(i * (count - 1) / (limit - 1)) for i in range(limit)]
 
 
 def _picked(column: array[float], places: Sequence[int]) -> list[float | None]:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cli.metrics import HEADLINES
-from paceline.cli.report.lines import read_jsonl
+from paceline.cli.report.content import MAX_LINES, METRICS
+from paceline.cli.report.lines import GrowingFile
 from paceline.cli.report.write import write_report
 
 log = logging.getLogger(__name__)
@@ -16,7 +17,7 @@ log = logging.getLogger(__name__)
 
 def closing_lines(run_dir: Path) -> list[str]:
     """Writes the report and returns the lines that a run ends with."""
-    metrics = read_jsonl(run_dir / "metrics.jsonl")
+    metrics = list(GrowingFile(run_dir / METRICS).new(at_most=MAX_LINES))
     changes = {title: _before_and_after(metrics, name) for title, name in HEADLINES.items()}
     lines = [f"{title.lower()}: {change}" for title, change in changes.items() if change]
     lines.append(f"run directory: {run_dir}")
