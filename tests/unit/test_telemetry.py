@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from paceline.cli.report.timeline import read_spans
 from paceline.core.errors import EnvironmentLackError
 from paceline.rpc.v1 import controller_pb2 as pb
 from paceline.rpc.v1 import controller_pb2_grpc
 from paceline.service import channels, telemetry
 from paceline.service.grpc_server import start_server
+from paceline.service.spans import SpanFileExporter
 
 
 @pytest.fixture
@@ -128,3 +130,49 @@ def test_an_endpoint_without_the_exporter_says_what_to_install(monkeypatch: pyte
 def _lines(path: Path) -> list[str]:
     telemetry.shutdown()
     return path.read_text().splitlines()
+
+
+def test_spans_of_several_processes_are_bounded_and_only_the_oldest_are_lost(tmp_path: Path) -> None:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+
+    path = tmp_path / "spans.jsonl"
+    tracers = []
+    for _ in range(2):
+        provider = TracerProvider(shutdown_on_exit=False)
+        provider.add_span_processor(SimpleSpanProcessor(SpanFileExporter(path, max_bytes=4000)))
+        tracers.append(provider.get_tracer("test"))
+    sizes = []
+    for number in range(200):
+        with tracers[number % 2].start_as_current_span(f"span {number}"):
+            pass
+        sizes.append(sum(file.stat().st_size for file in tmp_path.iterdir()))
+    assert max(sizes) < 2 * 4000 + 2 * 400
+    kept = [json.loads(line)["name"] for line in read_spans(path)]
+    assert kept == [f"span {number}" for number in range(200 - len(kept), 200)]
+    assert len(kept) > 10
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["spans.jsonl", "spans.jsonl.1"]
+
+
+def test_a_full_file_that_has_no_successor_is_written_on(tmp_path: Path) -> None:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+
+    folder, moved = tmp_path / "run", tmp_path / "moved"
+    provider = TracerProvider(shutdown_on_exit=False)
+    exporter = SpanFileExporter(folder / "spans.jsonl", max_bytes=1)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    tracer = provider.get_tracer("test")
+    with tracer.start_as_current_span("first"):
+        pass
+    folder.rename(moved)
+    with tracer.start_as_current_span("lost"):
+        pass
+    # What opens next must not get the number of the spans' file.
+    with (tmp_path / "other").open("w"), tracer.start_as_current_span("lost, too"):
+        pass
+    assert (tmp_path / "other").read_text() == ""
+    moved.rename(folder)
+    with tracer.start_as_current_span("last"):
+        pass
+    assert [json.loads(line)["name"] for line in read_spans(folder / "spans.jsonl")] == ["first", "last"]

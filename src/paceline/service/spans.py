@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Sequence
@@ -10,6 +11,9 @@ from pathlib import Path
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.id_generator import IdGenerator
+
+MAX_BYTES = 128 * 2**20
+"""Of a file of spans; there are two at most."""
 
 
 class SystemIdGenerator(IdGenerator):
@@ -25,16 +29,22 @@ class SystemIdGenerator(IdGenerator):
 
 
 class SpanFileExporter(SpanExporter):
-    """Appends one JSON object per span, each in a single write, so that processes' lines do not mix."""
+    """Appends one JSON object per span, each in a single write, so that processes' lines do not mix.
 
-    def __init__(self, path: Path) -> None:
+    A file that is full is renamed, over the one that was full before it, so that the two take at most about
+    2 * `max_bytes`.
+    """
+
+    def __init__(self, path: Path, *, max_bytes: int = MAX_BYTES) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._path, self._max_bytes = path, max_bytes
+        self._file = self._open()
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Writes the spans; a full disk loses spans but does not end the run."""
         try:
             for span in spans:
+                self._rotate()
                 os.write(self._file, json.dumps(_describe(span)).encode() + b"\n")
         except OSError:
             return SpanExportResult.FAILURE
@@ -45,6 +55,28 @@ class SpanFileExporter(SpanExporter):
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+    def _open(self) -> int:
+        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def _rotate(self) -> None:
+        """Goes over to a new file if this one is full; one of the processes renames it, under its lock."""
+        if os.fstat(self._file).st_size < self._max_bytes:
+            return
+        full = self._file
+        fcntl.flock(full, fcntl.LOCK_EX)
+        try:
+            if self._path.exists() and os.path.samestat(os.fstat(full), self._path.stat()):
+                self._path.rename(earlier(self._path))
+            self._file = self._open()
+        finally:
+            fcntl.flock(full, fcntl.LOCK_UN)
+        os.close(full)  # only once there is another: a number that is closed may be another file's next
+
+
+def earlier(path: Path) -> Path:
+    """Where the spans are that were written before those in `path`."""
+    return path.with_name(f"{path.name}.1")
 
 
 def _describe(span: ReadableSpan) -> dict[str, object]:

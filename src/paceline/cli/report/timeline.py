@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from paceline.service.spans import earlier
 
 _STEP = "paceline.step"
 _MAX_SPANS = 2000
@@ -39,16 +42,20 @@ def _traces(path: Path, steps: Collection[int]) -> Iterator[tuple[int, Span]]:
 
 def _spans(path: Path, parts: Collection[str]) -> Iterator[Span]:
     """The spans whose lines hold one of `parts`; parsing every line of a long run takes seconds."""
-    if not path.is_file() or not parts:
-        return
     needles = [part.encode() for part in parts]
-    with path.open("rb") as file:
-        for line in file:
-            if any(needle in line for needle in needles):
-                try:
-                    yield json.loads(line)
-                except ValueError:
-                    continue  # torn, by a process that was killed
+    for line in read_spans(path) if needles else ():
+        if any(needle in line for needle in needles):
+            try:
+                yield json.loads(line)
+            except ValueError:
+                continue  # torn, by a process that was killed
+
+
+def read_spans(path: Path) -> Iterator[bytes]:
+    """The lines of both files of spans, in their order."""
+    for part in (earlier(path), path):
+        with contextlib.suppress(FileNotFoundError), part.open("rb") as file:
+            yield from file
 
 
 def _described(span: Span, began: float) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.cli.report.timeline import read_spans
 from paceline.core.errors import DataError
 
 FILE_NAME = "trace.json.gz"
@@ -103,11 +104,8 @@ def _of_spans(path: Path, begin: float, end: float) -> Iterator[Event]:
 
 def _read_spans(path: Path) -> Iterator[Mapping[str, Any]]:
     """The lines that are whole; a run that was killed may end in a torn one."""
-    if not path.is_file():
-        return
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            try:
-                yield json.loads(line)
-            except ValueError:
-                continue
+    for line in read_spans(path):
+        try:
+            yield json.loads(line)
+        except ValueError:
+            continue
