@@ -204,7 +204,8 @@ class RedisServer:
     ) -> None:
         self.stop()
 
-    def _delete_data(self) -> None:
+    def delete_data(self) -> None:
+        """Deletes what a stopped server has left to be loaded again; its log stays."""
         for name in _DATA_FILES:
             (self._folder / name).unlink(missing_ok=True)
         with contextlib.suppress(FileNotFoundError):
@@ -223,7 +224,7 @@ class RedisServer:
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if not keep_data:
-                self._delete_data()
+                self.delete_data()
             self._write_config()
             self.log_path.unlink(missing_ok=True)
         except OSError as error:

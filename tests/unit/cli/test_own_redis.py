@@ -7,6 +7,7 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
 import redis
 
 from paceline.cli.launch.own_redis import OwnRedis
@@ -42,3 +43,16 @@ async def test_a_killed_server_comes_back_with_its_data_and_not_for_ever(tmp_pat
     finally:
         tending.cancel()
         own.server.stop()
+
+
+@pytest.mark.parametrize("ok", [True, False])
+async def test_the_data_goes_after_a_good_end_and_stays_after_another(tmp_path: Path, ok: bool) -> None:
+    rule = RestartRule(max_restarts=1, window_s=300, first_pause_s=0.01)
+    own = OwnRedis(tmp_path / "redis", RestartHistory(rule))
+    with redis.Redis.from_url(own.server.url) as client:
+        client.set("key", "value" * 100)
+    own.end(ok=ok)
+    data = [path for path in (tmp_path / "redis").rglob("*") if path.is_file() and "aof" in path.name]
+    assert any(path.stat().st_size > 500 for path in data) == (not ok)
+    assert bool(data) == (not ok)
+    assert own.server.log_path.is_file()

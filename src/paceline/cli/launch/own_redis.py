@@ -22,6 +22,12 @@ class OwnRedis:
         self._history = history
         self.server = RedisServer.start(folder, max_memory_mib=max_memory_mib, die_with_parent=True)
 
+    def end(self, *, ok: bool) -> None:
+        """Stops the server; its data goes after a good end and stays after another, to be looked at."""
+        self.server.stop()
+        if ok:
+            self.server.delete_data()
+
     async def tend(
         self,
         *,
