@@ -249,7 +249,7 @@ def test_the_loss_grows_with_the_imbalance(
         calls.clear()
         config = run_config(
             tmp_path,
-            algorithm={"adv_estimator": "grpo", "use_kl_in_reward": False},
+            algorithm={"adv_estimator": "grpo", "use_kl_in_reward": False, "kl_ctrl": {"type": "fixed"}},
             actor={"ppo_mini_batch_size": 8, "load_balance_coef": coefficient},
         )
         take_step(Learner.build(config, ranks), 1)

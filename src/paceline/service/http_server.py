@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import socketserver
@@ -45,7 +46,8 @@ class HttpServer(socketserver.ThreadingMixIn, WSGIServer):
         self._files, self._latest = tls, LatestTls(tls) if tls else None
         self._asks_callers = asks_callers
         self._context = _context(tls, asks_callers) if tls else None
-        self._slots = threading.BoundedSemaphore(_MAX_REQUESTS)
+        self._open: dict[int, socket.socket] = {}  # the oldest first
+        self._lock = threading.Lock()
         super().__init__(address, _Handler)  # type: ignore[arg-type]  # an IPv6 address has four parts
         self.set_app(app)
         self._thread = threading.Thread(target=self.serve_forever, args=(_POLL_S,), name="http", daemon=True)
@@ -63,10 +65,15 @@ class HttpServer(socketserver.ThreadingMixIn, WSGIServer):
         self.setup_environ()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Starts a thread for a connection, unless there are too many."""
-        if not self._slots.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
+        """Starts a thread for a connection; where there are too many, the oldest is ended.
+
+        The newest is not the one to refuse: callers that send nothing, or a byte at a time, would keep all
+        others out.
+        """
+        with self._lock:
+            if len(self._open) >= _MAX_REQUESTS:
+                _end(self._open.pop(next(iter(self._open))))
+            self._open[id(request)] = request.dup()  # a handshake takes the request's own descriptor
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -74,7 +81,10 @@ class HttpServer(socketserver.ThreadingMixIn, WSGIServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._slots.release()
+            with self._lock:
+                copy = self._open.pop(id(request), None)
+            if copy is not None:
+                copy.close()
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Answers, after the handshake where there is one."""
@@ -101,6 +111,12 @@ class HttpServer(socketserver.ThreadingMixIn, WSGIServer):
         self.shutdown()
         self.server_close()
         self._thread.join(timeout=_CLOSE_S)
+
+
+def _end(connection: socket.socket) -> None:
+    """Ends a connection whose thread may be waiting for it."""
+    with contextlib.suppress(OSError), connection:
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(WSGIRequestHandler):

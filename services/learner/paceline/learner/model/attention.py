@@ -128,7 +128,7 @@ def _side_by_side(
     packed: PackedSequences,
     scaling: float | None,
     window: int | None,
-    softcap: float | None,
+    softcap: float | None = None,
 ) -> Tensor:
     cu_keys, max_keys = packed.cu_seqlens, packed.max_length
     if packed.keys is not None:
