@@ -184,7 +184,7 @@ def test_the_first_row_is_scored_with_its_ground_truth_as_the_response(
 def test_a_column_of_numbers_is_a_fault_of_the_prompts(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (project / "numbers.jsonl").write_text('{"prompt": 3, "answer": "3"}\n' * 4)
+    (project / "numbers.jsonl").write_text('{"prompt": 3, "ground_truth": "3"}\n' * 4)
     assert main(["check", "run.yaml", "data.train_files=numbers.jsonl", "--elsewhere"]) == 2
     out = capsys.readouterr().out
     assert "FAULT" in out
