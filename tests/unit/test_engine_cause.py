@@ -38,6 +38,29 @@ def test_the_first_exception_of_the_engines_processes_counts(text: str, cause: s
     assert first_exception(text) == cause
 
 
+def test_a_dead_engine_says_what_its_processes_said_last(tmp_path: Path) -> None:
+    """Of a log that is longer than what is read of it."""
+    script = (
+        "import sys\n"
+        "from paceline.rollout.engines.vllm import calls, cause\n"
+        "assert 'log of this server' in str(calls.engine_died())\n"
+        "cause.watch()\n"
+        "sys.stderr.write(('x' * 99 + chr(10)) * 20_000)\n"
+        f"sys.stderr.write({CORE + 'NotImplementedError: heads of 16'!r} + chr(10)); sys.stderr.flush()\n"
+        "print(calls.engine_died())\n"
+    )
+    with (tmp_path / "log").open("ab") as log:
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+    assert "the inference engine has died: NotImplementedError: heads of 16" in done.stdout
+
+
 @pytest.mark.parametrize("to_file", [True, False])
 def test_only_what_was_written_since_counts_and_only_a_file_can_be_read(
     tmp_path: Path, to_file: bool

@@ -8,6 +8,7 @@ from typing import Any, Final, TypeVar
 
 from paceline.core.errors import DeadlineError, ModelError, PacelineError, PeerLostError, WeightSyncError
 from paceline.core.members import LocalPart, RankRef, peer_from_plain
+from paceline.rollout.engines.vllm.cause import of_death
 
 GRACE_S: Final = 10.0
 """How much longer the engine may take to answer than its workers may take to act"""
@@ -57,9 +58,11 @@ async def answered(llm: Any, call: Awaitable[T], what: str, seconds: float) -> T
 
 
 def engine_died() -> PeerLostError:
-    """The error for a dead engine."""
+    """The error for a dead engine, with what its processes said last."""
+    cause = of_death()
     return PeerLostError(
-        "the inference engine has died; its last lines are in this server's log", peer=LocalPart.ENGINE
+        f"the inference engine has died: {cause or 'its last lines are in the log of this server'}",
+        peer=LocalPart.ENGINE,
     )
 
 

@@ -1,4 +1,4 @@
-"""The root cause of a failed start, from what the engine's processes have logged: vLLM's error has none."""
+"""The root cause of an engine's end, from what its processes have logged: vLLM's own error has none."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ _PASSING: Final = (
 _LINE: Final = re.compile(_PROCESS + r"(?P<text>[A-Za-z_.]*(?:Error|Exception): .+)$", re.MULTILINE)
 
 
+_watched: list[ErrorOutput] = []
+
+
 def may_pass(error: str, cause: str) -> bool:
     """Whether the same start may succeed the next time.
 
@@ -47,11 +50,23 @@ class ErrorOutput:
         if not self._is_file():
             return ""
         with open(f"/proc/self/fd/{sys.stderr.fileno()}", "rb") as file:
-            file.seek(self._start)
+            # An engine that has worked for long says why it ends at the end.
+            file.seek(max(self._start, file.seek(0, os.SEEK_END) - _MOST_BYTES))
             return first_exception(file.read(_MOST_BYTES).decode("utf-8", errors="replace"))
 
     def _is_file(self) -> bool:
         return stat.S_ISREG(os.fstat(sys.stderr.fileno()).st_mode)
+
+
+def watch() -> ErrorOutput:
+    """The error output from now on, which `of_death` looks through; called before an engine starts."""
+    _watched[:] = [ErrorOutput()]
+    return _watched[0]
+
+
+def of_death() -> str:
+    """The first exception that the engine's processes have logged lately, since `watch`; "" for none."""
+    return _watched[0].root_cause() if _watched else ""
 
 
 def first_exception(text: str) -> str:

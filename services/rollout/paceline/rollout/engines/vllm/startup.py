@@ -20,7 +20,7 @@ from paceline.rollout.engines.vllm import (
     without_torchvision,
 )
 from paceline.rollout.engines.vllm.arguments import engine_arguments
-from paceline.rollout.engines.vllm.cause import ErrorOutput, may_pass
+from paceline.rollout.engines.vllm.cause import may_pass, watch
 
 
 def prepare(config: RunConfig) -> BaseContext | None:
@@ -62,7 +62,7 @@ def build(
         config, on_cpu=on_cpu, load_format=load_format, worker_extension=worker_extension
     )
     _drop_unknown(arguments, AsyncEngineArgs)
-    output = ErrorOutput()
+    output = watch()
     try:
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     except (ValueError, RuntimeError, OSError, TypeError) as error:
