@@ -39,18 +39,20 @@ def load_warm(config: RunConfig, ranks: Ranks, notify: Callable[[str], None]) ->
     that took for a while is given back first. Where `actor.compile` is left open and the compiler fails, the
     learner is loaded once more without it.
     """
-    chosen = config.with_compile(on_gpu=ranks.device.type == "cuda")
+    chosen, reason = config.with_compile(on_gpu=ranks.device.type == "cuda"), ""
     try:
         learner = _loaded_and_warm(chosen, ranks, notify)
     except TorchDynamoException as error:
         if config.actor.compile != "auto":
             raise
+        reason = _first_line(error)
+    if reason:  # outside of the except clause: the error's traceback holds the first learner's memory
         notify(
-            f"layers cannot be compiled here ({_first_line(error)}); the learner goes on without, more "
-            "slowly: actor.compile: false leaves out the try"
+            f"layers cannot be compiled here ({reason}); the learner goes on without, more slowly: "
+            "actor.compile: false leaves out the try"
         )
-        plain = config.actor.model_copy(update={"compile": False})
         GpuMemory(ranks.device).give_back()
+        plain = config.actor.model_copy(update={"compile": False})
         learner = _loaded_and_warm(config.model_copy(update={"actor": plain}), ranks, notify)
     learner.make_averages()
     return learner
