@@ -13,7 +13,7 @@ from paceline.controller.fleet.membership import Member
 from paceline.controller.fleet.turns import KINDS, Turn
 from paceline.core.errors import DeadlineError, PeerLostError
 from paceline.core.members import LearnerState, MemberKind, RolloutState
-from paceline.rollout.states import EngineReady, Event, Slept
+from paceline.rollout.states import EngineReady, Event, Slept, advance
 from support.sequencer_run import SequencerRun, run
 
 ORDERS = ("free", "sleep", "wake", "receive", "publish", "train", "commit", "join")
@@ -197,11 +197,12 @@ async def until_started(it: SequencerRun, member_id: str) -> None:
 
 async def report(it: SequencerRun, member_id: str, event: Event) -> None:
     """The server moves, and says so in its next heartbeat."""
-    member = server(it, member_id)
-    it.services.move(member, event)
+    services, incarnation = it.services, server(it, member_id).incarnation
+    standing = services.standings[member_id] = advance(services.standing(member_id), event)
     _, changes = it.supervisor.fleet.heartbeat(
-        member_id, member.incarnation, state=member.state, policy=member.policy, in_flight=0
+        member_id, incarnation, state=standing.state, policy=standing.policy, in_flight=0
     )
+    assert [change.state for change in changes] == [standing.state]
     await it.supervisor.apply(changes)
 
 
