@@ -16,7 +16,7 @@ from paceline.config.services import ProfileConfig
 from paceline.core.training import TrainOrder, TrainResult
 from paceline.learner import commands
 from paceline.learner.train.profiler import StepProfiler
-from paceline.wire.training import encode_order
+from paceline.wire.training import order_to_proto
 from support.learner_fakes import POLICY, make_batch, run_config
 
 pytestmark = pytest.mark.torch
@@ -59,8 +59,8 @@ def test_the_order_to_train_is_recorded_as_configured(
     rows, _ = make_batch(step=1, seed=1)
     for step in (1, 2):
         policy = replace(POLICY, version=step - 1)
-        order = TrainOrder(step=step, policy=policy, rows=rows)
-        assert handlers[commands.TRAIN]({"order": encode_order(order)}).step == step
+        order = order_to_proto(TrainOrder(step=step, policy=policy, rows=rows)).SerializeToString()
+        assert handlers[commands.TRAIN]({"order": order}).step == step
     (path,) = (tmp_path / "profile").iterdir()
     assert path.name == "step_000001.learner-0.json.gz"
     with gzip.open(path, "rt") as file:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -19,16 +23,19 @@ from paceline.core.errors import (
     ProtocolError,
     VersionMismatchError,
 )
+from paceline.core.ids import TrajectoryId
 from paceline.core.members import LearnerState, MemberKind, RankRef
 from paceline.core.policy import PolicyTag
 from paceline.core.training import ChunkOrder, TrainOrder, TrainResult
 from paceline.learner import commands
-from paceline.learner.distributed.command_loop import CommandQueue
+from paceline.learner.distributed.command_loop import STOP, CommandLoop, CommandQueue
 from paceline.learner.servicer import LearnerServicer
+from paceline.learner.train.profiler import StepProfiler
 from paceline.rpc.v1 import learner_pb2
 from paceline.weights.transport.rendezvous import Abandonment, open_store
 from paceline.wire.training import chunk_to_proto, decode_chunk, decode_order, order_to_proto
-from support.learner_fakes import make_batch
+from support.learner_fakes import make_batch, run_config
+from support.learner_ranks import alone
 
 pytestmark = pytest.mark.torch
 
@@ -205,12 +212,68 @@ async def test_before_it_is_loaded_every_call_is_refused() -> None:
         await servicer.DescribeWeights(learner_pb2.DescribeLearnerWeightsRequest(), None)
 
 
-async def test_a_row_that_makes_no_sense_is_refused_at_the_door() -> None:
-    bench, order = Bench(), request(1)
+@contextlib.contextmanager
+def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[LearnerServicer, threading.Thread]]:
+    """A servicer whose commands run in a thread, as on rank 0, for a learner that trains nothing."""
+
+    def train_step(learner: Any, order: TrainOrder, fetch: object, deposit: object) -> TrainResult:
+        learner.version = order.step
+        return TrainResult(step=order.step, metrics={})
+
+    monkeypatch.setattr(commands, "train_step", train_step)
+    monkeypatch.setattr(commands, "work_ahead", lambda learner, order, fetch: None)
+    monkeypatch.setattr(commands, "CheckpointWriter", lambda learner: None)
+    queue, nothing = CommandQueue(), cast("Any", None)
+    with alone() as ranks:
+        config = run_config(Path("m"))
+        learner: Any = SimpleNamespace(version=0, config=config, ranks=ranks)
+        profiler = StepProfiler(config.trainer.profile, Path("profile"), 0)
+        table = commands.Commands(learner, nothing, nothing, profiler).table
+        thread = threading.Thread(target=CommandLoop(ranks, lambda: table, queue).run, daemon=True)
+        thread.start()
+        servicer = LearnerServicer(queue, lambda: None)
+        servicer.ready(0, 30.0)
+        yield servicer, thread
+        queue.submit(STOP, {}).result(timeout=30)
+        thread.join(timeout=30)
+
+
+async def test_orders_are_decoded_once_and_never_on_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large step's rows take 100 ms: heartbeats would wait, and every rank reads them anyway."""
+    decoded: list[tuple[str, str]] = []
+    parse = TrajectoryId.parse
+
+    def noted(text: str) -> TrajectoryId:
+        decoded.append((text, threading.current_thread().name))
+        return parse(text)
+
+    train, rows = request(1), make_batch(num_prompts=2, num_samples=2)[0]
+    chunk = ChunkOrder(step=1, policy=PolicyTag.parse("v0@0123456789abcdef"), first_row=2, rows=rows[2:])
+    ids = [str(row.trajectory_id) for row in rows]
+    with serving(monkeypatch) as (servicer, thread):
+        monkeypatch.setattr(TrajectoryId, "parse", noted)
+        await servicer.WorkAhead(chunk_to_proto(chunk), None)
+        assert (await servicer.TrainStep(train, None)).step == 1
+        assert decoded == [(i, thread.name) for i in (*ids[2:], *ids)]
+        # A step that was trained is known by its digest.
+        assert (await servicer.TrainStep(train, None)).step == 1
+        assert len(decoded) == len(ids[2:]) + len(ids)
+
+
+async def test_an_order_that_makes_no_sense_is_refused_and_the_learner_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order, chunk = request(1), request(1)
     order.rows[1].reward = float("nan")
-    with pytest.raises(InvalidMessageError, match="has the reward nan"):
-        await bench.servicer.TrainStep(order, None)
-    assert bench.queue.submitted == []
+    chunk.rows[0].blob_key = ""
+    with serving(monkeypatch) as (servicer, _):
+        with pytest.raises(InvalidMessageError, match="has the reward nan"):
+            await servicer.TrainStep(order, None)
+        with pytest.raises(InvalidMessageError, match="has no blob_key"):
+            await servicer.WorkAhead(
+                learner_pb2.WorkAheadRequest(step=1, policy=chunk.policy, rows=chunk.rows), None
+            )
+        assert (await servicer.TrainStep(request(1), None)).step == 1
 
 
 async def test_a_command_that_takes_too_long_ends_in_a_deadline_error() -> None:

@@ -1,4 +1,4 @@
-"""Commands between the learner's ranks as bytes; rank 0 has checked their contents."""
+"""Commands between the learner's ranks as bytes; whoever runs a command checks its contents."""
 
 from __future__ import annotations
 

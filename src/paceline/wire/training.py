@@ -82,23 +82,13 @@ def chunk_from_proto(message: learner_pb2.WorkAheadRequest) -> ChunkOrder:
     )
 
 
-def encode_chunk(order: ChunkOrder) -> bytes:
-    """An order for a chunk as bytes, for the learner's command loop."""
-    return chunk_to_proto(order).SerializeToString()
-
-
 def decode_chunk(data: bytes) -> ChunkOrder:
-    """Reads the bytes that `encode_chunk` made; raises as `chunk_from_proto`."""
+    """Reads the bytes of a `WorkAheadRequest`; raises as `chunk_from_proto`."""
     return chunk_from_proto(learner_pb2.WorkAheadRequest.FromString(data))
 
 
-def encode_order(order: TrainOrder) -> bytes:
-    """A training order as bytes, for the learner's command loop."""
-    return order_to_proto(order).SerializeToString()
-
-
 def decode_order(data: bytes) -> TrainOrder:
-    """Reads the bytes that `encode_order` made; raises as `order_from_proto`."""
+    """Reads the bytes of a `TrainStepRequest`; raises as `order_from_proto`."""
     return order_from_proto(learner_pb2.TrainStepRequest.FromString(data))
 
 

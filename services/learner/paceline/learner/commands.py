@@ -6,12 +6,12 @@ Arguments travel between ranks, so they are numbers, text and bytes. Rank 0's re
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from paceline.core.errors import CheckpointError, IllegalTransitionError
+from paceline.core.errors import CheckpointError, IllegalTransitionError, InvalidMessageError
 from paceline.core.members import EnginePart
 from paceline.core.policy import PolicyTag
 from paceline.core.training import BatchRow, ChunkOrder, TrainOrder, TrainResult
@@ -35,6 +35,8 @@ from paceline.learner.train.work_ahead import work_ahead
 from paceline.weights.plan.spec import WeightGroupSpec
 from paceline.weights.receipt import PushReceipt
 from paceline.wire.training import decode_chunk, decode_order
+
+T = TypeVar("T")
 
 TRAIN, AHEAD, SAVE, LOAD, DESCRIBE = "train", "ahead", "save", "load", "describe"
 JOIN, PUBLISH, LEAVE, FREE = "join", "publish", "leave", "free"
@@ -84,7 +86,7 @@ class Commands:
         self._writer.finish()
 
     def _train(self, arguments: Arguments) -> TrainResult:
-        order, learner = decode_order(arguments["order"]), self._learner
+        order, learner = _decoded(decode_order, arguments["order"]), self._learner
         self._require_next(order)
         fetch = self._fetch(dict(enumerate(order.rows)), order.policy)
 
@@ -98,7 +100,7 @@ class Commands:
             )
 
     def _work_ahead(self, arguments: Arguments) -> None:
-        order = decode_chunk(arguments["order"])
+        order = _decoded(decode_chunk, arguments["order"])
         self._require_next(order)
         work_ahead(
             self._learner, order, self._fetch(dict(enumerate(order.rows, order.first_row)), order.policy)
@@ -207,3 +209,11 @@ class Commands:
 
     def _leave(self, arguments: Arguments) -> None:
         attempt(self._learner.ranks, self._publisher.leave)
+
+
+def _decoded(decode: Callable[[bytes], T], data: bytes) -> T:
+    """Decodes an order; every rank has the same bytes, so one that is refused is refused by all."""
+    try:
+        return decode(data)
+    except InvalidMessageError as error:
+        raise CommandError(error) from error

@@ -19,7 +19,7 @@ from paceline.core.errors import (
 )
 from paceline.core.members import LearnerState, MemberKind, RankRef
 from paceline.core.policy import PolicyTag
-from paceline.core.training import TrainOrder, TrainResult
+from paceline.core.training import TrainResult
 from paceline.learner import commands
 from paceline.learner.commands import Description
 from paceline.learner.distributed.command_loop import CommandQueue
@@ -29,13 +29,7 @@ from paceline.service import telemetry
 from paceline.weights.digest.agreement import format_digest, model_digest
 from paceline.weights.receipt import PushReceipt
 from paceline.weights.transport.rendezvous import abandon
-from paceline.wire.training import (
-    chunk_from_proto,
-    encode_chunk,
-    encode_order,
-    order_from_proto,
-    result_to_proto,
-)
+from paceline.wire.training import result_to_proto
 
 T = TypeVar("T")
 
@@ -50,13 +44,13 @@ class _Training:
     digest: str
     task: asyncio.Task[TrainResult]
 
-    def check_repeat(self, order: TrainOrder) -> None:
-        """Raises IllegalTransitionError: the order wants another batch for this step."""
-        if order.digest != self.digest:
+    def check_repeat(self, digest: str) -> None:
+        """Raises IllegalTransitionError: another batch is wanted for this step."""
+        if digest != self.digest:
             begun = "was trained" if self.task.done() else "is training"
             raise IllegalTransitionError(
                 f"step {self.step} {begun} on the batch with digest {self.digest} and cannot be trained on "
-                f"the batch with digest {order.digest}: a step is trained once"
+                f"the batch with digest {digest}: a step is trained once"
             )
 
 
@@ -174,25 +168,26 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
     ) -> learner_pb2.TrainStepResponse:
         """Trains one step; the same step with the same digest gets the first call's result.
 
-        The step continues when a caller gives up or reaches its deadline: it will ask again.
+        The step continues when a caller gives up or reaches its deadline: it will ask again. Rows are read
+        by the ranks only: many would stop the event loop.
 
         Raises:
             IllegalTransitionError: the step was trained, or is training, on another batch, or it is not the
                 next one.
+            InvalidMessageError: see `order_from_proto`.
             ProtocolError: another step is training.
         """
         self._require_ready()
-        order = order_from_proto(request)
         training = self._training
-        if training is not None and training.step == order.step:
-            training.check_repeat(order)
+        if training is not None and training.step == request.step:
+            training.check_repeat(request.digest)
         elif training is not None and not training.task.done():
             raise ProtocolError(
-                f"step {order.step} was asked for while step {training.step} is still training"
+                f"step {request.step} was asked for while step {training.step} is still training"
             )
         else:
-            task = asyncio.create_task(self._train(order), name=f"train step {order.step}")
-            training = self._training = _Training(step=order.step, digest=order.digest, task=task)
+            task = asyncio.create_task(self._train(request), name=f"train step {request.step}")
+            training = self._training = _Training(step=request.step, digest=request.digest, task=task)
         return result_to_proto(await self._within_deadline(commands.TRAIN, training.task))
 
     async def WorkAhead(
@@ -202,11 +197,12 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
 
         Raises:
             IllegalTransitionError: it is not of the next step.
+            InvalidMessageError: see `chunk_from_proto`.
         """
-        order = chunk_from_proto(request)
-        attributes = {"step": order.step, "first_row": order.first_row, "rows": len(order.rows)}
+        attributes = {"step": request.step, "first_row": request.first_row, "rows": len(request.rows)}
+        arguments: dict[str, object] = {"order": request.SerializeToString()}
         with telemetry.span("learner.work_ahead", attributes=attributes):
-            await self._run(commands.AHEAD, {"order": encode_chunk(order)}, LearnerState.TRAINING)
+            await self._run(commands.AHEAD, arguments, LearnerState.TRAINING)
         return learner_pb2.WorkAheadResponse()
 
     async def SaveCheckpoint(
@@ -255,14 +251,15 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         self._restart.set()
         return learner_pb2.RestartResponse()
 
-    async def _train(self, order: TrainOrder) -> TrainResult:
+    async def _train(self, request: learner_pb2.TrainStepRequest) -> TrainResult:
+        arguments = {"order": request.SerializeToString()}
         with telemetry.span(
-            "learner.train_step", attributes={"step": order.step, "rows": len(order.rows)}
+            "learner.train_step", attributes={"step": request.step, "rows": len(request.rows)}
         ) as span:
             try:
                 with self._during(LearnerState.TRAINING):
                     result: TrainResult = await asyncio.wrap_future(
-                        self._queue.submit(commands.TRAIN, {"order": encode_order(order)})
+                        self._queue.submit(commands.TRAIN, arguments)
                     )
             except BaseException:
                 # Nothing was trained: the same step may be asked for again, on another batch too.
