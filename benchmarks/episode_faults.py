@@ -38,12 +38,12 @@ from attached_guess import NAME
 from episodes import EXAMPLES, folder_of, prepare
 from recipes import ROOT, json_lines, paceline
 
-from paceline.cli.launch.machine import free_port
-from paceline.cli.launch.run_dir import read_note
 from paceline.rpc.v1 import environment_pb2 as pb
 from paceline.rpc.v1 import environment_pb2_grpc
+from paceline.runs.run_dir import read_note
 from paceline.service import channels
 from paceline.service.credentials import ENVIRONMENT_TOKEN, Credentials
+from paceline.sizing.machine import free_port
 
 NUM_SERVERS = 2
 SMALL = (

@@ -27,7 +27,7 @@ from statistics import fmean
 
 from recipes import ROOT, RUN_TIMEOUT_S, json_lines, last_line, paceline
 
-from paceline.cli.launch.machine import free_port
+from paceline.sizing.machine import free_port
 
 EXAMPLES = ROOT / "examples"
 

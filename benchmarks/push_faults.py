@@ -183,7 +183,7 @@ async def follow(path: Path, run: asyncio.subprocess.Process) -> AsyncIterator[d
 
 def processes_of(member: str, run_dir: Path) -> list[psutil.Process]:
     """A member's process, as the launcher notes it, and all its descendants."""
-    from paceline.cli.launch.run_dir import read_note
+    from paceline.runs.run_dir import read_note
 
     note = read_note(run_dir)
     if note is None or member not in note.pids:

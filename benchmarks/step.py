@@ -42,7 +42,7 @@ from rich.console import Console
 from rich.table import Table
 from shapes import SHAPES
 
-from paceline.cli.launch.machine import Machine
+from paceline.sizing.machine import Machine
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_WORDS = 1000

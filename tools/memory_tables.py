@@ -6,11 +6,11 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.cli.launch.learner_memory import GIB, LearnerMemory
-from paceline.cli.launch.memory_plan import EngineMemory
-from paceline.cli.launch.model_shape import ModelShape
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
+from paceline.sizing.learner_memory import GIB, LearnerMemory
+from paceline.sizing.memory_plan import EngineMemory
+from paceline.sizing.model_shape import ModelShape
 
 _RANKS = (1, 2, 4, 8)
 _ENGINE_GIB = 80

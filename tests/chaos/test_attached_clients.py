@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cli.launch.machine import free_port
+from paceline.sizing.machine import free_port
 from support.training_run import TRANSPORT, Row, assert_same_metrics, assert_sound, only, training
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]

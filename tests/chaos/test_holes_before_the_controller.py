@@ -8,13 +8,13 @@ from statistics import median
 
 import pytest
 
-from paceline.cli.chaos.proxy import Proxy
-from paceline.cli.controller_client import ControllerClient
+from paceline.chaos.proxy import Proxy
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.core.errors import PeerLostError
 from paceline.core.members import MemberKind, RolloutState
 from paceline.core.run_events import StepEvent
+from paceline.runs.controller_client import ControllerClient
 from paceline.service.controller_link import ControllerLink, MemberReport
 from paceline.service.credentials import Credentials
 from support.fake_controller import FakeController, serve, step_event

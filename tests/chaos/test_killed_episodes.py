@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.cli.launch.machine import free_port
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.controller.batch.barrier import Verdict
@@ -38,6 +37,7 @@ from paceline.rpc.v1 import environment_pb2_grpc
 from paceline.service import channels
 from paceline.service.credentials import Credentials
 from paceline.service.grpc_server import start_server
+from paceline.sizing.machine import free_port
 from support import killed_fleet
 from support.episodes import END, TOKENIZER, episodes, ids
 from support.fake_engine import FakeEngine

@@ -15,8 +15,8 @@ from paceline.broker.acl import acl_line
 from paceline.broker.blobs import BlobClient
 from paceline.broker.redis_server import RedisServer, find_server
 from paceline.cli.certificates import Authority
-from paceline.cli.launch.machine import free_port
 from paceline.core.errors import BrokerError
+from paceline.sizing.machine import free_port
 from support import source
 from support.redis_servers import debian_redis, need_redis_with_tls, serving, tls_words
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cli.launch.machine import free_port
+from paceline.sizing.machine import free_port
 from support import compose_stack
 from support.compose_stack import Stack
 from support.otlp_collector import ReceivedSpan, collector

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.cli.launch import service_checks
+from paceline.checks import service_checks
 from paceline.core.errors import ModelError
 from support.cli_configs import config
 from support.tiny_vl import tiny_vl_config

@@ -18,10 +18,10 @@ import pytest
 import yaml
 from cryptography import x509
 
-from paceline.cli.launch import container
 from paceline.config.load import load
 from paceline.config.run import RunConfig
 from paceline.core.errors import EXIT_FAILED, EXIT_FINAL, EXIT_GIVEN, ConfigError
+from paceline.launch import container
 from paceline.reward.models import __main__ as reward_models
 from paceline.reward.models.model import ModelOptions
 from support import source

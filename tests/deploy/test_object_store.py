@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cli.launch.machine import free_port
+from paceline.sizing.machine import free_port
 from support.s3_server import use_s3_server
 from support.training_run import (
     TRANSPORT,

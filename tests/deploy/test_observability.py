@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from paceline.cli.launch.machine import free_port
+from paceline.sizing.machine import free_port
 from support.otlp_collector import Collector, ReceivedSpan, collector
 from support.prometheus_server import PrometheusServer, program, prometheus_server
 from support.training_run import ROOT, TrainingRun, prepare_inputs, tiny_config, training

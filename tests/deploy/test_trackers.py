@@ -19,7 +19,7 @@ RATES = {0: 0.5, 1: 0.25, 2: 0.125}
 SEND = """
 import sys
 from pathlib import Path
-from paceline.cli.trackers.sink import Sink
+from paceline.show.trackers.sink import Sink
 
 name, run_dir, steps = sys.argv[1], Path(sys.argv[2]), sys.argv[3].split(",")
 for part in steps:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from paceline.cli.launch.machine import free_port
+from paceline.sizing.machine import free_port
 
 pytestmark = [pytest.mark.torch, pytest.mark.gpu, pytest.mark.timeout(900)]
 

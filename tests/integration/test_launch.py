@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.launch import run_dir as run_dirs
+from paceline.runs import run_dir as run_dirs
 from support.launched_run import DEAF, DRIVER, HANG_S, NOTES, WELL, Run
 
 pytestmark = pytest.mark.timeout(900)

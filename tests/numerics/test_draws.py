@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.cli.launch.memory_plan import EngineMemory
-from paceline.cli.launch.model_shape import ModelShape
 from paceline.core.errors import WeightSyncError
 from paceline.rollout.engines.vllm.draw import SLICE, draw, uniforms
 from paceline.rollout.engines.vllm.log_probs import LogProbs
 from paceline.rollout.engines.vllm.places import Places
+from paceline.sizing.memory_plan import EngineMemory
+from paceline.sizing.model_shape import ModelShape
 from support.cli_configs import config
 from support.live_bytes import LiveBytes
 

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from transformers import Qwen2_5_VLConfig
 
-from paceline.cli.launch.learner_memory import LearnerMemory
-from paceline.cli.launch.model_shape import ModelShape, TowerShape
 from paceline.config.load import dump_yaml
 from paceline.core.errors import DataError, InvalidMessageError, ModelError
 from paceline.core.images import ImageSpec
@@ -31,6 +29,8 @@ from paceline.learner.model.layers import LayerOptions
 from paceline.learner.model.loading import Precision, as_fsdp, load_critic, load_policy, local_rows
 from paceline.learner.model.networks import body_of, vision_tower
 from paceline.rollout.engines.vllm.checkpoint import learner_shapes
+from paceline.sizing.learner_memory import LearnerMemory
+from paceline.sizing.model_shape import ModelShape, TowerShape
 from support.architectures import tiny_config
 from support.image_ranks import (
     SAMPLES,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from paceline.cli.launch import run_dir as run_dirs
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
+from paceline.runs import run_dir as run_dirs
 
 
 def config(**sections: object) -> RunConfig:

@@ -9,7 +9,7 @@ import time
 
 import psutil
 
-from paceline.cli.launch import run_dir as run_dirs
+from paceline.runs import run_dir as run_dirs
 from support.training_run import TrainingRun
 
 

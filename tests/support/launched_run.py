@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from paceline.cli.launch import run_dir as run_dirs
+from paceline.runs import run_dir as run_dirs
 
 SUPPORT = Path(__file__).parent
 HANG_S = 60.0
@@ -22,10 +22,10 @@ BUDGET_S = 60
 DRIVER = """
 import asyncio, json, sys
 from pathlib import Path
-from paceline.cli.launch import run_dir as run_dirs
-from paceline.cli.launch.launcher import Planner, launch
-from paceline.cli.launch.plan import ProcessSpec, Role
-from paceline.cli.live.view import PlainView
+from paceline.runs import run_dir as run_dirs
+from paceline.launch.launcher import Planner, launch
+from paceline.launch.plan import ProcessSpec, Role
+from paceline.show.live.view import PlainView
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
 

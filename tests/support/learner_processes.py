@@ -12,12 +12,12 @@ from typing import Any
 
 import grpc
 
-from paceline.cli.launch.machine import free_port
 from paceline.core.policy import PolicyTag
 from paceline.core.training import BatchRow, TrainOrder
 from paceline.rpc.v1 import learner_pb2, learner_pb2_grpc
 from paceline.service.channels import call, connect
 from paceline.service.credentials import Credentials
+from paceline.sizing.machine import free_port
 from paceline.wire.training import order_to_proto
 from support.fake_controller import FakeController, serve
 from support.learner_fakes import run_config

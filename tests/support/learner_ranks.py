@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.launch.machine import free_port
+from paceline.sizing.machine import free_port
 
 TESTS = Path(__file__).resolve().parent.parent
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cli.launch.machine import free_port
+from paceline.sizing.machine import free_port
 
 
 def program(name: str) -> str:

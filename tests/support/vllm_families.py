@@ -88,9 +88,9 @@ def compare(model_type: str) -> dict[str, Any]:
     """How vLLM's model of this kind gets a push, and whether that gives what loading the export gives."""
     import torch
 
-    from paceline.cli.launch.model_shape import ModelShape
     from paceline.rollout.engines.vllm.layout import describe_model
     from paceline.rollout.engines.vllm.trace import recall
+    from paceline.sizing.model_shape import ModelShape
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

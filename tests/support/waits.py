@@ -16,29 +16,29 @@ NEEDLESS: dict[str, str] = {
     "paceline.cli.commands.export:run: subprocess.run": _USERS,
     "paceline.cli.commands.verify:run: subprocess.run": _USERS,
     "paceline.cli.commands.chaos:_verify: subprocess.run": _USERS,
-    "paceline.cli.controller_client:ControllerClient.watch: channels.stream": (
+    "paceline.runs.controller_client:ControllerClient.watch: channels.stream": (
         "follows a run for as long as it lasts; the channel's keep-alive ends it 15 s after the peer froze"
     ),
     # For as long as the run lasts.
-    "paceline.cli.launch.launcher:_Launcher._until_the_end: asyncio.wait": _LIFETIME,
-    "paceline.cli.launch.launcher:_Launcher.run: asyncio.wait": _LIFETIME,
-    "paceline.cli.chaos.conduct:conduct: asyncio.wait": _LIFETIME,
-    "paceline.cli.chaos.conduct:Conductor._inject_all: self._room.acquire": "a recovery has a deadline",
-    "paceline.cli.live.clock:Clock.next_step: self._finished.wait": "bounded where it is awaited",
-    "paceline.cli.chaos.conduct:conduct: await running": _LIFETIME,
-    "paceline.cli.chaos.proxy:Proxy._serve: asyncio.wait": "a connection lasts as long as its two ends want",
-    "paceline.cli.chaos.proxy:Proxy._pass: self._open.wait": "the fault that swallows has an end",
-    "paceline.cli.launch.process_tree:ProcessTree.next_exit: self._ended.get": _LIFETIME,
-    "paceline.cli.launch.services:Services.tend: asyncio.wait": _LIFETIME,
-    "paceline.cli.launch.processes:start: process.wait": _LIFETIME,
-    "paceline.cli.launch.remote:main: process.wait": _LIFETIME,
-    "paceline.cli.launch.container:_run: asyncio.wait": _LIFETIME,
-    "paceline.cli.launch.container:_run: process.wait": _LIFETIME,
-    "paceline.cli.launch.processes:wait_for_exit: await ended": _LIFETIME,
-    "paceline.cli.launch.launcher:_Launcher._start_and_follow: await check": (
+    "paceline.launch.launcher:_Launcher._until_the_end: asyncio.wait": _LIFETIME,
+    "paceline.launch.launcher:_Launcher.run: asyncio.wait": _LIFETIME,
+    "paceline.chaos.conduct:conduct: asyncio.wait": _LIFETIME,
+    "paceline.chaos.conduct:Conductor._inject_all: self._room.acquire": "a recovery has a deadline",
+    "paceline.show.live.clock:Clock.next_step: self._finished.wait": "bounded where it is awaited",
+    "paceline.chaos.conduct:conduct: await running": _LIFETIME,
+    "paceline.chaos.proxy:Proxy._serve: asyncio.wait": "a connection lasts as long as its two ends want",
+    "paceline.chaos.proxy:Proxy._pass: self._open.wait": "the fault that swallows has an end",
+    "paceline.launch.processes.process_tree:ProcessTree.next_exit: self._ended.get": _LIFETIME,
+    "paceline.launch.services:Services.tend: asyncio.wait": _LIFETIME,
+    "paceline.launch.processes.spawn:start: process.wait": _LIFETIME,
+    "paceline.launch.remote:main: process.wait": _LIFETIME,
+    "paceline.launch.container:_run: asyncio.wait": _LIFETIME,
+    "paceline.launch.container:_run: process.wait": _LIFETIME,
+    "paceline.launch.processes.spawn:wait_for_exit: await ended": _LIFETIME,
+    "paceline.launch.launcher:_Launcher._start_and_follow: await check": (
         "a check loads the model and the data once; its process is part of the run, and a signal ends both"
     ),
-    "paceline.cli.launch.ranks:_run: await echo": "the process whose log it follows has ended",
+    "paceline.launch.processes.ranks:_run: await echo": "the process whose log it follows has ended",
     "paceline.controller.app:_run_to_the_end: asyncio.wait": _LIFETIME,
     "paceline.controller.app:_run_to_the_end: context.stopping.wait": _TOLD,
     "paceline.controller.run.publication:Publication.to_newcomers: asyncio.wait": (
@@ -97,7 +97,7 @@ NEEDLESS: dict[str, str] = {
     "paceline.service.runtime:ServiceContext.stopping_or: asyncio.wait": _TOLD,
     "paceline.service.runtime:ServiceContext.stopping_or: self.stopping.wait": _TOLD,
     "paceline.service.member:MemberSession.reporting: await work": _TOLD,
-    "paceline.cli.launch.process_tree:ProcessTree._wait_for: self._hurry.wait": (
+    "paceline.launch.processes.process_tree:ProcessTree._wait_for: self._hurry.wait": (
         "a task beside a wait that has a deadline; it is cancelled when that wait is over"
     ),
     # Bounded elsewhere.

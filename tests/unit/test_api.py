@@ -20,8 +20,8 @@ import pyarrow.parquet
 import pytest
 
 from paceline.api import Callback, EarlyStop, Step, Training, load_run, train, training
-from paceline.cli.launch import run_dir as run_dirs
 from paceline.core.errors import ConfigError, DataError, PacelineError
+from paceline.runs import run_dir as run_dirs
 from support import source
 from support.fake_controller import FakeController, serve
 from support.notebook import code_cells, run_notebook

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.cli.launch import preflight
+from paceline.checks import preflight
 from paceline.config.data import DataConfig
 from paceline.config.run import RunConfig
 from paceline.controller.batch.inputs import load_inputs

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cli.launch import preflight
+from paceline.checks import preflight
 from paceline.core.errors import ConfigError, EnvironmentLackError
 from paceline.rollout.episodes.remote import RemoteEnvironment, RemoteOptions
 from paceline.rpc.v1 import environment_pb2 as pb

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cli.launch.preflight import parts
+from paceline.checks.preflight import parts
 from paceline.config.run import RunConfig
 from paceline.controller.batch import tasks
 from paceline.controller.batch.tasks import with_tasks

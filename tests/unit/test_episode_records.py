@@ -10,8 +10,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from paceline.cli.report.samples import SampleFiles
-from paceline.cli.report.token_texts import TokenTexts
 from paceline.controller.run import metrics
 from paceline.controller.verify.rows import Row
 from paceline.controller.verify.trajectories import FileCheck
@@ -21,6 +19,8 @@ from paceline.core.policy import PolicyTag
 from paceline.core.scoring import ScoreItem
 from paceline.core.trajectory import sampled_spans
 from paceline.reward.environment import EnvironmentReward
+from paceline.show.report.samples import SampleFiles
+from paceline.show.report.token_texts import TokenTexts
 from support.headers import scored
 
 OUTCOME = EpisodeOutcome(

@@ -18,14 +18,14 @@ import pytest
 import yaml
 
 from paceline.cli.commands import export
-from paceline.cli.launch import run_dir as run_dirs
-from paceline.cli.launch.dry_run import describe
 from paceline.cli.main import main
 from paceline.config.load import dump_yaml, load, parse
 from paceline.config.model import ModelConfig
 from paceline.config.run import RunConfig
 from paceline.core.errors import DataError, ModelError
 from paceline.data.hub import local_files, pinned_run, uses_hub
+from paceline.launch.dry_run import describe
+from paceline.runs import run_dir as run_dirs
 from paceline.storage.hub import HubName, is_named
 from paceline.storage.models import local_folder, local_model
 from support.cli_configs import accept

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.certificates import Authority
-from paceline.cli.launch.machine import free_port
 from paceline.core.errors import ConfigError, EnvironmentLackError
 from paceline.service import prometheus, telemetry
 from paceline.service.credentials import CA_FILE, TLS_DIR, TlsFiles
 from paceline.service.prometheus import PLAIN
+from paceline.sizing.machine import free_port
 
 pytest.importorskip("prometheus_client", reason="pip install opentelemetry-exporter-prometheus")
 

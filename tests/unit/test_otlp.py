@@ -13,9 +13,9 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from paceline.cli.launch.machine import free_port
 from paceline.service import metrics, telemetry
 from paceline.service.otlp import CollectorSpanExporter
+from paceline.sizing.machine import free_port
 from support.otlp_collector import collector
 
 

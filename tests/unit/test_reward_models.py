@@ -16,10 +16,10 @@ import pytest
 import torch
 import yaml
 
-from paceline.cli.launch.plan import reward_model
 from paceline.config.reward import RewardConfig, RewardModelConfig
 from paceline.core.errors import ConfigError, ModelError, RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem
+from paceline.launch.plan import reward_model
 from paceline.reward.models import __main__ as reward_models
 from paceline.reward.models.generative import GenerativeModel
 from paceline.reward.models.model import ModelOptions

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from paceline.cli.launch.machine import free_port
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, DeadlineError, PeerLostError, ProtocolError
 from paceline.core.members import LearnerState, MemberKind, RolloutState
 from paceline.core.policy import PolicyTag
 from paceline.service.controller_link import ControllerLink, MemberReport
+from paceline.sizing.machine import free_port
 from support.fake_controller import FakeController, serve
 
 CONFIG = {

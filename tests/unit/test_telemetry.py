@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from paceline.cli.report.timeline import read_spans
 from paceline.core.errors import EnvironmentLackError
 from paceline.rpc.v1 import controller_pb2 as pb
 from paceline.rpc.v1 import controller_pb2_grpc
 from paceline.service import channels, telemetry
 from paceline.service.grpc_server import start_server
 from paceline.service.spans import SpanFileExporter
+from paceline.show.report.timeline import read_spans
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ def test_the_distribution_has_the_pages_files_and_no_tests(tmp_path: Path) -> No
     names = build(source.ROOT, tmp_path).namelist()
     front = source.ROOT / "src" / "paceline" / "cli" / "report" / "front"
     for file in front.iterdir():
-        assert f"paceline/cli/report/front/{file.name}" in names
+        assert f"paceline/show/report/front/{file.name}" in names
     for package in ("controller", "rollout", "learner", "reward"):
         assert f"paceline/{package}/__main__.py" in names
     assert not [name for name in names if "/tests/" in name or name.startswith("tests/")]

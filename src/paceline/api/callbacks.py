@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.api.step import Step
-from paceline.cli.controller_client import ControllerClient
-from paceline.cli.launch import run_dir as run_dirs
 from paceline.core.errors import ConfigError
+from paceline.runs import run_dir as run_dirs
+from paceline.runs.controller_client import ControllerClient
 from paceline.service.credentials import Credentials
 
 _ANSWER_S = 20.0

@@ -9,9 +9,9 @@ from typing import Any
 
 import yaml
 
-from paceline.cli.launch import run_dir as run_dirs
-from paceline.cli.report.lines import read_jsonl
 from paceline.core.errors import DataError
+from paceline.runs import run_dir as run_dirs
+from paceline.show.report.lines import read_jsonl
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,10 +17,10 @@ import yaml
 
 from paceline.api.callbacks import Callback, Training
 from paceline.api.step import Step
-from paceline.cli.launch import run_dir as run_dirs
 from paceline.config.load import load
 from paceline.config.run import RunConfig
 from paceline.core.errors import EXIT_GIVEN, ConfigError, PacelineError
+from paceline.runs import run_dir as run_dirs
 from paceline.service.process import DIE_WITH_PARENT, PARENT_PID
 
 _COMMAND = (sys.executable, "-m", "paceline.cli.main", "train", "--json")

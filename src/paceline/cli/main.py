@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_GIVEN
     name = parser.parse_args(words[:1]).command
     if name == "train" and arguments is None:
-        from paceline.cli.launch import fork_server
+        from paceline.launch.processes import fork_server
 
         with fork_server.running():
             return _run_installed(name, words[1:])

@@ -16,18 +16,18 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from paceline.cli.chaos.faults import Fault, FaultKind, all_faults, deck, draw
-from paceline.cli.chaos.inject import Injector
-from paceline.cli.chaos.proxy import Proxy
-from paceline.cli.chaos.record import Outage, Record, summary, table
-from paceline.cli.chaos.roster import Roster
-from paceline.cli.launch import run_dir as run_dirs
-from paceline.cli.launch.run_dir import RunNote
-from paceline.cli.live.clock import Clock
-from paceline.cli.live.view import PlainView
+from paceline.chaos.faults import Fault, FaultKind, all_faults, deck, draw
+from paceline.chaos.inject import Injector
+from paceline.chaos.proxy import Proxy
+from paceline.chaos.record import Outage, Record, summary, table
+from paceline.chaos.roster import Roster
 from paceline.cli.main import main
 from paceline.core.errors import ConfigError
 from paceline.rpc.v1 import controller_pb2
+from paceline.runs import run_dir as run_dirs
+from paceline.runs.run_dir import RunNote
+from paceline.show.live.clock import Clock
+from paceline.show.live.view import PlainView
 from support.cli_configs import config
 from support.fake_controller import FakeController, serve
 

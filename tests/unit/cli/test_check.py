@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.launch import preflight, service_checks
-from paceline.cli.launch.preflight import quick_check
+from paceline.checks import preflight, service_checks
+from paceline.checks.preflight import quick_check
 from paceline.cli.main import main
 from paceline.core.errors import ConfigError, DataError, ModelError
 from paceline.rollout.engines.vllm import environment

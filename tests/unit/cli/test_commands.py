@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from paceline.cli.launch import ranks
-from paceline.cli.launch.environment import Finding, Status
+from paceline.checks.environment import Finding, Status
 from paceline.cli.main import main
 from paceline.config.load import dump_yaml
+from paceline.launch.processes import ranks
 from paceline.storage.folder import Folder
 from support.cli_configs import config
 

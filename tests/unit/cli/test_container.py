@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.launch.container import container_code, ranks
 from paceline.core.errors import ConfigError
+from paceline.launch.container import container_code, ranks
 
 LEARNER, CONTROLLER = "paceline.learner", "paceline.controller"
 
@@ -90,7 +90,7 @@ def start(folder: Path, *words: str) -> subprocess.Popen[str]:
     (folder / "job.py").write_text(JOB)
     env = {**os.environ, "PET_NPROC_PER_NODE": "2", "PACELINE_ENGINE_RESTARTS": "1"}
     env["PYTHONPATH"] = f"{folder}{os.pathsep}{env.get('PYTHONPATH', '')}"
-    command = [sys.executable, "-m", "paceline.cli.launch.container", "job", str(folder), *words]
+    command = [sys.executable, "-m", "paceline.launch.container", "job", str(folder), *words]
     return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
 
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.launch import environment, machine
-from paceline.cli.launch.environment import Status
+from paceline.checks import environment
+from paceline.checks.environment import Status
 from paceline.cli.main import main
 from paceline.core.errors import EnvironmentLackError
+from paceline.sizing import machine
 
 
 def test_doctor_says_what_is_lacking_and_how_to_get_it(

@@ -14,21 +14,22 @@ from typing import Any
 import psutil
 import pytest
 
-from paceline.cli.launch import fork_server, forking
-from paceline.cli.launch.plan import ProcessSpec, Role
+from paceline.launch.plan import ProcessSpec, Role
+from paceline.launch.processes import fork_server, forking
 
 LAUNCHER = textwrap.dedent(
     """
     import asyncio, json, os, signal, sys
     from pathlib import Path
-    from paceline.cli.launch import fork_server
+    from paceline.launch.processes import fork_server
 
     def main():
         # Before all that an ordinary launcher imports.
         fork_server.SHARED = ("colorsys", "torch", "huggingface_hub.constants")
         fork_server.is_cpu_build = lambda: CPU_BUILD
         fork_server.begin()
-        from paceline.cli.launch import forking, plan, process_tree
+        from paceline.launch import plan
+        from paceline.launch.processes import forking, process_tree
         from paceline.service.process import adopt_orphans
 
         forking.IMPORTS = {"service": ("chunk",), "threaded": ("threads",)}

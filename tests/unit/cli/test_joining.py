@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.launch import plan
-from paceline.cli.launch.joining import how_to_join, keep_token
-from paceline.cli.launch.machine import Machine
 from paceline.core.members import MemberKind
+from paceline.launch import plan
+from paceline.launch.joining import how_to_join, keep_token
 from paceline.service.credentials import Credentials
 from paceline.service.member import MemberOptions
+from paceline.sizing.machine import Machine
 from support.cli_configs import config
 
 CPU = Machine(num_cores=2, gpus=())
@@ -66,7 +66,7 @@ def test_a_newcomer_has_the_tls_files_of_the_launcher_and_a_metrics_port_of_its_
 
 def test_a_newcomer_takes_gpus_that_nobody_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run = config(rollout={"replicas": 1, "tensor_model_parallel_size": 2}, learner={"world_size": 2})
-    monkeypatch.setattr("paceline.cli.launch.machine.is_cpu_build", lambda: False)
+    monkeypatch.setattr("paceline.sizing.machine.is_cpu_build", lambda: False)
     for gpus, free in (("0,1,2,3,4,5,6", "4,5"), ("0,1,2,3", "''")):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
         rollout = how_to_join(run, tmp_path, "127.0.0.1:4711").splitlines()[1]

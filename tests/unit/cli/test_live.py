@@ -9,15 +9,15 @@ import json
 import pytest
 from rich.console import Console
 
-from paceline.cli.live import table
-from paceline.cli.live.follow import follow
-from paceline.cli.live.signs import Signs
-from paceline.cli.live.table import LiveView
-from paceline.cli.live.view import JsonView, Pace, PlainView, step_line
 from paceline.core.errors import PeerLostError
 from paceline.core.run_events import EndEvent
 from paceline.rpc.v1 import controller_pb2 as pb
 from paceline.service.credentials import Credentials
+from paceline.show.live import table
+from paceline.show.live.follow import follow
+from paceline.show.live.signs import Signs
+from paceline.show.live.table import LiveView
+from paceline.show.live.view import JsonView, Pace, PlainView, step_line
 from support.clocks import ManualClock
 from support.fake_controller import FakeController, end_event, serve, step_event
 
@@ -54,7 +54,7 @@ def test_the_kl_column_prefers_the_reference() -> None:
 
 def test_plain_lines_break_a_long_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, out = ManualClock(), io.StringIO()
-    monkeypatch.setattr("paceline.cli.live.view.time", clock)
+    monkeypatch.setattr("paceline.show.live.view.time", clock)
     view = PlainView(9, out=out, quiet_s=5.0)
     view.pulse()
     view.phase(step=0, phase="waiting for the learner", admitted=0, wanted=0)

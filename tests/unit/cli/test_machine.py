@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.launch import machine
-from paceline.cli.launch.machine import free_port
+from paceline.sizing import machine
+from paceline.sizing.machine import free_port
 
 
 @pytest.fixture

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from paceline.cli.launch.learner_memory import GIB, LearnerMemory
-from paceline.cli.launch.memory_choice import LEAST, choose_update
-from paceline.cli.launch.model_shape import ModelShape
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
+from paceline.sizing.learner_memory import GIB, LearnerMemory
+from paceline.sizing.memory_choice import LEAST, choose_update
+from paceline.sizing.model_shape import ModelShape
 
 SEVEN = {
     "model_type": "qwen2",

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from paceline.cli.launch.learner_memory import CONTEXT, GIB, LearnerMemory, longest_row
-from paceline.cli.launch.memory_plan import EngineMemory, MemoryPlan
-from paceline.cli.launch.model_shape import ModelShape
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
+from paceline.sizing.learner_memory import CONTEXT, GIB, LearnerMemory, longest_row
+from paceline.sizing.memory_plan import EngineMemory, MemoryPlan
+from paceline.sizing.model_shape import ModelShape
 
 SEVEN = {
     "model_type": "qwen2",

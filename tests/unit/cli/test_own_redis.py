@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from paceline.cli.launch.own_redis import OwnRedis
-from paceline.cli.launch.restarts import RestartHistory, RestartRule
+from paceline.launch.own_redis import OwnRedis
+from paceline.launch.processes.restarts import RestartHistory, RestartRule
 
 
 async def test_a_killed_server_comes_back_with_its_data_and_not_for_ever(tmp_path: Path) -> None:

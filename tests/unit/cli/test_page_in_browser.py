@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from paceline.cli.report.content import RunContent
-from paceline.cli.report.page import page
-from paceline.cli.report.write import frozen
-from paceline.cli.ui.runs import ServedRun, ServedRuns
-from paceline.cli.ui.serve import Listen, open_server
-from paceline.cli.ui.server import PageApp
+from paceline.show.report.content import RunContent
+from paceline.show.report.page import page
+from paceline.show.report.write import frozen
+from paceline.show.ui.runs import ServedRun, ServedRuns
+from paceline.show.ui.serve import Listen, open_server
+from paceline.show.ui.server import PageApp
 from support.browser import dom, needs_chromium, probe
 from support.synthetic_run import write_run
 

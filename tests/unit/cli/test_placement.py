@@ -8,12 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from paceline.cli.launch import colocation, machine, placement, plan
-from paceline.cli.launch.machine import Machine
-from paceline.cli.launch.placement import settle
 from paceline.cli.main import main
 from paceline.config.load import load, parse
 from paceline.config.run import RunConfig
+from paceline.sizing import colocation, machine, placement
+from paceline.sizing.gpus import share_gpus
+from paceline.sizing.machine import Machine
+from paceline.sizing.placement import settle
 from support.cli_configs import config
 from support.source import ROOT
 
@@ -61,7 +62,7 @@ def test_the_gpus_are_shared_out(
     num_gpus: int, sections: dict[str, object], layout: tuple[list[int], list[list[int]]]
 ) -> None:
     settled, _ = on(num_gpus, **sections)
-    learner, rollout = plan.share_gpus(settled, tuple(range(num_gpus)))
+    learner, rollout = share_gpus(settled, tuple(range(num_gpus)))
     assert (list(learner), [list(gpus) for gpus in rollout]) == layout
     assert settled.rollout.gpu_memory_utilization == (0.4 if num_gpus == 1 else 0.85)
 
@@ -80,7 +81,7 @@ def test_colocated_both_are_on_the_same_gpus(
     num_gpus: int, sections: dict[str, object], layout: tuple[list[int], list[list[int]]]
 ) -> None:
     settled, _ = on(num_gpus, placement="colocated", **sections)
-    learner, rollout = plan.share_gpus(settled, tuple(range(num_gpus)))
+    learner, rollout = share_gpus(settled, tuple(range(num_gpus)))
     assert (list(learner), [list(gpus) for gpus in rollout]) == layout
     assert settled.weights.backend == "shared"
     assert settled.rollout.sleep == "always"  # config.json does not say how large the model is
@@ -299,7 +300,7 @@ def test_visible_gpus_may_be_named_by_uuid(
 def test_strings_for_an_instruct_model_get_a_note(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from paceline.cli.launch.preflight import notes
+    from paceline.checks.preflight import notes
     from paceline.config.load import load
 
     monkeypatch.chdir(project)
@@ -349,7 +350,7 @@ def test_by_itself_learner_and_engines_take_turns_on_all_gpus(
 ) -> None:
     sized(folder, monkeypatch, layers=4, gib=79)
     settled, _ = on(num_gpus, **sections)
-    learner, rollout = plan.share_gpus(settled, tuple(range(num_gpus)))
+    learner, rollout = share_gpus(settled, tuple(range(num_gpus)))
     assert settled.placement == placement_
     assert (list(learner), [list(gpus) for gpus in rollout]) == layout
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from paceline.cli.launch import dry_run, plan
-from paceline.cli.launch.machine import Machine
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
+from paceline.launch import dry_run, plan
+from paceline.sizing.gpus import gpus_to_share
+from paceline.sizing.machine import Machine
 from support.cli_configs import config
 
 
@@ -68,7 +69,7 @@ def test_replicas_of_reward_models_attach_to_the_reward_service_and_keep_their_g
 
 def test_a_model_on_the_only_gpu_shares_it() -> None:
     told = config(reward={"models": [{"name": "rm", "path": "judge", "device": "cuda:0"}]})
-    assert plan.gpus_to_share(told, (0,)) == (0,)
+    assert gpus_to_share(told, (0,)) == (0,)
 
 
 def test_an_error_for_too_few_gpus_says_what_to_lower() -> None:

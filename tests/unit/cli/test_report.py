@@ -17,22 +17,22 @@ from tokenizers import Tokenizer, models
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.pre_tokenizers import ByteLevel
 
-from paceline.cli import metrics
-from paceline.cli.live.table import LiveView
-from paceline.cli.live.view import step_line
-from paceline.cli.metrics import Metric
-from paceline.cli.report.content import RunContent
-from paceline.cli.report.firings import fired_rules
-from paceline.cli.report.lines import GrowingFile, read_jsonl
-from paceline.cli.report.page import page, to_json
-from paceline.cli.report.step_table import StepTable
-from paceline.cli.report.summary import closing_lines
-from paceline.cli.report.timeline import timelines
-from paceline.cli.report.token_texts import TokenTexts
-from paceline.cli.report.write import write_report
 from paceline.core.errors import DataError
 from paceline.service import process_ends
 from paceline.service.process_ends import ProcessEnd
+from paceline.show import metrics
+from paceline.show.live.table import LiveView
+from paceline.show.live.view import step_line
+from paceline.show.metrics import Metric
+from paceline.show.report.content import RunContent
+from paceline.show.report.firings import fired_rules
+from paceline.show.report.lines import GrowingFile, read_jsonl
+from paceline.show.report.page import page, to_json
+from paceline.show.report.step_table import StepTable
+from paceline.show.report.summary import closing_lines
+from paceline.show.report.timeline import timelines
+from paceline.show.report.token_texts import TokenTexts
+from paceline.show.report.write import write_report
 from support.synthetic_run import write_run
 
 

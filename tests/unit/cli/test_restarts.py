@@ -6,8 +6,6 @@ import math
 
 import pytest
 
-from paceline.cli.launch.presence import Presence, Sighting
-from paceline.cli.launch.restarts import End, RestartHistory, RestartRule, judge
 from paceline.core.errors import (
     BrokerError,
     CheckpointError,
@@ -21,6 +19,8 @@ from paceline.core.errors import (
     PeerLostError,
     exit_code,
 )
+from paceline.launch.presence import Presence, Sighting
+from paceline.launch.processes.restarts import End, RestartHistory, RestartRule, judge
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from paceline.cli.launch import run_dir as run_dirs
 from paceline.core.errors import ConfigError, EnvironmentLackError
+from paceline.runs import run_dir as run_dirs
 from support.cli_configs import accept, config
 
 

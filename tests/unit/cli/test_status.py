@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.launch import run_dir as run_dirs
 from paceline.cli.main import main
 from paceline.core.errors import EnvironmentLackError
 from paceline.rpc.v1 import controller_pb2 as pb
+from paceline.runs import run_dir as run_dirs
 from support.cli_configs import config
 from support.fake_controller import FakeController, serve, step_event
 

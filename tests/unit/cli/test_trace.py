@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from paceline.cli.main import main
-from paceline.cli.report.trace import write_trace
 from paceline.core.errors import DataError
+from paceline.show.report.trace import write_trace
 
 BASE_NS = 1_700_000_000_000_000_000
 

@@ -15,9 +15,9 @@ import pytest
 import yaml
 
 from paceline.cli.main import main
-from paceline.cli.trackers import adapters, sink
-from paceline.cli.trackers.base import Row, TrackedRun
-from paceline.cli.trackers.sink import Sink, TrackingView
+from paceline.show.trackers import adapters, sink
+from paceline.show.trackers.base import Row, TrackedRun
+from paceline.show.trackers.sink import Sink, TrackingView
 from support.cli_configs import config
 
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
+from paceline.checks import preflight
 from paceline.cli.commands import train
-from paceline.cli.launch import preflight
-from paceline.cli.launch.machine import Machine
-from paceline.cli.launch.outcome import Outcome
 from paceline.cli.main import main
 from paceline.config.run import RunConfig
+from paceline.launch.outcome import Outcome
 from paceline.service.credentials import INSECURE, TLS_DIR
+from paceline.sizing.machine import Machine
 from support.cli_configs import config
 
 

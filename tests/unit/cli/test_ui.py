@@ -22,15 +22,15 @@ import pytest
 
 from paceline.cli.certificates import Authority
 from paceline.cli.commands import ui
-from paceline.cli.launch import run_dir as run_dirs
 from paceline.cli.main import main
-from paceline.cli.ui.machine import Machine
-from paceline.cli.ui.runs import ServedRuns
-from paceline.cli.ui.serve import Listen, open_server
-from paceline.cli.ui.server import PageApp
 from paceline.core.errors import ConfigError, EnvironmentLackError
 from paceline.rpc.v1 import controller_pb2 as pb
+from paceline.runs import run_dir as run_dirs
 from paceline.service.credentials import INSECURE, TLS_DIR
+from paceline.show.ui.machine import Machine
+from paceline.show.ui.runs import ServedRuns
+from paceline.show.ui.serve import Listen, open_server
+from paceline.show.ui.server import PageApp
 from support.fake_controller import FakeController, serve
 from support.synthetic_run import write_run
 

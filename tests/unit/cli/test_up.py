@@ -15,15 +15,15 @@ import psutil
 import pytest
 import yaml
 
-from paceline.cli.launch import host_check
-from paceline.cli.launch import hosts as several
-from paceline.cli.launch.host_check import check_hosts
-from paceline.cli.launch.hosts import Hosts
-from paceline.cli.launch.machine import Machine
-from paceline.cli.launch.plan import ProcessSpec, Role
-from paceline.cli.launch.processes import ManagedProcess, start
+from paceline.checks import host_check
+from paceline.checks.host_check import check_hosts
 from paceline.config.load import load, parse
 from paceline.core.errors import ConfigError, EnvironmentLackError
+from paceline.launch import hosts as several
+from paceline.launch.hosts import Hosts
+from paceline.launch.plan import ProcessSpec, Role
+from paceline.launch.processes.spawn import ManagedProcess, start
+from paceline.sizing.machine import Machine
 from support.cli_configs import config
 from support.source import ROOT
 
@@ -83,7 +83,7 @@ def test_every_process_is_planned_on_its_host() -> None:
     assert rollout.command[:3] == ("/opt/python", "-m", "paceline.rollout")
     assert rollout.command[rollout.command.index("--host") + 1] == "10.0.0.3"
     assert rollout.env["PACELINE_TLS_DIR"] == "/tls"
-    assert rollout.shell[-1] == "cd '/srv b' && exec /opt/python -m paceline.cli.launch.remote"
+    assert rollout.shell[-1] == "cd '/srv b' && exec /opt/python -m paceline.launch.remote"
     assert "reward-1" in reward.command
     assert reward.member_id == "reward-1"
 
@@ -177,9 +177,7 @@ async def begin(tmp_path: Path, then: str) -> ManagedProcess:
     ssh = tmp_path / "ssh"
     ssh.write_text(SSH.format(folder=tmp_path))
     ssh.chmod(0o755)
-    remote = (
-        f"cd {there} && exec env PYTHONPATH={ROOT / 'src'} {sys.executable} -m paceline.cli.launch.remote"
-    )
+    remote = f"cd {there} && exec env PYTHONPATH={ROOT / 'src'} {sys.executable} -m paceline.launch.remote"
     spec = ProcessSpec(
         name="rollout-0",
         role=Role.ROLLOUT,

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from paceline.cli.launch import run_dir as run_dirs
-from paceline.cli.launch.hosts import Hosts
 from paceline.config.base import Section
 from paceline.config.load import load, top_level_keys
 from paceline.config.run import RmRunConfig, RunConfig, SftRunConfig
 from paceline.core.errors import ConfigError
+from paceline.launch.hosts import Hosts
+from paceline.runs import run_dir as run_dirs
 from paceline.service.credentials import Credentials
 from paceline.storage.hub import OFFLINE
 

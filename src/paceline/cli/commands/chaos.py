@@ -12,17 +12,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from paceline.cli.chaos.conduct import Plan, conduct
-from paceline.cli.chaos.faults import deck
-from paceline.cli.chaos.record import SUMMARY, Tally, summary, table
+from paceline.chaos.conduct import Plan, conduct
+from paceline.chaos.faults import deck
+from paceline.chaos.record import SUMMARY, Tally, summary, table
+from paceline.checks.preflight import quick_check
 from paceline.cli.commands import arguments
 from paceline.cli.commands.train import log_to, make_view
-from paceline.cli.launch import run_dir as run_dirs
-from paceline.cli.launch.machine import Machine
-from paceline.cli.launch.placement import settle
-from paceline.cli.launch.preflight import quick_check
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
+from paceline.runs import run_dir as run_dirs
+from paceline.sizing.machine import Machine
+from paceline.sizing.placement import settle
 
 # More steps than faults can take: the run ends after the last recovery.
 _MANY_STEPS = 1_000_000

@@ -8,12 +8,12 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from paceline.checks.preflight import Part, notes, parts, require_packages
 from paceline.cli.commands import arguments
-from paceline.cli.launch.machine import Machine
-from paceline.cli.launch.placement import settle
-from paceline.cli.launch.preflight import Part, notes, parts, require_packages
 from paceline.config.run import RunConfig
 from paceline.core.errors import ModelError, PacelineError
+from paceline.sizing.machine import Machine
+from paceline.sizing.placement import settle
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

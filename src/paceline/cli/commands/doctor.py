@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cli.launch.environment import Status, examine
+from paceline.checks.environment import Status, examine
 
 _STYLES = {Status.OK: "green", Status.LACKING: "red", Status.NOTE: "yellow"}
 

@@ -7,11 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from paceline.cli.launch import run_dir as run_dirs
-from paceline.cli.model_card import model_card
 from paceline.config.load import load
 from paceline.config.run import RunConfig
 from paceline.core.errors import CheckpointError
+from paceline.runs import run_dir as run_dirs
+from paceline.show.model_card import model_card
 from paceline.storage.hub import push_model
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
+from paceline.checks.preflight import has_chat_template
 from paceline.cli.commands import arguments
-from paceline.cli.launch.preflight import has_chat_template
 from paceline.config.load import load
 from paceline.config.model import ModelConfig
 from paceline.config.run import RunConfig

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from paceline.cli.commands import arguments
-from paceline.cli.launch import run_dir as run_dirs
-from paceline.cli.report.write import FILE_NAME, write_report
+from paceline.runs import run_dir as run_dirs
+from paceline.show.report.write import FILE_NAME, write_report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from paceline.cli.commands import arguments
-from paceline.cli.launch import tuning
 from paceline.config.run import RmRunConfig
+from paceline.launch import supervised
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,4 +18,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Trains on all ranks and writes the model to rm.output."""
     config = arguments.load_config(RmRunConfig, args.config, args.overrides)
-    return tuning.run(config, "rm", is_dry=args.dry_run)
+    return supervised.run(config, "rm", is_dry=args.dry_run)

@@ -6,8 +6,8 @@ import argparse
 import asyncio
 
 from paceline.cli.commands import arguments
-from paceline.cli.controller_client import ControllerClient, MemberStatus
 from paceline.core.errors import DeadlineError
+from paceline.runs.controller_client import ControllerClient, MemberStatus
 
 _POLL_S = 0.5
 _GONE = ("left", "dead")

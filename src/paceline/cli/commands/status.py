@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.cli.commands import arguments
-from paceline.cli.controller_client import ControllerClient, RunStatus
-from paceline.cli.live.follow import follow
-from paceline.cli.live.view import PlainView, phase_words, step_line
 from paceline.core.run_events import EndEvent
+from paceline.runs.controller_client import ControllerClient, RunStatus
+from paceline.show.live.follow import follow
+from paceline.show.live.view import PlainView, phase_words, step_line
 
 _PATIENCE_S = 300.0
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from paceline.cli.launch import run_dir as run_dirs
-from paceline.cli.report.lines import read_jsonl
-from paceline.cli.trackers.adapters import TRACKERS, check_installed
-from paceline.cli.trackers.sink import Sink
 from paceline.core.errors import DataError
+from paceline.runs import run_dir as run_dirs
+from paceline.show.report.lines import read_jsonl
+from paceline.show.trackers.adapters import TRACKERS, check_installed
+from paceline.show.trackers.sink import Sink
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

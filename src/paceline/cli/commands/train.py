@@ -12,24 +12,24 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from paceline.checks.preflight import notes, quick_check
 from paceline.cli.commands import arguments
 from paceline.cli.commands.arguments import Form
-from paceline.cli.launch import dry_run
-from paceline.cli.launch import run_dir as run_dirs
-from paceline.cli.launch.launcher import Planner, launch
-from paceline.cli.launch.machine import Machine
-from paceline.cli.launch.placement import settle
-from paceline.cli.launch.preflight import notes, quick_check
-from paceline.cli.live.table import LiveView
-from paceline.cli.live.view import JsonView, PlainView, View
-from paceline.cli.report.summary import closing_lines
-from paceline.cli.trackers.sink import Sink, TrackingView
-from paceline.cli.ui.serve import Listen, add_listen, serving
 from paceline.config.run import RunConfig
 from paceline.core.errors import EXIT_FAILED
+from paceline.launch import dry_run
+from paceline.launch.launcher import Planner, launch
+from paceline.runs import run_dir as run_dirs
 from paceline.service.grpc_server import check_port
 from paceline.service.logs import LineFormatter
 from paceline.service.process import die_with_parent
+from paceline.show.live.table import LiveView
+from paceline.show.live.view import JsonView, PlainView, View
+from paceline.show.report.summary import closing_lines
+from paceline.show.trackers.sink import Sink, TrackingView
+from paceline.show.ui.serve import Listen, add_listen, serving
+from paceline.sizing.machine import Machine
+from paceline.sizing.placement import settle
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from paceline.cli.launch import run_dir as run_dirs
-from paceline.cli.ui.serve import Listen, add_listen, serving
+from paceline.runs import run_dir as run_dirs
+from paceline.show.ui.serve import Listen, add_listen, serving
 
 _PREFIX = "--"
 

@@ -6,17 +6,17 @@ import argparse
 import functools
 from pathlib import Path
 
+from paceline.checks.host_check import check_hosts
+from paceline.checks.preflight import notes, quick_check
 from paceline.cli.commands import arguments
 from paceline.cli.commands.train import train
-from paceline.cli.launch import hosts as several
-from paceline.cli.launch.colocation import settle_elsewhere
-from paceline.cli.launch.host_check import check_hosts
-from paceline.cli.launch.launcher import Planner
-from paceline.cli.launch.memory_choice import LEAST
-from paceline.cli.launch.placement import settle_model, with_memory
-from paceline.cli.launch.preflight import notes, quick_check
 from paceline.config.load import load
 from paceline.config.run import RunConfig
+from paceline.launch import hosts as several
+from paceline.launch.launcher import Planner
+from paceline.sizing.colocation import settle_elsewhere
+from paceline.sizing.memory_choice import LEAST
+from paceline.sizing.placement import settle_model, with_memory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ import argparse
 import subprocess
 import sys
 
-from paceline.cli.launch import run_dir as run_dirs
+from paceline.runs import run_dir as run_dirs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,125 @@
+"""Which members of a run work, as its controller says; asks all the time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import psutil
+
+from paceline.chaos.faults import CONTROLLER, Fault, FaultKind
+from paceline.config.run import RunConfig
+from paceline.core.errors import PacelineError
+from paceline.core.members import LearnerState, RewardState, RolloutState
+from paceline.runs import run_dir as run_dirs
+from paceline.runs.controller_client import ControllerClient, MemberStatus
+from paceline.runs.run_dir import RunNote
+from paceline.service.credentials import Credentials
+
+_POLL_S = 0.3
+# A member that was killed counts as working to the controller until its silence is noticed.
+_FRESH_S = 2.5
+_WORKING = frozenset(
+    state.value
+    for state in (
+        RolloutState.SERVING,
+        RolloutState.SYNCING,
+        RewardState.SERVING,
+        *(set(LearnerState) - {LearnerState.LOADING}),
+    )
+)
+
+
+class Roster:
+    """Knows who works in the run in `run_dir`."""
+
+    def __init__(self, config: RunConfig, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self.all = frozenset(_member_ids(config))
+        self._working: frozenset[str] = frozenset()
+        self._asked_at = -1.0
+        self._pids: dict[str, int] = {}
+        self._since: dict[str, float] = {}
+
+    async def run(self) -> NoReturn:
+        """Asks until it is cancelled."""
+        while True:
+            asked_at = asyncio.get_running_loop().time()
+            with contextlib.suppress(PacelineError):
+                note = run_dirs.read_note(self._run_dir)
+                if note is not None and note.controller:
+                    async with controller_of(note) as controller:
+                        members = (await controller.status()).members
+                    self._note_pids(_running(note), asyncio.get_running_loop().time())
+                    self._working = frozenset(m.member_id for m in members if self._works(m, asked_at))
+                    self._asked_at = asked_at
+            await asyncio.sleep(_POLL_S)
+
+    async def until_working(
+        self, members: Collection[str], *, service: str = "", unlike: int | None = None
+    ) -> None:
+        """Waits until an answer from now on names all `members` as working.
+
+        With `unlike`, the process of `service` must also be another one than that.
+        """
+        since = asyncio.get_running_loop().time()
+        while True:
+            replaced = unlike is None or self._pids.get(service, unlike) != unlike
+            if replaced and self._asked_at >= since and self._working.issuperset(members):
+                return
+            await asyncio.sleep(_POLL_S)
+
+    def affected_by(self, fault: Fault) -> frozenset[str]:
+        """The members that must work again before a fault is over, if it comes now."""
+        service = fault.target.partition("/")[0]
+        if fault.place.startswith("link") and service == CONTROLLER:
+            # One that is starting again because of another fault is not cut off by this one.
+            return self._working
+        if service.startswith("learner"):
+            return frozenset({"learner-0"})
+        return self.all & {service, f"{service}-0"}
+
+    def _note_pids(self, pids: dict[str, int], now: float) -> None:
+        self._since = {
+            name: self._since[name] if self._pids.get(name) == pid else now for name, pid in pids.items()
+        }
+        self._pids = pids
+
+    def _works(self, member: MemberStatus, asked_at: float) -> bool:
+        heard = asked_at - member.seconds_since_heartbeat
+        # What was heard before its process began was said by the one before.
+        since = [
+            self._since[name]
+            for name in (member.member_id, member.member_id.rpartition("-")[0])
+            if name in self._since
+        ]
+        is_fresh = member.seconds_since_heartbeat < _FRESH_S
+        return bool(since) and heard >= max(since) and is_fresh and member.state in _WORKING
+
+
+def ends_its_process(fault: Fault) -> bool:
+    """Whether a service that is hit is replaced by a new process."""
+    return fault.kind is FaultKind.KILL and not fault.target.endswith("/child")
+
+
+def controller_of(note: RunNote) -> ControllerClient:
+    """A client of a run's controller, past the proxies."""
+    return ControllerClient(note.controller, Credentials.from_env().for_own_machine().with_token(note.token))
+
+
+def _running(note: RunNote) -> dict[str, int]:
+    """The process ids of what runs: the launcher replaces the ids of those that it starts again."""
+    pids = {}
+    for name, pid in note.pids.items():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                pids[name] = pid
+    return pids
+
+
+def _member_ids(config: RunConfig) -> Iterator[str]:
+    yield from ("learner-0", "reward-0")
+    yield from (f"rollout-{i}" for i in range(config.rollout.replicas))

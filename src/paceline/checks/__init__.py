@@ -1,0 +1,1 @@
+"""Examines configuration, machine and data before a run begins."""

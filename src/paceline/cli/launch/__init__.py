@@ -1,1 +1,0 @@
-"""Starts and stops a run as local processes."""

@@ -1,0 +1,128 @@
+"""`python -m paceline.launch.container MODULE [ARGUMENT ...]`: runs a service as a container's process.
+
+Runs the module once, or once per rank where torchrun's PET_NPROC_PER_NODE is set, until a process ends; the
+others end with it. PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT span several hosts, as for
+torchrun.
+
+The exit code is the service's: 0, 1, 2 or 3 as `core.errors.exit_code` says, 128 + N after signal N. An
+engine starts a container again after every code but 0. PACELINE_ENGINE_RESTARTS=1 makes its policy
+`on-failure` the right one: an end that a new start cannot mend then has the exit code 0 and says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from asyncio.subprocess import Process
+from collections.abc import Mapping, Sequence
+
+from paceline.core.errors import EXIT_FAILED, ConfigError
+from paceline.launch.processes.restarts import End, judge
+from paceline.service.process import DIE_WITH_PARENT, PARENT_PID
+from paceline.sizing.machine import free_port
+
+ENGINE_RESTARTS = "PACELINE_ENGINE_RESTARTS"
+
+_CONTROLLER = "paceline.controller"
+# How long the others get to end by themselves and to say why, after the first one.
+_COMPANIONS_S = 6.0
+# Docker kills a container that was asked to stop after its stop period.
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs the service; returns the container's exit code."""
+    module, *arguments = sys.argv[1:] if words is None else words
+    try:
+        places = ranks(os.environ)
+    except ConfigError as error:
+        print(f"paceline container: {error}", file=sys.stderr)
+        codes = [2]
+    else:
+        codes = asyncio.run(_run((sys.executable, "-m", module, *arguments), places))
+    return container_code(module, codes, engine_restarts=os.environ.get(ENGINE_RESTARTS) == "1")
+
+
+def ranks(environ: Mapping[str, str]) -> list[dict[str, str]]:
+    """The variables of each process; [{}] where no number of ranks is given.
+
+    Raises:
+        ConfigError: a number is none, or several hosts have no address of the first.
+    """
+    if not environ.get("PET_NPROC_PER_NODE"):
+        return [{}]
+    size, nodes, node = (
+        _number(environ, name, default)
+        for name, default in (("PET_NPROC_PER_NODE", 1), ("PET_NNODES", 1), ("PET_NODE_RANK", 0))
+    )
+    if nodes > 1 and not environ.get("PET_MASTER_ADDR"):
+        raise ConfigError(f"PET_NNODES={nodes} needs PET_MASTER_ADDR, an address of the host of rank 0")
+    port = _number(environ, "PET_MASTER_PORT", 29500) if nodes > 1 else free_port()
+    return [
+        {
+            "RANK": str(node * size + local),
+            "WORLD_SIZE": str(nodes * size),
+            "LOCAL_RANK": str(local),
+            "LOCAL_WORLD_SIZE": str(size),
+            "MASTER_ADDR": environ["PET_MASTER_ADDR"] if nodes > 1 else "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        for local in range(size)
+    ]
+
+
+def container_code(module: str, codes: Sequence[int], *, engine_restarts: bool) -> int:
+    """The exit code of a container whose processes ended by themselves with these codes.
+
+    A controller that ends with an error has told the members that the run is over: they are gone, and it is
+    worth another start only after a signal.
+    """
+    end = judge(codes)
+    if end is End.KILLED:
+        return 128 - min(codes)
+    code = max(codes)
+    if not engine_restarts or code == 0:
+        return code
+    if end is End.FINAL or (end is End.FAILED and module == _CONTROLLER):
+        print(f"{module} ended with exit code {code}: a new start would not mend it", file=sys.stderr)
+        return 0
+    return EXIT_FAILED
+
+
+def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name, "") or str(default)
+    if not text.isdecimal():
+        raise ConfigError(f"{name}={text!r} must be a number")
+    return int(text)
+
+
+async def _run(command: Sequence[str], places: Sequence[Mapping[str, str]]) -> list[int]:
+    """Runs the processes until the first one ends; returns the codes of those that ended by themselves."""
+    own = {DIE_WITH_PARENT: "1", PARENT_PID: str(os.getpid())}
+    processes = [
+        await asyncio.create_subprocess_exec(*command, env={**os.environ, **place, **own}) for place in places
+    ]
+    loop = asyncio.get_running_loop()
+    for number in _STOP_SIGNALS:
+        # Rank 0 ends the others.
+        loop.add_signal_handler(number, _terminate, processes[0])
+    exits = [asyncio.create_task(process.wait(), name="exit") for process in processes]
+    await asyncio.wait(exits, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait(exits, timeout=_COMPANIONS_S)
+    codes = [task.result() for task in exits if task.done()]
+    for process in processes:
+        if process.returncode is None:
+            process.kill()
+    await asyncio.wait(exits)
+    return codes
+
+
+def _terminate(process: Process) -> None:
+    if process.returncode is None:
+        process.terminate()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

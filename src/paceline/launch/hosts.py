@@ -1,0 +1,235 @@
+"""HOSTS.yaml: the hosts of a run, and the plan of its processes over them.
+
+Controller, launcher and run directory are on the machine where `paceline up` runs; every other service runs
+behind a remote shell, which is ssh unless the file names another.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from pydantic import Field
+
+from paceline.config.base import Section
+from paceline.config.reward import RewardModelConfig
+from paceline.config.run import RunConfig
+from paceline.core.errors import ConfigError
+from paceline.launch import plan
+from paceline.launch.plan import ProcessSpec, Role
+from paceline.service.addresses import join
+from paceline.service.connection import is_loopback
+from paceline.sizing.machine import Machine
+
+
+class Host(Section):
+    """A host and what runs there."""
+
+    name: str = Field(description="What the remote shell calls it, say USER@HOST.")
+    address: str = Field(description="Address that its services listen on and that the others reach.")
+    folder: str = Field(description="Working directory of its services.")
+    python: str = Field("python3", description="Interpreter that has Paceline there.")
+    env: dict[str, str] = Field({}, description="Further variables of its services, say PACELINE_TLS_DIR.")
+    gpus: tuple[int, ...] = Field((), description="GPU indices: the learner's ranks take the first ones.")
+    cores: int = Field(8, gt=0, description="CPU cores, which its learner ranks share where there is no GPU.")
+    learner: int = Field(0, ge=0, description="Learner ranks.")
+    rollout: int = Field(0, ge=0, description="Rollout servers.")
+    reward: int = Field(0, ge=0, description="Reward services.")
+    reward_models: tuple[str, ...] = Field(
+        (),
+        description="Models of reward.models, by name, whose replicas run here, with device: cuda:N on GPU "
+        "N; one that several hosts name has its replicas on each.",
+    )
+
+
+class Hosts(Section):
+    """The file."""
+
+    config: str = Field(description="The run's configuration, relative to this file.")
+    address: str = Field(description="Address of this machine that the hosts reach; the controller's.")
+    shell: tuple[str, ...] = Field(
+        ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=10", "{name}"),
+        description="Words before the command line, which is one word; {name} is the host's.",
+    )
+    learner_port: int = Field(
+        29500, gt=0, le=65535, description="Free port of the first learner rank's host."
+    )
+    hosts: tuple[Host, ...] = Field(min_length=1, description="The hosts.")
+
+
+class _Slot(NamedTuple):
+    """Place `number` of `total` of a kind on a host."""
+
+    host: Host
+    number: int
+    total: int
+
+
+def with_hosts(config: RunConfig, hosts: Hosts) -> RunConfig:
+    """The configuration with as many ranks and servers as the hosts have, and the controller's address.
+
+    Raises:
+        ConfigError: a service has no host, or Redis cannot be reached from them.
+    """
+    counts = {kind: len(_slots(hosts, kind)) for kind in ("learner", "rollout", "reward")}
+    missing = [kind for kind, count in counts.items() if not count]
+    if missing:
+        raise ConfigError(f"no host runs {' or '.join(missing)}: give one of them {missing[0]}: 1")
+    models = {model.name for model in config.reward.models}
+    placed = {name for host in hosts.hosts for name in host.reward_models}
+    if models != placed:
+        raise ConfigError(
+            f"reward.models names {_names(models)}, and the hosts run {_names(placed)}: give each model's "
+            "name to a host, reward_models: [NAME]"
+        )
+    if config.broker.url is None and not all(is_loopback(host.address) for host in hosts.hosts):
+        raise ConfigError(
+            "the run's own Redis server listens on loopback only: set broker.url to a Redis server that all "
+            "hosts reach"
+        )
+    return config.model_copy(
+        update={
+            "learner": config.learner.model_copy(update={"world_size": counts["learner"], "devices": None}),
+            "rollout": config.rollout.model_copy(update={"replicas": counts["rollout"], "devices": None}),
+            "service": config.service.model_copy(update={"host": hosts.address}),
+        }
+    )
+
+
+def members(
+    hosts: Hosts, config: RunConfig, machine: Machine, *, controller_address: str, master_port: int
+) -> list[ProcessSpec]:
+    """The members as `plan.members` makes them for one machine, each on its host.
+
+    Raises:
+        ConfigError: a host has too few GPUs.
+    """
+    num_gpus = sum(len(host.gpus) for host in hosts.hosts)
+    size = config.rollout.tensor_model_parallel_size
+    is_colocated = config.placement == "colocated"
+    if is_colocated:
+        # How many each needs; which ones they are is the hosts' part.
+        engines = {"devices": tuple(range(config.rollout.replicas * size))}
+        config = config.model_copy(update={"rollout": config.rollout.model_copy(update=engines)})
+    cluster = Machine(num_cores=1, gpus=tuple(range(num_gpus)))
+    models = config.reward.models
+    config = config.model_copy(update={"reward": config.reward.model_copy(update={"models": ()})})
+    specs = plan.members(
+        config, cluster, controller_address=controller_address, master_port=hosts.learner_port
+    )
+    learners = [spec for spec in specs if spec.role is Role.LEARNER]
+    rollouts = [spec for spec in specs if spec.role is Role.ROLLOUT]
+    (reward,) = (spec for spec in specs if spec.role is Role.REWARD)
+    return [
+        *(
+            _there(
+                hosts, slot.host, spec, _server(slot, size, behind=0 if is_colocated else slot.host.learner)
+            )
+            for spec, slot in _placed(hosts, rollouts)
+        ),
+        *(_there(hosts, slot.host, spec, _rank(hosts, slot)) for spec, slot in _placed(hosts, learners)),
+        *(_there(hosts, slot.host, spec, {}) for spec, slot in _placed(hosts, _rewards(hosts, reward))),
+        *_reward_models(hosts, config, models),
+    ]
+
+
+def shell_words(hosts: Hosts, host: Host) -> tuple[str, ...]:
+    """The remote shell's command line, which runs `paceline.launch.remote` on a host."""
+    remote = f"cd {shlex.quote(host.folder)} && exec {shlex.quote(host.python)} -m paceline.launch.remote"
+    return (*(word.replace("{name}", host.name) for word in hosts.shell), remote)
+
+
+def _slots(hosts: Hosts, kind: str) -> list[_Slot]:
+    return [
+        _Slot(host, index, getattr(host, kind))
+        for host in hosts.hosts
+        for index in range(getattr(host, kind))
+    ]
+
+
+def _placed(hosts: Hosts, specs: Sequence[ProcessSpec]) -> list[tuple[ProcessSpec, _Slot]]:
+    return list(zip(specs, _slots(hosts, specs[0].role.value), strict=True))
+
+
+def _server(slot: _Slot, size: int, *, behind: int) -> dict[str, str]:
+    """Its GPUs, which begin behind so many that are the learner's alone."""
+    host = slot.host
+    if not host.gpus:
+        return {}
+    gpus = host.gpus[behind + slot.number * size :][:size]
+    if len(gpus) < size:
+        ranks = f"{behind} learner ranks and " if behind else ""
+        raise ConfigError(
+            f"{host.name} has {len(host.gpus)} GPUs for {ranks}{host.rollout} rollout servers of {size}: "
+            "correct its gpus, learner or rollout"
+        )
+    return _visible(gpus)
+
+
+def _rank(hosts: Hosts, slot: _Slot) -> dict[str, str]:
+    """torchrun's environment, of which `plan.members` knows the rank and the world size."""
+    first, host = _slots(hosts, "learner")[0].host, slot.host
+    gpus = host.gpus[: slot.total]
+    if host.gpus and len(gpus) < slot.total:
+        raise ConfigError(
+            f"{host.name} has {len(gpus)} GPUs for {slot.total} learner ranks: correct one of them"
+        )
+    threads = {} if gpus else {"OMP_NUM_THREADS": str(max(1, host.cores // slot.total))}
+    return {
+        "LOCAL_RANK": str(slot.number),
+        "LOCAL_WORLD_SIZE": str(slot.total),
+        "MASTER_ADDR": first.address,
+        **threads,
+        **_visible(gpus),
+    }
+
+
+def _visible(gpus: Sequence[int]) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
+
+
+def _rewards(hosts: Hosts, reward: ProcessSpec) -> list[ProcessSpec]:
+    """As many of the one reward service that `plan.members` knows as the hosts run.
+
+    Where it has a port, those of a host have that one and the ones after it.
+    """
+    specs = []
+    for number, slot in enumerate(_slots(hosts, "reward")):
+        name = f"reward-{number}"
+        words = [name if word == reward.member_id else word for word in reward.command]
+        if "--port" in words:
+            place = words.index("--port") + 1
+            words[place] = str(int(words[place]) + slot.number)
+        specs.append(replace(reward, name=name, member_id=name, command=tuple(words)))
+    return specs
+
+
+def _reward_models(
+    hosts: Hosts, config: RunConfig, models: Sequence[RewardModelConfig]
+) -> Iterator[ProcessSpec]:
+    """The replicas of each model on each host that names it; each attaches to all reward services."""
+    port = config.service.reward_port
+    addresses = [join(slot.host.address, port + slot.number) for slot in _slots(hosts, "reward")]
+    for model in models:
+        numbers = itertools.count()
+        for host in (host for host in hosts.hosts if model.name in host.reward_models):
+            for replica in range(model.replicas):
+                env = _visible(model.devices[replica:][:1])
+                spec = plan.reward_model(config, model, next(numbers), addresses=addresses, env=env)
+                yield _there(hosts, host, spec, {})
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)) or "none"
+
+
+def _there(hosts: Hosts, host: Host, spec: ProcessSpec, env: dict[str, str]) -> ProcessSpec:
+    """The spec as it runs on a host: its interpreter, address and variables, behind the remote shell."""
+    words = [host.python, *spec.command[1:]]
+    if "--host" in words:
+        words[words.index("--host") + 1] = host.address
+    env = {**spec.env, **env, **host.env}
+    return replace(spec, command=tuple(words), env=env, shell=shell_words(hosts, host))

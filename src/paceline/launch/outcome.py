@@ -1,0 +1,47 @@
+"""How a run ended, from what the controller says or from the process that failed."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from paceline.core.errors import ConfigError, PacelineError, PeerLostError
+from paceline.core.run_events import EndEvent
+from paceline.launch.processes.spawn import ManagedProcess
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How a launch ended.
+
+    Attributes:
+        exit_code: the command's.
+        began: whether the run's members were started, so that its folder says something.
+    """
+
+    ok: bool
+    message: str
+    exit_code: int
+    began: bool = True
+
+
+def failed(message: str) -> Outcome:
+    """The outcome of a run that failed."""
+    return Outcome(ok=False, message=message, exit_code=1)
+
+
+def outcome_of_run(following: asyncio.Task[EndEvent]) -> Outcome:
+    """The outcome that the controller reported, or the loss of the controller; `following` must be done."""
+    try:
+        end = following.result()
+    except PeerLostError as error:
+        return failed(str(error))
+    return Outcome(ok=end.ok, message=end.message, exit_code=0 if end.ok else 1)
+
+
+def error_at_start(process: ManagedProcess) -> PacelineError:
+    """The error of a process that ended while starting; if it refused its input, its own sentence alone."""
+    error = process.last_error()
+    if process.exited.result() == 2 and error:
+        return ConfigError(error)
+    return PeerLostError(process.describe_end("ended while starting"), peer=process.name)

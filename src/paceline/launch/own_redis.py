@@ -1,0 +1,65 @@
+"""The run's own Redis server: started in the run directory, and started again with its data when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from paceline.broker.redis_server import RedisServer
+from paceline.core.errors import EnvironmentLackError
+from paceline.launch.processes.restarts import RestartHistory
+from paceline.launch.processes.spawn import outcome_of, wait_for_exit
+
+log = logging.getLogger(__name__)
+
+
+class OwnRedis:
+    """Must be made and tended in the main thread: the server dies with the thread that started it."""
+
+    def __init__(self, folder: Path, history: RestartHistory, *, max_memory_mib: int | None = None) -> None:
+        self._history = history
+        self.server = RedisServer.start(folder, max_memory_mib=max_memory_mib, die_with_parent=True)
+
+    def end(self, *, ok: bool) -> None:
+        """Stops the server; its data goes after a good end and stays after another, to be looked at."""
+        self.server.stop()
+        if ok:
+            self.server.delete_data()
+
+    async def tend(
+        self,
+        *,
+        say: Callable[[str], None],
+        changed: Callable[[], None],
+        note_end: Callable[[str, str, bool], str],
+    ) -> str:
+        """Starts the server again whenever it ends; returns the sentence that says why that has an end.
+
+        The arguments are as those of `Services`.
+        """
+        reason = outcome = ""
+        while True:
+            if not reason:
+                await wait_for_exit(self.server.pid)
+                outcome = outcome_of(self.server.exit_code())
+                reason = f"the run's Redis server ended unexpectedly ({outcome})"
+            pause_s = self._history.next_pause(asyncio.get_running_loop().time())
+            if outcome:
+                reason = f"{reason} {note_end('redis', outcome, pause_s is not None)}"
+                outcome = ""
+            if pause_s is None:
+                rule = self._history.rule
+                return f"{reason}; it was started again {rule} already [log: {self.server.log_path}]"
+            sentence = f"{reason}; starting it again ({self._history.recent} of at most {self._history.rule})"
+            log.warning("%s", sentence)
+            say(sentence)
+            await asyncio.sleep(pause_s)
+            try:
+                self.server.restart()
+            except EnvironmentLackError as error:
+                reason = str(error)
+            else:
+                reason = ""
+                changed()

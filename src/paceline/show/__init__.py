@@ -1,0 +1,1 @@
+"""Shows a run to people: live, as a page, through trackers."""

@@ -1,0 +1,59 @@
+"""A view that notes where the run is and when steps are finished."""
+
+from __future__ import annotations
+
+import asyncio
+
+from paceline.show.live.view import Metrics, View
+
+# The phase in which a training step begins.
+_FIRST_PHASE = "dispatch"
+
+
+class Clock:
+    """Passes everything on to `view`.
+
+    Attributes:
+        now_step, now_phase: where the run is.
+        finished: the last finished step; -1 before one is.
+        trains: whether a training step has begun.
+    """
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+        self.now_step, self.now_phase = 0, "start"
+        self.finished, self.trains = -1, False
+        self._finished = asyncio.Event()
+
+    async def next_step(self) -> None:
+        """Waits until a further step is finished; one that is done again after a rewind does not count."""
+        await self._finished.wait()
+
+    def milestone(self, text: str) -> None:
+        """Passes it on."""
+        self._view.milestone(text)
+
+    def phase(self, *, step: int, phase: str, admitted: int, wanted: int) -> None:
+        """Notes where the run is."""
+        self.now_step, self.now_phase = step, phase
+        self.trains = self.trains or phase == _FIRST_PHASE
+        self._view.phase(step=step, phase=phase, admitted=admitted, wanted=wanted)
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        """Notes that a step is finished."""
+        self.finished = step
+        self._finished.set()
+        self._finished = asyncio.Event()
+        self._view.step(step, metrics)
+
+    def notice(self, text: str) -> None:
+        """Passes it on."""
+        self._view.notice(text)
+
+    def pulse(self) -> None:
+        """Passes it on."""
+        self._view.pulse()
+
+    def close(self) -> None:
+        """Passes it on."""
+        self._view.close()

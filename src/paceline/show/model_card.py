@@ -1,0 +1,81 @@
+"""The card of a trained model: the README.md of its folder, as the Hugging Face hub shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+from paceline.config.run import RunConfig
+from paceline.show.metrics import HEADLINES
+from paceline.show.report.lines import read_jsonl
+from paceline.sizing.machine import version
+from paceline.storage.hub import HubName
+
+
+def model_card(config: RunConfig, run_dir: Path, step: int) -> str:
+    """What the model is, what it was trained from, how, and what that changed.
+
+    Of this machine it names nothing but the last parts of paths.
+    """
+    base, data = _public(config.model.path), [_public(place) for place in config.data.train_files]
+    front = {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["paceline", "reinforcement-learning", config.algorithm.adv_estimator],
+    }
+    if HubName.parse(config.model.path) is not None:
+        front["base_model"] = base
+    named = [_public(place) for place in config.data.train_files if HubName.parse(place) is not None]
+    if named:
+        front["datasets"] = named
+    program = f"Paceline {version('paceline') or ''}".strip()
+    lines = [
+        "---",
+        yaml.safe_dump(front, sort_keys=False).strip(),
+        "---",
+        "",
+        f"# {config.trainer.name}",
+        "",
+        f"`{base}` after {step} steps of reinforcement learning with {program}.",
+        "",
+        "| | |",
+        "| --- | --- |",
+        *(f"| {name} | {value} |" for name, value in _facts(config, data)),
+        *(f"| {title.lower()} | {change} |" for title, change in _changes(run_dir, step)),
+        "",
+        "This card was written by a program; the rewards are those of the run itself, on its own prompts.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _facts(config: RunConfig, data: list[str]) -> Iterator[tuple[str, str]]:
+    reward, actor = config.reward, config.actor
+    scorers = [_public(function.name) for function in reward.functions]
+    scorers += [service.name for service in reward.services]
+    yield "trained from", f"`{base}`" if (base := _public(config.model.path)) else ""
+    yield "prompts", ", ".join(f"`{name}`" for name in data)
+    yield "rewards", ", ".join(f"`{name}`" for name in scorers) or "others"
+    yield "advantages", config.algorithm.adv_estimator
+    yield "samples per prompt, prompts per step", f"{config.rollout.n}, {config.data.train_batch_size}"
+    yield "learning rate", f"{actor.optim.lr:g}"
+    yield "weights", config.model.dtype
+    if config.model.lora is not None:
+        yield "adapters", f"LoRA of rank {config.model.lora.rank}, merged"
+
+
+def _changes(run_dir: Path, step: int) -> Iterator[tuple[str, str]]:
+    rows = [row for row in read_jsonl(run_dir / "metrics.jsonl") if row.get("step", step + 1) <= step]
+    for title, name in HEADLINES.items():
+        seen = [(row["step"], row[name]) for row in rows if isinstance(row.get(name), int | float)]
+        if len(seen) > 1:
+            (first, before), (last, after) = seen[0], seen[-1]
+            yield title, f"{before:.3f} (step {first}), {after:.3f} (step {last})"
+
+
+def _public(place: str) -> str:
+    """A name of the hub without its commit; of a path the last part."""
+    name = HubName.parse(place)
+    return name.repo if name is not None else Path(place.partition(":")[0] or place).name

@@ -1,0 +1,152 @@
+"""What a page shows of a run directory, as plain values for JSON; also while the run is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import yaml
+
+from paceline.broker.address import redact
+from paceline.service import process_ends
+from paceline.show.metrics import HEADLINES, TRAIN_REWARD
+from paceline.show.report.journal import JournalView
+from paceline.show.report.lines import GrowingFile
+from paceline.show.report.samples import SampleFiles
+from paceline.show.report.step_table import StepTable
+from paceline.show.report.timeline import timelines
+from paceline.show.report.token_texts import TokenTexts
+
+CONFIG = "config.resolved.yaml"
+START = "config.start.yaml"
+METRICS = "metrics.jsonl"
+JOURNAL = "events.jsonl"
+
+_MEAN_OF = 5
+MAX_LINES = 3000
+
+
+class RunContent:
+    """A run directory; a file that is missing counts as empty. Not for several threads at once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._metrics, self._journal = GrowingFile(folder / METRICS), GrowingFile(folder / JOURNAL)
+        self._table, self._view = StepTable(), JournalView()
+        self._settings, self._settings_at = dict[str, Any](), -1.0
+        self.samples = SampleFiles(folder / "trajectories", TokenTexts(_tokenizer_folders(folder)))
+
+    def head(self) -> dict[str, Any]:
+        """Name, facts, how far it is, and its rewards before and after."""
+        self._look()
+        tree = self._tree()
+        return {
+            "name": self.folder.name,
+            "facts": _facts(tree),
+            "end": self._view.end,
+            "step": max(self._table.steps, default=None),
+            "total_steps": (tree.get("trainer") or {}).get("total_steps"),
+            "headlines": {title: _before_and_after(self._table, name) for title, name in HEADLINES.items()},
+        }
+
+    def metrics(self, *, generation: int = 0, start: int = 0) -> dict[str, Any]:
+        """The lines of metrics.jsonl from `start` on, or all if the file has begun anew since."""
+        self._look()
+        same = generation == self._metrics.generation
+        part = self._table.part(min(start, len(self._table)) if same else 0, MAX_LINES)
+        return {"generation": self._metrics.generation, "is_new": not same, **part}
+
+    def journal(self) -> dict[str, Any]:
+        """Notes, fleet, guard rules that fired, verdicts."""
+        self._look()
+        return self._view.content(process_ends.read(self.folder))
+
+    def timelines(self, steps: set[int]) -> dict[int, list[dict[str, Any]]]:
+        """The spans of each of the steps."""
+        return timelines(self.folder / "spans.jsonl", steps)
+
+    def config(self) -> str:
+        """config.resolved.yaml without passwords."""
+        path = self.folder / CONFIG
+        return redact(path.read_text(encoding="utf-8")) if path.is_file() else ""
+
+    def steps_of_interest(self) -> list[int]:
+        """The first, the middle, the last and the slowest step."""
+        self._look()
+        seconds = [(step, s) for step, s in self._table.points("timing_s/step") if step > 0]
+        if not seconds:
+            return []
+        steps = [step for step, _ in seconds]
+        slowest = max(seconds, key=lambda pair: pair[1])[0]
+        return sorted({steps[0], steps[len(steps) // 2], steps[-1], slowest})
+
+    def _tree(self) -> Mapping[str, Any]:
+        """The configuration, which is read again when it has changed."""
+        path = self.folder / CONFIG
+        changed_at = path.stat().st_mtime if path.is_file() else 0.0
+        if changed_at != self._settings_at:
+            self._settings, self._settings_at = _read_tree(path), changed_at
+        return self._settings
+
+    def _look(self) -> None:
+        generation = self._metrics.generation
+        for row in self._metrics.new(at_most=MAX_LINES):
+            if self._metrics.generation != generation:
+                self._table, generation = StepTable(), self._metrics.generation
+            self._table.add([row])
+        generation = self._journal.generation
+        for line in self._journal.new_lines():
+            if self._journal.generation != generation:
+                self._view, generation = JournalView(), self._journal.generation
+            self._view.add(line)
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder holds a run, of which there may be little yet."""
+    return any((folder / name).is_file() for name in (METRICS, JOURNAL, CONFIG, START))
+
+
+def _read_tree(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError):
+        return {}
+    return tree if isinstance(tree, dict) else {}
+
+
+def _facts(tree: Mapping[str, Any]) -> list[str]:
+    model, algorithm, learner, rollout = (
+        tree.get(name) or {} for name in ("model", "algorithm", "learner", "rollout")
+    )
+    facts = [
+        model.get("path"),
+        algorithm.get("adv_estimator"),
+        _count(learner.get("world_size"), "learner rank"),
+        _count(rollout.get("replicas"), "rollout server"),
+        model.get("dtype"),
+    ]
+    return [str(fact) for fact in facts if fact]
+
+
+def _count(number: object, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}" if number else ""
+
+
+def _before_and_after(table: StepTable, name: str) -> list[float] | None:
+    """Means of the first and the last steps, and of how many: single batches differ by chance.
+
+    Validations are single.
+    """
+    values = [value for _, value in table.points(name)]
+    if not values:
+        return None
+    count = max(1, min(_MEAN_OF, len(values) // 2)) if name == TRAIN_REWARD else 1
+    return [fmean(values[:count]), fmean(values[-count:]), count]
+
+
+def _tokenizer_folders(folder: Path) -> list[Path]:
+    model = _read_tree(folder / CONFIG).get("model") or {}
+    named = [model.get("tokenizer_path"), model.get("path")]
+    return [folder / "model", *(Path(str(name)) for name in named if name)]

@@ -1,0 +1,185 @@
+"""What a page shows of a run's journal: notes by step, the fleet, guard rules that fired, verdicts."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from paceline.service.process_ends import ProcessEnd
+from paceline.show.report.firings import QUIET, fired_rules, ranges
+
+Row = Mapping[str, Any]
+
+_ROUTINE = {
+    "phase",
+    "dispatch",
+    "commit",
+    "trajectory",
+    "refill",
+    "batch",
+    "trained",
+    "step",
+    "guard_summary",
+}
+_ROUTINE |= {"checkpoint_removed", "epoch"}
+_QUIET_CHANGES = {"registered", "alive"}
+_BAD = {"lost", "rewind", "recollect", "rollback", "group_dropped", "process"}
+_EVENT = re.compile(rb'"event": ?"(\w+)"')
+_VERDICT = re.compile(rb'"verdict": ?"(\w+)"')
+_STEP = b'"step":'
+_MAX_NOTES = 3000
+_MAX_FIRINGS = 20_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Note:
+    """An event of note.
+
+    Attributes:
+        level: "bad", "warn" or "info".
+        quiet: shown at its step on the curves, but not in the list of events.
+    """
+
+    time: float
+    step: int
+    name: str
+    text: str
+    level: str
+    quiet: bool = False
+
+
+@dataclass(kw_only=True, slots=True)
+class FleetMember:
+    """What the journal last said of a member."""
+
+    name: str
+    state: str = ""
+    since: float = 0.0
+    starts: int = 0
+    deaths: int = 0
+    version: int | None = None
+
+
+class JournalView:
+    """Reads the journal's lines in their order and keeps what a page shows of them."""
+
+    def __init__(self) -> None:
+        self._notes: deque[Note] = deque(maxlen=_MAX_NOTES)
+        self._firings: deque[Row] = deque(maxlen=_MAX_FIRINGS)
+        self._verdicts: Counter[str] = Counter()
+        self._fleet: dict[str, FleetMember] = {}
+        self._step, self._began = 0, 0.0
+        self._last_with_step = b""
+        self.end: str | None = None
+
+    def add(self, line: bytes) -> None:
+        """Takes the next line; of most events of a long run, only what is needed is parsed."""
+        match = _EVENT.search(line)
+        name = match[1].decode() if match else ""
+        if name in _ROUTINE and name != "commit" and self._began:
+            if _STEP in line:
+                self._last_with_step = line
+            if name == "trajectory":
+                verdict = _VERDICT.search(line)
+                self._verdicts[verdict[1].decode() if verdict else "None"] += 1
+            return
+        for event in (self._last_with_step, line):
+            self._take(event)
+        self._last_with_step = b""
+
+    def _take(self, line: bytes) -> None:
+        try:
+            event = json.loads(line) if line else None
+        except ValueError:
+            return
+        if not isinstance(event, dict):
+            return
+        name = str(event.get("event", ""))
+        self._began = self._began or _time(event)
+        if isinstance(event.get("step"), int):
+            self._step = event["step"]
+        if name == "trajectory" and line is not self._last_with_step:
+            self._verdicts[str(event.get("verdict"))] += 1
+        elif name == "member":
+            self._member(event)
+        elif name == "commit":
+            self._commit(event)
+        elif name == "guard":
+            self._guard(event)
+        elif name in ("run", "end"):
+            self.end = str(event.get("message", "ended")) if name == "end" else None
+        if name and name not in _ROUTINE and name not in ("guard", "member"):
+            level = "bad" if name in _BAD or event.get("ok") is False else "info"
+            self._notes.append(_note(event, name, self._step, level, _details(event)))
+
+    def content(self, ends: Iterable[ProcessEnd]) -> dict[str, Any]:
+        """For JSON; `ends` are the processes' ends, which are notes, too."""
+        notes = list(self._notes)
+        notes += [
+            Note(time=end.time, step=end.step, name="process", text=str(end), level="bad") for end in ends
+        ]
+        return {
+            "began": self._began,
+            "notes": [asdict(note) for note in sorted(notes, key=lambda note: note.time)],
+            "fleet": [asdict(member) for member in sorted(self._fleet.values(), key=lambda m: m.name)],
+            "verdicts": dict(sorted(self._verdicts.items())),
+            "guard": [
+                {**asdict(rule), "steps": ranges(rule.steps)} for rule in fired_rules(list(self._firings))
+            ],
+        }
+
+    def _member(self, event: Row) -> None:
+        member_id, what = str(event.get("member", "")), str(event.get("what", ""))
+        member = self._fleet.setdefault(member_id, FleetMember(name=member_id))
+        if what == "registered":
+            member.starts += 1
+        elif what == "dead":
+            member.deaths += 1
+        if what.startswith("state:"):
+            member.state, member.since = what.removeprefix("state:"), _time(event)
+            return
+        if what != "alive":
+            member.state, member.since = what, _time(event)
+        if what not in _QUIET_CHANGES or member.starts > 1:
+            level = {"dead": "bad", "suspect": "warn"}.get(what, "info")
+            text = " ".join(filter(None, (member_id, what, str(event.get("reason") or ""))))
+            self._notes.append(_note(event, "member", self._step, level, text))
+
+    def _commit(self, event: Row) -> None:
+        for server in event.get("servers") or ():
+            member = self._fleet.setdefault(str(server), FleetMember(name=str(server)))
+            member.version = event.get("version")
+
+    def _guard(self, event: Row) -> None:
+        self._firings.append(event)
+        quiet = event.get("action") in QUIET
+        text = str(event.get("message") or _details(event))
+        level = "warn" if event.get("action") == "warn" else "bad"
+        self._notes.append(_note(event, "guard", self._step, level, text, quiet=quiet))
+
+
+def _note(event: Row, name: str, step: int, level: str, text: str, *, quiet: bool = False) -> Note:
+    return Note(time=_time(event), step=step, name=name, text=text, level=level, quiet=quiet)
+
+
+def _time(event: Row) -> float:
+    time = event.get("time")
+    return float(time) if isinstance(time, int | float) else 0.0
+
+
+def _details(event: Row) -> str:
+    left_out = ("n", "time", "event", "settings", "guard", "cursor")
+    return ", ".join(
+        f"{key} {_word(value)}"
+        for key, value in event.items()
+        if key not in left_out and value not in (None, "")
+    )
+
+
+def _word(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 300 else text[:297] + "..."

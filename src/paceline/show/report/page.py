@@ -1,0 +1,111 @@
+"""The page on which people look at runs: one HTML text that refers to nothing outside itself.
+
+Its script and style are the files in front/, joined. `paceline ui` serves it, and its data beside it; a
+report has the data inside.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from functools import cache
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from paceline.show.metrics import (
+    CHART_NOTES,
+    HEADLINES,
+    MFU,
+    PHASES,
+    REWARD,
+    STEP_SECONDS,
+    TOKENS_PER_S,
+    WITHOUT_ZEROS,
+    Metric,
+    charts,
+)
+
+_FRONT = Path(__file__).parent / "front"
+_SCRIPTS = ("base", "source", "plot", "curves", "timeline", "fleet", "samples", "app")
+
+
+@cache
+def script() -> str:
+    """The page's script."""
+    parts = [(_FRONT / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS]
+    return '"use strict";\n(() => {\n' + "\n".join(parts) + "})();\n"
+
+
+def page(title: str, frozen: Mapping[str, Any] | None = None) -> str:
+    """The page.
+
+    Args:
+        title: of the browser's window.
+        frozen: what it shows, for a page that stands alone; None: it asks the server that it came from.
+    """
+    style = (_FRONT / "page.css").read_text(encoding="utf-8")
+    data = "" if frozen is None else _json("frozen", frozen)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}: Paceline</title><style>{style}</style></head>"
+        "<body><main><noscript>This page needs scripts.</noscript></main>"
+        f"{_json('meta', _meta())}{data}<script>{script()}</script></body></html>\n"
+    )
+
+
+def to_json(value: Any) -> str:
+    """As browsers read it: a number that is not finite is null."""
+    try:
+        return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value), separators=(",", ":"), ensure_ascii=False)
+
+
+def _finite(value: Any) -> Any:
+    match value:
+        case float() if not math.isfinite(value):
+            return None
+        case dict():
+            return {key: _finite(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_finite(item) for item in value]
+        case _:
+            return value
+
+
+def _json(name: str, value: Any) -> str:
+    """Data that no text in it can break out of."""
+    safe = to_json(value).replace("<", "\\u003c")
+    return f'<script type="application/json" id="{name}">{safe}</script>'
+
+
+def _meta() -> dict[str, Any]:
+    """What is drawn: the table of metrics, as the script reads it."""
+    known = charts()
+    return {
+        "headlines": list(HEADLINES),
+        "step_seconds": STEP_SECONDS,
+        "phases": [_described(metric) for metric in known[PHASES]],
+        "reward": {**_chart(REWARD, known[REWARD]), "components": True},
+        "charts": [_chart(title, group) for title, group in known.items() if title not in (REWARD, PHASES)],
+        "tiles": [
+            {"name": TOKENS_PER_S, "title": "Throughput", "note": "tokens/s, median"},
+            {"name": MFU, "title": "MFU", "note": "of the policy's update, median", "percent": True},
+        ],
+    }
+
+
+def _chart(title: str, metrics: list[Metric]) -> dict[str, Any]:
+    return {
+        "title": title,
+        "note": CHART_NOTES.get(title, ""),
+        "metrics": [_described(metric) for metric in metrics],
+        "without_zeros": title in WITHOUT_ZEROS,
+    }
+
+
+def _described(metric: Metric) -> dict[str, Any]:
+    return {"name": metric.name, "label": metric.label, "dots": metric.dots}

@@ -1,0 +1,61 @@
+"""The lines of metrics.jsonl as columns of numbers."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from paceline.show.report.lines import evenly
+
+_NAN = float("nan")
+_DIGITS = 7
+
+
+class StepTable:
+    """Columns over the lines in their order. Of a step that was repeated, the last line counts."""
+
+    def __init__(self) -> None:
+        self.steps = array("q")
+        self._columns: dict[str, array[float]] = {}
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Appends the lines that have a step; what is no number counts as missing."""
+        for row in rows:
+            if not isinstance(row.get("step"), int):
+                continue
+            count = len(self.steps)
+            self.steps.append(row["step"])
+            for name, value in row.items():
+                if name != "step" and isinstance(value, int | float):
+                    column = self._columns.setdefault(name, array("d"))
+                    column.extend([_NAN] * (count - len(column)))
+                    column.append(value)
+
+    def points(self, name: str) -> list[tuple[int, float]]:
+        """(step, value) of a metric, where it was measured; a step once."""
+        column = self._columns.get(name, array("d"))
+        pairs = zip(self.steps, column, strict=False)
+        return sorted({step: value for step, value in pairs if not math.isnan(value)}.items())
+
+    def part(self, start: int, limit: int) -> dict[str, Any]:
+        """The lines from `start` on, for JSON; of more than `limit` lines, that many, evenly apart."""
+        places = evenly(start, len(self), limit)
+        columns = {name: _picked(column, places) for name, column in self._columns.items()}
+        return {
+            "num_lines": len(self),
+            "steps": [self.steps[i] for i in places],
+            "columns": {
+                name: values for name, values in columns.items() if any(v is not None for v in values)
+            },
+        }
+
+
+def _picked(column: array[float], places: Sequence[int]) -> list[float | None]:
+    values = chain((column[i] for i in places if i < len(column)), (_NAN for i in places if i >= len(column)))
+    return [float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None for value in values]

@@ -1,0 +1,1 @@
+"""Decides from model and machine what fits: memory, ranks, servers, GPUs."""

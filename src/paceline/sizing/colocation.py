@@ -1,0 +1,175 @@
+"""Learner ranks and rollout servers on the same GPUs: how many of each, and whether engines sleep."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from paceline.config.run import RunConfig
+from paceline.service.gpu_metrics import gpu_memory
+from paceline.sizing.learner_memory import LearnerMemory
+from paceline.sizing.memory_choice import fits_awake
+from paceline.sizing.memory_plan import EngineMemory, engine_budget
+from paceline.sizing.model_shape import ModelShape
+
+SHARED_MEMORY: Final = 0.4
+"""Share of a GPU's memory that an engine may take where a learner rank shares it, and neither sleeps."""
+
+# Largest share of an engine's memory that weights may take; the rest is the KV cache.
+_WEIGHTS_SHARE: Final = 0.6
+# Bytes of a GPU, where nothing says how many it has.
+_USUAL_MEMORY: Final = 80_000_000_000
+_MOST_UTILIZATION: Final = 0.85
+# Of a GPU: other processes' contexts and what the plan does not know.
+_MARGIN: Final = 0.04
+# Of a sequence's blocks in the KV cache: the last one is not full, and one is taken ahead.
+_SPARE_TOKENS: Final = 32
+
+
+def settle_colocated(config: RunConfig, gpus: Sequence[int], tree: Mapping[str, Any]) -> RunConfig:
+    """`placement: colocated` with nothing left open.
+
+    Args:
+        gpus: of this machine; empty on a CPU, where both sides share the cores anyway.
+        tree: the model's config.json.
+    """
+    if not gpus:
+        return settle_elsewhere(config, on_gpus=False)
+    config = _share_out(with_shared_memory(config), gpus, tree)
+    shape = ModelShape.of(tree)
+    known = gpu_memory()
+    shared = sorted({*(config.learner.devices or ())} & {*(config.rollout.devices or ())})
+    totals = [known[gpu] for gpu in shared if gpu in known]
+    if shape is None or not totals:
+        return _with_safe_memory(config)
+    needed = _needed(config, shape, totals)
+    awake = _with_utilization(_with_sleep(config, "never"), min(needed, SHARED_MEMORY))
+    if config.rollout.sleep == "never" or (
+        config.rollout.sleep == "auto" and fits_awake(awake, shape, totals)
+    ):
+        return _with_fixed_cache(awake, shape, totals)
+    config = _with_sleep(config, "always")
+    share = min(needed, _beside(config, shape, totals))
+    return _with_fixed_cache(_with_utilization(config, share), shape, totals)
+
+
+def settle_elsewhere(config: RunConfig, *, on_gpus: bool) -> RunConfig:
+    """`placement: colocated` on hosts whose GPUs this one does not see."""
+    config = with_shared_memory(config)
+    if on_gpus:
+        return _with_safe_memory(config)
+    return _with_sleep(config, "never") if config.rollout.sleep == "auto" else config
+
+
+def engine_size(config: RunConfig, num_gpus: int, tree: Mapping[str, Any]) -> int:
+    """GPUs per engine: the fewest on which the weights leave room for a KV cache, at most half of all."""
+    num_bytes = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
+    heads = (tree.get("text_config") or tree).get("num_attention_heads")
+    smallest = min(gpu_memory().values(), default=_USUAL_MEMORY)
+    room = smallest * config.rollout.gpu_memory_utilization * _WEIGHTS_SHARE
+    size = 1
+    while (
+        num_bytes / size > room
+        and 4 * size <= num_gpus
+        and not (isinstance(heads, int) and heads % (2 * size))
+    ):
+        size *= 2
+    return size
+
+
+def with_layout(config: RunConfig, *, learner: dict[str, Any], rollout: dict[str, Any]) -> RunConfig:
+    """The configuration with these settings of the two sides."""
+    return config.model_copy(
+        update={
+            "learner": config.learner.model_copy(update=learner),
+            "rollout": config.rollout.model_copy(update=rollout),
+        }
+    )
+
+
+def with_shared_memory(config: RunConfig) -> RunConfig:
+    """Pushes go through memory that both sides have open, unless the file says otherwise."""
+    if config.weights.backend != "auto":
+        return config
+    return config.model_copy(update={"weights": config.weights.model_copy(update={"backend": "shared"})})
+
+
+def _share_out(config: RunConfig, gpus: Sequence[int], tree: Mapping[str, Any]) -> RunConfig:
+    """Every GPU has a learner rank and is part of an engine, unless the file says otherwise."""
+    learner, rollout = config.learner, config.rollout
+    size = rollout.tensor_model_parallel_size
+    if "tensor_model_parallel_size" not in rollout.model_fields_set:
+        size = engine_size(config, len(gpus), tree)
+    ranks = learner.world_size if "world_size" in learner.model_fields_set else len(gpus)
+    learner_gpus = learner.devices if learner.devices is not None else tuple(gpus[:ranks])
+    engine_gpus = rollout.devices if rollout.devices is not None else tuple(gpus)
+    servers = rollout.replicas if "replicas" in rollout.model_fields_set else len(engine_gpus) // size
+    servers = max(1, servers)
+    return with_layout(
+        config,
+        learner={"world_size": len(learner_gpus), "devices": learner_gpus},
+        rollout={
+            "replicas": servers,
+            "tensor_model_parallel_size": size,
+            "devices": engine_gpus[: servers * size],
+        },
+    )
+
+
+def _beside(config: RunConfig, shape: ModelShape, totals: Sequence[int]) -> float:
+    """The share of a GPU that an engine may take beside what stays of the learner.
+
+    Averages that may be anywhere are counted on the GPU, unless they leave no room for the engine.
+    """
+    learner, engine = LearnerMemory.of(config, shape, totals), EngineMemory.of(config, shape)
+    share = _free_share(config, learner, totals)
+    has_room = share * min(totals) >= engine.budget_for(config.max_model_len)
+    if has_room or config.actor.memory.offload is not None:
+        return share
+    return _free_share(config, learner.changed(offloads=True), totals)
+
+
+def _free_share(config: RunConfig, learner: LearnerMemory, totals: Sequence[int]) -> float:
+    share = 1.0 - learner.kept_beside(config) / min(totals) - _MARGIN
+    return max(0.1, min(_MOST_UTILIZATION, int(100 * share) / 100))
+
+
+def _needed(config: RunConfig, shape: ModelShape, totals: Sequence[int]) -> float:
+    """The share of a GPU with which an engine can decode max_num_seqs of the longest sequences at once.
+
+    More would be taken and given up at every turn for nothing. Episodes that wait for their environment keep
+    their tokens in the cache as long as there is room: they have all that is left.
+    """
+    if config.rollout.tools or config.rollout.environment is not None:
+        return 1.0
+    num_tokens = config.rollout.max_num_seqs * (config.max_model_len + _SPARE_TOKENS)
+    engine = EngineMemory.of(config, shape)
+    return math.ceil(100 * engine.budget_for(num_tokens) / min(totals)) / 100
+
+
+def _with_safe_memory(config: RunConfig) -> RunConfig:
+    """Where nobody knows whether both fit: engines sleep, and take less than half of a GPU."""
+    config = _with_sleep(config, "always") if config.rollout.sleep == "auto" else config
+    return _with_utilization(config, SHARED_MEMORY)
+
+
+def _with_sleep(config: RunConfig, word: str) -> RunConfig:
+    return with_layout(config, learner={}, rollout={"sleep": word})
+
+
+def _with_utilization(config: RunConfig, share: float) -> RunConfig:
+    if "gpu_memory_utilization" in config.rollout.model_fields_set:
+        return config
+    return with_layout(config, learner={}, rollout={"gpu_memory_utilization": share})
+
+
+def _with_fixed_cache(config: RunConfig, shape: ModelShape, totals: Sequence[int]) -> RunConfig:
+    """The KV cache's size, which vLLM would otherwise measure while the learner loads on the same GPU."""
+    name = "kv_cache_memory_bytes"
+    given = config.rollout.engine_kwargs
+    num_bytes = EngineMemory.of(config, shape).generation(engine_budget(config, min(totals)))["kv cache"]
+    if config.rollout.name != "vllm" or name in given or num_bytes <= 0:
+        return config
+    return with_layout(config, learner={}, rollout={"engine_kwargs": {**given, name: num_bytes}})

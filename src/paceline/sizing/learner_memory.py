@@ -1,0 +1,262 @@
+"""The memory of a learner rank on its GPU, by phase, from config.json and the configuration alone."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from paceline.config.memory import KEPT_LOGITS_SHARE
+from paceline.config.run import RunConfig
+from paceline.sizing.model_shape import ModelShape
+
+GIB = 1 << 30
+CONTEXT = 3 * GIB // 2
+"""CUDA's context, NCCL's buffers and libraries of one process."""
+OFFLOADED = GIB
+"""Averages of parameters that visit the GPU at a time, where they are in host memory"""
+LOGITS = GIB
+"""Chunks of logits and the head's gradient; the learner bounds them."""
+
+Parts = Mapping[str, int]
+"""Bytes by what they are for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LearnerMemory:
+    """A learner rank's memory.
+
+    Args:
+        shape: of the policy, and of critic and reference if they are in use.
+        world_size: ranks that share the shards.
+        bytes_per_number: of the forward pass.
+        bytes_per_gradient: of what gradients are summed in.
+        num_tokens: of a micro-batch, with the patches of its images.
+        kept_share: share of the activations that the update keeps.
+        compiled: whether the layers are.
+        keeps_gathered: whether weights stay gathered within a mini-batch.
+        accumulates: whether a rank adds up whole gradients.
+        offloads: whether AdamW's averages are in host memory.
+        has_critic: whether a critic trains, too.
+        has_reference: whether a reference model scores.
+        offloads_reference: whether it is in host memory except while it scores.
+        num_adapters: numbers of the policy's adapters, which alone train; 0: all its weights do.
+        num_adapted: numbers of the matrices that have adapters.
+        has_images: whether prompts have images.
+        gpu_bytes: of the largest GPU; 0 if it is not known.
+    """
+
+    shape: ModelShape
+    world_size: int
+    bytes_per_number: int
+    bytes_per_gradient: int
+    num_tokens: int
+    kept_share: float
+    compiled: bool
+    keeps_gathered: bool
+    accumulates: bool
+    offloads: bool
+    has_critic: bool
+    has_reference: bool
+    offloads_reference: bool = False
+    num_adapters: int = 0
+    num_adapted: int = 0
+    has_images: bool = False
+    gpu_bytes: int = 0
+
+    @classmethod
+    def of(cls, config: RunConfig, shape: ModelShape, totals: Collection[int] = ()) -> LearnerMemory:
+        """Of a run, whose micro-batches are taken to be as large as its settings allow.
+
+        Args:
+            config: of the run.
+            shape: of the policy.
+            totals: bytes of the GPUs, as far as they are known.
+        """
+        actor = config.with_compile(on_gpu=True).actor
+        sequences = actor.ppo_mini_batch_size * config.rollout.n
+        most = -(-sequences // config.learner.world_size) * longest_row(config, shape)
+        lora = config.model.lora
+        return cls(
+            shape=shape,
+            world_size=config.learner.world_size,
+            bytes_per_number=2 if config.model.dtype == "bfloat16" else 4,
+            bytes_per_gradient=2 if actor.reduce_dtype == "bfloat16" else 4,
+            num_tokens=min(actor.ppo_max_token_len_per_gpu, most),
+            kept_share=actor.memory.kept_share,
+            compiled=actor.compiles,
+            keeps_gathered=actor.memory.keeps_gathered,
+            accumulates=actor.memory.accumulates,
+            offloads=actor.memory.offloads,
+            has_critic=config.needs_critic,
+            has_reference=config.needs_reference,
+            offloads_reference=actor.memory.offload_reference,
+            num_adapters=0 if lora is None else shape.num_adapters(lora.targets, lora.rank),
+            num_adapted=0 if lora is None else shape.num_adapted(lora.targets),
+            has_images=has_images(config),
+            gpu_bytes=max(totals, default=0),
+        )
+
+    @property
+    def resident(self) -> Parts:
+        """What stays: float32 weights and AdamW's two averages, sharded; what is frozen as it computes.
+
+        With adapters the policy is frozen, and the reference is the policy without them. A vision tower is
+        kept as the network around it is, and has no averages.
+        """
+        shard, trained = self._share(self.shape.num_parameters), self._share(self._num_trained)
+        tower = self._share(self.shape.num_frozen)
+        critic = shard if self.has_critic else 0
+        reference = 0 if self.offloads_reference else self._reference
+        frozen = self.bytes_per_number * (shard + tower) if self.num_adapters else reference + 4 * tower
+        return {
+            "context": CONTEXT,
+            "weights": 4 * (trained + critic + (tower if self.has_critic else 0)) + frozen,
+            "optimizer": OFFLOADED if self.offloads else 8 * (trained + critic),
+        }
+
+    @property
+    def scoring(self) -> Parts:
+        """Old log-probs, reference and values: a layer at a time; compiled, with the update's graph."""
+        activations = self._activations if self.compiled else self._layer
+        visiting = {"reference": self._reference} if self.offloads_reference else {}
+        return {
+            **self.resident,
+            **visiting,
+            "gathered": self._gathered,
+            "activations": max(activations + self._logits, self._of_images),
+        }
+
+    @property
+    def update(self) -> Parts:
+        """Forward and backward of one network, or its optimizer step, whichever needs more."""
+        backward = {
+            **self.resident,
+            "gradients": self._gradients,
+            "gathered": self._gathered,
+            "activations": max(self._activations + self._logits, self._of_images),
+        }
+        return max(backward, self._optimizer_step, key=lambda parts: sum(parts.values()))
+
+    @property
+    def _optimizer_step(self) -> Parts:
+        """Whole gradients have become float32 shards; averages in host memory visit."""
+        numbers = self.shape.num_parameters if self.has_critic else self._num_trained
+        visitors = {}
+        if self.offloads and not self.num_adapters:
+            # Two parts of them, of a parameter at least: the largest, and the one after it.
+            visitors = {"visiting": max(0, 12 * self._share(self.shape.largest) - OFFLOADED)}
+        return {**self.resident, "gradients": 4 * self._share(numbers), **visitors}
+
+    @property
+    def push(self) -> Parts:
+        """Adapters are merged in place: the bits that come back afterwards are kept."""
+        merged = {"merged": self.bytes_per_number * self._share(self.num_adapted)}
+        return {**self.resident, **(merged if self.num_adapters else {})}
+
+    @property
+    def start(self) -> Parts:
+        """While layers are compiled, a few at a time, before there are averages; as `resident` if eager."""
+        if not self.compiled:
+            return self.resident
+        numbers = self._in_flight
+        return {
+            **self.resident,
+            "optimizer": 0,
+            "gradients": self.bytes_per_gradient * numbers + 4 * self._share(numbers),
+            "gathered": self.bytes_per_number * (numbers + self.shape.num_frozen),
+            "activations": 2 * self._layer + LOGITS,
+        }
+
+    def kept_beside(self, config: RunConfig) -> int:
+        """Bytes of the learner, with both sides' staging, beside an engine that starts or is awake."""
+        stays = sum(self.resident.values()) + 2 * (config.weights.staging_mib << 20)
+        return max(stays, sum(self.start.values()))
+
+    def changed(self, **fields: Any) -> LearnerMemory:
+        """The same with other values."""
+        return replace(self, **fields)
+
+    @property
+    def most(self) -> int:
+        """Bytes of the phase that needs the most."""
+        return max(sum(self.scoring.values()), sum(self.update.values()))
+
+    @property
+    def _reference(self) -> int:
+        """This rank's share of a reference model of its own."""
+        has_own = self.has_reference and not self.num_adapters
+        numbers = self.shape.num_parameters + self.shape.num_frozen
+        return self.bytes_per_number * self._share(numbers) if has_own else 0
+
+    @property
+    def _num_trained(self) -> int:
+        """Numbers of the policy that train."""
+        return self.num_adapters or self.shape.num_parameters
+
+    def _share(self, numbers: int) -> int:
+        return -(-numbers // self.world_size)
+
+    @property
+    def _gradients(self) -> int:
+        """Whole ones, or this rank's share and those of the layers that are being reduced."""
+        numbers, in_flight = self.shape.num_parameters, self._in_flight
+        if not self.has_critic and self.num_adapters:
+            numbers, in_flight = self.num_adapters, 2 * self.num_adapters // self.shape.num_layers
+        if self.accumulates:
+            return self.bytes_per_gradient * numbers
+        return 4 * self._share(numbers) + self.bytes_per_gradient * in_flight
+
+    @property
+    def _gathered(self) -> int:
+        """The whole model, or embedding and head, the layer at work and the next one; always the tower."""
+        number = self.shape.num_parameters if self.keeps_gathered else self._in_flight
+        return self.bytes_per_number * (number + self.shape.num_frozen)
+
+    @property
+    def _in_flight(self) -> int:
+        return self.shape.root + 2 * self.shape.layer
+
+    @property
+    def _of_images(self) -> int:
+        """The tower's activations, before the layers have any: of a micro-batch that is images all over.
+
+        Each of its tokens stands for `patches_per_token` patches, and both count in the budget.
+        """
+        tower = self.shape.tower
+        if tower is None or not self.has_images:
+            return 0
+        num_patches = self.num_tokens * tower.patches_per_token // (1 + tower.patches_per_token)
+        return tower.activations(num_patches, self.bytes_per_number)
+
+    @property
+    def _logits(self) -> int:
+        """Of all tokens, where they are kept; of a chunk elsewhere."""
+        logits = self.num_tokens * self.shape.vocab * self.bytes_per_number
+        return LOGITS + (logits if logits <= KEPT_LOGITS_SHARE * self.gpu_bytes else 0)
+
+    @property
+    def _activations(self) -> int:
+        """Of all layers: the inputs of those that recompute, one of them at work, and what others keep."""
+        if self.compiled and self.kept_share:
+            return round(self.kept_share * self.shape.num_layers * self._layer)
+        recomputed = round((1.0 - self.kept_share) * self.shape.num_layers)
+        inputs = recomputed * self.num_tokens * self.shape.hidden * self.bytes_per_number
+        return inputs + (self.shape.num_layers - recomputed + (1 if recomputed else 0)) * self._layer
+
+    @property
+    def _layer(self) -> int:
+        """Of one layer that keeps them."""
+        return self.num_tokens * self.bytes_per_number * self.shape.activations(compiled=self.compiled)
+
+
+def has_images(config: RunConfig) -> bool:
+    """Whether prompts may have images."""
+    return config.data.image_key is not None
+
+
+def longest_row(config: RunConfig, shape: ModelShape) -> int:
+    """Tokens of a run's longest row, with the patches of its images."""
+    return config.max_model_len + (
+        shape.num_patches(config.data.max_prompt_length) if has_images(config) else 0
+    )

@@ -1,0 +1,159 @@
+"""Chooses what `actor.memory` leaves open: the fastest of the forms that the memory plan has room for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline.config.memory import MemoryConfig
+from paceline.config.run import RunConfig
+from paceline.sizing.learner_memory import LearnerMemory, longest_row
+from paceline.sizing.memory_plan import engine_budget, engine_while_training
+from paceline.sizing.model_shape import ModelShape
+
+USABLE_SHARE = 0.92
+"""Of what is free on a GPU: the plan is an estimate, and torch's allocator leaves gaps."""
+
+Recompute = float | Literal["none", "full"]
+LEAST = MemoryConfig(recompute="full", keep_gathered=False, accumulate=True, offload=False)
+"""Where nothing is known of model or GPUs."""
+
+# Shares of an update's time, of compiled layers of 7B on two and four GPUs; they only set an order.
+_RECOMPUTING: Mapping[Recompute, float] = {"none": 0.0, 0.75: 0.03, 0.5: 0.06, 0.25: 0.1, "full": 0.28}
+_GATHERING, _REDUCING = 0.05, 0.03
+# The same for work per micro-batch that does not depend on its tokens; all three for micro-batches of:
+_LAUNCHING = 0.01
+_MEASURED_TOKENS = 12_288
+# The fewest and the most tokens of a micro-batch that are tried.
+_LEAST_TOKENS = 8_192
+_MOST_TOKENS = 24_576
+# Tokens of a mini-batch whose passes take as long as the averages need to visit the GPU once and go back: 16
+# bytes per parameter at 75 GB/s, 6 operations per parameter and token at 0.5e15 per second.
+_OFFLOADING_TOKENS = 18_000
+# Bytes per parameter that a host needs: the averages, and the copy of weights and averages for a checkpoint.
+_OFFLOADED, _COPIED = 8, 12
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateChoice:
+    """What an update keeps, and the tokens of its micro-batches."""
+
+    memory: MemoryConfig
+    num_tokens: int
+
+
+def _forms() -> list[MemoryConfig]:
+    """Everything that an update may keep; the fastest on the GPU alone first."""
+    return [
+        MemoryConfig(recompute=recompute, keep_gathered=keep_gathered, accumulate=accumulate, offload=offload)
+        for recompute in _RECOMPUTING
+        for keep_gathered in (True, False)
+        for accumulate in (True, False)
+        for offload in (False, True)
+    ]
+
+
+def _cost(choice: UpdateChoice, offloading: float) -> float:
+    """What it adds to an update, as a share of it; `offloading` is that of the averages' visits."""
+    form, recompute = choice.memory, choice.memory.recompute
+    per_micro_batch = _LAUNCHING
+    per_micro_batch += (0.0 if form.keeps_gathered else _GATHERING) + (0.0 if form.accumulates else _REDUCING)
+    cost = 0.0 if recompute == "auto" else _RECOMPUTING.get(recompute, 0.0)
+    cost += per_micro_batch * _MEASURED_TOKENS / choice.num_tokens + (offloading if form.offloads else 0.0)
+    return round(cost, 6)  # equal costs stay in the order of the forms
+
+
+def fits_awake(config: RunConfig, shape: ModelShape, totals: Sequence[int]) -> bool:
+    """Whether the learner has room for its fastest form beside engines that never sleep."""
+    fastest = config.actor.memory.with_rest_of(_forms()[0])
+    settled = config.model_copy(update={"actor": config.actor.model_copy(update={"memory": fastest})})
+    most = LearnerMemory.of(settled, shape, totals).most
+    return all(most <= USABLE_SHARE * (total - engine_budget(config, total)) for total in totals)
+
+
+def choose_update(
+    config: RunConfig,
+    shape: ModelShape | None,
+    *,
+    learner_gpus: Sequence[int],
+    engine_gpus: Sequence[int],
+    totals: Mapping[int, int],
+    host_bytes: int = 0,
+) -> UpdateChoice:
+    """`actor.memory` of a run on GPUs, with nothing left open, and the tokens of its micro-batches.
+
+    A smaller micro-batch leaves room to keep more of its activations; a larger one spreads gathers and
+    launches over more tokens. Tokens that the file names stay.
+
+    Args:
+        config: with the layout settled.
+        shape: of the model; None if config.json names its sizes otherwise.
+        learner_gpus: of the ranks.
+        engine_gpus: of the rollout servers; an engine beside a rank keeps its share.
+        totals: bytes of each GPU, as far as they are known.
+        host_bytes: free memory of the host; averages go there for speed only where it has room for them and
+            for a checkpoint's copy, and else where nothing else fits.
+    """
+    memory, given = config.actor.memory, config.actor.ppo_max_token_len_per_gpu
+    known = [gpu for gpu in learner_gpus if gpu in totals]
+    if shape is None or not known:
+        return UpdateChoice(memory=memory.with_rest_of(LEAST), num_tokens=given)
+    free = min(
+        totals[gpu] - (engine_while_training(config, totals[gpu]) if gpu in engine_gpus else 0)
+        for gpu in known
+    )
+    shared = [totals[gpu] for gpu in known if gpu in engine_gpus and config.rollout.sleep == "always"]
+    offloading = _offloading(config)
+    on_host = (_OFFLOADED + _COPIED) * _num_averaged(config, shape) * len(known) // config.learner.world_size
+    choices = [
+        UpdateChoice(memory=memory.with_rest_of(form), num_tokens=num_tokens)
+        for form in _forms()
+        for num_tokens in _budgets(config, shape)
+    ]
+
+    def cost(choice: UpdateChoice) -> tuple[bool, float]:
+        return on_host > host_bytes and choice.memory.offloads, _cost(choice, offloading)
+
+    choices.sort(key=cost)
+    for choice in choices:
+        actor = config.actor.model_copy(
+            update={"memory": choice.memory, "ppo_max_token_len_per_gpu": choice.num_tokens}
+        )
+        settled = config.model_copy(update={"actor": actor})
+        learner = LearnerMemory.of(settled, shape, [totals[gpu] for gpu in known])
+        if learner.most <= USABLE_SHARE * free and _leaves_room(config, learner, shared):
+            return choice
+    return min(choices, key=lambda choice: (_leanness(choice.memory), choice.num_tokens))
+
+
+def _budgets(config: RunConfig, shape: ModelShape | None) -> list[int]:
+    """Tokens of a micro-batch to try: the usual number, and whole groups, whose samples share a prompt."""
+    given = config.actor.ppo_max_token_len_per_gpu
+    if shape is None or "ppo_max_token_len_per_gpu" in config.actor.model_fields_set:
+        return [given]
+    group = config.data.max_prompt_length + config.rollout.n * config.data.max_response_length
+    groups = [number * group for number in range(1, _MOST_TOKENS // group + 1)]
+    least = max(longest_row(config, shape), _LEAST_TOKENS)
+    return [given, *(number for number in (*groups, _LEAST_TOKENS) if least <= number != given)]
+
+
+def _leanness(form: MemoryConfig) -> tuple[bool, ...]:
+    """The least is what needs the least memory."""
+    return not form.offloads, form.recompute != "full", form.keeps_gathered, form.accumulates
+
+
+def _offloading(config: RunConfig) -> float:
+    """With responses of half the length that they may have."""
+    sequences = config.actor.ppo_mini_batch_size * config.rollout.n
+    return _OFFLOADING_TOKENS / (sequences * config.max_model_len / 2)
+
+
+def _num_averaged(config: RunConfig, shape: ModelShape) -> int:
+    return shape.num_parameters * (2 if config.needs_critic else 1)
+
+
+def _leaves_room(config: RunConfig, learner: LearnerMemory, totals: Sequence[int]) -> bool:
+    """Whether what stays of the learner fits beside engines that are awake in their turn."""
+    stays = learner.kept_beside(config)
+    return all(stays + engine_budget(config, total) <= total for total in totals)

@@ -1,0 +1,302 @@
+"""The memory that a run needs on each GPU, by phase, from config.json and the configuration alone.
+
+An estimate: weights, optimizer and gradients are counted; activations follow a formula that measured peaks
+of a 7B model and of a Mixture of Experts confirm within a twentieth (tests/unit/cli/test_memory_plan.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.config.run import RunConfig
+from paceline.core.errors import ConfigError
+from paceline.sizing.learner_memory import CONTEXT, GIB, LearnerMemory, Parts, has_images, longest_row
+from paceline.sizing.model_shape import ModelShape
+
+ENGINE_ASLEEP = 2 * GIB
+"""What an engine that sleeps keeps: its context and its captured graphs."""
+ENGINE_REST = 2 * GIB
+"""The least for an engine's activations and CUDA graphs."""
+ENGINE_PREFILL = 8192
+"""Prompt tokens that vLLM computes at a time on a GPU, unless it is told otherwise"""
+SLICE = 1024
+"""Tokens of the vocabulary per slice: the draw's kernels keep a largest logit and a sum of each."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineMemory:
+    """The memory of one GPU of a rollout engine.
+
+    Attributes:
+        sampler: the most that drawing a batch at once takes: two rows of numbers and log-probabilities per
+            sequence, four of integers where all begin at once, and a largest logit and a sum per slice of the
+            vocabulary. The kernels keep no table of the vocabulary.
+        rest: activations and CUDA graphs. vLLM draws once for all sequences when it starts, with its own
+            sampler, and keeps that memory for activations: logits, and four tables of float32.
+    """
+
+    weights: int
+    bytes_per_token: int
+    sampler: int = 0
+    rest: int = ENGINE_REST
+
+    @classmethod
+    def of(cls, config: RunConfig, shape: ModelShape) -> EngineMemory:
+        """Of a run."""
+        rollout, ranks = config.rollout, config.rollout.tensor_model_parallel_size
+        rows = (2 * (8 + 4) + 4 * 8) * (config.max_model_len + 1)
+        slices = (4 + 8) * -(-shape.vocab // SLICE)
+        bytes_per_number = 2 if config.model.dtype == "bfloat16" else 4
+        numbers = shape.num_parameters + shape.num_frozen
+        if shape.latent is not None:
+            numbers += shape.num_layers * shape.latent.absorbed
+        graphs = ENGINE_ASLEEP - CONTEXT
+        return cls(
+            weights=-(-numbers * bytes_per_number // ranks),
+            bytes_per_token=shape.num_layers * shape.cached(ranks) * bytes_per_number,
+            sampler=0 if rollout.sampler == "engine" else rollout.max_num_seqs * (rows + slices),
+            rest=max(ENGINE_REST, graphs + rollout.max_num_seqs * (bytes_per_number + 4 * 4) * shape.vocab)
+            + cls._of_images(config, shape, bytes_per_number),
+        )
+
+    @staticmethod
+    def _of_images(config: RunConfig, shape: ModelShape, bytes_per_number: int) -> int:
+        """The tower's activations for the images of a batch of prompts, and their states, which are kept."""
+        if shape.tower is None or not has_images(config):
+            return 0
+        num_tokens = max(ENGINE_PREFILL, config.data.max_prompt_length)
+        states = num_tokens * shape.tower.out * bytes_per_number
+        return states + shape.tower.activations(shape.num_patches(num_tokens), bytes_per_number)
+
+    def budget_for(self, num_tokens: int) -> int:
+        """The bytes with which so many tokens fit into the KV cache."""
+        return CONTEXT + self.rest + self.weights + self.sampler + num_tokens * self.bytes_per_token
+
+    def generation(self, budget: int) -> Parts:
+        """What an engine with `budget` bytes makes of them; the cache may be negative."""
+        rest = {
+            "context": CONTEXT,
+            "weights": self.weights,
+            "graphs": self.rest,
+            "sampler": self.sampler,
+        }
+        return {**rest, "kv cache": budget - sum(rest.values())}
+
+
+def engine_budget(config: RunConfig, total: int) -> int:
+    """Bytes of a GPU with `total` that an engine takes."""
+    return int(config.rollout.gpu_memory_utilization * total)
+
+
+def engine_while_training(config: RunConfig, total: int) -> int:
+    """Bytes that an engine keeps while the learner trains on its GPU."""
+    return ENGINE_ASLEEP if config.rollout.sleep == "always" else engine_budget(config, total)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPlan:
+    """The plan of a run.
+
+    Args:
+        totals: bytes of each GPU, by index; GPUs whose size is not known are left out.
+    """
+
+    config: RunConfig
+    learner: LearnerMemory
+    engine: EngineMemory
+    learner_gpus: Sequence[int]
+    engine_gpus: Sequence[int]
+    totals: Mapping[int, int]
+
+    @classmethod
+    def of(
+        cls,
+        config: RunConfig,
+        shape: ModelShape,
+        *,
+        learner_gpus: Sequence[int],
+        engine_gpus: Sequence[int],
+        totals: Mapping[int, int],
+    ) -> MemoryPlan:
+        """From the configuration and who has which GPU."""
+        return cls(
+            config=config,
+            learner=LearnerMemory.of(config, shape, [totals[gpu] for gpu in learner_gpus if gpu in totals]),
+            engine=EngineMemory.of(config, shape),
+            learner_gpus=learner_gpus,
+            engine_gpus=engine_gpus,
+            totals=totals,
+        )
+
+    @property
+    def fits(self) -> bool:
+        """Whether every GPU has room for what it is to do."""
+        try:
+            self._check()
+        except ConfigError:
+            return False
+        return True
+
+    @property
+    def shared_gpus(self) -> list[int]:
+        """GPUs with a learner rank and an engine."""
+        return sorted({*self.learner_gpus} & {*self.engine_gpus})
+
+    @property
+    def _staging(self) -> int:
+        """What a learner rank keeps for pushes; twice, where it keeps an engine's too."""
+        return (self.config.weights.staging_mib << 20) * (2 if self.shared_gpus else 1)
+
+    def lines(self) -> list[str]:
+        """The plan for people: a line per kind of GPU and phase.
+
+        Raises:
+            ConfigError: something cannot fit; says what to change.
+        """
+        staging = self._staging
+        phases = {
+            "scoring": self.learner.scoring,
+            "update": self.learner.update,
+            "push": {**self.learner.push, "staging": staging},
+        }
+        lines = [
+            f"learner {_list(self.learner_gpus)}, {name}: {_sum(parts)}" for name, parts in phases.items()
+        ]
+        for total in sorted({self.totals[gpu] for gpu in self.engine_gpus if gpu in self.totals}):
+            budget = engine_budget(self.config, total)
+            gpus = [gpu for gpu in self.engine_gpus if self.totals.get(gpu) == total]
+            lines.append(f"rollout {_list(gpus)}, generation: {_sum(self.engine.generation(budget))}")
+            if not self.shared_gpus:
+                lines.append(f"rollout {_list(gpus)}, push: staging {_gib(staging)} more")
+        lines += self._together()
+        self._check()
+        return lines
+
+    def _together(self) -> list[str]:
+        """Both sides on the GPUs that they share, by turn."""
+        lines = []
+        shared = self.shared_gpus
+        for total in sorted({self.totals[gpu] for gpu in shared if gpu in self.totals}):
+            gpus = [gpu for gpu in shared if self.totals.get(gpu) == total]
+            resident, budget = sum(self.learner.resident.values()), engine_budget(self.config, total)
+            training = engine_while_training(self.config, total)
+            turns = {
+                "start": {"learner": sum(self.learner.start.values()), "engine": budget},
+                "generation": {"learner": resident, "staging": self._staging, "engine": budget},
+                "training": {"learner": self.learner.most, "staging": self._staging, "engine": training},
+            }
+            lines += [f"together {_list(gpus)}, {name}: {_sum(parts)}" for name, parts in turns.items()]
+        return lines
+
+    def _check(self) -> None:
+        peak = self.learner.most
+        for gpu in sorted({*self.learner_gpus, *self.engine_gpus} & self.totals.keys()):
+            total = self.totals[gpu]
+            engine = 0
+            if gpu in self.engine_gpus:
+                engine = engine_while_training(self.config, total)
+                self._check_cache(gpu, engine_budget(self.config, total))
+            if gpu in self.shared_gpus and self.config.rollout.sleep == "always":
+                self._check_generation(gpu, total)
+            if gpu not in self.learner_gpus or peak + engine <= total:
+                continue
+            sleeps = self.config.rollout.sleep == "always"
+            if engine and peak <= total and not sleeps:
+                fitting = max(0.0, (total - peak) / total)
+                raise ConfigError(
+                    f"GPU {gpu} has {_gib(total)}; the learner needs {_gib(peak)} and the engine beside it "
+                    f"takes {_gib(engine)}: set rollout.gpu_memory_utilization to at most {fitting:.2f}, "
+                    "rollout.sleep: always, or give them GPUs of their own"
+                )
+            asleep = engine if sleeps else 0
+            beside = f" beside {_gib(asleep)} of a sleeping engine" if asleep else ""
+            raise ConfigError(
+                f"GPU {gpu} has {_gib(total)}, the learner's update needs {_gib(peak)}{beside}: "
+                f"{self._advice(total - asleep)}"
+            )
+
+    def _check_generation(self, gpu: int, total: int) -> None:
+        """The learner has to fit beside an engine that starts or is awake."""
+        stays = self.learner.kept_beside(self.config)
+        if stays + engine_budget(self.config, total) > total:
+            raise ConfigError(
+                f"GPU {gpu} has {_gib(total)}; the learner keeps {_gib(stays)} while the engine takes "
+                f"{_gib(engine_budget(self.config, total))}: set rollout.gpu_memory_utilization to at most "
+                f"{max(0.0, (total - stays) / total):.2f}"
+            )
+
+    def _check_cache(self, gpu: int, budget: int) -> None:
+        longest = self.config.max_model_len
+        cache = self.engine.generation(budget)["kv cache"]
+        if cache < longest * self.engine.bytes_per_token:
+            raise ConfigError(
+                f"GPU {gpu}: an engine with {_gib(budget)} (rollout.gpu_memory_utilization="
+                f"{self.config.rollout.gpu_memory_utilization}) has {_gib(max(0, cache))} for its KV cache, "
+                f"and one sequence of {longest} tokens takes {_gib(longest * self.engine.bytes_per_token)}; "
+                "raise rollout.gpu_memory_utilization or rollout.tensor_model_parallel_size"
+            )
+
+    def _advice(self, total: int) -> str:
+        """The first setting that makes the update fit."""
+        learner, longest = self.learner, longest_row(self.config, self.learner.shape)
+        lean = learner.changed(kept_share=0.0, keeps_gathered=False)
+
+        def most_tokens(memory: LearnerMemory) -> int | None:
+            return _largest(
+                longest, learner.num_tokens, lambda number: memory.changed(num_tokens=number).most <= total
+            )
+
+        if (tokens := most_tokens(learner)) is not None:
+            return f"set actor.ppo_max_token_len_per_gpu to at most {tokens}, or recompute activations"
+        if lean.most <= total:
+            return "set actor.memory.recompute: full"
+        if (tokens := most_tokens(lean)) is not None:
+            return f"set actor.memory.recompute: full and actor.ppo_max_token_len_per_gpu to at most {tokens}"
+        leanest = lean.changed(accumulates=False, num_tokens=longest)
+        least = f"actor.ppo_max_token_len_per_gpu: {longest}"
+        if leanest.most <= total:
+            return f"set actor.memory to {{recompute: full, accumulate: false}} and {least}"
+        offloads = "offload: true"
+        if leanest.has_reference and not leanest.num_adapters:
+            leanest, offloads = leanest.changed(offloads_reference=True), "offload_reference: true"
+            if leanest.most <= total:
+                return f"set actor.memory to {{recompute: full, accumulate: false, {offloads}}} and {least}"
+            offloads = f"offload: true, {offloads}"
+        leanest = leanest.changed(offloads=True)
+        for world_size in (learner.world_size, *(learner.world_size << doubled for doubled in (1, 2, 3))):
+            if leanest.changed(world_size=world_size).most <= total:
+                ranks = "" if world_size == learner.world_size else f"learner.world_size to {world_size}, "
+                return (
+                    f"set {ranks}actor.memory to {{recompute: full, accumulate: false, {offloads}}} and "
+                    f"{least}"
+                )
+        return (
+            f"weights, optimizer and the least that an update keeps do not fit on {8 * learner.world_size} "
+            "such GPUs either; use a smaller model or GPUs with more memory"
+        )
+
+
+def _largest(low: int, high: int, fits: Any) -> int | None:
+    """The largest number in [low, high) that fits, where smaller ones fit too; None if `low` does not."""
+    if low >= high or not fits(low):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _sum(parts: Parts) -> str:
+    return f"{_gib(sum(parts.values()))} = " + " + ".join(
+        f"{name} {_gib(number)}" for name, number in parts.items()
+    )
+
+
+def _gib(number: int) -> str:
+    return f"{number / GIB:.1f} GiB"
+
+
+def _list(gpus: Sequence[int]) -> str:
+    return f"GPU {', '.join(map(str, gpus))}" if gpus else "ranks"
