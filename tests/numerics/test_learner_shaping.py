@@ -56,7 +56,8 @@ class TestOverlong:
         # 8 tokens are allowed: the penalty begins after 4 and is a half at 8.
         rows, _ = make_batch(step=1, seed=1)
         by_hand = {length: -0.5 * max(0, length - 4) / 4 for length in range(1, 9)}
-        scores, metrics = shaping.overlong_scores(run_config(Path("m"), **OVERLONG), rows)
+        scores, greedy, metrics = shaping.overlong_scores(run_config(Path("m"), **OVERLONG), rows)
+        assert greedy == [None] * len(rows)
         penalties = [by_hand[row.num_response_tokens] for row in rows]
         assert scores == pytest.approx([row.reward + p for row, p in zip(rows, penalties, strict=True)])
         assert metrics["overlong/penalty_mean"] == pytest.approx(sum(penalties) / len(rows))
@@ -75,11 +76,38 @@ class TestOverlong:
         config = run_config(model, **OVERLONG)
         shaped = numbers(take_step(Learner.build(config, ranks), 1))
         rows, _ = make_batch(step=1, seed=1)
-        scores, metrics = shaping.overlong_scores(config, rows)
-        monkeypatch.setattr(shaping, "overlong_scores", lambda config, rows: (scores, metrics))
+        shaping_of_step = shaping.overlong_scores(config, rows)
+        scores, _, _ = shaping_of_step
+        monkeypatch.setattr(shaping, "overlong_scores", lambda config, rows: shaping_of_step)
         plain = run_config(model, algorithm=GROUPS)
         assert numbers(take_step(Learner.build(plain, ranks), 1)) == shaped
         assert shaped["critic/score/mean"] == pytest.approx(sum(scores) / len(scores))
+
+    def test_a_greedy_answer_has_the_penalty_of_its_own_length(self, model: Path, ranks: Ranks) -> None:
+        rows, _ = make_batch(step=1, seed=1, with_greedy=True)
+        config = run_config(model, **OVERLONG)
+        scores, greedy, metrics = shaping.overlong_scores(config, rows)
+        # Prompt i has a greedy answer of 8 - i tokens, worth i / 4.
+        by_hand = [-0.5, 0.25 - 0.375, 0.5 - 0.25, 0.75 - 0.125, 1.0, 1.25, 1.5, 1.75]
+        assert greedy == [by_hand[row.trajectory_id.prompt_id] for row in rows]
+        without = shaping.overlong_scores(config, make_batch(step=1, seed=1)[0])
+        assert (scores, metrics) == (without[0], without[2])
+
+    def test_answers_as_long_and_good_as_the_greedy_one_teach_remax_nothing(
+        self, model: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        rows, blobs = make_batch(step=1, seed=1)
+        assert sum(row.num_sampled_tokens > 4 for row in rows) > 8
+        alike = tuple(
+            replace(row, reward=0.75, greedy_score=0.75, num_greedy_tokens=row.num_sampled_tokens)
+            for row in rows
+        )
+        algorithm = OVERLONG["algorithm"] | {"adv_estimator": "remax"}
+        monkeypatch.setattr(scenarios, "make_batch", lambda **_: (alike, blobs))
+        config = run_config(model, algorithm=algorithm)
+        metrics = numbers(take_step(Learner.build(config, ranks), 1))
+        assert metrics["actor/grad_norm"] == 0.0
+        assert metrics["overlong/penalty_mean"] < -0.1
 
 
 class TestPlacedRewards:

@@ -144,7 +144,8 @@ def test_the_same_bits_however_much_was_done_ahead(
 def test_every_estimator_that_compares_a_groups_samples(
     model: Path, ranks: Ranks, estimator: str, samples: int
 ) -> None:
-    learners = [build(model, ranks, algorithm={"adv_estimator": estimator}) for _ in range(2)]
+    algorithm = {"adv_estimator": estimator, "overlong": {"enable": True, "buffer_length": 4}}
+    learners = [build(model, ranks, algorithm=algorithm) for _ in range(2)]
     greedy = {"with_greedy": estimator == "remax"}
     results = [
         two_steps(learner, chunks, **greedy)

@@ -40,6 +40,7 @@ def batch_rows(draw: st.DrawFn) -> BatchRow:
         greedy_score=draw(st.none() | domain.finite),
         token_rewards=draw(st.lists(st.tuples(st.just(0), domain.finite), max_size=2).map(tuple)),
         num_patches=draw(st.integers(0, 2**31 - 1)),
+        num_greedy_tokens=draw(st.integers(0, 2**31 - 1)),
     )
 
 
@@ -142,6 +143,7 @@ def refusal(message: learner_pb2.TrainStepRequest) -> InvalidMessageError:
         ({"trajectory_id": "train:3:seven:1"}, "out_of_range"),
         ({"blob_key": ""}, "missing_field"),
         ({"num_patches": -1}, "out_of_range"),
+        ({"num_greedy_tokens": -1}, "out_of_range"),
         ({"blob_digest": ""}, "out_of_range"),
         ({"blob_digest": "0123456789ABCDEF" * 2}, "out_of_range"),
         ({"reward": float("nan")}, "not_finite"),

@@ -359,14 +359,13 @@ def _message(run_id: str, group: PromptGroup, index: int, answer: Answer) -> Out
         blob_digest=blob_digest(blob),
         num_prompt_tokens=len(np.asarray(group.prompt_token_ids)),
         num_response_tokens=2,
-        num_sampled_tokens=2,
         finish_reason=FinishReason.STOP,
         server_id="fake",
         generation_s=0.0,
         scorer="fake",
         reward_s=0.0,
         text_key=names.text(key),
-        **{"components": {}, **answered},
+        **{"components": {}, "num_sampled_tokens": 2, **answered},
     )
     blobs = {key: blob, names.text(key): f"sample {index} of {group.prompt_id}".encode()}
     return Outgoing(stream=stream, payload=encode_scored_header(header), blobs=blobs)

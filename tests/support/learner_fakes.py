@@ -102,7 +102,7 @@ def make_batch(
     with_greedy: bool = False,
     sampler: Sampler | None = None,
 ) -> tuple[tuple[BatchRow, ...], dict[str, bytes]]:
-    """Rows in batch order and their blobs by key, drawn from the seed; greedy scores from the prompt id.
+    """Rows in batch order and their blobs by key, drawn from the seed; greedy answers from the prompt id.
 
     `sampler` gives the response's log-probs; without it they are drawn, too.
     """
@@ -133,6 +133,7 @@ def make_batch(
                     num_response_tokens=length,
                     num_sampled_tokens=length,
                     greedy_score=prompt_id / 4 if with_greedy else None,
+                    num_greedy_tokens=8 - prompt_id % 8 if with_greedy else 0,
                 )
             )
     return tuple(rows), blobs

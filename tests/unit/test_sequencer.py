@@ -394,7 +394,8 @@ async def test_a_greedy_answer_goes_with_each_prompt_and_is_never_a_row(tmp_path
             assert (group.sampling.temperature, group.num_samples) == ((0.0, 1) if greedy else (1.0, 2))
         bad = greedy and group.prompt_id == lost
         reward = 10.0 + group.prompt_id if greedy else float(index)
-        return {"reward": None if bad else reward, "reward_error": ("raised", "boom") if bad else None}
+        scored = {"reward": None if bad else reward, "reward_error": ("raised", "boom") if bad else None}
+        return scored | ({"num_sampled_tokens": 1 + group.prompt_id % 2} if greedy else {})
 
     lost = min(PromptCursor(range(7), batch_size=3, seed=0).take())
     async with run(
@@ -407,7 +408,9 @@ async def test_a_greedy_answer_goes_with_each_prompt_and_is_never_a_row(tmp_path
         await it.go(answer)
         for rows in (order.rows for order in it.services.orders):
             assert {row.trajectory_id.purpose for row in rows} == {"train"}
-            assert [row.greedy_score for row in rows] == [10.0 + row.trajectory_id.prompt_id for row in rows]
+            greedy = [(row.greedy_score, row.num_greedy_tokens) for row in rows]
+            prompts = [row.trajectory_id.prompt_id for row in rows]
+            assert greedy == [(10.0 + prompt, 1 + prompt % 2) for prompt in prompts]
             assert [row.reward for row in rows] == [0.0, 1.0] * (len(rows) // 2)
         assert len(it.services.orders[0].rows) == 4  # its greedy answer has no score, so the group is dropped
         dropped = [e for e in it.events() if e["event"] == "group_dropped" and e["step"] == 1]

@@ -25,6 +25,7 @@ class BatchRow:
         greedy_score: reward of the greedy answer to the same prompt; None where none was sampled.
         token_rewards: (position, part) for parts of the reward that belong to tokens before the last.
         num_patches: of the prompt's images.
+        num_greedy_tokens: tokens that the policy sampled for the greedy answer; 0 without one.
     """
 
     trajectory_id: TrajectoryId
@@ -37,6 +38,7 @@ class BatchRow:
     greedy_score: float | None = None
     token_rewards: tuple[tuple[int, float], ...] = ()
     num_patches: int = 0
+    num_greedy_tokens: int = 0
 
 
 def batch_digest(policy: PolicyTag, rows: Iterable[BatchRow]) -> str:

@@ -130,6 +130,7 @@ def _row_to_proto(row: BatchRow) -> learner_pb2.BatchRow:
             learner_pb2.TokenReward(position=position, reward=part) for position, part in row.token_rewards
         ],
         num_patches=row.num_patches,
+        num_greedy_tokens=row.num_greedy_tokens,
     )
 
 
@@ -160,8 +161,9 @@ def _row_from_proto(message: learner_pb2.BatchRow) -> BatchRow:
     if not 1 <= message.num_sampled_tokens <= message.num_response_tokens:
         counts = f"{message.num_sampled_tokens} sampled of {message.num_response_tokens} response tokens"
         reject("BatchRow", "out_of_range", f"{trajectory_id} has {counts}")
-    if message.num_patches < 0:
-        reject("BatchRow", "out_of_range", f"{trajectory_id} has {message.num_patches} patches")
+    if message.num_patches < 0 or message.num_greedy_tokens < 0:
+        counts = f"{message.num_patches} patches and {message.num_greedy_tokens} greedy tokens"
+        reject("BatchRow", "out_of_range", f"{trajectory_id} has {counts}")
     return BatchRow(
         trajectory_id=trajectory_id,
         blob_key=message.blob_key,
@@ -173,6 +175,7 @@ def _row_from_proto(message: learner_pb2.BatchRow) -> BatchRow:
         greedy_score=greedy_score,
         token_rewards=_token_rewards_from_proto(message),
         num_patches=message.num_patches,
+        num_greedy_tokens=message.num_greedy_tokens,
     )
 
 

@@ -143,4 +143,5 @@ def _row(header: ScoredHeader, greedy: ScoredHeader | None) -> BatchRow:
         greedy_score=None if greedy is None else greedy.reward or 0.0,
         token_rewards=header.token_rewards,
         num_patches=header.num_patches,
+        num_greedy_tokens=0 if greedy is None else greedy.num_sampled_tokens,
     )

@@ -25,23 +25,35 @@ from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.train.advantages import Advantages
 
 
-def overlong_scores(config: RunConfig, rows: Sequence[BatchRow]) -> tuple[list[float], dict[str, float]]:
-    """All rows' scores with the penalty of `algorithm.overlong` (DAPO, arXiv:2503.14476, eq. 13); metrics.
+def overlong_scores(
+    config: RunConfig, rows: Sequence[BatchRow]
+) -> tuple[list[float], list[float | None], dict[str, float]]:
+    """All rows' scores and greedy scores with the penalty of `algorithm.overlong`; the rows' metrics of it.
 
-    Every rank has all rows and computes the same.
+    It is taken here only, of rewards as the controller sends them (DAPO, arXiv:2503.14476, eq. 13). Every
+    rank has all rows and computes the same.
     """
-    scores, overlong = [row.reward for row in rows], config.algorithm.overlong
+    scores, greedy = [row.reward for row in rows], [row.greedy_score for row in rows]
+    overlong = config.algorithm.overlong
     if not overlong.enable:
-        return scores, {}
-    lengths = torch.tensor([row.num_sampled_tokens for row in rows], dtype=torch.float64)
-    penalties = overlong_penalty(
-        lengths, config.data.max_response_length, overlong.buffer_length, overlong.factor
-    ).tolist()
+        return scores, greedy, {}
+
+    def penalties(lengths: Sequence[int]) -> list[float]:
+        table = torch.tensor(lengths, dtype=torch.float64)
+        longest = config.data.max_response_length
+        return overlong_penalty(table, longest, overlong.buffer_length, overlong.factor).tolist()
+
+    own = penalties([row.num_sampled_tokens for row in rows])
+    of_greedy = penalties([row.num_greedy_tokens for row in rows])
     metrics = {
-        "overlong/penalty_mean": sum(penalties) / len(penalties),
-        "overlong/share": sum(penalty < 0 for penalty in penalties) / len(penalties),
+        "overlong/penalty_mean": sum(own) / len(own),
+        "overlong/share": sum(penalty < 0 for penalty in own) / len(own),
     }
-    return [score + penalty for score, penalty in zip(scores, penalties, strict=True)], metrics
+    return (
+        [score + penalty for score, penalty in zip(scores, own, strict=True)],
+        [None if score is None else score + p for score, p in zip(greedy, of_greedy, strict=True)],
+        metrics,
+    )
 
 
 def rollout_weights(scored: ScoredBatch, correction: RolloutCorrectionConfig) -> Tensor | None:

@@ -137,7 +137,7 @@ class _Prepared:
 def _prepare(learner: Learner, order: TrainOrder, scored: Sequence[ScoredBatch]) -> _Prepared:
     config, ranks = learner.config, learner.ranks
     correction = config.algorithm.rollout_correction
-    scores, overlong = shaping.overlong_scores(config, order.rows)
+    scores, greedy, overlong = shaping.overlong_scores(config, order.rows)
     group_ids = [row.trajectory_id.prompt_id for row in order.rows]
     kl_coef = order.adjustments.kl_coef(learner.kl_controller.value)
     advantages, metrics = compute_advantages(
@@ -145,7 +145,7 @@ def _prepare(learner: Learner, order: TrainOrder, scored: Sequence[ScoredBatch])
         scored,
         scores=scores,
         group_ids=group_ids,
-        greedy_scores=[row.greedy_score for row in order.rows],
+        greedy_scores=greedy,
         placed=[row.token_rewards for row in order.rows],
         kl_coef=kl_coef,
         critic_alone=critic_alone(learner, order.step),

@@ -76,13 +76,13 @@ def _add_gradient(learner: Learner, order: ChunkOrder, scored: ScoredChunk, stop
 
 def _training_batches(learner: Learner, order: ChunkOrder, scored: ScoredChunk) -> list[TrainingBatch]:
     config = learner.config
-    scores, _ = shaping.overlong_scores(config, order.rows)
+    scores, greedy, _ = shaping.overlong_scores(config, order.rows)
     advantages, _ = compute_advantages(
         config,
         scored.parts,
         scores=scores,
         group_ids=[row.trajectory_id.prompt_id for row in order.rows],
-        greedy_scores=[row.greedy_score for row in order.rows],
+        greedy_scores=greedy,
         placed=[row.token_rewards for row in order.rows],
         kl_coef=0.0,  # no KL is in the reward
         first_row=order.first_row,
