@@ -41,8 +41,8 @@ from recipes import ROOT, json_lines, paceline
 from paceline.rpc.v1 import environment_pb2 as pb
 from paceline.rpc.v1 import environment_pb2_grpc
 from paceline.runs.run_dir import read_note
-from paceline.service import channels
-from paceline.service.credentials import ENVIRONMENT_TOKEN, Credentials
+from paceline.service.grpc import channels
+from paceline.service.identity.credentials import ENVIRONMENT_TOKEN, Credentials
 from paceline.sizing.machine import free_port
 
 NUM_SERVERS = 2

@@ -28,10 +28,10 @@ from paceline.core.trajectory import FinishReason
 from paceline.rollout import app as rollout_app
 from paceline.rollout.engines.base import Engine, Sample, SampleRequest, do_nothing
 from paceline.rpc.v1 import learner_pb2, learner_pb2_grpc
-from paceline.service import telemetry
-from paceline.service.controller_link import MemberReport
-from paceline.service.member import MemberOptions, MemberSession
-from paceline.service.runtime import ServiceContext, run_service
+from paceline.service.member.bootstrap import MemberOptions, MemberSession
+from paceline.service.member.controller_link import MemberReport
+from paceline.service.member.runtime import ServiceContext, run_service
+from paceline.service.observability import telemetry
 from paceline.weights.digest.agreement import DigestReport, SliceDigest, format_digest, model_digest
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.layout import RankLayout, TensorSlice

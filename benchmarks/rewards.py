@@ -30,7 +30,7 @@ from paceline.reward.scorer import ScorerSettings
 from paceline.reward.weighted_sum import WeightedSum
 from paceline.rpc.v1 import reward_pb2_grpc
 from paceline.sdk import attach_reward, serve_reward
-from paceline.service.grpc_server import start_server
+from paceline.service.grpc.server import start_server
 
 HERE = Path(__file__).resolve()
 CALL_ITEMS = 128  # what the mailbox delivers at a time

@@ -15,8 +15,8 @@ from paceline.core.errors import PeerLostError
 from paceline.core.members import MemberKind, RolloutState
 from paceline.core.run_events import StepEvent
 from paceline.runs.controller_client import ControllerClient
-from paceline.service.controller_link import ControllerLink, MemberReport
-from paceline.service.credentials import Credentials
+from paceline.service.identity.credentials import Credentials
+from paceline.service.member.controller_link import ControllerLink, MemberReport
 from support.fake_controller import FakeController, serve, step_event
 
 pytestmark = pytest.mark.timeout(900)

@@ -34,9 +34,9 @@ from paceline.rollout.episodes.environment import Environment, EnvironmentLostEr
 from paceline.rollout.episodes.remote import RemoteEnvironment, RemoteOptions, RemoteSession
 from paceline.rpc.v1 import environment_pb2 as pb
 from paceline.rpc.v1 import environment_pb2_grpc
-from paceline.service import channels
-from paceline.service.credentials import Credentials
-from paceline.service.grpc_server import start_server
+from paceline.service.grpc import channels
+from paceline.service.grpc.server import start_server
+from paceline.service.identity.credentials import Credentials
 from paceline.sizing.machine import free_port
 from support import killed_fleet
 from support.episodes import END, TOKENIZER, episodes, ids

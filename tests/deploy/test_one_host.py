@@ -14,7 +14,7 @@ import pytest
 
 from paceline.core.scoring import ScoreItem
 from paceline.sdk import RewardClient
-from paceline.service.credentials import TLS_DIR, TlsFiles, server_name
+from paceline.service.identity.credentials import TLS_DIR, TlsFiles, server_name
 from support.joining import join_and_leave
 from support.small_run import METRICS_PORT, LocalRun
 from support.training_run import (

@@ -17,8 +17,8 @@ from paceline.core.scoring import ScoreItem
 from paceline.reward.attached.scorer import AttachedScorer
 from paceline.reward.attached.servicer import GatewayServicer
 from paceline.rpc.v1 import reward_pb2_grpc
-from paceline.service.credentials import Credentials
-from paceline.service.grpc_server import start_server
+from paceline.service.grpc.server import start_server
+from paceline.service.identity.credentials import Credentials
 
 ROOT = Path(__file__).parents[2]
 FILES = ("package.json", "tsconfig.json", "attach.ts", "main.ts")

@@ -22,7 +22,7 @@ from paceline.rollout.episodes.environment import EnvironmentLostError
 from paceline.rollout.episodes.loop import Slot
 from paceline.rollout.episodes.recorder import Draw
 from paceline.rollout.episodes.remote import RemoteEnvironment, RemoteOptions
-from paceline.service.credentials import Credentials
+from paceline.service.identity.credentials import Credentials
 from support.episodes import END, Script, call, episodes, group, ids, text
 
 ROOT = Path(__file__).parents[2]

@@ -20,9 +20,9 @@ from paceline.core.scoring import ScoreItem
 from paceline.core.trajectory import ScoredHeader
 from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
 from paceline.sdk import RewardClient
-from paceline.service import channels
-from paceline.service.credentials import Credentials
-from paceline.service.run_directory import write_run_id
+from paceline.service.grpc import channels
+from paceline.service.identity.credentials import Credentials
+from paceline.service.member.run_directory import write_run_id
 from paceline.wire import decode_scored
 from paceline.wire.attachment import gateway_message_from_proto, scorer_message_to_proto
 from support.fake_controller import FakeController, serve

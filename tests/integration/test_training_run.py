@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from paceline.core.step_metrics import meaning
-from paceline.service.metrics import training as exported
+from paceline.service.observability.metrics import training as exported
 from support import owned_rows
 from support.training_run import (
     ROOT,

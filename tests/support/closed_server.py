@@ -17,8 +17,8 @@ from typing import Any
 from google.protobuf.descriptor import MethodDescriptor
 
 from paceline.rpc import v1
-from paceline.service.credentials import Credentials
-from paceline.service.grpc_server import start_server
+from paceline.service.grpc.server import start_server
+from paceline.service.identity.credentials import Credentials
 
 
 def methods() -> Iterator[MethodDescriptor]:

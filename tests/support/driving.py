@@ -14,7 +14,7 @@ from paceline.rollout.episodes.loop import Slot
 from paceline.rollout.episodes.recorder import Draw
 from paceline.rollout.episodes.remote import RemoteEnvironment, RemoteOptions
 from paceline.sdk import EnvironmentServer, Outcome, agent
-from paceline.service.credentials import Credentials
+from paceline.service.identity.credentials import Credentials
 from support.episodes import episodes, group
 
 ADD: dict[str, Any] = {

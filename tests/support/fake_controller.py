@@ -21,10 +21,10 @@ from typing import Any
 from paceline.core.policy import PolicyTag
 from paceline.rpc.v1 import controller_pb2 as pb
 from paceline.rpc.v1 import controller_pb2_grpc
-from paceline.service.credentials import Credentials
-from paceline.service.grpc_server import RunningServer, start_server
+from paceline.service.grpc.server import RunningServer, start_server
+from paceline.service.identity.credentials import Credentials
+from paceline.service.member.runtime import ServiceContext, run_service
 from paceline.service.process import write_atomically
-from paceline.service.runtime import ServiceContext, run_service
 from paceline.wire.protobuf import policy_tag_to_proto
 
 

@@ -14,8 +14,8 @@ from paceline.config.run import RunConfig
 from paceline.rpc.v1 import controller_pb2 as pb
 from paceline.rpc.v1 import controller_pb2_grpc
 from paceline.service.addresses import split
-from paceline.service.credentials import Credentials
-from paceline.service.grpc_server import start_server
+from paceline.service.grpc.server import start_server
+from paceline.service.identity.credentials import Credentials
 from support.fake_controller import FakeController
 from support.hosts import OWN
 

@@ -15,8 +15,8 @@ import grpc
 from paceline.core.policy import PolicyTag
 from paceline.core.training import BatchRow, TrainOrder
 from paceline.rpc.v1 import learner_pb2, learner_pb2_grpc
-from paceline.service.channels import call, connect
-from paceline.service.credentials import Credentials
+from paceline.service.grpc.channels import call, connect
+from paceline.service.identity.credentials import Credentials
 from paceline.sizing.machine import free_port
 from paceline.wire.training import order_to_proto
 from support.fake_controller import FakeController, serve

@@ -10,9 +10,9 @@ from opentelemetry import trace
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-from paceline.service import telemetry
-from paceline.service.metrics import Metric
-from paceline.service.telemetry import Telemetry
+from paceline.service.observability import telemetry
+from paceline.service.observability.metrics import Metric
+from paceline.service.observability.telemetry import Telemetry
 
 Read = Callable[[Metric], dict[str, float]]
 

@@ -12,8 +12,8 @@ import grpc
 
 from paceline.core.errors import PacelineError
 from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
-from paceline.service.credentials import Credentials
-from paceline.service.grpc_server import start_server
+from paceline.service.grpc.server import start_server
+from paceline.service.identity.credentials import Credentials
 
 FOREVER_S = 3600.0
 

@@ -65,11 +65,11 @@ NEEDLESS: dict[str, str] = {
     ),
     "paceline.reward.app:RewardApp._wind_up: asyncio.wait": _FINISHING,
     "paceline.rollout.sampler:Sampler.drain: asyncio.wait": _FINISHING,
-    "paceline.service.member:MemberSession.finish: asyncio.wait": _CANCELLED,
+    "paceline.service.member.bootstrap:MemberSession.finish: asyncio.wait": _CANCELLED,
     "paceline.learner.servicer:LearnerServicer.restart_wanted: self._restart.wait": _TOLD,
-    "paceline.service.member:MemberSession.finish: self.run_over.wait": _TOLD,
-    "paceline.service.member:MemberSession.until_leaving: self._draining.wait": _TOLD,
-    "paceline.service.member:MemberSession._register: asyncio.wait": _CANCELLED,
+    "paceline.service.member.bootstrap:MemberSession.finish: self.run_over.wait": _TOLD,
+    "paceline.service.member.bootstrap:MemberSession.until_leaving: self._draining.wait": _TOLD,
+    "paceline.service.member.bootstrap:MemberSession._register: asyncio.wait": _CANCELLED,
     **{
         f"paceline.rollout.episodes.remote:RemoteSession.{name}: self._call": "each call has its deadline"
         for name in ("open", "step", "close")
@@ -90,19 +90,19 @@ NEEDLESS: dict[str, str] = {
     "environment_pb2_grpc.EnvironmentGatewayStub(channel).Attach": (
         "lasts as long as the run, at most ten minutes a stream; the keep-alive ends it 15 s after a loss"
     ),
-    "paceline.service.attaching:_Stream._messages: self._changed.wait": "ends with its stream",
-    "paceline.service.attaching:_Stream._on_stop: self._stopping.wait": _TOLD,
-    "paceline.service.gateway:Gateway.ask: await answer": _OTHERS_END_IT,
+    "paceline.service.attach.attaching:_Stream._messages: self._changed.wait": "ends with its stream",
+    "paceline.service.attach.attaching:_Stream._on_stop: self._stopping.wait": _TOLD,
+    "paceline.service.attach.gateway:Gateway.ask: await answer": _OTHERS_END_IT,
     "paceline.service.confinement.inside:_init: os.wait": "whoever started the confinement kills it in time",
-    "paceline.service.runtime:ServiceContext.stopping_or: asyncio.wait": _TOLD,
-    "paceline.service.runtime:ServiceContext.stopping_or: self.stopping.wait": _TOLD,
-    "paceline.service.member:MemberSession.reporting: await work": _TOLD,
+    "paceline.service.member.runtime:ServiceContext.stopping_or: asyncio.wait": _TOLD,
+    "paceline.service.member.runtime:ServiceContext.stopping_or: self.stopping.wait": _TOLD,
+    "paceline.service.member.bootstrap:MemberSession.reporting: await work": _TOLD,
     "paceline.launch.processes.process_tree:ProcessTree._wait_for: self._hurry.wait": (
         "a task beside a wait that has a deadline; it is cancelled when that wait is over"
     ),
     # Bounded elsewhere.
     "paceline.broker.mailbox:Mailbox.__aexit__: asyncio.wait": _CANCELLED,
-    "paceline.service.member:MemberSession.join.say_goodbye: asyncio.wait": _CANCELLED,
+    "paceline.service.member.bootstrap:MemberSession.join.say_goodbye: asyncio.wait": _CANCELLED,
     "paceline.rollout.app:RolloutApp._load: asyncio.wait": _CANCELLED,
     "paceline.rollout.sampler:Sampler.close: asyncio.wait": (
         "cancelled; the engine answers the abort or dies, and each group has a deadline"

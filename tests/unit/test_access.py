@@ -21,11 +21,11 @@ import pytest
 from grpc import StatusCode
 
 from paceline.cli.certificates import ROLES, Authority
-from paceline.service import tokens
-from paceline.service.admission import callers
-from paceline.service.connection import DEFAULT_MAX_MESSAGE_BYTES
-from paceline.service.credentials import TlsFiles, server_name
-from paceline.service.tokens import Scope
+from paceline.service.grpc.admission import callers
+from paceline.service.grpc.connection import DEFAULT_MAX_MESSAGE_BYTES
+from paceline.service.identity import tokens
+from paceline.service.identity.credentials import TlsFiles, server_name
+from paceline.service.identity.tokens import Scope
 from support.closed_server import methods, path
 
 SECRET = "a secret of the run"
@@ -194,7 +194,7 @@ def test_a_reward_service_asks_for_a_token_and_no_certificate(reward_server: Ser
 @pytest.mark.parametrize("method", INSIDE)
 def test_those_who_may_get_in(server: Server, method: str) -> None:
     roles = callers(method)
-    assert roles, f"{method}: say in service/admission.py who may call it"
+    assert roles, f"{method}: say in service/grpc/admission.py who may call it"
     for role in (*sorted(roles), "host"):
         assert server.ask(method, certificate=role, token=SECRET) is StatusCode.UNIMPLEMENTED, role
     assert (

@@ -46,10 +46,11 @@ from paceline.reward.attached.servicer import GatewayServicer
 from paceline.reward.cached import Cached
 from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
 from paceline.sdk import RewardAttachment, attachment
-from paceline.service import channels, tokens
-from paceline.service.credentials import Credentials, TlsFiles
-from paceline.service.gateway import Gateway, GatewayOptions
-from paceline.service.grpc_server import start_server
+from paceline.service.attach.gateway import Gateway, GatewayOptions
+from paceline.service.grpc import channels
+from paceline.service.grpc.server import start_server
+from paceline.service.identity import tokens
+from paceline.service.identity.credentials import Credentials, TlsFiles
 from paceline.wire.attachment import GroupAnswer, gateway_message_from_proto, scorer_message_to_proto
 from support.clocks import ManualClock
 
@@ -467,7 +468,7 @@ async def test_items_of_a_client_that_vanishes_go_to_one_that_comes_later() -> N
 def clock(monkeypatch: pytest.MonkeyPatch) -> ManualClock:
     """The gateway's, by which answers are late: only the test moves it."""
     clock = ManualClock()
-    monkeypatch.setattr("paceline.service.gateway.time", clock)
+    monkeypatch.setattr("paceline.service.attach.gateway.time", clock)
     return clock
 
 
@@ -718,7 +719,7 @@ async def test_the_end_of_the_run_ends_a_client_that_is_still_at_work_when_the_s
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It has heard the goodbye: nobody will be there however long it tries again."""
-    monkeypatch.setattr("paceline.service.gateway._LEAVE_GRACE_S", 0.3)
+    monkeypatch.setattr("paceline.service.attach.gateway._LEAVE_GRACE_S", 0.3)
     began = asyncio.Event()
 
     async def endless(response: str, ground_truth: str) -> float:

@@ -24,8 +24,8 @@ from paceline.rollout.episodes.recorder import Draw
 from paceline.rollout.episodes.remote import RemoteEnvironment, RemoteOptions
 from paceline.rpc.v1 import environment_pb2_grpc
 from paceline.sdk import Environment, EnvironmentAttachment, EnvironmentServer, Observation, playing
-from paceline.service.credentials import Credentials, TlsFiles
-from paceline.service.grpc_server import start_server
+from paceline.service.grpc.server import start_server
+from paceline.service.identity.credentials import Credentials, TlsFiles
 from support.environments import Bad, Guess
 from support.episodes import END, Script, call, episodes, group, ids, text
 

@@ -10,8 +10,8 @@ import pytest
 
 from paceline.core.attachment import Answers, FromClient, Hello, Leave, Welcome, Work
 from paceline.core.errors import PeerLostError
-from paceline.service import attaching
-from paceline.service.attaching import AttachedClient, ClientOptions
+from paceline.service.attach import attaching
+from paceline.service.attach.attaching import AttachedClient, ClientOptions
 from support.clocks import ManualClock
 
 PATIENCE_S = 10.0

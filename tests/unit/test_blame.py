@@ -16,7 +16,7 @@ from paceline.core.errors import (
 )
 from paceline.core.members import SOME_MEMBER, LocalPart, MemberKind, Peer, RankRef
 from paceline.rollout.engines.vllm.calls import engine_died
-from paceline.service.errors import from_metadata, to_metadata
+from paceline.service.grpc.errors import from_metadata, to_metadata
 from paceline.weights.transport.rendezvous import Deadline
 
 LEARNER, A, B, C = RankRef(MemberKind.LEARNER, 0), *(RankRef(MemberKind.ROLLOUT, k) for k in range(3))

@@ -19,10 +19,10 @@ from paceline.core.scoring import ScoreItem
 from paceline.rpc.v1 import controller_pb2 as pb
 from paceline.rpc.v1 import controller_pb2_grpc
 from paceline.sdk import RewardClient, RewardServer
-from paceline.service import channels
-from paceline.service.credentials import Credentials, LatestTls, TlsFiles
-from paceline.service.grpc_server import RunningServer, start_server
-from paceline.service.tokens import Scope, mint
+from paceline.service.grpc import channels
+from paceline.service.grpc.server import RunningServer, start_server
+from paceline.service.identity.credentials import Credentials, LatestTls, TlsFiles
+from paceline.service.identity.tokens import Scope, mint
 from support.fake_controller import FakeController, notice_event
 
 DAY_S = 86_400

@@ -25,9 +25,9 @@ from paceline.core.members import MemberKind, RolloutState
 from paceline.core.policy import PolicyTag
 from paceline.rpc.v1 import common_pb2, controller_pb2_grpc
 from paceline.rpc.v1 import controller_pb2 as pb
-from paceline.service import channels
-from paceline.service.credentials import Credentials
-from paceline.service.grpc_server import start_server
+from paceline.service.grpc import channels
+from paceline.service.grpc.server import start_server
+from paceline.service.identity.credentials import Credentials
 from paceline.storage.folder import Folder
 from support.sequencer_run import config, turns_of
 from support.training_run import read_jsonl

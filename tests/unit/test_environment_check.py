@@ -17,7 +17,7 @@ from paceline.core.errors import ConfigError, EnvironmentLackError
 from paceline.rollout.episodes.remote import RemoteEnvironment, RemoteOptions
 from paceline.rpc.v1 import environment_pb2 as pb
 from paceline.sdk import Environment, EnvironmentServer, RewardServer, environment_server
-from paceline.service.credentials import Credentials
+from paceline.service.identity.credentials import Credentials
 from paceline.wire.environment import ENVIRONMENT_CONTRACT
 from support.cli_configs import config
 

@@ -17,7 +17,7 @@ from paceline.controller.batch.tasks import with_tasks
 from paceline.core.errors import ConfigError, DataError, PacelineError, PeerLostError
 from paceline.data.rows import read_rows
 from paceline.sdk import EnvironmentServer
-from paceline.service.credentials import Credentials
+from paceline.service.identity.credentials import Credentials
 from support.environments import Guess
 
 CREDENTIALS = Credentials(token="secret")

@@ -18,7 +18,7 @@ from paceline.rollout.episodes.environment import EnvironmentLostError, EpisodeT
 from paceline.rollout.episodes.remote import RemoteEnvironment, RemoteOptions
 from paceline.sdk import Environment, EnvironmentServer, Observation, tool
 from paceline.sdk.sessions import Sessions
-from paceline.service.credentials import Credentials
+from paceline.service.identity.credentials import Credentials
 from support.clocks import ManualClock
 from support.environments import Bad, Guess
 from support.episodes import Script, call, episodes, group, text

@@ -12,9 +12,9 @@ from paceline.controller.fleet.membership import Member
 from paceline.core.errors import ProtocolError
 from paceline.core.members import MemberKind
 from paceline.rpc.v1 import learner_pb2, learner_pb2_grpc
-from paceline.service.credentials import Credentials
-from paceline.service.grpc_server import RunningServer, start_server
-from paceline.service.terms import Terms
+from paceline.service.grpc.server import RunningServer, start_server
+from paceline.service.grpc.terms import Terms
+from paceline.service.identity.credentials import Credentials
 from support.sequencer_run import config
 
 SECRET = Credentials(token="secret")

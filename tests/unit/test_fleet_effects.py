@@ -16,8 +16,8 @@ from paceline.controller.servicer import ControllerServicer
 from paceline.core.members import LearnerState, MemberKind, MemberState, RewardState, RolloutState
 from paceline.rpc.v1 import common_pb2
 from paceline.rpc.v1 import controller_pb2 as pb
-from paceline.service.connection import common_options
-from paceline.service.credentials import Credentials
+from paceline.service.grpc.connection import common_options
+from paceline.service.identity.credentials import Credentials
 from paceline.storage.folder import Folder
 from support.clocks import ManualClock
 from support.sequencer_run import config, turns_of

@@ -14,7 +14,7 @@ from paceline.controller.health import measure_mailboxes, observe_run
 from paceline.core.clock import SystemClock
 from paceline.core.guard import Reading
 from paceline.core.members import MemberKind, RolloutState
-from paceline.service import metrics
+from paceline.service.observability import metrics
 from support.clocks import ManualClock
 from support.measured import measured
 from support.sequencer_run import RUN, run

@@ -19,9 +19,9 @@ from paceline.broker.mailbox import Mailbox
 from paceline.broker.memory import MemoryBroker
 from paceline.core.errors import ConfigError, EnvironmentLackError
 from paceline.launch import plan
-from paceline.service import metrics, prometheus, telemetry
-from paceline.service.gpu_metrics import observe_gpus
-from paceline.service.metrics import Metric, MetricKind, Observation, Observer
+from paceline.service.observability import metrics, prometheus, telemetry
+from paceline.service.observability.gpu_metrics import observe_gpus
+from paceline.service.observability.metrics import Metric, MetricKind, Observation, Observer
 from paceline.sizing.machine import Machine, free_port
 from support import cli_configs
 from support.measured import measured

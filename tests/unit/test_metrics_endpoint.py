@@ -14,9 +14,9 @@ import pytest
 
 from paceline.cli.certificates import Authority
 from paceline.core.errors import ConfigError, EnvironmentLackError
-from paceline.service import prometheus, telemetry
-from paceline.service.credentials import CA_FILE, TLS_DIR, TlsFiles
-from paceline.service.prometheus import PLAIN
+from paceline.service.identity.credentials import CA_FILE, TLS_DIR, TlsFiles
+from paceline.service.observability import prometheus, telemetry
+from paceline.service.observability.prometheus import PLAIN
 from paceline.sizing.machine import free_port
 
 pytest.importorskip("prometheus_client", reason="pip install opentelemetry-exporter-prometheus")
@@ -129,7 +129,7 @@ def test_callers_who_say_nothing_do_not_keep_others_out(
     port: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A few at a time are answered; where all places are taken, who has been there longest goes."""
-    monkeypatch.setattr("paceline.service.http_server._REQUEST_S", 300.0)
+    monkeypatch.setattr("paceline.service.observability.http_server._REQUEST_S", 300.0)
     issue(folder, "client")
     idle = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(40)]
     began = time.monotonic()

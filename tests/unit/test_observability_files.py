@@ -14,8 +14,8 @@ import yaml
 
 from paceline.config.services import ServiceConfig, WeightsConfig
 from paceline.core.guard import RULES
-from paceline.service import metrics
-from paceline.service.metrics import Metric
+from paceline.service.observability import metrics
+from paceline.service.observability.metrics import Metric
 from support.training_run import ROOT
 
 FOLDER = ROOT / "deploy" / "observability"

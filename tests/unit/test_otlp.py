@@ -13,8 +13,8 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from paceline.service import metrics, telemetry
-from paceline.service.otlp import CollectorSpanExporter
+from paceline.service.observability import metrics, telemetry
+from paceline.service.observability.otlp import CollectorSpanExporter
 from paceline.sizing.machine import free_port
 from support.otlp_collector import collector
 
@@ -57,7 +57,7 @@ def test_a_collector_that_never_answers_costs_no_time(
 
 def test_a_process_ends_though_its_collector_hangs() -> None:
     program = (
-        "import sys; from paceline.service import telemetry as t\n"
+        "import sys; from paceline.service.observability import telemetry as t\n"
         "t.setup('x', run_dir=None, otlp_endpoint=sys.argv[1])\n"
         "with t.span('a'): pass\n"
         "t.shutdown()"

@@ -37,7 +37,7 @@ from paceline.reward.shape import Shape
 from paceline.reward.weighted_sum import WeightedSum
 from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
 from paceline.sdk import RewardAttachment, RewardServer
-from paceline.service.grpc_server import start_server
+from paceline.service.grpc.server import start_server
 from paceline.wire import (
     decode_scored,
     decode_trajectory_header,

@@ -32,7 +32,7 @@ from paceline.reward.functions.spec import FunctionSpec
 from paceline.reward.scores import Score
 from paceline.reward.shape import Shape
 from paceline.service.children.process import ChildLimits
-from paceline.service.controller_link import Registration
+from paceline.service.member.controller_link import Registration
 from support import cli_configs
 
 OBEDIENT = FunctionSpec(name="f", reference="support.reward_functions:obedient")

@@ -16,8 +16,8 @@ from paceline.core.scoring import ScoreItem
 from paceline.reward.scorer import ScorerSettings
 from paceline.reward.weighted_sum import WeightedSum
 from paceline.rpc.v1 import reward_pb2
-from paceline.service import metrics
-from paceline.service.telemetry import Telemetry
+from paceline.service.observability import metrics
+from paceline.service.observability.telemetry import Telemetry
 from support.reward_servers import OddServer, serving
 
 WAITING = """\

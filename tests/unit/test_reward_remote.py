@@ -29,7 +29,7 @@ from paceline.reward.shape import Shape
 from paceline.reward.weighted_sum import WeightedSum
 from paceline.rpc.v1 import reward_pb2
 from paceline.sdk import RewardServer
-from paceline.service.credentials import Credentials, TlsFiles
+from paceline.service.identity.credentials import Credentials, TlsFiles
 from support import cli_configs
 from support.reward_servers import OddServer, serving
 

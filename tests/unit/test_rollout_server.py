@@ -25,7 +25,7 @@ from paceline.core.errors import (
 from paceline.core.members import EnginePart, RolloutState
 from paceline.rollout import app
 from paceline.rollout.server import RolloutServer
-from paceline.service.runtime import ServiceContext
+from paceline.service.member.runtime import ServiceContext
 from support.rollout_bench import LIMITS, RUN, V0, V1, bench, group, weight_group_spec
 
 

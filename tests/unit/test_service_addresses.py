@@ -9,8 +9,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.core.errors import ConfigError, EnvironmentLackError
 from paceline.service import addresses
-from paceline.service.channels import connect
-from paceline.service.grpc_server import start_server
+from paceline.service.grpc.channels import connect
+from paceline.service.grpc.server import start_server
 
 
 class Entry:
@@ -83,7 +83,7 @@ async def test_a_server_answers_at_the_address_that_it_tells(host: str) -> None:
 
 
 async def test_an_interface_beyond_loopback_needs_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.service.grpc_server.to_bind", lambda host: "192.0.2.1")
+    monkeypatch.setattr("paceline.service.grpc.server.to_bind", lambda host: "192.0.2.1")
     with pytest.raises(ConfigError, match=r"refusing to listen on 192\.0\.2\.1"):
         await start_server(lambda servicer, server: None, None, host="eth7")
 

@@ -25,12 +25,12 @@ from paceline.core.errors import (
 from paceline.core.members import MemberKind, RankRef
 from paceline.rpc.v1 import controller_pb2 as pb
 from paceline.rpc.v1 import controller_pb2_grpc
-from paceline.service import channels
-from paceline.service.connection import is_loopback
-from paceline.service.credentials import Credentials
-from paceline.service.errors import STATUS_CODES, error_classes, from_metadata, status_code
-from paceline.service.grpc_server import RunningServer, start_server
-from paceline.service.terms import Terms
+from paceline.service.addresses import is_loopback
+from paceline.service.grpc import channels
+from paceline.service.grpc.errors import STATUS_CODES, error_classes, from_metadata, status_code
+from paceline.service.grpc.server import RunningServer, start_server
+from paceline.service.grpc.terms import Terms
+from paceline.service.identity.credentials import Credentials
 
 ADD = controller_pb2_grpc.add_ControllerServiceServicer_to_server
 SECRET = Credentials(token="secret")

@@ -14,7 +14,7 @@ from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, DeadlineError, PeerLostError, ProtocolError
 from paceline.core.members import LearnerState, MemberKind, RolloutState
 from paceline.core.policy import PolicyTag
-from paceline.service.controller_link import ControllerLink, MemberReport
+from paceline.service.member.controller_link import ControllerLink, MemberReport
 from paceline.sizing.machine import free_port
 from support.fake_controller import FakeController, serve
 

@@ -17,11 +17,11 @@ from paceline.core.errors import FailedStartError, ModelError, PacelineError, Pe
 from paceline.core.members import MemberKind, RewardState
 from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
 from paceline.sdk import RewardClient
-from paceline.service import channels
-from paceline.service.controller_link import MemberReport
-from paceline.service.credentials import Credentials
-from paceline.service.member import MemberOptions, MemberSession
-from paceline.service.runtime import ServiceContext
+from paceline.service.grpc import channels
+from paceline.service.identity.credentials import Credentials
+from paceline.service.member.bootstrap import MemberOptions, MemberSession
+from paceline.service.member.controller_link import MemberReport
+from paceline.service.member.runtime import ServiceContext
 from support.fake_controller import FakeController, serve
 
 CONFIG = {
@@ -38,7 +38,7 @@ async def controller(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Fak
     monkeypatch.delenv("PACELINE_TOKEN", raising=False)
     fake = FakeController(config_json=parse(RunConfig, CONFIG).model_dump_json())
     # The run directory of the fake is not there, and a member may not need it to report a failure.
-    monkeypatch.setattr("paceline.service.telemetry.setup", lambda *_, **__: None)
+    monkeypatch.setattr("paceline.service.observability.telemetry.setup", lambda *_, **__: None)
     server = await serve(fake)
     yield fake, server.address
     await server.stop(0)
@@ -428,7 +428,8 @@ async def test_spans_go_to_the_run_directory_only_where_it_is_the_runs_own(
         (tmp_path / "run" / "run.id").write_text(content)
     given = list[object]()
     monkeypatch.setattr(
-        "paceline.service.telemetry.setup", lambda *_, **options: given.append(options["run_dir"])
+        "paceline.service.observability.telemetry.setup",
+        lambda *_, **options: given.append(options["run_dir"]),
     )
 
     async def work(session: MemberSession) -> None:

@@ -13,17 +13,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from paceline.service import loop_lag, telemetry
-from paceline.service.loop_lag import measure_loop_lag
-from paceline.service.metrics import Metric
-from paceline.service.runtime import ServiceContext
-from paceline.service.shutdown import ShutdownStack
+from paceline.service.member.runtime import ServiceContext
+from paceline.service.member.shutdown import ShutdownStack
+from paceline.service.observability import loop_lag, telemetry
+from paceline.service.observability.loop_lag import measure_loop_lag
+from paceline.service.observability.metrics import Metric
 from support.clocks import ManualClock
 
 PROGRAM = """
 import asyncio, sys
 from paceline.core.errors import ModelError
-from paceline.service.runtime import run_service
+from paceline.service.member.runtime import run_service
 
 async def step(name):
     print(name, flush=True)
@@ -72,7 +72,7 @@ async def test_tasks_that_have_ended_are_let_go_of() -> None:
 def test_returning_ends_well_in_reverse_order() -> None:
     code, out, err = end(start("context.spawn('beat', asyncio.sleep(100))"))
     assert (code, out) == (0, ENDED)
-    assert "INFO demo-0 paceline.service.runtime: stopped" in err
+    assert "INFO demo-0 paceline.service.member.runtime: stopped" in err
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -87,7 +87,7 @@ def test_an_error_on_purpose_is_one_sentence() -> None:
     code, out, err = end(start("raise ModelError('no tokenizer in m; save one there')"))
     assert (code, out) == (2, ENDED)
     assert err.splitlines()[-1].endswith(
-        "ERROR demo-0 paceline.service.runtime: fatal: no tokenizer in m; save one there"
+        "ERROR demo-0 paceline.service.member.runtime: fatal: no tokenizer in m; save one there"
     )
     assert "Traceback" not in err
 

@@ -15,9 +15,10 @@ import pytest
 from paceline.core.errors import EnvironmentLackError
 from paceline.rpc.v1 import controller_pb2 as pb
 from paceline.rpc.v1 import controller_pb2_grpc
-from paceline.service import channels, telemetry
-from paceline.service.grpc_server import start_server
-from paceline.service.spans import SpanFileExporter
+from paceline.service.grpc import channels
+from paceline.service.grpc.server import start_server
+from paceline.service.observability import telemetry
+from paceline.service.observability.spans import SpanFileExporter
 from paceline.show.report.timeline import read_spans
 
 
@@ -108,7 +109,7 @@ def test_ids_leave_the_seeded_generator_alone(spans_file: Path) -> None:
 
 def test_processes_share_a_file_without_tearing_lines(tmp_path: Path) -> None:
     program = (
-        "import sys; from paceline.service import telemetry as t\n"
+        "import sys; from paceline.service.observability import telemetry as t\n"
         f"t.setup('x', run_dir={str(tmp_path)!r}, instance=sys.argv[1])\n"
         "for i in range(300):\n"
         "    with t.span(sys.argv[1], attributes={'long': 'y' * 9000, 'i': i}): pass\n"

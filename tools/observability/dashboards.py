@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.service import metrics
+from paceline.service.observability import metrics
 
 _WIDTH, _HEIGHT, _PER_LINE = 8, 8, 3
 _SOURCE = {"type": "prometheus", "uid": "paceline-prometheus"}

@@ -9,8 +9,8 @@ from pathlib import Path
 import yaml
 
 from observability.dashboards import Dashboard
-from paceline.service import metrics
-from paceline.service.metrics import Metric
+from paceline.service.observability import metrics
+from paceline.service.observability.metrics import Metric
 
 
 def metric_table() -> str:

@@ -14,7 +14,7 @@ from paceline.api.step import Step
 from paceline.core.errors import ConfigError
 from paceline.runs import run_dir as run_dirs
 from paceline.runs.controller_client import ControllerClient
-from paceline.service.credentials import Credentials
+from paceline.service.identity.credentials import Credentials
 
 _ANSWER_S = 20.0
 

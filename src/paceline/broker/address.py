@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from urllib.parse import SplitResult, parse_qs, quote, urlsplit, urlunsplit
 
 from paceline.core.errors import ConfigError
-from paceline.service.connection import is_loopback
-from paceline.service.credentials import CA_FILE, CERTIFICATE_FILE, KEY_FILE, TLS_DIR, secret
+from paceline.service.addresses import is_loopback
+from paceline.service.identity.credentials import CA_FILE, CERTIFICATE_FILE, KEY_FILE, TLS_DIR, secret
 
 log = logging.getLogger(__name__)
 

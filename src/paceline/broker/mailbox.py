@@ -14,7 +14,7 @@ from paceline.broker.backpressure import wait_for_room
 from paceline.broker.base import Ack, Broker, Entry, Outgoing
 from paceline.broker.names import mailbox
 from paceline.core.errors import BrokerError
-from paceline.service import metrics, telemetry
+from paceline.service.observability import metrics, telemetry
 
 log = logging.getLogger(__name__)
 

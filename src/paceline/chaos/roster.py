@@ -17,7 +17,7 @@ from paceline.core.members import LearnerState, RewardState, RolloutState
 from paceline.runs import run_dir as run_dirs
 from paceline.runs.controller_client import ControllerClient, MemberStatus
 from paceline.runs.run_dir import RunNote
-from paceline.service.credentials import Credentials
+from paceline.service.identity.credentials import Credentials
 
 _POLL_S = 0.3
 # A member that was killed counts as working to the controller until its silence is noticed.

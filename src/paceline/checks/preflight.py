@@ -21,7 +21,7 @@ from paceline.core.errors import ConfigError, DataError, EnvironmentLackError, M
 from paceline.core.images import MODELS_WITH_IMAGES
 from paceline.core.reward_function import check_extra_keys
 from paceline.service.addresses import split
-from paceline.service.gpu_metrics import gpu_memory
+from paceline.service.observability.gpu_metrics import gpu_memory
 from paceline.show.trackers.adapters import check_installed
 from paceline.sizing.gpus import share_gpus
 from paceline.sizing.machine import Machine, lacking_library

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from paceline.core.errors import ConfigError, EnvironmentLackError
-from paceline.service.credentials import CA_FILE, CERTIFICATE_FILE, HOST_ROLE, KEY_FILE, server_name
+from paceline.service.identity.credentials import CA_FILE, CERTIFICATE_FILE, HOST_ROLE, KEY_FILE, server_name
 from paceline.service.process import write_atomically
 
 _SERVICES = ("controller", "rollout", "learner", "reward")

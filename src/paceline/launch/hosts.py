@@ -20,8 +20,7 @@ from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.launch import plan
 from paceline.launch.plan import ProcessSpec, Role
-from paceline.service.addresses import join
-from paceline.service.connection import is_loopback
+from paceline.service.addresses import is_loopback, join
 from paceline.sizing.machine import Machine
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from paceline.config.run import RunConfig
 from paceline.launch import plan
-from paceline.service.connection import is_loopback
-from paceline.service.credentials import FILE_SUFFIX, TLS_DIR, TOKEN, Credentials
+from paceline.service.addresses import is_loopback
+from paceline.service.identity.credentials import FILE_SUFFIX, TLS_DIR, TOKEN, Credentials
 from paceline.service.process import write_atomically
 from paceline.sizing.machine import Machine
 

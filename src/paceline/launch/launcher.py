@@ -39,7 +39,7 @@ from paceline.runs import run_dir as run_dirs
 from paceline.runs.controller_client import ControllerClient
 from paceline.service import process_ends
 from paceline.service.addresses import announced
-from paceline.service.credentials import TOKEN, Credentials
+from paceline.service.identity.credentials import TOKEN, Credentials
 from paceline.service.process import BROKER_URL, adopt_orphans
 from paceline.service.process_ends import ProcessEnd
 from paceline.show.live.clock import Clock

@@ -13,7 +13,7 @@ from paceline.launch.plan import Role
 from paceline.launch.presence import Sighting
 from paceline.launch.services import Services, Unit
 from paceline.runs.controller_client import ControllerClient, MemberStatus
-from paceline.service.credentials import Credentials
+from paceline.service.identity.credentials import Credentials
 
 log = logging.getLogger(__name__)
 

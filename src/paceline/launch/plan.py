@@ -14,9 +14,9 @@ from paceline.config.reward import RewardModelConfig
 from paceline.config.run import RunConfig
 from paceline.data.hub import uses_hub
 from paceline.runs.run_dir import START
-from paceline.service import prometheus
-from paceline.service.credentials import INSECURE, REWARD_TOKEN, TOKEN
-from paceline.service.member import MAX_MESSAGE_MIB
+from paceline.service.identity.credentials import INSECURE, REWARD_TOKEN, TOKEN
+from paceline.service.member.bootstrap import MAX_MESSAGE_MIB
+from paceline.service.observability import prometheus
 from paceline.sizing.gpus import joined, share_gpus
 from paceline.sizing.machine import Machine
 from paceline.storage.hub import OFFLINE

@@ -13,8 +13,8 @@ from paceline.core.scoring import ScoreItem, ScoreResult
 from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
 from paceline.sdk.attachment import Attachment, attach_until_signal
 from paceline.sdk.function import CalledFunction, version_of
-from paceline.service import channels
-from paceline.service.credentials import REWARD_TOKEN, Credentials
+from paceline.service.grpc import channels
+from paceline.service.identity.credentials import REWARD_TOKEN, Credentials
 from paceline.wire.attachment import GroupAnswer, Task, gateway_message_from_proto, scorer_message_to_proto
 
 

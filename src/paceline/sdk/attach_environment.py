@@ -12,8 +12,8 @@ from paceline.rpc.v1 import environment_pb2_grpc
 from paceline.sdk.attachment import Attachment, attach_until_signal
 from paceline.sdk.environment import Environment
 from paceline.sdk.playing import Asker, play
-from paceline.service import channels
-from paceline.service.credentials import ENVIRONMENT_TOKEN, Credentials
+from paceline.service.grpc import channels
+from paceline.service.identity.credentials import ENVIRONMENT_TOKEN, Credentials
 from paceline.wire.playing import play_gateway_message_from_proto, player_message_to_proto
 
 

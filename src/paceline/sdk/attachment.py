@@ -14,10 +14,11 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 
 from paceline.core.attachment import FromClient, Hello, ToClient
 from paceline.core.errors import ConfigError, DeadlineError, EnvironmentLackError, PeerLostError
-from paceline.service import addresses, channels
-from paceline.service.attaching import AttachedClient, ClientOptions
-from paceline.service.credentials import Credentials
-from paceline.service.runtime import ServiceContext, run_service
+from paceline.service import addresses
+from paceline.service.attach.attaching import AttachedClient, ClientOptions
+from paceline.service.grpc import channels
+from paceline.service.identity.credentials import Credentials
+from paceline.service.member.runtime import ServiceContext, run_service
 
 _log = logging.getLogger(__name__)
 

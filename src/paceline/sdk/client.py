@@ -9,8 +9,8 @@ from typing import Self
 from paceline.core.errors import RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem, ScoreResult
 from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
-from paceline.service import channels
-from paceline.service.credentials import REWARD_TOKEN, Credentials
+from paceline.service.grpc import channels
+from paceline.service.identity.credentials import REWARD_TOKEN, Credentials
 from paceline.wire.protobuf import score_item_to_proto, score_result_from_proto
 
 

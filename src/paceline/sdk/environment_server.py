@@ -14,7 +14,7 @@ from paceline.rpc.v1 import environment_pb2_grpc
 from paceline.sdk.environment import Environment, Observation
 from paceline.sdk.served import Served, serve_until_signal
 from paceline.sdk.sessions import Key, Sessions
-from paceline.service.credentials import ENVIRONMENT_TOKEN, Credentials
+from paceline.service.identity.credentials import ENVIRONMENT_TOKEN, Credentials
 from paceline.wire.environment import (
     ENVIRONMENT_CONTRACT,
     message_from_proto,

@@ -16,7 +16,7 @@ from paceline.core.chat import Message, ToolCall
 from paceline.core.episode import OVER_CODE, Play, Played
 from paceline.core.text import one_line
 from paceline.sdk.environment import Environment, Observation, specs_for
-from paceline.service.credentials import CA_FILE, TlsFiles
+from paceline.service.identity.credentials import CA_FILE, TlsFiles
 
 _log = logging.getLogger(__name__)
 

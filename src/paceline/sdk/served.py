@@ -7,9 +7,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
-from paceline.service.credentials import Credentials
-from paceline.service.grpc_server import RunningServer, start_server
-from paceline.service.runtime import ServiceContext, run_service
+from paceline.service.grpc.server import RunningServer, start_server
+from paceline.service.identity.credentials import Credentials
+from paceline.service.member.runtime import ServiceContext, run_service
 
 
 class Served:

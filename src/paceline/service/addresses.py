@@ -15,7 +15,6 @@ from collections.abc import MutableMapping
 import psutil
 
 from paceline.core.errors import ConfigError, EnvironmentLackError
-from paceline.service.connection import is_loopback
 
 _HOST = "PACELINE_HOST"
 _ADVERTISE = "PACELINE_ADVERTISE"
@@ -42,6 +41,16 @@ def split(address: str) -> tuple[str, int]:
             f"{address!r} must be HOST:PORT, with an IPv6 address in brackets, say [fd00::2]:5000"
         )
     return plain, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def is_wildcard(host: str) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from paceline.config.run import RunConfig
-from paceline.service.gpu_metrics import gpu_memory
+from paceline.service.observability.gpu_metrics import gpu_memory
 from paceline.sizing.learner_memory import LearnerMemory
 from paceline.sizing.memory_choice import fits_awake
 from paceline.sizing.memory_plan import EngineMemory, engine_budget

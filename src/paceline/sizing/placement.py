@@ -17,7 +17,7 @@ from paceline.config.memory import MemoryConfig
 from paceline.config.model import ModelConfig
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
-from paceline.service.gpu_metrics import gpu_memory
+from paceline.service.observability.gpu_metrics import gpu_memory
 from paceline.sizing.colocation import (
     SHARED_MEMORY,
     engine_size,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
-from paceline.service.run_directory import read_run_id
+from paceline.service.member.run_directory import read_run_id
 from paceline.storage.folder import Folder, reason
 
 _MARKER = ".paceline-run"

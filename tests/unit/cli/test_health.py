@@ -8,7 +8,7 @@ import pytest
 
 from paceline.cli.main import main
 from paceline.rpc.v1 import reward_pb2_grpc
-from paceline.service.grpc_server import start_server
+from paceline.service.grpc.server import start_server
 
 
 async def test_the_exit_code_says_whether_a_service_serves(capsys: pytest.CaptureFixture[str]) -> None:

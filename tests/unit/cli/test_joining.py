@@ -11,8 +11,8 @@ import pytest
 from paceline.core.members import MemberKind
 from paceline.launch import plan
 from paceline.launch.joining import how_to_join, keep_token
-from paceline.service.credentials import Credentials
-from paceline.service.member import MemberOptions
+from paceline.service.identity.credentials import Credentials
+from paceline.service.member.bootstrap import MemberOptions
 from paceline.sizing.machine import Machine
 from support.cli_configs import config
 

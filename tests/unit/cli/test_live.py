@@ -12,7 +12,7 @@ from rich.console import Console
 from paceline.core.errors import PeerLostError
 from paceline.core.run_events import EndEvent
 from paceline.rpc.v1 import controller_pb2 as pb
-from paceline.service.credentials import Credentials
+from paceline.service.identity.credentials import Credentials
 from paceline.show.live import table
 from paceline.show.live.follow import follow
 from paceline.show.live.signs import Signs

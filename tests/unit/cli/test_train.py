@@ -20,7 +20,7 @@ from paceline.cli.commands import train
 from paceline.cli.main import main
 from paceline.config.run import RunConfig
 from paceline.launch.outcome import Outcome
-from paceline.service.credentials import INSECURE, TLS_DIR
+from paceline.service.identity.credentials import INSECURE, TLS_DIR
 from paceline.sizing.machine import Machine
 from support.cli_configs import config
 

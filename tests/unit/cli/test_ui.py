@@ -26,7 +26,7 @@ from paceline.cli.main import main
 from paceline.core.errors import ConfigError, EnvironmentLackError
 from paceline.rpc.v1 import controller_pb2 as pb
 from paceline.runs import run_dir as run_dirs
-from paceline.service.credentials import INSECURE, TLS_DIR
+from paceline.service.identity.credentials import INSECURE, TLS_DIR
 from paceline.show.ui.machine import Machine
 from paceline.show.ui.runs import ServedRuns
 from paceline.show.ui.serve import Listen, open_server

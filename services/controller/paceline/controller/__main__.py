@@ -8,7 +8,7 @@ from pathlib import Path
 
 from paceline.controller.app import Options, serve
 from paceline.service.addresses import add_address_arguments
-from paceline.service.runtime import run_service
+from paceline.service.member.runtime import run_service
 
 
 def main(arguments: list[str] | None = None) -> int:

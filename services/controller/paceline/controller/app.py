@@ -39,11 +39,11 @@ from paceline.core.clock import SystemClock
 from paceline.core.errors import BrokerError, ConfigError, PacelineError
 from paceline.data.hub import pinned_run
 from paceline.rpc.v1 import controller_pb2_grpc
-from paceline.service import telemetry
-from paceline.service.credentials import Credentials
-from paceline.service.grpc_server import start_server
+from paceline.service.grpc.server import start_server
+from paceline.service.identity.credentials import Credentials
+from paceline.service.member.runtime import ServiceContext
+from paceline.service.observability import telemetry
 from paceline.service.process import write_atomically
-from paceline.service.runtime import ServiceContext
 from paceline.storage.places import mark
 
 log = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from paceline.controller.progress import Progress, Run
 from paceline.core.clock import Clock
 from paceline.core.errors import BrokerError, DeadlineError
 from paceline.core.guard import RULES
-from paceline.service import metrics, telemetry
-from paceline.service.metrics import Observation
+from paceline.service.observability import metrics, telemetry
+from paceline.service.observability.metrics import Observation
 
 log = logging.getLogger(__name__)
 

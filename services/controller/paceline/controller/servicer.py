@@ -20,8 +20,8 @@ from paceline.core.members import MemberKind
 from paceline.core.policy import PolicyTag
 from paceline.core.text import one_line
 from paceline.rpc.v1 import controller_pb2, controller_pb2_grpc
-from paceline.service.credentials import Credentials
-from paceline.service.errors import clip
+from paceline.service.grpc.errors import clip
+from paceline.service.identity.credentials import Credentials
 from paceline.storage.folder import Folder
 from paceline.wire.members import member_kind_from_proto, member_kind_to_proto, member_state_from_word
 from paceline.wire.protobuf import policy_tag_from_proto, policy_tag_to_proto

@@ -8,7 +8,7 @@ import sys
 
 from paceline.core.members import MemberKind
 from paceline.service.imports import without_collections
-from paceline.service.member import MemberOptions, run_member
+from paceline.service.member.bootstrap import MemberOptions, run_member
 from paceline.storage.cache import keep_kernels
 
 keep_kernels()  # before torch

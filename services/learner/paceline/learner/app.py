@@ -21,11 +21,11 @@ from paceline.learner.group import Assignment, follow, lead
 from paceline.learner.servicer import LearnerServicer
 from paceline.learner.train.learner import Learner
 from paceline.rpc.v1 import learner_pb2_grpc
-from paceline.service import telemetry
 from paceline.service.addresses import split, to_bind
-from paceline.service.controller_link import MemberReport
-from paceline.service.logs import setup_logging
-from paceline.service.member import MemberSession
+from paceline.service.member.bootstrap import MemberSession
+from paceline.service.member.controller_link import MemberReport
+from paceline.service.observability import telemetry
+from paceline.service.observability.logs import setup_logging
 from paceline.service.process import die_with_parent
 
 log = logging.getLogger(__name__)

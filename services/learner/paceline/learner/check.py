@@ -18,7 +18,7 @@ from paceline.config.run import RunConfig
 from paceline.core.errors import PacelineError, exit_code
 from paceline.learner.model.self_test import check_models
 from paceline.learner.train.losses import loss_function
-from paceline.service.logs import setup_logging
+from paceline.service.observability.logs import setup_logging
 from paceline.service.process import die_with_parent
 
 _log = logging.getLogger(__name__)

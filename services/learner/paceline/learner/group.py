@@ -42,7 +42,7 @@ from paceline.learner.model.self_test import check_models
 from paceline.learner.train.learner import Learner
 from paceline.learner.train.profiler import StepProfiler
 from paceline.learner.train.warm_up import load_warm
-from paceline.service.logs import set_level
+from paceline.service.observability.logs import set_level
 from paceline.storage.folder import Folder
 from paceline.storage.models import local_folder, local_model
 from paceline.storage.places import require_marker

@@ -25,7 +25,7 @@ from paceline.learner.commands import Description
 from paceline.learner.distributed.command_loop import CommandQueue
 from paceline.learner.distributed.engine_room import RoomMade
 from paceline.rpc.v1 import learner_pb2, learner_pb2_grpc
-from paceline.service import telemetry
+from paceline.service.observability import telemetry
 from paceline.weights.digest.agreement import format_digest, model_digest
 from paceline.weights.receipt import PushReceipt
 from paceline.weights.transport.rendezvous import abandon

@@ -6,8 +6,8 @@ import sys
 
 from paceline.core.members import MemberKind
 from paceline.reward.app import RewardApp
-from paceline.service.credentials import REWARD_TOKEN
-from paceline.service.member import MemberOptions, run_member
+from paceline.service.identity.credentials import REWARD_TOKEN
+from paceline.service.member.bootstrap import MemberOptions, run_member
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -28,10 +28,10 @@ from paceline.reward.scorer import ScorerSettings
 from paceline.reward.servicer import RewardServicer
 from paceline.reward.weighted_sum import WeightedSum
 from paceline.rpc.v1 import reward_pb2_grpc
-from paceline.service import metrics, telemetry
-from paceline.service.controller_link import MemberReport, Registration
-from paceline.service.credentials import REWARD_TOKEN, Credentials
-from paceline.service.member import MemberSession
+from paceline.service.identity.credentials import REWARD_TOKEN, Credentials
+from paceline.service.member.bootstrap import MemberSession
+from paceline.service.member.controller_link import MemberReport, Registration
+from paceline.service.observability import metrics, telemetry
 from paceline.service.threads import in_stoppable_thread
 from paceline.storage.models import local_model
 

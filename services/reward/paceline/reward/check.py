@@ -21,8 +21,8 @@ from paceline.core.errors import PacelineError, exit_code
 from paceline.reward.functions import registry
 from paceline.reward.remote.scorer import RemoteScorer
 from paceline.reward.scorer import ScorerSettings
-from paceline.service.credentials import REWARD_TOKEN, Credentials
-from paceline.service.logs import setup_logging
+from paceline.service.identity.credentials import REWARD_TOKEN, Credentials
+from paceline.service.observability.logs import setup_logging
 from paceline.service.process import die_with_parent
 
 _log = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from paceline.data.prompts import Decoder
 from paceline.reward.placing import TokenRewards, token_rewards
 from paceline.reward.scorer import Scorer
 from paceline.reward.scores import Score, failed
-from paceline.service.telemetry import current_traceparent, span
+from paceline.service.observability.telemetry import current_traceparent, span
 from paceline.service.threads import in_thread
 from paceline.wire import (
     blob_digest,

@@ -22,7 +22,7 @@ from paceline.reward.scorer import Queued, Scorer, ScorerSettings
 from paceline.reward.scores import Score, failed
 from paceline.reward.shape import Shape
 from paceline.reward.shaped import Shaped
-from paceline.service.metrics import Observation
+from paceline.service.observability.metrics import Observation
 
 _log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from paceline.core.members import MemberKind
 from paceline.rollout.app import RolloutApp
 from paceline.rollout.engines import registry
 from paceline.rollout.engines.processes import end_all_children
-from paceline.service.member import MemberOptions, run_member
+from paceline.service.member.bootstrap import MemberOptions, run_member
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -28,9 +28,9 @@ from paceline.rollout.servicer import RolloutServicer
 from paceline.rollout.trajectories import check_samples
 from paceline.rpc.v1 import environment_pb2_grpc, rollout_pb2_grpc
 from paceline.service.addresses import choose_for_nccl, to_advertise, to_bind
-from paceline.service.controller_link import MemberReport, Registration
-from paceline.service.credentials import Credentials
-from paceline.service.member import MemberSession
+from paceline.service.identity.credentials import Credentials
+from paceline.service.member.bootstrap import MemberSession
+from paceline.service.member.controller_link import MemberReport, Registration
 from paceline.service.threads import in_stoppable_thread, in_thread
 from paceline.storage.models import local_model
 

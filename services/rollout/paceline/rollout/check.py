@@ -14,7 +14,7 @@ from pathlib import Path
 
 from paceline.core.errors import PacelineError, exit_code
 from paceline.rollout.engines.vllm.scoring import largest_difference, read_rows
-from paceline.service.logs import setup_logging
+from paceline.service.observability.logs import setup_logging
 from paceline.service.process import die_with_parent
 
 _log = logging.getLogger(__name__)

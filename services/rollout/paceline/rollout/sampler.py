@@ -32,7 +32,7 @@ from paceline.rollout.episodes.recorder import Draw
 from paceline.rollout.failures import Admission, FailureStreak, GroupFailure, failure_of
 from paceline.rollout.images import Images
 from paceline.rollout.trajectories import check_samples, sample_requests, trajectory_messages
-from paceline.service import telemetry
+from paceline.service.observability import telemetry
 from paceline.wire import encode_group_refusal
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from paceline.core.images import LoadedImage
 from paceline.core.trajectory import FinishReason, PromptGroup, Trajectory, TrajectoryHeader
 from paceline.rollout.engines.base import Sample, SampleRequest
 from paceline.rollout.episodes.recorder import Draw
-from paceline.service import telemetry
+from paceline.service.observability import telemetry
 from paceline.wire import (
     blob_digest,
     decode_trajectory,

@@ -16,7 +16,7 @@ from paceline.config.run import RmRunConfig, RunConfig, SftRunConfig
 from paceline.core.errors import ConfigError
 from paceline.launch.hosts import Hosts
 from paceline.runs import run_dir as run_dirs
-from paceline.service.credentials import Credentials
+from paceline.service.identity.credentials import Credentials
 from paceline.storage.hub import OFFLINE
 
 S = TypeVar("S", bound=Section)

@@ -11,8 +11,8 @@ from pathlib import Path
 from paceline.broker.acl import acl_line
 from paceline.broker.address import REDIS_PASSWORD
 from paceline.core.errors import ConfigError, EnvironmentLackError
-from paceline.service.credentials import TLS_DIR, TOKEN, Credentials, secret
-from paceline.service.tokens import Scope, mint
+from paceline.service.identity.credentials import TLS_DIR, TOKEN, Credentials, secret
+from paceline.service.identity.tokens import Scope, mint
 
 _DAY_S = 86_400
 _DAYS = {"init": 365.0, "issue": 7.0, "token": 7.0, "acl": 7.0}

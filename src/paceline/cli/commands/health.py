@@ -8,8 +8,8 @@ import sys
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from paceline.service import channels
-from paceline.service.credentials import Credentials
+from paceline.service.grpc import channels
+from paceline.service.identity.credentials import Credentials
 
 _DEADLINE_S = 5.0
 

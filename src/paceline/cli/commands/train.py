@@ -20,8 +20,8 @@ from paceline.core.errors import EXIT_FAILED
 from paceline.launch import dry_run
 from paceline.launch.launcher import Planner, launch
 from paceline.runs import run_dir as run_dirs
-from paceline.service.grpc_server import check_port
-from paceline.service.logs import LineFormatter
+from paceline.service.grpc.server import check_port
+from paceline.service.observability.logs import LineFormatter
 from paceline.service.process import die_with_parent
 from paceline.show.live.table import LiveView
 from paceline.show.live.view import JsonView, PlainView, View

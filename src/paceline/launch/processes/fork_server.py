@@ -35,7 +35,7 @@ from paceline.storage.cache import keep_kernels
 from paceline.storage.hub import OFFLINE
 
 SHARED: Final = (
-    "paceline.service.member",
+    "paceline.service.member.bootstrap",
     "paceline.broker",
     "torch",
     "torch._dynamo",

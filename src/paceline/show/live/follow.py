@@ -7,7 +7,7 @@ import asyncio
 from paceline.core.errors import PeerLostError
 from paceline.core.run_events import EndEvent, NoticeEvent, PhaseEvent, StepEvent
 from paceline.runs.controller_client import ControllerClient
-from paceline.service.credentials import Credentials
+from paceline.service.identity.credentials import Credentials
 from paceline.show.live.signs import Signs
 from paceline.show.live.view import View
 

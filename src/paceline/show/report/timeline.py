@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.service.spans import earlier
+from paceline.service.observability.spans import earlier
 
 _STEP = "paceline.step"
 _MAX_SPANS = 2000

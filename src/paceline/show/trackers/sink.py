@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from paceline.service.run_directory import read_run_id
+from paceline.service.member.run_directory import read_run_id
 from paceline.show.live.view import Metrics, View
 from paceline.show.trackers.adapters import TRACKERS
 from paceline.show.trackers.base import Row, TrackedRun, Tracker

@@ -7,9 +7,9 @@ from typing import Any
 
 import psutil
 
-from paceline.service import metrics
-from paceline.service.gpu_metrics import observe_gpus
-from paceline.service.metrics import Metric, Observer
+from paceline.service.observability import metrics
+from paceline.service.observability.gpu_metrics import observe_gpus
+from paceline.service.observability.metrics import Metric, Observer
 
 _GPU_FIELDS = {
     metrics.GPU_UTILISATION: "utilisation",

@@ -12,7 +12,7 @@ from typing import Any
 from paceline.core.errors import PacelineError
 from paceline.runs import run_dir as run_dirs
 from paceline.runs.controller_client import ControllerClient, RunStatus
-from paceline.service.credentials import Credentials
+from paceline.service.identity.credentials import Credentials
 from paceline.show.live.view import phase_words
 from paceline.show.report.content import RunContent, is_run
 from paceline.show.ui.machine import Machine

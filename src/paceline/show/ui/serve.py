@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.core.errors import ConfigError, EnvironmentLackError
-from paceline.service.addresses import to_bind
-from paceline.service.connection import is_loopback
-from paceline.service.credentials import INSECURE, TLS_DIR, Credentials
-from paceline.service.http_server import HttpServer
+from paceline.service.addresses import is_loopback, to_bind
+from paceline.service.identity.credentials import INSECURE, TLS_DIR, Credentials
+from paceline.service.observability.http_server import HttpServer
 from paceline.show.ui.runs import ServedRuns
 from paceline.show.ui.server import PageApp
 

@@ -31,7 +31,7 @@ from paceline.core.ids import Purpose
 from paceline.core.normalizing import Scale, normalized, scales
 from paceline.core.trajectory import Float32Array, GroupRefusal, ScoredHeader, Trajectory
 from paceline.data.prompts import Prompt
-from paceline.service import metrics, telemetry
+from paceline.service.observability import metrics, telemetry
 from paceline.wire import decode_scored
 
 _TAKE = 512

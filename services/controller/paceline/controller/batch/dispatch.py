@@ -24,7 +24,7 @@ from paceline.core.policy import PolicyTag
 from paceline.core.trajectory import PromptGroup, SamplingSpec
 from paceline.data.images import ImageReader
 from paceline.data.prompts import Prompt
-from paceline.service.telemetry import current_traceparent
+from paceline.service.observability.telemetry import current_traceparent
 from paceline.wire import decode_prompt_group, encode_prompt_group
 
 _Key = tuple[int, str, int]

@@ -18,8 +18,8 @@ from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, DataError, PeerLostError
 from paceline.rpc.v1 import environment_pb2 as pb
 from paceline.rpc.v1 import environment_pb2_grpc
-from paceline.service import channels
-from paceline.service.credentials import Credentials
+from paceline.service.grpc import channels
+from paceline.service.identity.credentials import Credentials
 from paceline.service.process import write_atomically
 from paceline.wire.json_object import read_json_object
 

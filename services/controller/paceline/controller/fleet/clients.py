@@ -2,7 +2,7 @@
 
     Channels -> LearnerClient, RolloutClient
 
-Every call is to one member and raises what `paceline.service.channels.call` raises, with the member's id
+Every call is to one member and raises what `paceline.service.grpc.channels.call` raises, with the member's id
 as the peer. A frozen machine keeps its connections open; only its missing heartbeats show that it is gone. So
 a call ends with PeerLostError as soon as its member is no longer in the fleet (`while_alive`).
 """
@@ -24,8 +24,8 @@ from paceline.core.members import EnginePart
 from paceline.core.policy import PolicyTag
 from paceline.core.training import ChunkOrder, TrainOrder, TrainResult
 from paceline.rpc.v1 import learner_pb2, learner_pb2_grpc, rollout_pb2, rollout_pb2_grpc
-from paceline.service.channels import call, connect
-from paceline.service.credentials import Credentials
+from paceline.service.grpc.channels import call, connect
+from paceline.service.identity.credentials import Credentials
 from paceline.weights.geometry.layout import RankLayout
 from paceline.weights.receipt import PushReceipt
 from paceline.wire.protobuf import policy_tag_to_proto

@@ -5,7 +5,7 @@ from __future__ import annotations
 from paceline.controller.fleet.membership import FleetChange, Health
 from paceline.core.clock import Clock
 from paceline.core.members import READY_STATES
-from paceline.service import metrics, telemetry
+from paceline.service.observability import metrics, telemetry
 
 _LOST = (Health.DEAD.value, Health.LEFT.value)
 _CHANGES = ("registered", *(health.value for health in Health))

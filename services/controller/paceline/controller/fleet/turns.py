@@ -32,7 +32,7 @@ from paceline.core.members import (
     MemberKind,
     RolloutState,
 )
-from paceline.service.telemetry import span
+from paceline.service.observability.telemetry import span
 
 log = logging.getLogger(__name__)
 

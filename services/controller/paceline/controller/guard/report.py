@@ -20,8 +20,8 @@ from paceline.controller.guard.policy import Firing, GuardDecision, GuardPolicy
 from paceline.controller.progress import Run
 from paceline.core.guard import ALLOWED_MISMATCH_KL, RULES, Action, Adjustments, Reading, worst
 from paceline.core.training import TrainResult
-from paceline.service import metrics, telemetry
-from paceline.service.metrics import Observation
+from paceline.service.observability import metrics, telemetry
+from paceline.service.observability.metrics import Observation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,7 @@ from paceline.controller.verify.term import Term
 from paceline.core.clock import Clock
 from paceline.core.errors import ConfigError
 from paceline.core.ids import run_id_for
-from paceline.service.run_directory import write_run_id
+from paceline.service.member.run_directory import write_run_id
 from paceline.storage.places import checkpoints_of
 
 log = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from paceline.controller.weights.push import WeightPush
 from paceline.core.errors import DeadlineError, PacelineError, PeerLostError, WeightSyncError
 from paceline.core.members import LearnerState, RolloutState
 from paceline.core.policy import PolicyTag
-from paceline.service.telemetry import span
+from paceline.service.observability.telemetry import span
 
 log = logging.getLogger(__name__)
 

@@ -50,7 +50,7 @@ from paceline.core.members import MemberKind, RankRef
 from paceline.core.policy import PolicyTag
 from paceline.core.training import TrainOrder, TrainResult
 from paceline.data.cursor import CursorState
-from paceline.service.telemetry import record_training, span
+from paceline.service.observability.telemetry import record_training, span
 
 # How often a step may be collected again.
 _MAX_RECOLLECTS = 3

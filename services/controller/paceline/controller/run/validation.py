@@ -15,7 +15,7 @@ from paceline.controller.run.trajectories import save_trajectories
 from paceline.core.errors import LostDataError
 from paceline.core.ids import Purpose
 from paceline.core.policy import PolicyTag
-from paceline.service.telemetry import span
+from paceline.service.observability.telemetry import span
 
 _MAX_ATTEMPTS = 3
 

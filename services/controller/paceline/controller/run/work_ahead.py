@@ -25,7 +25,7 @@ from paceline.controller.progress import Run
 from paceline.core.errors import PacelineError
 from paceline.core.guard import Adjustments
 from paceline.core.training import ChunkOrder
-from paceline.service.telemetry import span
+from paceline.service.observability.telemetry import span
 
 log = logging.getLogger(__name__)
 

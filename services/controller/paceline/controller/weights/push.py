@@ -20,7 +20,7 @@ from paceline.controller.weights import blame
 from paceline.controller.weights.epoch import Epochs
 from paceline.core.errors import PeerLostError, WeightSyncError
 from paceline.core.policy import PolicyTag
-from paceline.service import metrics, telemetry
+from paceline.service.observability import metrics, telemetry
 from paceline.weights.digest.agreement import disagreement, format_digest, model_digest
 from paceline.weights.receipt import PushReceipt
 

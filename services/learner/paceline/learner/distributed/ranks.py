@@ -14,8 +14,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from paceline.core.errors import ConfigError, EnvironmentLackError
-from paceline.service.addresses import choose_for_gloo, choose_for_nccl, join
-from paceline.service.connection import is_loopback
+from paceline.service.addresses import choose_for_gloo, choose_for_nccl, is_loopback, join
 from paceline.weights.transport import rendezvous
 
 WRITE_TIMEOUT_S = 3600.0

@@ -14,7 +14,7 @@ from paceline.reward.scorer import ScorerSettings
 from paceline.reward.scores import Score, failed, score_of
 from paceline.reward.shape import Shape
 from paceline.reward.shaped import Shaped
-from paceline.service.gateway import Gateway, GatewayOptions
+from paceline.service.attach.gateway import Gateway, GatewayOptions
 from paceline.wire.attachment import GroupResult, Result, Task
 from paceline.wire.protobuf import check_score_item
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from paceline.core.errors import ConfigError, EnvironmentLackError
 from paceline.core.text import one_line
 from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
-from paceline.service.gateway import Gateway, first_hello
+from paceline.service.attach.gateway import Gateway, first_hello
 from paceline.wire.attachment import GroupResult, Task, gateway_message_to_proto, scorer_message_from_proto
 
 

@@ -33,9 +33,9 @@ from paceline.reward.scorer import ScorerSettings, to_nobody
 from paceline.reward.scores import Score, failed, score_of
 from paceline.reward.shape import Shape
 from paceline.reward.shaped import Shaped
-from paceline.service import channels
-from paceline.service.connection import DEFAULT_MAX_MESSAGE_BYTES
-from paceline.service.credentials import TLS_DIR, Credentials, TlsFiles
+from paceline.service.grpc import channels
+from paceline.service.grpc.connection import DEFAULT_MAX_MESSAGE_BYTES
+from paceline.service.identity.credentials import TLS_DIR, Credentials, TlsFiles
 
 _log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from paceline.rollout.episodes.environment import (
 )
 from paceline.rpc.v1 import environment_pb2 as pb
 from paceline.rpc.v1 import environment_pb2_grpc
-from paceline.service.gateway import Gateway, GatewayOptions, first_hello
+from paceline.service.attach.gateway import Gateway, GatewayOptions, first_hello
 from paceline.wire.playing import play_gateway_message_to_proto, player_message_from_proto
 
 

@@ -11,7 +11,7 @@ from paceline.data.prompts import load_tokenizer, stop_token_ids
 from paceline.rollout.episodes.group import environment_of, rules_of
 from paceline.rollout.episodes.remote import RemoteEnvironment, RemoteOptions
 from paceline.rpc.v1.environment_pb2 import EnvironmentDescription
-from paceline.service.credentials import Credentials
+from paceline.service.identity.credentials import Credentials
 from paceline.storage.models import local_model
 from paceline.wire.environment import ENVIRONMENT_CONTRACT
 

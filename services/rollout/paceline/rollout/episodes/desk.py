@@ -35,7 +35,7 @@ from paceline.rollout.episodes.completions import (
 )
 from paceline.rollout.episodes.responses import chat_body, response, response_events
 from paceline.service.addresses import join
-from paceline.service.credentials import CERTIFICATE_FILE, KEY_FILE, TlsFiles
+from paceline.service.identity.credentials import CERTIFICATE_FILE, KEY_FILE, TlsFiles
 from paceline.service.threads import in_thread
 
 log = logging.getLogger(__name__)

@@ -32,7 +32,7 @@ from paceline.rollout.episodes.remote import RemoteEnvironment, RemoteOptions
 from paceline.rollout.episodes.room import Place, Room
 from paceline.rollout.episodes.states import EpisodeLimits
 from paceline.rollout.episodes.tool_pool import ToolLimits, ToolPool
-from paceline.service.credentials import Credentials
+from paceline.service.identity.credentials import Credentials
 
 log = logging.getLogger(__name__)
 

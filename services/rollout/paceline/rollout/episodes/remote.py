@@ -29,8 +29,8 @@ from paceline.rollout.episodes.environment import (
 )
 from paceline.rpc.v1 import environment_pb2 as pb
 from paceline.rpc.v1 import environment_pb2_grpc
-from paceline.service import channels
-from paceline.service.credentials import Credentials
+from paceline.service.grpc import channels
+from paceline.service.identity.credentials import Credentials
 from paceline.wire.environment import (
     grade_from_proto,
     message_to_proto,

@@ -21,7 +21,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Final
 
 from paceline.rollout.engines.vllm import environment
-from paceline.service.credentials import TOKEN
+from paceline.service.identity.credentials import TOKEN
 from paceline.service.imports import without_collections
 
 log = logging.getLogger(__name__)

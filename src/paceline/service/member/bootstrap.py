@@ -20,16 +20,16 @@ import grpc
 
 from paceline.core.errors import EXIT_FINAL, EXIT_GIVEN, ConfigError, PacelineError, PeerLostError, exit_code
 from paceline.core.members import MemberKind
-from paceline.service import telemetry
 from paceline.service.addresses import add_address_arguments, from_environment, to_advertise, to_bind
-from paceline.service.connection import DEFAULT_MAX_MESSAGE_BYTES
-from paceline.service.controller_link import PEER, ControllerLink, MemberReport, Registration
-from paceline.service.credentials import Credentials
-from paceline.service.grpc_server import RunningServer, start_server
-from paceline.service.logs import set_level
-from paceline.service.run_directory import read_run_id
-from paceline.service.runtime import ServiceContext, run_service
-from paceline.service.terms import Terms
+from paceline.service.grpc.connection import DEFAULT_MAX_MESSAGE_BYTES
+from paceline.service.grpc.server import RunningServer, start_server
+from paceline.service.grpc.terms import Terms
+from paceline.service.identity.credentials import Credentials
+from paceline.service.member.controller_link import PEER, ControllerLink, MemberReport, Registration
+from paceline.service.member.run_directory import read_run_id
+from paceline.service.member.runtime import ServiceContext, run_service
+from paceline.service.observability import telemetry
+from paceline.service.observability.logs import set_level
 
 log = logging.getLogger(__name__)
 

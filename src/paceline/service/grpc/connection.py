@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
-
 ChannelOptions = list[tuple[str, str | int]]
 
 DEFAULT_MAX_MESSAGE_BYTES = 64 * 2**20
@@ -34,13 +32,3 @@ def common_options(max_message_bytes: int) -> ChannelOptions:
 def bearer(token: str) -> str:
     """The value of the authorization header."""
     return f"Bearer {token}"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

@@ -26,10 +26,11 @@ from paceline.core.errors import DeadlineError, PacelineError, PeerLostError, Pr
 from paceline.core.members import MemberKind, MemberState, RolloutState
 from paceline.core.policy import PolicyTag
 from paceline.rpc.v1 import controller_pb2, controller_pb2_grpc
-from paceline.service import channels, metrics, telemetry
-from paceline.service.credentials import Credentials
+from paceline.service.grpc import channels
+from paceline.service.grpc.terms import Terms
+from paceline.service.identity.credentials import Credentials
+from paceline.service.observability import metrics, telemetry
 from paceline.service.process import STARTED_AS
-from paceline.service.terms import Terms
 from paceline.wire.members import member_kind_to_proto
 from paceline.wire.protobuf import policy_tag_from_proto, policy_tag_to_proto
 

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from opentelemetry import trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from paceline.service import metrics
-from paceline.service.metrics import Metric, MetricKind, Observer
+from paceline.service.observability import metrics
+from paceline.service.observability.metrics import Metric, MetricKind, Observer
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, Meter, Observation
@@ -128,10 +128,10 @@ def setup(
     """
     from opentelemetry.sdk.resources import Resource
 
-    from paceline.service.gpu_metrics import observe_gpus
-    from paceline.service.process_metrics import observe_process
-    from paceline.service.prometheus import open_endpoint
-    from paceline.service.spans import SpanFileExporter
+    from paceline.service.observability.gpu_metrics import observe_gpus
+    from paceline.service.observability.process_metrics import observe_process
+    from paceline.service.observability.prometheus import open_endpoint
+    from paceline.service.observability.spans import SpanFileExporter
 
     global _current
     shutdown()
@@ -140,7 +140,7 @@ def setup(
     readers: list[MetricReader] = []
     closers: list[Any] = []
     if otlp_endpoint:
-        from paceline.service.otlp import exporters
+        from paceline.service.observability.otlp import exporters
 
         spans, reader = exporters(otlp_endpoint)
         readers.append(reader)
@@ -162,7 +162,7 @@ def _open_tracer(resource: Resource, spans: SpanExporter | None, closers: list[A
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    from paceline.service.spans import SystemIdGenerator
+    from paceline.service.observability.spans import SystemIdGenerator
 
     provider = TracerProvider(resource=resource, id_generator=SystemIdGenerator(), shutdown_on_exit=False)
     if spans is not None:

@@ -12,7 +12,7 @@ import logging
 import time
 from typing import NoReturn
 
-from paceline.service import metrics, telemetry
+from paceline.service.observability import metrics, telemetry
 
 log = logging.getLogger(__name__)
 

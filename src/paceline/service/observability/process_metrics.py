@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import psutil
 
-from paceline.service import metrics
-from paceline.service.metrics import Observation, Observe
+from paceline.service.observability import metrics
+from paceline.service.observability.metrics import Observation, Observe
 
 
 def observe_process(observe: Observe) -> None:

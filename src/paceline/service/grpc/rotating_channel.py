@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from paceline.service.credentials import LatestTls
+from paceline.service.identity.credentials import LatestTls
 
 
 class RotatingChannel(grpc.aio.Channel):

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.service import metrics
-from paceline.service.metrics import Metric, Observation, Observe, Observer
+from paceline.service.observability import metrics
+from paceline.service.observability.metrics import Metric, Observation, Observe, Observer
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from paceline.core.errors import ProtocolError
-from paceline.service.connection import TERM_KEY
+from paceline.service.grpc.connection import TERM_KEY
 
 
 class Terms:

@@ -9,17 +9,18 @@ import grpc
 
 from paceline.core.errors import ConfigError, DeadlineError, PacelineError, PeerLostError, ProtocolError
 from paceline.core.text import one_line
-from paceline.service import errors, telemetry
-from paceline.service.connection import (
+from paceline.service.addresses import is_loopback
+from paceline.service.grpc import errors
+from paceline.service.grpc.connection import (
     DEFAULT_MAX_MESSAGE_BYTES,
     TERM_KEY,
     TOKEN_KEY,
     TRACEPARENT_KEY,
     bearer,
     common_options,
-    is_loopback,
 )
-from paceline.service.credentials import (
+from paceline.service.grpc.rotating_channel import RotatingChannel
+from paceline.service.identity.credentials import (
     CA_FILE,
     INSECURE,
     TLS_DIR,
@@ -28,7 +29,7 @@ from paceline.service.credentials import (
     LatestTls,
     server_name,
 )
-from paceline.service.rotating_channel import RotatingChannel
+from paceline.service.observability import telemetry
 
 _Request = TypeVar("_Request")
 _Reply = TypeVar("_Reply")

@@ -11,11 +11,11 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any
 
 from paceline.core.errors import PacelineError, exit_code
-from paceline.service import telemetry
-from paceline.service.logs import setup_logging
-from paceline.service.loop_lag import measure_loop_lag
+from paceline.service.member.shutdown import ShutdownStack, Step
+from paceline.service.observability import telemetry
+from paceline.service.observability.logs import setup_logging
+from paceline.service.observability.loop_lag import measure_loop_lag
 from paceline.service.process import die_with_parent
-from paceline.service.shutdown import ShutdownStack, Step
 
 log = logging.getLogger(__name__)
 

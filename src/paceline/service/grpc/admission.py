@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from paceline.service import tokens
-from paceline.service.connection import TOKEN_KEY, bearer
-from paceline.service.credentials import HOST_ROLE, server_name
+from paceline.service.grpc.connection import TOKEN_KEY, bearer
+from paceline.service.identity import tokens
+from paceline.service.identity.credentials import HOST_ROLE, server_name
 
 # Orchestrators probe health without a token; the answer says only up or down.
 OPEN_METHOD = "/grpc.health.v1.Health/Check"

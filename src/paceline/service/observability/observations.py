@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from paceline.service.metrics import Metric
+from paceline.service.observability.metrics import Metric
 
 Observation = tuple[float, Mapping[str, str]]
 """A value and its labels."""

@@ -14,16 +14,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
 from paceline.core.errors import ConfigError, EnvironmentLackError
-from paceline.service.addresses import join, to_advertise, to_bind
-from paceline.service.connection import (
+from paceline.service.addresses import is_loopback, join, to_advertise, to_bind
+from paceline.service.grpc.connection import (
     DEFAULT_MAX_MESSAGE_BYTES,
     KEEPALIVE_S,
     common_options,
-    is_loopback,
 )
-from paceline.service.credentials import INSECURE, TLS_DIR, Credentials, server_credentials
-from paceline.service.door import Door
-from paceline.service.terms import Terms
+from paceline.service.grpc.door import Door
+from paceline.service.grpc.terms import Terms
+from paceline.service.identity.credentials import INSECURE, TLS_DIR, Credentials, server_credentials
 
 log = logging.getLogger(__name__)
 

@@ -12,10 +12,9 @@ import os
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError, EnvironmentLackError
-from paceline.service.addresses import to_bind
-from paceline.service.connection import is_loopback
-from paceline.service.credentials import TLS_DIR, Credentials, TlsFiles
-from paceline.service.http_server import HttpServer
+from paceline.service.addresses import is_loopback, to_bind
+from paceline.service.identity.credentials import TLS_DIR, Credentials, TlsFiles
+from paceline.service.observability.http_server import HttpServer
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import MetricReader

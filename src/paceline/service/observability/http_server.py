@@ -11,7 +11,7 @@ import threading
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from paceline.service.credentials import CA_FILE, CERTIFICATE_FILE, KEY_FILE, LatestTls, TlsFiles
+from paceline.service.identity.credentials import CA_FILE, CERTIFICATE_FILE, KEY_FILE, LatestTls, TlsFiles
 
 log = logging.getLogger(__name__)
 

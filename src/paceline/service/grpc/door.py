@@ -13,11 +13,12 @@ import grpc
 
 from paceline.core.errors import InvalidMessageError, PacelineError
 from paceline.core.text import one_line
-from paceline.service import errors, telemetry
-from paceline.service.admission import OPEN_METHOD, callers, certificate_admits, token_admits
-from paceline.service.connection import TRACEPARENT_KEY
-from paceline.service.credentials import Credentials
-from paceline.service.terms import Terms
+from paceline.service.grpc import errors
+from paceline.service.grpc.admission import OPEN_METHOD, callers, certificate_admits, token_admits
+from paceline.service.grpc.connection import TRACEPARENT_KEY
+from paceline.service.grpc.terms import Terms
+from paceline.service.identity.credentials import Credentials
+from paceline.service.observability import telemetry
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""Serves and calls gRPC: addresses, channels, servers, deadlines, errors, admission."""

@@ -1,0 +1,1 @@
+"""Proves who a process is: the run's token, scoped tokens, certificates."""

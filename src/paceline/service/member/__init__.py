@@ -1,0 +1,1 @@
+"""Makes a process a member of a run's fleet, and ends it in order."""
