@@ -152,6 +152,8 @@ def test_every_estimator_that_compares_a_groups_samples(
         for learner, chunks in zip(learners, (NOTHING, EVERYTHING), strict=True)
     ]
     assert results[0] == results[1]
+    third = Step(learners[1], 3, **greedy).ahead(EVERYTHING).train()
+    assert third.metrics["ahead/gradient_share"] == 12 / 32
 
 
 @pytest.mark.parametrize(
