@@ -33,21 +33,12 @@ from paceline.learner.train.losses import PolicyLoss, ValueLoss
 from paceline.wire import decode_trajectory
 from support import learner_scenarios as scenarios
 from support.learner_fakes import make_batch, run_config
-from support.learner_scenarios import numbers, take_step
+from support.learner_scenarios import GROUP_ESTIMATORS, numbers, take_step
 from support.learner_variants import GROUPS, NO_KL
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ranks")]
 
 
-GROUP_ESTIMATORS = (
-    "grpo",
-    "dr_grpo",
-    "rloo",
-    "reinforce_plus_plus_baseline",
-    "opo",
-    "gpg",
-    "pass_at_k",
-)
 OVERLONG = {"algorithm": {**GROUPS, "overlong": {"enable": True, "buffer_length": 4, "factor": 0.5}}}
 
 

@@ -3,28 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 
 from paceline.config.run import RunConfig
 from paceline.core.errors import PeerLostError, VersionMismatchError
 from paceline.core.training import BatchRow, ChunkOrder, TrainOrder, TrainResult
 from paceline.learner.batch.fetch import fetch_rows
-from paceline.learner.batch.types import PackedRow
+from paceline.learner.batch.types import PackedRow, ScoredBatch
 from paceline.learner.checkpoint.load import load, roll_back
 from paceline.learner.checkpoint.write import CheckpointWriter
 from paceline.learner.distributed.collectives import CommandError, attempt
 from paceline.learner.distributed.command_loop import CommandLoop, CommandQueue
 from paceline.learner.distributed.ranks import Ranks, leave_group
 from paceline.learner.model.loading import as_fsdp, hugging_face_names
+from paceline.learner.train import shaping
+from paceline.learner.train.advantages import Advantages
 from paceline.learner.train.learner import Learner
 from paceline.learner.train.losses import PolicyLoss
+from paceline.learner.train.shaping import training_batch
 from paceline.learner.train.step import train_step
 from paceline.learner.train.work_ahead import work_ahead
 from support.learner_fakes import POLICY, DictBlobs, make_batch, run_config
+
+GROUP_ESTIMATORS = (
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce_plus_plus_baseline",
+    "opo",
+    "gpg",
+    "pass_at_k",
+)
 
 
 def take_step(learner: Learner, step: int, **batch: Any) -> TrainResult:
@@ -89,6 +104,39 @@ def remax_steps(ranks: Ranks, model: str) -> list[dict[str, float]]:
     algorithm = {"adv_estimator": "remax", "use_kl_in_reward": False, "kl_ctrl": {"type": "fixed"}}
     learner = Learner.build(run_config(Path(model), algorithm=algorithm), ranks)
     return [numbers(take_step(learner, step, with_greedy=True)) for step in (1, 2)]
+
+
+def placed_on_tokens(ranks: Ranks, model: str) -> dict[str, tuple[dict[str, float], dict[int, list[float]]]]:
+    """By estimator, a step with rewards on tokens: its metrics, and the advantages of this rank's rows.
+
+    Every second prompt's samples are all worth 1.
+    """
+    rows, blobs = make_batch(step=1, seed=1)
+    drawn = np.random.default_rng(0)
+    placed = tuple(
+        replace(
+            row,
+            reward=1.0 if row.trajectory_id.prompt_id % 2 else row.reward,
+            token_rewards=tuple(enumerate(drawn.normal(size=row.num_response_tokens).tolist())),
+        )
+        for row in rows
+    )
+    outcomes = {}
+    for name in GROUP_ESTIMATORS:
+        advantages: dict[int, list[float]] = {}
+
+        def note(scored: ScoredBatch, own: Advantages, *rest: Any, into: Any = advantages) -> Any:
+            into |= dict(zip(scored.batch.rows, own.advantages.tolist(), strict=False))
+            return training_batch(scored, own, *rest)
+
+        algorithm = {"adv_estimator": name, "use_kl_in_reward": False, "kl_ctrl": {"type": "fixed"}}
+        learner = Learner.build(run_config(Path(model), algorithm=algorithm), ranks)
+        with (
+            mock.patch(f"{__name__}.make_batch", return_value=(placed, blobs)),
+            mock.patch.object(shaping, "training_batch", note),
+        ):
+            outcomes[name] = numbers(take_step(learner, 1)), advantages
+    return outcomes
 
 
 def going_back(ranks: Ranks, model: str, folder: str) -> list[dict[str, float]]:
@@ -233,6 +281,7 @@ def everything(ranks: Ranks, model: str, folder: str) -> list[Any]:
         five_steps_with_a_checkpoint(ranks, model, folder),
         resumed_steps(ranks, model, folder),
         remax_steps(ranks, model),
+        placed_on_tokens(ranks, model),
         going_back(ranks, model, f"{folder}_again"),
         steps_with_work_ahead(ranks, model),
         one_rank_has_a_bad_gradient(ranks, model),
