@@ -49,8 +49,8 @@ from paceline.config.run import RunConfig
 from paceline.core.ids import Purpose, sample_seed
 from paceline.core.policy import PolicyTag
 from paceline.core.trajectory import PromptGroup, RewardContext, SamplingSpec
-from paceline.rollout.engines.vllm import environment
-from paceline.rollout.engines.vllm.arguments import engine_arguments
+from paceline.rollout.engines.vllm.start import environment
+from paceline.rollout.engines.vllm.start.arguments import engine_arguments
 from paceline.wire import decode_trajectory_header, encode_prompt_group
 
 RUN = "benchmark"

@@ -28,10 +28,10 @@ from paceline.controller.batch.barrier import Verdict
 from paceline.core.trajectory import FinishReason
 from paceline.reward.environment import EnvironmentReward
 from paceline.rollout.engines.base import Sample, SampleRequest
-from paceline.rollout.episodes.attached import AttachedEnvironment, EnvironmentGatewayServicer
-from paceline.rollout.episodes.desk import Desk
+from paceline.rollout.episodes.agents.desk import Desk
 from paceline.rollout.episodes.environment import Environment, EnvironmentLostError, EpisodeTask
-from paceline.rollout.episodes.remote import RemoteEnvironment, RemoteOptions, RemoteSession
+from paceline.rollout.episodes.environments.attached import AttachedEnvironment, EnvironmentGatewayServicer
+from paceline.rollout.episodes.environments.remote import RemoteEnvironment, RemoteOptions, RemoteSession
 from paceline.rpc.v1 import environment_pb2 as pb
 from paceline.rpc.v1 import environment_pb2_grpc
 from paceline.service.grpc import channels

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from paceline.core.trajectory import RewardContext, sampled_spans
-from paceline.rollout.episodes.desk import Desk
+from paceline.rollout.episodes.agents.desk import Desk
 from paceline.rollout.episodes.environment import EnvironmentLostError
+from paceline.rollout.episodes.environments.remote import RemoteEnvironment, RemoteOptions
 from paceline.rollout.episodes.loop import Slot
 from paceline.rollout.episodes.recorder import Draw
-from paceline.rollout.episodes.remote import RemoteEnvironment, RemoteOptions
 from paceline.service.identity.credentials import Credentials
 from support.episodes import END, Script, call, episodes, group, ids, text
 

@@ -20,8 +20,8 @@ from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.core.trajectory import Float32Array, SamplingSpec
 from paceline.rollout.engines.base import Sample, SampleRequest
-from paceline.rollout.engines.vllm import model_class
 from paceline.rollout.engines.vllm.engine import VllmEngine
+from paceline.rollout.engines.vllm.start import model_class
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 

@@ -25,7 +25,7 @@ from paceline.core.trajectory import SamplingSpec
 from paceline.learner.distributed.publisher import WeightPublisher
 from paceline.rollout.engines.base import Sample, SampleRequest
 from paceline.rollout.engines.vllm.engine import VllmEngine
-from paceline.rollout.engines.vllm.vision import ImageSender, prompt_with_images
+from paceline.rollout.engines.vllm.images.vision import ImageSender, prompt_with_images
 from paceline.weights.digest.agreement import model_digest
 from paceline.weights.plan.spec import WeightGroupSpec
 from paceline.wire import image_of

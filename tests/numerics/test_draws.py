@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from paceline.core.errors import WeightSyncError
-from paceline.rollout.engines.vllm.draw import SLICE, draw, uniforms
-from paceline.rollout.engines.vllm.log_probs import LogProbs
-from paceline.rollout.engines.vllm.places import Places
+from paceline.rollout.engines.vllm.sampling.draw import SLICE, draw, uniforms
+from paceline.rollout.engines.vllm.sampling.log_probs import LogProbs
+from paceline.rollout.engines.vllm.sampling.places import Places
 from paceline.sizing.memory_plan import EngineMemory
 from paceline.sizing.model_shape import ModelShape
 from support.cli_configs import config
@@ -228,8 +228,8 @@ def test_log_probs_are_those_of_vllms_own_sampler_row_by_row() -> None:
     from vllm import SamplingParams
     from vllm.v1.sample.sampler import Sampler
 
-    from paceline.rollout.engines.vllm.batched_sampler import replace_sampler
-    from paceline.rollout.engines.vllm.samples import SEED
+    from paceline.rollout.engines.vllm.sampling.batched_sampler import replace_sampler
+    from paceline.rollout.engines.vllm.sampling.samples import SEED
 
     temperatures, prompt = [0.0, 1.0, 0.7, 1.0], 3
     ids = [f"r{number}" for number in range(4)]
@@ -292,8 +292,8 @@ def test_the_second_model_runner_draws_the_same_tokens(monkeypatch: pytest.Monke
     from vllm import SamplingParams
     from vllm.v1.worker.gpu import input_batch as second
 
-    from paceline.rollout.engines.vllm import batched_sampler
-    from paceline.rollout.engines.vllm.samples import SEED
+    from paceline.rollout.engines.vllm.sampling import batched_sampler
+    from paceline.rollout.engines.vllm.sampling.samples import SEED
 
     monkeypatch.setattr(batched_sampler, "_is_second", lambda sampler: isinstance(sampler, OfSecondRunner))
     monkeypatch.setattr(second, "get_num_sampled_and_rejected", lambda sampled, *_: (sampled, 0 * sampled))
@@ -328,7 +328,7 @@ def test_the_second_model_runner_draws_the_same_tokens(monkeypatch: pytest.Monke
 def test_a_sampler_of_another_kind_is_refused() -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed")
     from paceline.core.errors import ModelError
-    from paceline.rollout.engines.vllm.batched_sampler import replace_sampler
+    from paceline.rollout.engines.vllm.sampling.batched_sampler import replace_sampler
 
     with pytest.raises(ModelError, match="write rollout.sampler: engine"):
         replace_sampler(SimpleNamespace(sampler=object()))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from paceline.core.errors import WeightSyncError
-from paceline.rollout.engines.vllm.trace import recall
+from paceline.rollout.engines.vllm.weights.trace import recall
 from paceline.rollout.engines.vllm.worker import PacelineWorkerExtension
 
 

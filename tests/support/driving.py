@@ -9,10 +9,10 @@ from typing import Any
 
 import openai
 
-from paceline.rollout.episodes.desk import Desk
+from paceline.rollout.episodes.agents.desk import Desk
+from paceline.rollout.episodes.environments.remote import RemoteEnvironment, RemoteOptions
 from paceline.rollout.episodes.loop import Slot
 from paceline.rollout.episodes.recorder import Draw
-from paceline.rollout.episodes.remote import RemoteEnvironment, RemoteOptions
 from paceline.sdk import EnvironmentServer, Outcome, agent
 from paceline.service.identity.credentials import Credentials
 from support.episodes import episodes, group

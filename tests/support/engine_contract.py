@@ -20,7 +20,7 @@ from paceline.config.run import RunConfig
 from paceline.learner.distributed.publisher import WeightPublisher
 from paceline.rollout.engines.base import Engine
 from paceline.rollout.engines.rank_receiver import RankReceiver
-from paceline.rollout.engines.vllm.layout import describe_model
+from paceline.rollout.engines.vllm.weights.layout import describe_model
 from paceline.weights.plan.spec import WeightGroupSpec
 from paceline.weights.receipt import PushReceipt
 from support.fake_engine import FakeEngine

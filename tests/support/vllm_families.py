@@ -88,8 +88,8 @@ def compare(model_type: str) -> dict[str, Any]:
     """How vLLM's model of this kind gets a push, and whether that gives what loading the export gives."""
     import torch
 
-    from paceline.rollout.engines.vllm.layout import describe_model
-    from paceline.rollout.engines.vllm.trace import recall
+    from paceline.rollout.engines.vllm.weights.layout import describe_model
+    from paceline.rollout.engines.vllm.weights.trace import recall
     from paceline.sizing.model_shape import ModelShape
 
     with tempfile.TemporaryDirectory() as name:
@@ -136,7 +136,7 @@ def built(folder: Path, load_format: str) -> Iterator[Any]:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model_loader
 
-    from paceline.rollout.engines.vllm.arguments import latent_attention_on_cpu
+    from paceline.rollout.engines.vllm.start.arguments import latent_attention_on_cpu
 
     config = EngineArgs(
         model=str(folder),
@@ -167,7 +167,7 @@ def _groups() -> None:
 
 def main(kinds: list[str]) -> int:
     """Prints a line of JSON per architecture; returns how many are wrong."""
-    from paceline.rollout.engines.vllm import environment
+    from paceline.rollout.engines.vllm.start import environment
 
     os.environ.update(environment.in_this_process())
     import torch

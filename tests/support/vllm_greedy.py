@@ -111,8 +111,8 @@ def _vllm(folder: Path, pushed: dict[str, Any] | None = None) -> tuple[list[Resp
 def _push(engine: Any, tensors: dict[str, Any]) -> str:
     import torch
 
-    from paceline.rollout.engines.vllm.layout import describe_model
-    from paceline.rollout.engines.vllm.trace import recall
+    from paceline.rollout.engines.vllm.weights.layout import describe_model
+    from paceline.rollout.engines.vllm.weights.trace import recall
 
     worker = engine.llm_engine.model_executor.driver_worker.worker
     model = worker.get_model()
@@ -130,7 +130,7 @@ def _push(engine: Any, tensors: dict[str, Any]) -> str:
 
 def main(kinds: list[str]) -> int:
     """Prints a line of JSON per architecture; returns how many differ."""
-    from paceline.rollout.engines.vllm import environment
+    from paceline.rollout.engines.vllm.start import environment
 
     os.environ.update(environment.in_this_process())
     environment.prepare_cpu()

@@ -72,7 +72,7 @@ def tiny_engine(folder: Path, load_format: str = "dummy") -> Any:
     """vLLM in this process, in float32, for a tiny model."""
     from vllm import LLM
 
-    from paceline.rollout.engines.vllm.arguments import WORKER_EXTENSION, latent_attention_on_cpu
+    from paceline.rollout.engines.vllm.start.arguments import WORKER_EXTENSION, latent_attention_on_cpu
 
     return LLM(
         model=str(folder),
@@ -105,7 +105,7 @@ def _difference(engine: Any, model: Any, row: Any) -> float:
 
 def main(model_type: str) -> None:
     """Prints the differences."""
-    from paceline.rollout.engines.vllm import environment
+    from paceline.rollout.engines.vllm.start import environment
 
     os.environ.update(environment.in_this_process())
     environment.prepare_cpu()

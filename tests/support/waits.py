@@ -71,7 +71,9 @@ NEEDLESS: dict[str, str] = {
     "paceline.service.member.bootstrap:MemberSession.until_leaving: self._draining.wait": _TOLD,
     "paceline.service.member.bootstrap:MemberSession._register: asyncio.wait": _CANCELLED,
     **{
-        f"paceline.rollout.episodes.remote:RemoteSession.{name}: self._call": "each call has its deadline"
+        f"paceline.rollout.episodes.environments.remote:RemoteSession.{name}: self._call": (
+            "each call has its deadline"
+        )
         for name in ("open", "step", "close")
     },
     "paceline.sdk.environment_server:EnvironmentServer.stop: asyncio.wait": _CANCELLED,
@@ -127,16 +129,16 @@ NEEDLESS: dict[str, str] = {
         "an idle task of the pool waits for work; closing the pool cancels it"
     ),
     "paceline.reward.functions.pool:FunctionPool.score: await done": _OTHERS_END_IT,
-    "paceline.rollout.episodes.tool_pool:ToolPool.call: self._idle.get": (
+    "paceline.rollout.episodes.tools.tool_pool:ToolPool.call: self._idle.get": (
         "each process is used for a bounded time, and the group's deadline stands over it"
     ),
-    "paceline.rollout.episodes.desk:Counter.ask: await question.answered": (
+    "paceline.rollout.episodes.agents.desk:Counter.ask: await question.answered": (
         "the episode answers or ends, and the group's deadline stands over it"
     ),
-    "paceline.rollout.episodes.desk:Counter.next: self._questions.get": (
+    "paceline.rollout.episodes.agents.desk:Counter.next: self._questions.get": (
         "the agent's call has a deadline, and its end closes the counter"
     ),
-    "paceline.rollout.episodes.drive:_Episode.run: asyncio.wait": _CANCELLED,
+    "paceline.rollout.episodes.agents.drive:_Episode.run: asyncio.wait": _CANCELLED,
     "paceline.sdk.sessions:Sessions.run: await session.running": (
         "the caller's deadline cancels it; so does a higher attempt"
     ),
@@ -162,7 +164,7 @@ NEEDLESS: dict[str, str] = {
     ),
     "paceline.rollout.capacity:Capacity.wait_until_idle: self._changed.wait": "each group has a deadline",
     "paceline.rollout.sampler:Sampler._begin: asyncio.wait": "it draws one group, which has a deadline",
-    "paceline.rollout.engines.vllm.log_probs:LogProbs.take: await ended.result": _OTHERS_END_IT,
+    "paceline.rollout.engines.vllm.sampling.log_probs:LogProbs.take: await ended.result": _OTHERS_END_IT,
     "paceline.rollout.engines.vllm.engine:VllmEngine.generate.result: collector.get": (
         "the sampler waits for the group with a deadline"
     ),

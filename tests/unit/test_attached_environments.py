@@ -16,12 +16,12 @@ from paceline.cli.certificates import Authority
 from paceline.core.episode import Play, Played
 from paceline.core.errors import ConfigError
 from paceline.core.trajectory import sampled_spans
-from paceline.rollout.episodes.attached import AttachedEnvironment, EnvironmentGatewayServicer
-from paceline.rollout.episodes.desk import Desk
+from paceline.rollout.episodes.agents.desk import Desk
 from paceline.rollout.episodes.environment import EnvironmentLostError
+from paceline.rollout.episodes.environments.attached import AttachedEnvironment, EnvironmentGatewayServicer
+from paceline.rollout.episodes.environments.remote import RemoteEnvironment, RemoteOptions
 from paceline.rollout.episodes.loop import Slot
 from paceline.rollout.episodes.recorder import Draw
-from paceline.rollout.episodes.remote import RemoteEnvironment, RemoteOptions
 from paceline.rpc.v1 import environment_pb2_grpc
 from paceline.sdk import Environment, EnvironmentAttachment, EnvironmentServer, Observation, playing
 from paceline.service.grpc.server import start_server

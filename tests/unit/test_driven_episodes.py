@@ -15,11 +15,11 @@ import pytest
 
 from paceline.core.errors import PacelineError, ProtocolError
 from paceline.core.trajectory import sampled_spans
-from paceline.rollout.episodes import desk as desk_module
-from paceline.rollout.episodes.completions import RefusedRequestError, read_request
-from paceline.rollout.episodes.conversation import Conversation
-from paceline.rollout.episodes.desk import Counter, Desk, Question
-from paceline.rollout.episodes.drive import IGNORED
+from paceline.rollout.episodes.agents import desk as desk_module
+from paceline.rollout.episodes.agents.completions import RefusedRequestError, read_request
+from paceline.rollout.episodes.agents.conversation import Conversation
+from paceline.rollout.episodes.agents.desk import Counter, Desk, Question
+from paceline.rollout.episodes.agents.drive import IGNORED
 from paceline.rollout.episodes.environment import EnvironmentLostError
 from paceline.rollout.episodes.joiner import Joiner
 from paceline.rollout.episodes.loop import Slot

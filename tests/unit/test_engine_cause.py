@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import exit_code
-from paceline.rollout.engines.vllm.cause import first_exception
-from paceline.rollout.engines.vllm.startup import failure
+from paceline.rollout.engines.vllm.start.cause import first_exception
+from paceline.rollout.engines.vllm.start.startup import failure
 
 WORKER = "(Worker pid=8768) ERROR 11-22 06:10:20 [multiproc_executor.py:1063] "
 CORE = "(EngineCore pid=8763) ERROR 11-22 06:10:20 [core.py:1510] "
@@ -42,7 +42,8 @@ def test_a_dead_engine_says_what_its_processes_said_last(tmp_path: Path) -> None
     """Of a log that is longer than what is read of it."""
     script = (
         "import sys\n"
-        "from paceline.rollout.engines.vllm import calls, cause\n"
+        "from paceline.rollout.engines.vllm import calls\n"
+        "from paceline.rollout.engines.vllm.start import cause\n"
         "assert 'log of this server' in str(calls.engine_died())\n"
         "cause.watch()\n"
         "sys.stderr.write(('x' * 99 + chr(10)) * 20_000)\n"
@@ -67,7 +68,7 @@ def test_only_what_was_written_since_counts_and_only_a_file_can_be_read(
 ) -> None:
     script = (
         "import sys\n"
-        "from paceline.rollout.engines.vllm.cause import ErrorOutput\n"
+        "from paceline.rollout.engines.vllm.start.cause import ErrorOutput\n"
         f"sys.stderr.write({CORE + 'ValueError: of the last start'!r} + chr(10)); sys.stderr.flush()\n"
         "output = ErrorOutput()\n"
         f"sys.stderr.write({CORE + 'ValueError: of this start'!r} + chr(10)); sys.stderr.flush()\n"

@@ -14,7 +14,7 @@ import pytest
 
 from paceline.checks import preflight
 from paceline.core.errors import ConfigError, EnvironmentLackError
-from paceline.rollout.episodes.remote import RemoteEnvironment, RemoteOptions
+from paceline.rollout.episodes.environments.remote import RemoteEnvironment, RemoteOptions
 from paceline.rpc.v1 import environment_pb2 as pb
 from paceline.sdk import Environment, EnvironmentServer, RewardServer, environment_server
 from paceline.service.identity.credentials import Credentials

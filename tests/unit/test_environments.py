@@ -15,7 +15,7 @@ from paceline.config.rollout import EnvironmentConfig
 from paceline.core.chat import Message, ToolCall
 from paceline.core.errors import ConfigError, ProtocolError
 from paceline.rollout.episodes.environment import EnvironmentLostError, EpisodeTask
-from paceline.rollout.episodes.remote import RemoteEnvironment, RemoteOptions
+from paceline.rollout.episodes.environments.remote import RemoteEnvironment, RemoteOptions
 from paceline.sdk import Environment, EnvironmentServer, Observation, tool
 from paceline.sdk.sessions import Sessions
 from paceline.service.identity.credentials import Credentials

@@ -13,11 +13,11 @@ import pytest
 from paceline.core.chat import Message, ToolCall
 from paceline.core.errors import ConfigError, InvalidMessageError, NumericsError, PeerLostError
 from paceline.core.trajectory import FinishReason, sampled_spans
-from paceline.rollout.episodes import calls
 from paceline.rollout.episodes.environment import EnvironmentLostError, Opening
 from paceline.rollout.episodes.loop import Slot, turn_seed
 from paceline.rollout.episodes.recorder import Draw
-from paceline.rollout.episodes.tool_pool import ToolLimits, ToolPool
+from paceline.rollout.episodes.tools import calls
+from paceline.rollout.episodes.tools.tool_pool import ToolLimits, ToolPool
 from paceline.service.children.process import ChildProcess
 from support.episodes import END, Echo, Script, call, episodes, group, ids, text
 

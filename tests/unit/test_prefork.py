@@ -20,7 +20,7 @@ BEGIN = textwrap.dedent(
     import json, multiprocessing, os, sys, time
     from multiprocessing import forkserver
     from paceline.rollout.engines.processes import EngineProcesses
-    from paceline.rollout.engines.vllm import environment, prefork
+    from paceline.rollout.engines.vllm.start import environment, prefork
 
     def core(file, seconds):
         import setproctitle, torch

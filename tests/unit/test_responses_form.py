@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from paceline.core.trajectory import sampled_spans
-from paceline.rollout.episodes.completions import RefusedRequestError
-from paceline.rollout.episodes.responses import chat_body
+from paceline.rollout.episodes.agents.completions import RefusedRequestError
+from paceline.rollout.episodes.agents.responses import chat_body
 from paceline.sdk import Outcome
 from support.driving import ADD, calculate, client, play
 from support.episodes import END, Script, call, ids

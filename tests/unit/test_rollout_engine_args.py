@@ -12,8 +12,8 @@ from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.rollout.engines.registry import check_engine
-from paceline.rollout.engines.vllm import environment, refusals
-from paceline.rollout.engines.vllm.arguments import GRAPHS_ALONE, engine_arguments
+from paceline.rollout.engines.vllm.start import environment, refusals
+from paceline.rollout.engines.vllm.start.arguments import GRAPHS_ALONE, engine_arguments
 
 
 def config(**rollout: Any) -> RunConfig:

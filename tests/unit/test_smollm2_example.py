@@ -12,7 +12,7 @@ import pytest
 from paceline.config.load import load
 from paceline.config.run import RunConfig
 from paceline.reward.builtin import gsm8k
-from paceline.rollout.episodes.calls import read_action
+from paceline.rollout.episodes.tools.calls import read_action
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples/smollm2"
 

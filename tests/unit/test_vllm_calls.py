@@ -15,7 +15,7 @@ from paceline.core.trajectory import FinishReason
 from paceline.rollout.engines.processes import EngineProcesses
 from paceline.rollout.engines.vllm import calls
 from paceline.rollout.engines.vllm.engine import VllmEngine
-from paceline.rollout.engines.vllm.samples import to_sample
+from paceline.rollout.engines.vllm.sampling.samples import to_sample
 from paceline.weights.digest.agreement import DigestReport
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.layout import RankLayout, TensorSlice

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from paceline.rollout.engines.vllm.environment import has_cpu_build
+from paceline.rollout.engines.vllm.start.environment import has_cpu_build
 
 # In a process of its own: what the worker's module changes in vLLM stays changed.
 _READ_WITHOUT_NOTIFICATION = """

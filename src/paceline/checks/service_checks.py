@@ -43,7 +43,7 @@ def engine_log_probs(config: RunConfig, kept: Path) -> str:
     Raises:
         ModelError: they differ, or there was no self-test.
     """
-    from paceline.rollout.engines.vllm.environment import has_cpu_build
+    from paceline.rollout.engines.vllm.start.environment import has_cpu_build
 
     if config.rollout.name != "vllm":
         return f"not compared, as rollout.name={config.rollout.name} is another engine"

@@ -12,7 +12,7 @@ from paceline.checks import preflight, service_checks
 from paceline.checks.preflight import quick_check
 from paceline.cli.main import main
 from paceline.core.errors import ConfigError, DataError, ModelError
-from paceline.rollout.engines.vllm import environment
+from paceline.rollout.engines.vllm.start import environment
 from support.byte_tokenizer import save_tokenizer
 from support.cli_configs import config
 

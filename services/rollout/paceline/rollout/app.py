@@ -19,8 +19,8 @@ from paceline.data.prompts import load_tokenizer, stop_token_ids
 from paceline.rollout.capacity import SamplerLimits
 from paceline.rollout.engines.base import Engine
 from paceline.rollout.engines.registry import start_engine
-from paceline.rollout.episodes.attached import AttachedEnvironment, EnvironmentGatewayServicer
-from paceline.rollout.episodes.desk import Desk
+from paceline.rollout.episodes.agents.desk import Desk
+from paceline.rollout.episodes.environments.attached import AttachedEnvironment, EnvironmentGatewayServicer
 from paceline.rollout.episodes.group import Episodes, environment_of, rules_of
 from paceline.rollout.sampler import Sampler
 from paceline.rollout.server import Parts, RolloutServer

@@ -33,8 +33,8 @@ class EngineEntry(NamedTuple):
 ENGINES: Final[dict[str, EngineEntry]] = {
     "vllm": EngineEntry(
         start="paceline.rollout.engines.vllm.engine:VllmEngine.start",
-        check="paceline.rollout.engines.vllm.refusals:check",
-        begin="paceline.rollout.engines.vllm.prefork:begin",
+        check="paceline.rollout.engines.vllm.start.refusals:check",
+        begin="paceline.rollout.engines.vllm.start.prefork:begin",
     ),
 }
 """By `rollout.name`"""

@@ -8,8 +8,8 @@ from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, EnvironmentLackError, PacelineError
 from paceline.core.text import one_line
 from paceline.data.prompts import load_tokenizer, stop_token_ids
+from paceline.rollout.episodes.environments.remote import RemoteEnvironment, RemoteOptions
 from paceline.rollout.episodes.group import environment_of, rules_of
-from paceline.rollout.episodes.remote import RemoteEnvironment, RemoteOptions
 from paceline.rpc.v1.environment_pb2 import EnvironmentDescription
 from paceline.service.identity.credentials import Credentials
 from paceline.storage.models import local_model

@@ -14,10 +14,8 @@ from paceline.core.errors import ModelError
 from paceline.core.trajectory import PromptGroup
 from paceline.data.prompts import Tokenizer
 from paceline.rollout.engines.base import Engine, Sample, SampleRequest
-from paceline.rollout.episodes import calls
-from paceline.rollout.episodes.attached import AttachedEnvironment
-from paceline.rollout.episodes.desk import Desk
-from paceline.rollout.episodes.drive import Driven, drive_episode
+from paceline.rollout.episodes.agents.desk import Desk
+from paceline.rollout.episodes.agents.drive import Driven, drive_episode
 from paceline.rollout.episodes.environment import (
     DrivenSession,
     Environment,
@@ -25,13 +23,15 @@ from paceline.rollout.episodes.environment import (
     EpisodeTask,
     Session,
 )
+from paceline.rollout.episodes.environments.attached import AttachedEnvironment
+from paceline.rollout.episodes.environments.remote import RemoteEnvironment, RemoteOptions
 from paceline.rollout.episodes.joiner import Joiner
 from paceline.rollout.episodes.loop import EpisodeRules, Slot, run_episode
 from paceline.rollout.episodes.recorder import Draw
-from paceline.rollout.episodes.remote import RemoteEnvironment, RemoteOptions
 from paceline.rollout.episodes.room import Place, Room
 from paceline.rollout.episodes.states import EpisodeLimits
-from paceline.rollout.episodes.tool_pool import ToolLimits, ToolPool
+from paceline.rollout.episodes.tools import calls
+from paceline.rollout.episodes.tools.tool_pool import ToolLimits, ToolPool
 from paceline.service.identity.credentials import Credentials
 
 log = logging.getLogger(__name__)

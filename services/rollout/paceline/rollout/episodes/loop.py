@@ -21,11 +21,11 @@ from paceline.core.trajectory import FinishReason, PromptGroup
 from paceline.data.prompts import Tokenizer
 from paceline.rollout.engines.base import Sample, SampleRequest
 from paceline.rollout.episodes import states
-from paceline.rollout.episodes.calls import read_action
 from paceline.rollout.episodes.environment import Opening, Session
 from paceline.rollout.episodes.joiner import Joiner
 from paceline.rollout.episodes.recorder import Draw, Recorder
 from paceline.rollout.episodes.states import EpisodeLimits, Phase, Standing, advance
+from paceline.rollout.episodes.tools.calls import read_action
 
 Generate = Callable[[SampleRequest], Awaitable[Sample]]
 """Draws one turn, and raises what `Engine.generate` raises."""

@@ -8,7 +8,7 @@ from typing import Any, Final, TypeVar
 
 from paceline.core.errors import DeadlineError, ModelError, PacelineError, PeerLostError, WeightSyncError
 from paceline.core.members import LocalPart, RankRef, peer_from_plain
-from paceline.rollout.engines.vllm.cause import of_death
+from paceline.rollout.engines.vllm.start.cause import of_death
 
 GRACE_S: Final = 10.0
 """How much longer the engine may take to answer than its workers may take to act"""

@@ -19,11 +19,13 @@ from paceline.core.errors import DeadlineError, PeerLostError, WeightSyncError
 from paceline.core.members import EnginePart, LocalPart
 from paceline.rollout.engines.base import Engine, Sample, SampleRequest, do_nothing
 from paceline.rollout.engines.processes import EngineProcesses, kill
-from paceline.rollout.engines.vllm import calls, environment, vision
-from paceline.rollout.engines.vllm.arguments import WORKER_EXTENSION
-from paceline.rollout.engines.vllm.log_probs import LogProbs
-from paceline.rollout.engines.vllm.samples import submit, to_sample
-from paceline.rollout.engines.vllm.startup import build, in_daemon, prepare
+from paceline.rollout.engines.vllm import calls
+from paceline.rollout.engines.vllm.images import vision
+from paceline.rollout.engines.vllm.sampling.log_probs import LogProbs
+from paceline.rollout.engines.vllm.sampling.samples import submit, to_sample
+from paceline.rollout.engines.vllm.start import environment
+from paceline.rollout.engines.vllm.start.arguments import WORKER_EXTENSION
+from paceline.rollout.engines.vllm.start.startup import build, in_daemon, prepare
 from paceline.weights.digest.agreement import DigestReport
 from paceline.weights.geometry.layout import RankLayout
 from paceline.weights.plan.spec import WeightGroupSpec

@@ -17,8 +17,9 @@ from paceline.core.images import Image, LoadedImage
 from paceline.core.text import one_line
 from paceline.core.trajectory import SamplingSpec
 from paceline.rollout.engines.base import SampleRequest
-from paceline.rollout.engines.vllm import environment, model_class, vision, without_torchvision
-from paceline.rollout.engines.vllm.arguments import latent_attention_on_cpu, missing_keys
+from paceline.rollout.engines.vllm.images import vision, without_torchvision
+from paceline.rollout.engines.vllm.start import environment, model_class
+from paceline.rollout.engines.vllm.start.arguments import latent_attention_on_cpu, missing_keys
 
 TOLERANCE = 1e-3
 """Largest difference of a log-prob in float32; another model is off by 0.1 and more."""

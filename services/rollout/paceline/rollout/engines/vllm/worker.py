@@ -17,12 +17,12 @@ import torch
 from paceline.core.errors import DeadlineError, PeerLostError
 from paceline.core.members import peer_to_plain
 from paceline.rollout.engines.rank_receiver import RankReceiver
-from paceline.rollout.engines.vllm.batched_sampler import replace_sampler
-from paceline.rollout.engines.vllm.checkpoint import learner_shapes
-from paceline.rollout.engines.vllm.layout import describe_model
-from paceline.rollout.engines.vllm.reload import Reloader
-from paceline.rollout.engines.vllm.trace import traced
-from paceline.rollout.engines.vllm.without_torchvision import register
+from paceline.rollout.engines.vllm.images.without_torchvision import register
+from paceline.rollout.engines.vllm.sampling.batched_sampler import replace_sampler
+from paceline.rollout.engines.vllm.weights.checkpoint import learner_shapes
+from paceline.rollout.engines.vllm.weights.layout import describe_model
+from paceline.rollout.engines.vllm.weights.reload import Reloader
+from paceline.rollout.engines.vllm.weights.trace import traced
 from paceline.weights.plan.spec import WeightGroupSpec
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ModelError
-from paceline.rollout.engines.vllm.draw import draw
-from paceline.rollout.engines.vllm.places import Places, to_device
-from paceline.rollout.engines.vllm.samples import SEED
+from paceline.rollout.engines.vllm.sampling.draw import draw
+from paceline.rollout.engines.vllm.sampling.places import Places, to_device
+from paceline.rollout.engines.vllm.sampling.samples import SEED
 
 # Rows for running requests, and as many for samples that have ended and wait to be fetched.
 _ROWS_PER_SEQUENCE: Final = 2
@@ -135,7 +135,7 @@ class BatchedSampler(abc.ABC):
         """
         numbers, log_probs = self._places.numbers, self._places.log_probs
         if logits.is_cuda:
-            from paceline.rollout.engines.vllm.draw_kernels import draw_into
+            from paceline.rollout.engines.vllm.sampling.draw_kernels import draw_into
 
             return draw_into(
                 logits,

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from paceline.rollout.episodes.completions import ChatAnswer, RefusedRequestError, block, pieces
+from paceline.rollout.episodes.agents.completions import ChatAnswer, RefusedRequestError, block, pieces
 
 _STORED = ("previous_response_id", "conversation", "prompt", "background")
 _CONSUMED = {"input", "instructions", "tools", "max_output_tokens", "text", *_STORED}

@@ -26,7 +26,7 @@ from paceline.service.children.process import ChildLimits, ChildProcess
 
 log = logging.getLogger(__name__)
 
-CHILD_MODULE = "paceline.rollout.episodes.tool_child"
+CHILD_MODULE = "paceline.rollout.episodes.tools.tool_child"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,15 +12,10 @@ from typing import Any
 
 from paceline.config.run import RunConfig
 from paceline.core.errors import EnvironmentLackError, FailedStartError, ModelError, PacelineError
-from paceline.rollout.engines.vllm import (
-    environment,
-    model_class,
-    prefork,
-    vision,
-    without_torchvision,
-)
-from paceline.rollout.engines.vllm.arguments import engine_arguments
-from paceline.rollout.engines.vllm.cause import may_pass, watch
+from paceline.rollout.engines.vllm.images import vision, without_torchvision
+from paceline.rollout.engines.vllm.start import environment, model_class, prefork
+from paceline.rollout.engines.vllm.start.arguments import engine_arguments
+from paceline.rollout.engines.vllm.start.cause import may_pass, watch
 
 
 def prepare(config: RunConfig) -> BaseContext | None:

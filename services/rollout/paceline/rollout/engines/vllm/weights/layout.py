@@ -7,7 +7,7 @@ import logging
 from torch import nn
 
 from paceline.core.errors import ModelError
-from paceline.rollout.engines.vllm.trace import Places, parameter_places, recall
+from paceline.rollout.engines.vllm.weights.trace import Places, parameter_places, recall
 from paceline.weights import corrections
 from paceline.weights.geometry.layout import ITEM_SIZES, RankLayout
 

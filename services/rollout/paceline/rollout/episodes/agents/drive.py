@@ -20,15 +20,15 @@ from paceline.core.text import one_line
 from paceline.core.trajectory import FinishReason, PromptGroup
 from paceline.rollout.engines.base import Sample, SampleRequest
 from paceline.rollout.episodes import states
-from paceline.rollout.episodes.calls import read_action, without_calls
-from paceline.rollout.episodes.completions import ChatAnswer, ChatRequest, RefusedRequestError
-from paceline.rollout.episodes.conversation import Conversation, Place
-from paceline.rollout.episodes.desk import Desk, Question
+from paceline.rollout.episodes.agents.completions import ChatAnswer, ChatRequest, RefusedRequestError
+from paceline.rollout.episodes.agents.conversation import Conversation, Place
+from paceline.rollout.episodes.agents.desk import Desk, Question
 from paceline.rollout.episodes.environment import DrivenSession, EnvironmentLostError
 from paceline.rollout.episodes.joiner import TooManyTokensError
 from paceline.rollout.episodes.loop import EpisodeRules, Generate, Slot, turn_seed
 from paceline.rollout.episodes.recorder import Draw
 from paceline.rollout.episodes.states import Phase, Standing, advance
+from paceline.rollout.episodes.tools.calls import read_action, without_calls
 from paceline.service.threads import in_thread
 
 IGNORED = "ignored_settings"

@@ -24,7 +24,7 @@ from aiohttp import web
 
 from paceline.core.episode import OVER_CODE, OVER_MESSAGE
 from paceline.core.errors import EnvironmentLackError
-from paceline.rollout.episodes.completions import (
+from paceline.rollout.episodes.agents.completions import (
     ChatAnswer,
     ChatRequest,
     RefusedRequestError,
@@ -33,7 +33,7 @@ from paceline.rollout.episodes.completions import (
     events,
     read_request,
 )
-from paceline.rollout.episodes.responses import chat_body, response, response_events
+from paceline.rollout.episodes.agents.responses import chat_body, response, response_events
 from paceline.service.addresses import join
 from paceline.service.identity.credentials import CERTIFICATE_FILE, KEY_FILE, TlsFiles
 from paceline.service.threads import in_thread

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from paceline.rollout.engines.vllm.checkpoint import checkpoint_tensors
+from paceline.rollout.engines.vllm.weights.checkpoint import checkpoint_tensors
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.layout import TensorSlice
 

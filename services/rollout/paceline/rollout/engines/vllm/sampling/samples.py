@@ -11,8 +11,8 @@ import numpy as np
 from paceline.core.errors import InvalidMessageError, PacelineError
 from paceline.core.trajectory import FinishReason
 from paceline.rollout.engines.base import Sample, SampleRequest
-from paceline.rollout.engines.vllm.log_probs import LogProbs
-from paceline.rollout.engines.vllm.vision import ImageSender, prompt_with_images
+from paceline.rollout.engines.vllm.images.vision import ImageSender, prompt_with_images
+from paceline.rollout.engines.vllm.sampling.log_probs import LogProbs
 
 SEED: Final = "paceline_seed"
 """Where a request carries the seed by which `batched_sampler` draws: in `SamplingParams.extra_args`"""

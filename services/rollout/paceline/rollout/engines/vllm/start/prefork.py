@@ -20,7 +20,7 @@ from multiprocessing.context import BaseContext, ForkServerContext
 from multiprocessing.process import BaseProcess
 from typing import Any, Final
 
-from paceline.rollout.engines.vllm import environment
+from paceline.rollout.engines.vllm.start import environment
 from paceline.service.identity.credentials import TOKEN
 from paceline.service.imports import without_collections
 

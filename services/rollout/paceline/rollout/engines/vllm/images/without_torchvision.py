@@ -10,7 +10,7 @@ import importlib.util
 from typing import Final
 
 ARCHITECTURE: Final = "Qwen2_5_VLForConditionalGeneration"
-_MODEL: Final = "paceline.rollout.engines.vllm.qwen2_5_vl:Qwen25VL"
+_MODEL: Final = "paceline.rollout.engines.vllm.images.qwen2_5_vl:Qwen25VL"
 
 
 def register() -> None:

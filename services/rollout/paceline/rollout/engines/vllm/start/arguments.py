@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from paceline.config.run import RunConfig
-from paceline.rollout.engines.vllm import refusals, vision
+from paceline.rollout.engines.vllm.images import vision
+from paceline.rollout.engines.vllm.start import refusals
 from paceline.weights import corrections
 
 WORKER_EXTENSION = "paceline.rollout.engines.vllm.worker.PacelineWorkerExtension"

@@ -1,4 +1,4 @@
-"""A tool process, `python -m paceline.rollout.episodes.tool_child`: a tool pool starts it and feeds it.
+"""A tool process, `python -m paceline.rollout.episodes.tools.tool_child`: a tool pool starts it and feeds it.
 
 In:  the references of the functions, then calls: [name, arguments].
 Out: "ready" with the tools' descriptions, or "refused", once; then [is ok, text] per call.

@@ -1,0 +1,1 @@
+"""Gives vLLM prompts with images that are processed already."""

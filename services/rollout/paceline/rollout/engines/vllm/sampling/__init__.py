@@ -1,0 +1,1 @@
+"""Translates requests and answers, draws tokens, and fetches their log-probabilities."""

@@ -1,0 +1,1 @@
+"""Lets agents lead episodes through addresses of OpenAI's form."""

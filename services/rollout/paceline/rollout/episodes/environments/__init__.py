@@ -1,0 +1,1 @@
+"""Speaks with environments: served over gRPC, or attached to this server."""
