@@ -97,10 +97,11 @@ def notes(config: RunConfig) -> list[str]:
             "data.prompt_format=chat uses it, as an instruct model expects; text says that this is meant"
         )
     actor = config.actor
-    if actor.aggregation == "token-mean" != actor.policy_loss.aggregation:
+    if actor.aggregation != "seq-mean-token-mean" == actor.policy_loss.aggregation:
         words.append(
-            "actor.loss_agg_mode=token-mean weights sequences by their lengths, but the paper of "
-            f"{actor.policy_loss.type} takes {actor.policy_loss.aggregation}; leave the key out for that"
+            f"actor.loss_agg_mode={actor.aggregation} weights sequences by their lengths; the paper of "
+            f"{actor.policy_loss.type} does not, nor does verl, whatever its loss_agg_mode says; leave the "
+            "key out for seq-mean-token-mean"
         )
     return words
 

@@ -280,7 +280,9 @@ def test_each_key_becomes_the_one_of_ours_that_means_the_same(
     parse(RunConfig, needed)
 
 
-@pytest.mark.parametrize("written", ["", "loss_agg_mode: token-mean\n    "])
+@pytest.mark.parametrize(
+    "written", ["", "loss_agg_mode: token-mean\n    ", "loss_agg_mode: seq-mean-token-sum\n    "]
+)
 @pytest.mark.parametrize("loss", ["sapo", "geo_mean", "gspo"])
 def test_losses_of_which_verl_takes_the_mean_over_sequences(tmp_path: Path, loss: str, written: str) -> None:
     clip = {"sapo": 0.2, "geo_mean": 0.4, "gspo": 3e-4}[loss]

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from paceline.checks.preflight import notes
 from paceline.cli.main import main
 from paceline.config.load import load, parse
 from paceline.config.run import RunConfig
@@ -300,19 +301,34 @@ def test_visible_gpus_may_be_named_by_uuid(
 def test_strings_for_an_instruct_model_get_a_note(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from paceline.checks.preflight import notes
-    from paceline.config.load import load
-
     monkeypatch.chdir(project)
     assert notes(load(RunConfig, "run.yaml")) == []
     (project / "model" / "tokenizer_config.json").write_text('{"chat_template": "x"}')
     (note,) = notes(load(RunConfig, "run.yaml"))
     assert "strings, which go to the model without its chat template" in note
     assert notes(load(RunConfig, "run.yaml", ["data.prompt_format=chat"])) == []
-    sapo = ["data.prompt_format=chat", "actor.policy_loss=sapo"]
-    assert notes(load(RunConfig, "run.yaml", sapo)) == []
-    (note,) = notes(load(RunConfig, "run.yaml", [*sapo, "actor.loss_agg_mode=token-mean"]))
-    assert "the paper of sapo takes seq-mean-token-mean; leave the key out" in note
+
+
+@pytest.mark.parametrize(
+    "loss", ["ppo_clip", "gpg", "cispo", "kl_cov", "clip_cov", "gspo", "geo_mean", "sapo"]
+)
+def test_a_loss_over_sequences_that_is_weighted_by_their_lengths_gets_a_note(
+    project: Path, monkeypatch: pytest.MonkeyPatch, loss: str
+) -> None:
+    monkeypatch.chdir(project)
+    clip = {"gspo": ["actor.clip_ratio=3e-4"]}.get(loss, [])
+
+    def noted(*mode: str) -> list[str]:
+        return notes(load(RunConfig, "run.yaml", [f"actor.policy_loss={loss}", *clip, *mode]))
+
+    assert noted() == noted("actor.loss_agg_mode=seq-mean-token-mean") == []
+    for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"):
+        words = (
+            f"actor.loss_agg_mode={mode} weights sequences by their lengths; the paper of {loss} does not, "
+            "nor does verl, whatever its loss_agg_mode says; leave the key out for seq-mean-token-mean"
+        )
+        is_noted = loss in ("gspo", "geo_mean", "sapo")
+        assert noted(f"actor.loss_agg_mode={mode}") == ([words] if is_noted else [])
 
 
 def test_a_dry_run_shows_what_is_chosen(
