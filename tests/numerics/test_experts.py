@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.config.load import dump_yaml
-from paceline.core.errors import ModelError
+from paceline.core.errors import ConfigError, ModelError
 from paceline.learner.batch.pack import pack
 from paceline.learner.batch.types import PackedRow
 from paceline.learner.checkpoint.load import load
@@ -229,6 +229,11 @@ def test_a_step_reports_the_balance_and_its_weight_changes_the_gradient(ranks: R
         results["off"]["actor/load_balance"], rel=1e-5
     )
     assert results["on"]["actor/grad_norm"] > 1.05 * results["off"]["actor/grad_norm"]
+
+
+def test_a_model_without_experts_has_no_load_to_balance(model: Path, ranks: Ranks) -> None:
+    with pytest.raises(ConfigError, match=r"load_balance_coef=0\.5 weighs .* has no experts, so it would"):
+        Learner.load(run_config(model, actor={"load_balance_coef": 0.5}), ranks)
 
 
 def test_the_loss_grows_with_the_imbalance(

@@ -54,6 +54,21 @@ def _tensors(learner: Learner) -> dict[str, Tensor]:
     return {name: local_rows(p)[0].detach().clone() for name, p in hugging_face_names(learner.actor.network)}
 
 
+@pytest.mark.parametrize(
+    ("targets", "most", "sentence"),
+    [
+        (["all"], 12, "k_proj, which has 12 rows and 24 columns"),
+        (["q_proj"], 24, "q_proj, which has 24 rows and 24 columns"),
+    ],
+)
+def test_a_rank_above_the_layers_is_refused(
+    model: Path, ranks: Ranks, targets: list[str], most: int, sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"rank={most + 1} is above the smaller side of {sentence}"):
+        Learner.load(_config(model, rank=most + 1, targets=targets), ranks)
+    Learner.load(_config(model, rank=most, targets=targets), ranks)
+
+
 @pytest.fixture(scope="module")
 def trained(model: Path, ranks: Ranks) -> Learner:
     """Two steps of training at a rate that moves the policy far."""

@@ -201,9 +201,25 @@ def _model(config: RunConfig) -> str:
         raise ConfigError(
             f"rollout.tensor_model_parallel_size={ranks} must divide the model's {heads} attention heads"
         )
+    _experts(config, text)
+    _room_for_adapters(config, tree)
     _critic_of_images(config)
     architecture = ", ".join(tree.get("architectures") or [str(tree.get("model_type"))])
     return f"{config.model.path}: {architecture}, up to {longest} tokens"
+
+
+def _experts(config: RunConfig, text: Mapping[str, Any]) -> None:
+    """Whether the model has experts where their load is to be balanced; their number has several names."""
+    has_experts = any("experts" in key and value for key, value in text.items())
+    config.actor.require_experts(config.model.path, has_experts=has_experts)
+
+
+def _room_for_adapters(config: RunConfig, tree: Mapping[str, Any]) -> None:
+    """Whether adapters have room in the layers whose shapes config.json gives; the learner looks at all."""
+    lora, shape = config.model.lora, ModelShape.of(tree)
+    if lora is not None and shape is not None:
+        for layer, inputs, outputs in shape.matrices(lora.targets):
+            lora.require_room(layer, inputs, outputs)
 
 
 def _critic_of_images(config: RunConfig) -> None:

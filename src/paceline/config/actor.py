@@ -10,6 +10,7 @@ from paceline.config.algorithm import KL_KINDS, KLKind
 from paceline.config.base import Section
 from paceline.config.memory import ActorMemory, ActorMemoryConfig
 from paceline.config.policy_losses import Aggregation, Clip, PolicyLossConfig, PPOClip
+from paceline.core.errors import ConfigError
 
 # YAML 1.1 reads a bare on and off as booleans.
 SharedPrompts = Annotated[
@@ -186,6 +187,18 @@ class ActorConfig(Section):
         )
         default = Clip(low=low, high=high, dual_clip_c=self.clip_ratio_c if self.use_dual_clip else None)
         return self.policy_loss.arguments(default)
+
+    def require_experts(self, model: str, *, has_experts: bool) -> None:
+        """Checks that the policy has what `load_balance_coef` weighs.
+
+        Raises:
+            ConfigError: it is set, and the model has no experts.
+        """
+        if self.load_balance_coef and not has_experts:
+            raise ConfigError(
+                f"actor.load_balance_coef={self.load_balance_coef:g} weighs the balance of experts' load; "
+                f"{model} has no experts, so it would change nothing: leave it out"
+            )
 
     @field_validator("clip_ratio")
     @classmethod

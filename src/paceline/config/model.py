@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from paceline.config.base import Section
+from paceline.core.errors import ConfigError
 
 
 class ModelPaths(Section):
@@ -29,6 +30,20 @@ class LoraConfig(Section):
         description="Linear layers by the last part of their names ([q_proj, v_proj]); all: every one in the "
         "decoder layers.",
     )
+
+    def require_room(self, layer: str, inputs: int, outputs: int) -> None:
+        """Checks the rank against a layer that gets an adapter.
+
+        Raises:
+            ConfigError: it is above the layer's smaller side.
+        """
+        most = min(inputs, outputs)
+        if self.rank > most:
+            raise ConfigError(
+                f"model.lora.rank={self.rank} is above the smaller side of {layer}, which has {outputs} rows "
+                f"and {inputs} columns: a change of it has a rank of at most {most}, so more would only take "
+                f"memory; set model.lora.rank to {most} or less, or leave the layer out of model.lora.targets"
+            )
 
 
 class ModelConfig(Section):

@@ -285,14 +285,14 @@ class ModelShape:
 
     def num_adapted(self, targets: Sequence[str]) -> int:
         """Numbers of the matrices that `model.lora.targets` name."""
-        return self.num_layers * sum(inner * outer for inner, outer in self._matrices(targets))
+        return self.num_layers * sum(inner * outer for _, inner, outer in self.matrices(targets))
 
     def num_adapters(self, targets: Sequence[str], rank: int) -> int:
         """Numbers of their adapters: A and B of each."""
-        return self.num_layers * rank * sum(inner + outer for inner, outer in self._matrices(targets))
+        return self.num_layers * rank * sum(inner + outer for _, inner, outer in self.matrices(targets))
 
-    def _matrices(self, targets: Sequence[str]) -> list[tuple[int, int]]:
-        """Inputs and outputs of a layer's matrices; those of another name are taken to be an MLP's."""
+    def matrices(self, targets: Sequence[str]) -> list[tuple[str, int, int]]:
+        """Name, inputs and outputs of a layer's matrices; those of another name are taken to be an MLP's."""
         hidden, inner = self.hidden, self.intermediate
         attention, kv = self.attention_width, self.kv_width
         known = {
@@ -307,9 +307,9 @@ class ModelShape:
         if self.latent is not None:
             known = self.latent.matrices(hidden) | {name: known[name] for name in list(known)[4:]}
         fused = {"qkv_proj": (hidden, attention + 2 * kv), "gate_up_proj": (hidden, 2 * inner)}
-        if "all" in targets:
-            return list(known.values())
-        return [(known | fused).get(target, (hidden, inner)) for target in targets]
+        shapes = known | fused
+        names = known if "all" in targets else targets
+        return [(name, *shapes.get(name, (hidden, inner))) for name in names]
 
 
 def _number(tree: Mapping[str, Any], *names: str) -> int:

@@ -125,6 +125,33 @@ def test_check_looks_into_the_language_model_beside_a_vision_tower(
 
 
 @pytest.mark.usefixtures("without_torch")
+def test_what_the_model_has_no_place_for(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Keys and values of the model are 16 wide, queries 48."""
+    file = project / "model" / "config.json"
+    tree = json.loads(file.read_text()) | {"vocab_size": 100}
+    file.write_text(json.dumps(tree))
+    for words, sentence in (
+        (
+            ["actor.load_balance_coef=0.1"],
+            "actor.load_balance_coef=0.1 weighs the balance of experts' load; model has no experts",
+        ),
+        (
+            ["model.lora={rank: 17}"],
+            "model.lora.rank=17 is above the smaller side of k_proj, which has 16 rows and 48 columns",
+        ),
+        (["model.lora={rank: 49, targets: [q_proj]}"], "set model.lora.rank to 48 or less, or leave"),
+    ):
+        for command in ("check", "train"):
+            assert main([command, "run.yaml", *words, *(["--quick"] if command == "check" else [])]) == 2
+            printed = capsys.readouterr()
+            assert sentence in printed.out + printed.err
+    for given in ({"rank": 16}, {"rank": 48, "targets": ["q_proj", "o_proj"]}):
+        quick_check(config(data=DATA, model={"path": "model", "lora": given}))
+    file.write_text(json.dumps(tree | {"num_local_experts": 4}))
+    quick_check(config(data=DATA, actor={"load_balance_coef": 0.1}))
+
+
+@pytest.mark.usefixtures("without_torch")
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [

@@ -159,7 +159,8 @@ def test_deepseek_v3_and_v2_lite_by_hand_and_as_published() -> None:
     lite |= {"num_hidden_layers": 27, "num_attention_heads": 16, "moe_intermediate_size": 1408}
     lite |= {"n_routed_experts": 64, "n_shared_experts": 2, "first_k_dense_replace": 1}
     assert shape_of(lite).num_parameters == 15_706_484_224
-    adapted = sum(inner * outer for inner, outer in shape_of(lite)._matrices(["q_proj", "kv_b_proj"]))
+    matrices = shape_of(lite).matrices(["q_proj", "kv_b_proj"])
+    adapted = sum(inner * outer for _, inner, outer in matrices)
     assert adapted == 2048 * 16 * 192 + 512 * 16 * 256
 
 

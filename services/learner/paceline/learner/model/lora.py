@@ -102,7 +102,7 @@ def add_adapters(lm: nn.Module, layers: nn.ModuleList, lora: LoraConfig) -> None
     """Freezes a model and gives adapters to the linear layers that `lora.targets` name; before it is sharded.
 
     Raises:
-        ConfigError: a target names no linear layer of the decoder layers.
+        ConfigError: a target names no linear layer of the decoder layers, or the rank is above a layer's.
         ModelError: the model has experts, whose matrices are no linear layers.
     """
     if any(parameter.ndim == 3 for parameter in layers.parameters()):
@@ -117,7 +117,9 @@ def add_adapters(lm: nn.Module, layers: nn.ModuleList, lora: LoraConfig) -> None
         )
     lm.requires_grad_(False)
     for name, linear in linears:
-        if _ALL in lora.targets or name.rpartition(".")[2] in lora.targets:
+        leaf = name.rpartition(".")[2]
+        if _ALL in lora.targets or leaf in lora.targets:
+            lora.require_room(leaf, linear.in_features, linear.out_features)
             LoraLinear.convert(linear, lora)
 
 

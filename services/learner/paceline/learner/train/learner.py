@@ -23,6 +23,7 @@ from paceline.learner.distributed.host_memory import host_mesh
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model import flash_attention
 from paceline.learner.model.compiling import CompileClock
+from paceline.learner.model.experts import routers
 from paceline.learner.model.layers import LayerOptions
 from paceline.learner.model.loading import (
     Precision,
@@ -103,7 +104,8 @@ class Learner:
         Its optimizers have no averages yet.
 
         Raises:
-            ConfigError: a custom policy loss is not there or cannot be trained with.
+            ConfigError: a custom policy loss is not there or cannot be trained with, adapters do not fit the
+                model, or it has no experts whose load could be balanced.
             EnvironmentLackError: the attention kernel that is asked for is not installed.
             ModelError: the model folder is unusable.
         """
@@ -125,6 +127,7 @@ class Learner:
             lora=model.lora,
             adapter_seed=seed,
         )
+        config.actor.require_experts(model.path, has_experts=bool(routers(policy.lm)))
         flash_attention.prepare(policy.lm.config, compute, ranks.device)
         critic = reference = host_reference = None
         if config.needs_critic:
