@@ -57,6 +57,22 @@ def test_latent_attention_has_the_same_log_probs_in_the_engine(kind: str, tmp_pa
     assert 0 < float(number.rstrip(")")) < 1e-4
 
 
+def test_a_head_size_that_the_engine_lacks_is_a_fault_with_its_reason(tmp_path: Path) -> None:
+    """vLLM's attention for CPUs loads such a model, and refuses its first tokens."""
+    model, kept = tmp_path / "model", tmp_path / "kept"
+    gemma = family_config("gemma2")
+    gemma.head_dim = 24
+    gemma.save_pretrained(model)
+    kept.mkdir()
+    run = config(model={"path": str(model), "load_format": "random"})
+    service_checks.self_test(run, kept)
+    with pytest.raises(
+        ModelError, match="vLLM does not run this model .*head_dim=24.*; take one of"
+    ) as caught:
+        service_checks.engine_log_probs(run, kept)
+    assert "\n" not in str(caught.value)
+
+
 def test_rows_with_images_are_compared_and_other_pixels_are_a_fault(tmp_path: Path) -> None:
     model, kept = tmp_path / "model", tmp_path / "kept"
     tiny_vl_config().save_pretrained(model)

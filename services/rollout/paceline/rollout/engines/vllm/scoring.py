@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,14 +65,7 @@ def largest_difference(folder: Path, rows: Sequence[ScoredRow]) -> float:
         ModelError: vLLM does not run the model, or computes other log-probs.
     """
     engine = _engine(folder).llm_engine
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
-    for number, row in enumerate(rows):
-        engine.add_request(str(number), _prompt(row, engine.model_config.hf_config), sampling)
-    outputs: dict[str, Any] = {}
-    while engine.has_unfinished_requests():
-        outputs |= {output.request_id: output for output in engine.step() if output.finished}
+    outputs = _score(engine, rows)
     difference = 0.0
     for number, row in enumerate(rows):
         scored = outputs[str(number)].prompt_logprobs[len(row.prompt) :]
@@ -84,6 +78,21 @@ def largest_difference(folder: Path, rows: Sequence[ScoredRow]) -> float:
             "architectures of docs/models.md"
         )
     return difference
+
+
+def _score(engine: Any, rows: Sequence[ScoredRow]) -> dict[str, Any]:
+    """vLLM's output for each row, by its number."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
+    prompts = [_prompt(row, engine.model_config.hf_config) for row in rows]
+    outputs: dict[str, Any] = {}
+    with _refusals():
+        for number, prompt in enumerate(prompts):
+            engine.add_request(str(number), prompt, sampling)
+        while engine.has_unfinished_requests():
+            outputs |= {output.request_id: output for output in engine.step() if output.finished}
+    return outputs
 
 
 def _prompt(row: ScoredRow, config: Any) -> Any:
@@ -117,7 +126,7 @@ def _engine(folder: Path) -> Any:
         vision.write_processor(folder)
         extra |= vision.arguments(on_cpu=True)
     model_class.load(folder)
-    try:
+    with _refusals():
         return LLM(
             model=str(folder),
             dtype="float32",
@@ -130,9 +139,17 @@ def _engine(folder: Path) -> Any:
             disable_log_stats=True,
             **{"skip_tokenizer_init": True, **extra},
         )
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """Within the block vLLM's errors are the model's; some, as of a head size, come with the first tokens."""
+    try:
+        yield
     except (ValueError, RuntimeError, OSError, TypeError, AssertionError, NotImplementedError) as error:
         raise ModelError(
-            f"vLLM does not run this model ({type(error).__name__}: {_reason(error)})"
+            f"vLLM does not run this model ({type(error).__name__}: {_reason(error)}); take one of "
+            "docs/models.md, with sizes like those that are published"
         ) from error
 
 
