@@ -38,7 +38,7 @@ from paceline.config.run import RunConfig
 from paceline.controller.batch.barrier import Barrier
 from paceline.controller.batch.closed_chunks import ClosedChunks
 from paceline.controller.batch.training_batch import group_rows
-from paceline.core.ids import Purpose, TrajectoryId
+from paceline.core.ids import TrajectoryId
 from paceline.core.training import ChunkOrder, TrainOrder
 from paceline.core.trajectory import FinishReason, ScoredHeader
 from paceline.learner.batch.types import PackedRow
@@ -224,9 +224,9 @@ def measure(learner: Learner, token_s: float, args: argparse.Namespace) -> Measu
     policy = replace(POLICY, version=step - 1)
     barrier = Barrier(
         step=step,
-        purpose=Purpose.TRAIN,
         policy=policy,
-        expected=dict.fromkeys(range(args.prompts), SAMPLES),
+        counts={"train": SAMPLES},
+        prompts=range(args.prompts),
     )
     chunks = ClosedChunks.of(config, range(args.prompts))
     packed = {s.packed.index: s.packed for s in samples}

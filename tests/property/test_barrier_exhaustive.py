@@ -245,14 +245,13 @@ class State:
     def __init__(self, bag: Bag) -> None:
         self.barrier = Barrier(
             step=4,
-            purpose=Purpose.TRAIN,
             policy=POLICY,
-            expected=dict.fromkeys(FIRST, NUM_SAMPLES),
-            with_greedy=bag.with_greedy,
+            counts={"train": NUM_SAMPLES} | ({"greedy": 1} if bag.with_greedy else {}),
+            prompts=FIRST,
         )
         self.refill = None
         if bag.max_extra is not None:
-            self.refill = Refill(asked=FIRST, num_samples=NUM_SAMPLES, max_extra=bag.max_extra, draw=_draw)
+            self.refill = Refill(asked=FIRST, max_extra=bag.max_extra, draw=_draw)
 
     def after(self, message: Message) -> tuple[State, Verdict | None]:
         """The state that a message leads to; this one stays as it is."""
@@ -369,9 +368,9 @@ def _admitted(messages: Iterable[Message], asked: Collection[int], with_greedy: 
 
 def check_outcome(barrier: Barrier, expected: Expectation, bag: Bag) -> None:
     """I1 to I3 for a closed barrier."""
-    batch, greedy = barrier.batch(), barrier.greedy()
+    batch, greedy = barrier.batch(), barrier.beside().get("greedy", [])
     # I1: nothing but the step's policy, under any name.
-    assert {h.policy for h in [*batch, *barrier.aside(), *greedy.values()]} <= {POLICY}
+    assert {h.policy for h in [*batch, *barrier.aside(), *greedy]} <= {POLICY}
     # I2: each prompt ends in one of three ways, with a reason where it is left out.
     assert {d.prompt_id: d.reason for d in barrier.dropped} == expected.dropped
     assert {h.trajectory_id.prompt_id for h in batch} == expected.trained
@@ -381,7 +380,7 @@ def check_outcome(barrier: Barrier, expected: Expectation, bag: Bag) -> None:
     rows = [(h.trajectory_id.prompt_id, h.trajectory_id.sample_index) for h in batch]
     assert rows == [(p, i) for p in sorted(expected.trained) for i in range(NUM_SAMPLES)]
     if bag.with_greedy:
-        assert greedy.keys() >= expected.trained
+        assert {h.trajectory_id.prompt_id for h in greedy} >= expected.trained
 
 
 def test_without_failures_there_is_but_one_batch() -> None:

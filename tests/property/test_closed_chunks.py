@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from paceline.controller.batch.barrier import Barrier
 from paceline.controller.batch.closed_chunks import ClosedChunk, ClosedChunks
-from paceline.core.ids import Purpose
 from paceline.core.trajectory import ScoredHeader
 from support.headers import POLICY, scored
 
@@ -15,7 +14,7 @@ PROMPTS = (3, 5, 8, 9, 12, 20)
 
 
 def barrier_of(num_samples: int = 2) -> Barrier:
-    return Barrier(step=4, purpose=Purpose.TRAIN, policy=POLICY, expected=dict.fromkeys(PROMPTS, num_samples))
+    return Barrier(step=4, policy=POLICY, counts={"train": num_samples}, prompts=PROMPTS)
 
 
 def admit(barrier: Barrier, header: ScoredHeader) -> None:

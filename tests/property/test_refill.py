@@ -101,12 +101,11 @@ def concurrent(world: World, rng: random.Random) -> tuple[Barrier, Refill, Promp
 
     barrier = Barrier(
         step=4,
-        purpose=Purpose.TRAIN,
         policy=POLICY,
-        expected=dict.fromkeys(first, world.num_samples),
-        with_greedy=world.with_greedy,
+        counts={"train": world.num_samples} | ({"greedy": 1} if world.with_greedy else {}),
+        prompts=first,
     )
-    refill = Refill(asked=first, num_samples=world.num_samples, max_extra=world.max_extra, draw=draw)
+    refill = Refill(asked=first, max_extra=world.max_extra, draw=draw)
     under_way = [header for prompt_id in first for header in world.headers(prompt_id)]
     while under_way:
         rng.shuffle(under_way)
@@ -153,7 +152,7 @@ def test_the_cursor_ends_in_the_same_place_whatever_came_first(
 
 def test_a_named_component_is_compared_and_must_be_there() -> None:
     def settle(metric: str) -> list[int]:
-        barrier = Barrier(step=4, purpose=Purpose.TRAIN, policy=POLICY, expected={1: 2, 2: 2})
+        barrier = Barrier(step=4, policy=POLICY, counts={"train": 2}, prompts=(1, 2))
         samples: dict[int, Any] = {1: (0.0, 0.7), 2: (1.0, 0.7)}
         for prompt_id, (low, length) in samples.items():
             for index in range(2):
@@ -163,7 +162,7 @@ def test_a_named_component_is_compared_and_must_be_there() -> None:
                     | {"components": {"right": low if index else 0.0, "length": length + index}}
                 )
                 barrier.apply(header, barrier.judge(header))
-        refill = Refill(asked=[1, 2], num_samples=2, max_extra=0, draw=lambda *_: {}, metric=metric)
+        refill = Refill(asked=[1, 2], max_extra=0, draw=lambda *_: {}, metric=metric)
         return list(refill.settle(barrier, [1, 2]).set_aside)
 
     assert settle("right") == [1]

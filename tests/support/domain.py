@@ -35,7 +35,7 @@ policies = st.builds(PolicyTag, version=counts, digest=digests)
 trajectory_ids = st.builds(
     TrajectoryId,
     step=counts,
-    purpose=st.sampled_from([purpose.value for purpose in Purpose]),
+    purpose=st.sampled_from([*map(str, Purpose), "revise"]),
     prompt_id=counts,
     sample_index=counts,
 )
@@ -86,7 +86,7 @@ prompt_groups = st.builds(
     PromptGroup,
     run_id=names,
     step=counts,
-    purpose=st.sampled_from(Purpose),
+    purpose=st.sampled_from([*map(str, Purpose), "revise"]),
     prompt_id=counts,
     prompt_token_ids=token_ids(st.integers(1, 20)),
     sampling=samplings,
@@ -185,7 +185,7 @@ group_refusals = st.builds(
     GroupRefusal,
     run_id=names,
     step=counts,
-    purpose=st.sampled_from(Purpose),
+    purpose=st.sampled_from([*map(str, Purpose), "revise"]),
     prompt_id=counts,
     policy=policies,
     server_id=names,

@@ -21,7 +21,7 @@ from paceline.broker.memory import MemoryBroker, MemoryStore
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.controller.batch.collect import Batch, Collector
-from paceline.controller.batch.dispatch import Dispatcher, Order
+from paceline.controller.batch.dispatch import Ask, Dispatcher, Order
 from paceline.controller.batch.mailboxes import Mailboxes
 from paceline.controller.batch.refill import Refill
 from paceline.controller.events import EventHub
@@ -207,7 +207,7 @@ def refill_from(cursor: PromptCursor, first: Collection[int]) -> Refill:
     def draw(count: int, without: Collection[int]) -> dict[int, Prompt]:
         return {i: PROMPTS[i] for i in cursor.take_more(count, without=without)}
 
-    return Refill(asked=first, num_samples=NUM_SAMPLES, max_extra=len(PROMPTS), draw=draw)
+    return Refill(asked=first, max_extra=len(PROMPTS), draw=draw)
 
 
 async def collect(
@@ -240,14 +240,16 @@ async def collect(
         count=lambda *_: None,
     )
     await collector.begin_anew()
+    sampling = SamplingSpec(temperature=1.0, max_tokens=12, stop_token_ids=(0,))
+    asks = (
+        Ask(purpose=Purpose.TRAIN, num_samples=NUM_SAMPLES, sampling=sampling),
+        Ask(purpose=Purpose.GREEDY, num_samples=1, sampling=replace(sampling, temperature=0.0)),
+    )
     order = Order(
         step=STEP,
-        purpose=Purpose.TRAIN,
         policy=POLICY,
         prompts={i: PROMPTS[i] for i in cursor.take()},
-        num_samples=NUM_SAMPLES,
-        sampling=SamplingSpec(temperature=1.0, max_tokens=12, stop_token_ids=(0,)),
-        with_greedy=refilled,
+        asks=asks if refilled else asks[:1],
     )
     refill = refill_from(cursor, order.prompts) if refilled else None
     slots = [

@@ -137,7 +137,7 @@ async def test_the_controller_normalises_what_is_trained_and_verify_finds_the_sa
 
 async def test_a_greedy_answer_is_measured_with_the_scale_of_the_batch(tmp_path: Path) -> None:
     def answer(group: Any, index: int) -> dict[str, Any]:
-        value = 100.0 if group.purpose is Purpose.GREEDY else float(group.prompt_id + 10 * index)
+        value = 100.0 if group.purpose == Purpose.GREEDY else float(group.prompt_id + 10 * index)
         return {"reward": value, "reward_error": None, "normalized": (("a", value, 1.0),)}
 
     changes = {"algorithm__adv_estimator": "remax", "trainer__val_before_train": False}

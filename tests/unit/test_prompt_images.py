@@ -12,7 +12,7 @@ from paceline.broker import names
 from paceline.broker.base import Outgoing
 from paceline.broker.log import read_all
 from paceline.broker.memory import MemoryBroker
-from paceline.controller.batch.dispatch import Dispatcher, Order
+from paceline.controller.batch.dispatch import Ask, Dispatcher, Order
 from paceline.core.ids import Purpose
 from paceline.core.images import LoadedImage
 from paceline.core.policy import PolicyTag
@@ -51,18 +51,20 @@ def source(number: int) -> ImageSource:
     return ImageSource(place=b"", digest=str(number), num_tokens=1, num_patches=4)
 
 
-def order(step: int, images: dict[int, list[int]], **changes: Any) -> Order:
+def order(step: int, images: dict[int, list[int]], *, with_greedy: bool = False) -> Order:
     made = prompts(7).prompts
     chosen = {i: replace(made[i], images=tuple(map(source, numbers))) for i, numbers in images.items()}
-    order = Order(
+    sampling = SamplingSpec(temperature=1.0, max_tokens=4)
+    asks = (
+        Ask(purpose=Purpose.TRAIN, num_samples=2, sampling=sampling),
+        Ask(purpose=Purpose.GREEDY, num_samples=1, sampling=sampling),
+    )
+    return Order(
         step=step,
-        purpose=Purpose.TRAIN,
         policy=PolicyTag(version=step - 1, digest="0" * 16),
         prompts=chosen,
-        num_samples=2,
-        sampling=SamplingSpec(temperature=1.0, max_tokens=4),
+        asks=asks if with_greedy else asks[:1],
     )
-    return replace(order, **changes)
 
 
 def dispatcher(broker: MemoryBroker, reader: Any) -> Dispatcher:

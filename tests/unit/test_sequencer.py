@@ -374,7 +374,7 @@ async def test_parts_of_rewards_on_tokens_reach_the_rows_and_the_record(tmp_path
     """The batch's digest is over them, and `paceline verify` finds the same from the journal."""
 
     def answer(group: Any, index: int) -> dict[str, Any]:
-        parts = ((0, 0.25 + index),) if group.purpose is Purpose.TRAIN else ()
+        parts = ((0, 0.25 + index),) if group.purpose == Purpose.TRAIN else ()
         return {"reward": 1.0, "reward_error": None, "token_rewards": parts}
 
     async with run(tmp_path, trainer__val_before_train=False, trainer__total_steps=1) as it:
@@ -389,8 +389,8 @@ async def test_parts_of_rewards_on_tokens_reach_the_rows_and_the_record(tmp_path
 
 async def test_a_greedy_answer_goes_with_each_prompt_and_is_never_a_row(tmp_path: Path) -> None:
     def answer(group: Any, index: int) -> dict[str, Any]:
-        greedy = group.purpose is Purpose.GREEDY
-        if group.purpose is not Purpose.VALIDATE:
+        greedy = group.purpose == Purpose.GREEDY
+        if group.purpose != Purpose.VALIDATE:
             assert (group.sampling.temperature, group.num_samples) == ((0.0, 1) if greedy else (1.0, 2))
         bad = greedy and group.prompt_id == lost
         reward = 10.0 + group.prompt_id if greedy else float(index)
@@ -415,6 +415,8 @@ async def test_a_greedy_answer_goes_with_each_prompt_and_is_never_a_row(tmp_path
         assert len(it.services.orders[0].rows) == 4  # its greedy answer has no score, so the group is dropped
         dropped = [e for e in it.events() if e["event"] == "group_dropped" and e["step"] == 1]
         assert [(e["prompt"], e["reason"]) for e in dropped] == [(lost, "reward:raised")]
+        asked = [e["samples"] for e in it.events() if e["event"] == "dispatch"]
+        assert asked == [{"train": 2, "greedy": 1}] * 2
         assert it.breaches() == []
         trained = {row.trajectory_id.prompt_id for row in it.services.orders[0].rows}
         assert it.lines()[1]["reward/greedy_answers/mean"] == 10.0 + sum(trained) / 2
@@ -425,7 +427,7 @@ async def test_a_refused_group_is_dropped_with_its_reason_and_the_rest_is_traine
     bad, other = first[0], first[1]
 
     def answer(group: PromptGroup, index: int) -> dict[str, Any] | GroupRefusal:
-        concerned = group.step == 1 and group.purpose is Purpose.TRAIN
+        concerned = group.step == 1 and group.purpose == Purpose.TRAIN
         if not concerned or group.prompt_id not in (bad, other):
             return score_all(group, index)
         # The other's refusal is of another run: it concerns nobody here.

@@ -128,7 +128,7 @@ async def test_one_group_of_three_without_reward_may_be_too_many(share: float, t
     lost = min(PromptCursor(range(7), batch_size=3, seed=0).take())
 
     def answer(group: PromptGroup, index: int) -> dict[str, Any]:
-        if group.prompt_id == lost and group.purpose is Purpose.TRAIN and group.step == 1:
+        if group.prompt_id == lost and group.purpose == Purpose.TRAIN and group.step == 1:
             return {"reward": None, "reward_error": ("raised", "boom")}
         return score_all(group, index)
 

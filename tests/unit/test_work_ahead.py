@@ -13,7 +13,7 @@ import pytest
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.controller.batch.barrier import Barrier
-from paceline.controller.batch.dispatch import Order
+from paceline.controller.batch.dispatch import Ask, Order
 from paceline.controller.run.work_ahead import WorkAhead
 from paceline.core.errors import ConfigError, LostDataError
 from paceline.core.guard import Adjustments
@@ -166,15 +166,14 @@ def admit(barrier: Barrier, prompt_id: int, **fields: Any) -> None:
 
 def order_and_barrier() -> tuple[Order, Barrier]:
     """A collection of six prompts with two samples each."""
+    sampling = SamplingSpec(temperature=1.0, max_tokens=8)
     order = Order(
         step=4,
-        purpose=Purpose.TRAIN,
         policy=POLICY,
         prompts=dict(prompts(6).prompts),
-        num_samples=2,
-        sampling=SamplingSpec(temperature=1.0, max_tokens=8),
+        asks=(Ask(purpose=Purpose.TRAIN, num_samples=2, sampling=sampling),),
     )
-    barrier = Barrier(step=4, purpose=Purpose.TRAIN, policy=POLICY, expected=dict.fromkeys(order.prompts, 2))
+    barrier = Barrier(step=4, policy=POLICY, counts={"train": 2}, prompts=order.prompts)
     return order, barrier
 
 

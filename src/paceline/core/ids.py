@@ -10,16 +10,32 @@ import time
 from dataclasses import dataclass
 
 
-class Purpose(enum.Enum):
-    """What a prompt group is generated for.
+class Purpose(enum.StrEnum):
+    """What a prompt group is generated for, where Paceline itself asks for it.
 
     TRAIN: for training. GREEDY: one greedy answer to a training prompt, whose score is a baseline (ReMax); it
-    is never trained on. VALIDATE: for measuring.
+    is never trained on. VALIDATE: for measuring. A dataflow names further ones (`check_purpose`).
     """
 
     TRAIN = "train"
     GREEDY = "greedy"
     VALIDATE = "validate"
+
+
+NEVER_TRAINED = (Purpose.GREEDY.value, Purpose.VALIDATE.value)
+"""Purposes whose samples are no rows of a batch."""
+
+_PURPOSE = re.compile(r"[a-z][a-z0-9_]{0,31}")
+
+
+def check_purpose(name: str) -> str:
+    """Returns a purpose's name as it is; raises ValueError where no group can have it."""
+    if not _PURPOSE.fullmatch(name):
+        raise ValueError(
+            f"a purpose is named {name[:40]!r}; write a lower-case letter, then at most 31 lower-case "
+            "letters, digits and _"
+        )
+    return name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
@@ -43,19 +59,23 @@ class TrajectoryId:
         purpose, step, prompt_id, sample_index = text.split(":")
         return cls(
             step=int(step),
-            purpose=Purpose(purpose).value,
+            purpose=check_purpose(purpose),
             prompt_id=int(prompt_id),
             sample_index=int(sample_index),
         )
 
 
-def sample_seed(*, run_seed: int, step: int, prompt_id: int, sample_index: int) -> int:
+def sample_seed(
+    *, run_seed: int, step: int, prompt_id: int, sample_index: int, purpose: str = Purpose.TRAIN
+) -> int:
     """The sampling seed of one trajectory, in [0, 2**31).
 
     A sample that is repeated after a crash gets the same tokens on any server; the same prompt in a later
-    step gets others.
+    step gets others, and so it does for a dataflow's own purpose.
     """
     words = f"{run_seed}/{step}/{prompt_id}/{sample_index}".encode()
+    if purpose not in tuple(Purpose):
+        words += f"/{purpose}".encode()
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "big") >> 33
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.episode import EpisodeOutcome
-from paceline.core.ids import Purpose, TrajectoryId
+from paceline.core.ids import TrajectoryId
 from paceline.core.images import Image
 from paceline.core.normalizing import Part
 from paceline.core.policy import PolicyTag
@@ -66,7 +66,7 @@ class PromptGroup:
 
     run_id: str
     step: int
-    purpose: Purpose
+    purpose: str
     prompt_id: int
     prompt_token_ids: Int32Array
     sampling: SamplingSpec
@@ -84,7 +84,7 @@ class PromptGroup:
     def trajectory_id(self, sample_index: int) -> TrajectoryId:
         """The id of one of the samples."""
         return TrajectoryId(
-            step=self.step, purpose=self.purpose.value, prompt_id=self.prompt_id, sample_index=sample_index
+            step=self.step, purpose=str(self.purpose), prompt_id=self.prompt_id, sample_index=sample_index
         )
 
 
@@ -191,7 +191,7 @@ class GroupRefusal:
 
     run_id: str
     step: int
-    purpose: Purpose
+    purpose: str
     prompt_id: int
     policy: PolicyTag
     server_id: str

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from paceline.core.errors import InvalidMessageError, RewardErrorKind
-from paceline.core.ids import Purpose
 from paceline.core.normalizing import Part
 from paceline.core.training import DIGEST_BYTES
 from paceline.core.trajectory import (
@@ -70,7 +69,7 @@ def encode_prompt_group(group: PromptGroup) -> bytes:
         {
             "run_id": group.run_id,
             "step": group.step,
-            "purpose": group.purpose.value,
+            "purpose": str(group.purpose),
             "prompt_id": group.prompt_id,
             "prompt_token_ids": pack_array("prompt_token_ids", group.prompt_token_ids, "<i4"),
             "sampling": pack_sampling(group.sampling),
@@ -277,7 +276,7 @@ def decode_trajectory_headers(
     fields = unpack((HEADER, GROUP), data, limits)
     if fields.kind == HEADER:
         return _read_header(fields, limits)
-    group = (fields.integer("step"), read_purpose(fields).value, fields.integer("prompt_id"))
+    group = (fields.integer("step"), read_purpose(fields), fields.integer("prompt_id"))
     packed = fields.items("headers", max_items=limits.max_samples)
     if not packed or any(type(header) is not bytes for header in packed):
         fields.reject("wrong_type", "headers must be a list of messages with at least one")
@@ -350,7 +349,7 @@ def encode_group_refusal(refusal: GroupRefusal) -> bytes:
         {
             "run_id": refusal.run_id,
             "step": refusal.step,
-            "purpose": refusal.purpose.value,
+            "purpose": str(refusal.purpose),
             "prompt_id": refusal.prompt_id,
             "policy": pack_policy(refusal.policy),
             "server_id": refusal.server_id,
@@ -378,7 +377,7 @@ def refusal_of(
         fields = unpack((PROMPT_GROUP, HEADER, GROUP), message, limits)
         if fields.kind == HEADER:
             sample = read_trajectory_id(fields)
-            step, purpose, prompt_id = sample.step, Purpose(sample.purpose), sample.prompt_id
+            step, purpose, prompt_id = sample.step, sample.purpose, sample.prompt_id
         else:
             step, purpose = fields.integer("step"), read_purpose(fields)
             prompt_id = fields.integer("prompt_id")

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from paceline.core.episode import EpisodeOutcome
 from paceline.core.errors import InvalidMessageError
-from paceline.core.ids import Purpose, TrajectoryId
+from paceline.core.ids import TrajectoryId, check_purpose
 from paceline.core.images import Image
 from paceline.core.policy import PolicyTag
 from paceline.core.trajectory import RewardContext, SamplingSpec
@@ -18,7 +18,6 @@ from paceline.wire.fields import DEFAULT_LIMITS, Fields, plain_problem
 BLOB_DIGEST = re.compile(r"[0-9a-f]{32}")
 _DIGEST = re.compile(r"[0-9a-f]{16}")
 _IMAGE_HASH = re.compile(r"[0-9a-f]{64}")
-_PURPOSES = tuple(purpose.value for purpose in Purpose)
 _Choice = TypeVar("_Choice", bound=enum.Enum)
 
 
@@ -38,8 +37,9 @@ def read_trajectory_id(fields: Fields) -> TrajectoryId:
     if len(items) != 4:
         fields.reject("unequal_lengths", f"trajectory_id has {len(items)} parts, wanted 4")
     purpose, *numbers = items
-    if purpose not in _PURPOSES:
-        fields.reject("unknown_value", f"trajectory_id has the purpose {purpose!r}")
+    if type(purpose) is not str:
+        fields.reject("wrong_type", f"trajectory_id has a {type(purpose).__name__} as its purpose")
+    _check_purpose(fields, purpose)
     for number in numbers:
         if type(number) is not int:
             fields.reject("wrong_type", f"trajectory_id holds a {type(number).__name__} among its numbers")
@@ -141,9 +141,16 @@ def read_choice(fields: Fields, name: str, choices: type[_Choice]) -> _Choice:
         fields.reject("unknown_value", f"{name} is {value[:40]!r}, allowed are {allowed}")
 
 
-def read_purpose(fields: Fields) -> Purpose:
-    """The field `purpose`."""
-    return read_choice(fields, "purpose", Purpose)
+def read_purpose(fields: Fields) -> str:
+    """Reads the field `purpose`."""
+    return _check_purpose(fields, fields.name("purpose"))
+
+
+def _check_purpose(fields: Fields, purpose: str) -> str:
+    try:
+        return check_purpose(purpose)
+    except ValueError as error:
+        fields.reject("unknown_value", str(error))
 
 
 def pack_episode(episode: EpisodeOutcome | None) -> dict[str, Any] | None:

@@ -14,7 +14,9 @@ lost {step, reason}                          the broker has no data of the run: 
                                              is not finished by this controller, has to be trained again
 phase {step, source, to}                     the sequencer enters a phase
 epoch {number, members}                      a weight group was formed
-dispatch {step, policy, prompts, greedy?}    the prompts of a step, once per step and rewind
+dispatch {step, policy, prompts, samples?}   the prompts of a step, once per step and rewind; `samples` by
+                                             purpose, where they are not rollout.n for training alone
+                                             (older journals: greedy: true, for one greedy answer)
 redispatch {step, prompts}                   those that were sent again
 trajectory {id, verdict, server, ...}        the barrier's verdict; policy, digest (of the blob), reward,
                                              error; token_rewards, normalized: parts of the reward

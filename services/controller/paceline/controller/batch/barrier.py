@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from paceline.core.errors import ProtocolError
-from paceline.core.ids import Purpose, TrajectoryId
+from paceline.core.ids import TrajectoryId
 from paceline.core.policy import PolicyTag
 from paceline.core.trajectory import FinishReason, ScoredHeader
 
@@ -54,24 +54,25 @@ class Barrier:
     """Collects the groups of one step.
 
     Args:
-        step, purpose: which collection this is; headers of another are UNKNOWN.
+        step: which step this is; headers of another are UNKNOWN.
         policy: the only policy whose tokens are admitted.
-        expected: number of samples of each prompt id.
-        with_greedy: whether each group also needs a greedy answer, which is no row of the batch.
+        counts: samples of each prompt by purpose; those of the first purpose are the batch. Headers of
+            another purpose are UNKNOWN.
+        prompts: the ids of the prompts.
     """
 
     def __init__(
         self,
         *,
         step: int,
-        purpose: Purpose,
         policy: PolicyTag,
-        expected: Mapping[int, int],
-        with_greedy: bool = False,
+        counts: Mapping[str, int],
+        prompts: Iterable[int],
     ) -> None:
-        self.step, self.purpose, self.policy = step, purpose, policy
-        self._expected = dict(expected)
-        self._num_greedy = int(with_greedy)
+        self.step, self.policy = step, policy
+        self._counts = {str(purpose): count for purpose, count in counts.items()}
+        self.purpose, self._per_group = next(iter(self._counts)), sum(self._counts.values())
+        self._expected = set(prompts)
         self._admitted: dict[TrajectoryId, ScoredHeader] = {}
         self._num_admitted = Counter[int]()
         self._failures: dict[int, dict[TrajectoryId, _Failure]] = {}
@@ -79,9 +80,10 @@ class Barrier:
         self._open = set(self._expected)
         self.verdicts = Counter[Verdict]()
 
-    def expect(self, further: Mapping[int, int]) -> None:
-        """Adds groups, samples by prompt id; raises ProtocolError for a prompt that is already expected."""
-        known = sorted(further.keys() & self._expected.keys())
+    def expect(self, further: Iterable[int]) -> None:
+        """Adds groups by their prompts' ids; raises ProtocolError for a prompt that is already expected."""
+        further = set(further)
+        known = sorted(further & self._expected)
         if known:
             raise ProtocolError(f"prompt {known[0]} is asked for twice in step {self.step}")
         self._expected.update(further)
@@ -100,7 +102,7 @@ class Barrier:
     @property
     def num_wanted(self) -> int:
         """Trajectories that all groups together need."""
-        return sum(self._expected.values()) + self._num_greedy * len(self._expected)
+        return self._per_group * len(self._expected)
 
     @property
     def num_groups(self) -> int:
@@ -151,11 +153,11 @@ class Barrier:
             self._fail(header.trajectory_id, (f"reward:{kind}", message))
         self._settle(prompt_id)
 
-    def refuse(self, prompt_id: int, purpose: Purpose, *, reason: str, message: str) -> bool:
+    def refuse(self, prompt_id: int, purpose: str, *, reason: str, message: str) -> bool:
         """Notes that some samples of a group will not be generated; returns whether they were wanted."""
         if prompt_id not in self._expected or prompt_id in self._aside:
             return False
-        keys = [key for key in self._keys_of(prompt_id) if key.purpose == purpose.value]
+        keys = [key for key in self._keys_of(prompt_id) if key.purpose == purpose]
         missing = [key for key in keys if key not in self._admitted]
         for key in missing:
             self._fail(key, (reason, message))
@@ -170,8 +172,7 @@ class Barrier:
     def _settle(self, prompt_id: int) -> None:
         if prompt_id in self._open:
             num_failed = len(self._failures.get(prompt_id, ()))
-            wanted = self._expected[prompt_id] + self._num_greedy
-            if self._num_admitted[prompt_id] + num_failed == wanted:
+            if self._num_admitted[prompt_id] + num_failed == self._per_group:
                 self._open.discard(prompt_id)
 
     def set_aside(self, prompt_id: int) -> None:
@@ -191,12 +192,12 @@ class Barrier:
         return bool(self._failures.get(prompt_id))
 
     def group(self, prompt_id: int) -> list[ScoredHeader]:
-        """The admitted headers of a group, by sample index; a greedy answer comes first."""
+        """The admitted headers of a group, by purpose and sample index."""
         keys = sorted(key for key in self._keys_of(prompt_id) if key in self._admitted)
         return [self._admitted[key] for key in keys]
 
     def batch(self) -> list[ScoredHeader]:
-        """The headers of the groups to train, in (prompt id, sample index) order.
+        """The headers of the first purpose in the groups to train, in (prompt id, sample index) order.
 
         Raises:
             ProtocolError: the barrier is still open.
@@ -205,42 +206,32 @@ class Barrier:
             raise ProtocolError(
                 f"the barrier of step {self.step} is still open for {len(self._open)} prompt groups"
             )
-        return self._samples(lambda prompt_id: prompt_id not in self._aside)
+        return self._samples(self.purpose, lambda prompt_id: prompt_id not in self._aside)
 
     def aside(self) -> list[ScoredHeader]:
         """The samples of groups that were set aside, in the same order."""
-        return self._samples(lambda prompt_id: prompt_id in self._aside)
+        return self._samples(self.purpose, lambda prompt_id: prompt_id in self._aside)
 
-    def greedy(self) -> dict[int, ScoredHeader]:
-        """The greedy answers of groups that were not dropped, by prompt id."""
-        return {
-            key.prompt_id: self._admitted[key]
-            for key in sorted(self._admitted)
-            if key.purpose == Purpose.GREEDY.value and not self._has_failed(key.prompt_id)
-        }
+    def beside(self) -> dict[str, list[ScoredHeader]]:
+        """The headers of the other purposes in groups that were not dropped, in the same order."""
+        others = [purpose for purpose in self._counts if purpose != self.purpose]
+        return {purpose: self._samples(purpose, lambda prompt_id: True) for purpose in others}
 
-    def _samples(self, wanted: Callable[[int], bool]) -> list[ScoredHeader]:
-        """Admitted headers of groups that were not dropped, but for greedy answers, in batch order."""
+    def _samples(self, purpose: str, wanted: Callable[[int], bool]) -> list[ScoredHeader]:
+        """Admitted headers of a purpose in groups that were not dropped, in batch order."""
         return [
             self._admitted[key]
             for key in sorted(self._admitted)
-            if key.purpose == self.purpose.value
-            and not self._has_failed(key.prompt_id)
-            and wanted(key.prompt_id)
+            if key.purpose == purpose and not self._has_failed(key.prompt_id) and wanted(key.prompt_id)
         ]
 
     def _num_wanted(self, key: TrajectoryId) -> int:
-        """How many of a trajectory's kind its group wants."""
-        if key.prompt_id not in self._expected:
-            return 0
-        if key.purpose == self.purpose.value:
-            return self._expected[key.prompt_id]
-        return self._num_greedy if key.purpose == Purpose.GREEDY.value else 0
+        """How many of a trajectory's purpose its group wants."""
+        return self._counts.get(key.purpose, 0) if key.prompt_id in self._expected else 0
 
     def _keys_of(self, prompt_id: int) -> list[TrajectoryId]:
-        counts = {self.purpose: self._expected[prompt_id], Purpose.GREEDY: self._num_greedy}
         return [
-            TrajectoryId(step=self.step, purpose=purpose.value, prompt_id=prompt_id, sample_index=index)
-            for purpose, count in counts.items()
+            TrajectoryId(step=self.step, purpose=purpose, prompt_id=prompt_id, sample_index=index)
+            for purpose, count in self._counts.items()
             for index in range(count)
         ]

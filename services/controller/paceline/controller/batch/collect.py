@@ -51,7 +51,7 @@ class Batch:
     Attributes:
         samples: headers of the groups to train, in (prompt id, sample index) order.
         num_groups: all groups that were asked for.
-        greedy: the greedy answers by prompt id.
+        beside: the samples of further purposes, in the same order.
         set_aside: the samples of groups that a refill set aside.
         num_extra: groups that a refill asked for; None without a refill.
         gen_s: seconds until the last sample was generated.
@@ -63,12 +63,17 @@ class Batch:
     dropped: Sequence[DroppedGroup]
     verdicts: Counter[Verdict]
     num_groups: int
-    greedy: Mapping[int, ScoredHeader] = field(default_factory=dict)
+    beside: Mapping[str, Sequence[ScoredHeader]] = field(default_factory=dict)
     set_aside: Sequence[ScoredHeader] = ()
     num_extra: int | None = None
     gen_s: float = 0.0
     reward_s: float = 0.0
     wait_s: float = 0.0
+
+    @property
+    def greedy(self) -> dict[int, ScoredHeader]:
+        """The greedy answers by prompt id."""
+        return {h.trajectory_id.prompt_id: h for h in self.beside.get(Purpose.GREEDY, ())}
 
     @property
     def num_tokens(self) -> int:
@@ -83,10 +88,9 @@ class _Collection:
         self.order, self.refill = order, refill
         self.barrier = Barrier(
             step=order.step,
-            purpose=order.purpose,
             policy=order.policy,
-            expected=dict.fromkeys(order.prompts, order.num_samples),
-            with_greedy=order.with_greedy,
+            counts=order.counts,
+            prompts=order.prompts,
         )
         self.began = self.last_progress = self.last_entry = time.monotonic()
         self.first_arrival: float | None = None
@@ -100,19 +104,19 @@ class _Collection:
     def batch(self) -> Batch:
         """The batch of the closed barrier."""
         ended, barrier, last = time.monotonic(), self.barrier, self.last
-        samples, greedy, set_aside = barrier.batch(), barrier.greedy(), barrier.aside()
-        if self.order.purpose is Purpose.TRAIN:
+        samples, beside, set_aside = barrier.batch(), barrier.beside(), barrier.aside()
+        if barrier.purpose != Purpose.VALIDATE:
             by_name = scales(header.normalized for header in samples)
             samples = [_normalized(header, by_name) for header in samples]
             set_aside = [_normalized(header, by_name) for header in set_aside]
-            greedy = {prompt: _normalized(header, by_name) for prompt, header in greedy.items()}
+            beside = {name: [_normalized(h, by_name) for h in headers] for name, headers in beside.items()}
         reward_s = min(last.reward_s, ended - self.began) if last is not None else 0.0
         return Batch(
             samples=samples,
             dropped=barrier.dropped,
             verdicts=barrier.verdicts,
             num_groups=barrier.num_groups,
-            greedy=greedy,
+            beside=beside,
             set_aside=set_aside,
             num_extra=None if self.refill is None else self.refill.num_extra,
             gen_s=ended - self.began - reward_s,
@@ -279,15 +283,11 @@ class Collector:
         barrier = collection.barrier
         telemetry.count(metrics.REFUSALS, reason=refusal.reason)
         addressed = (refusal.run_id, refusal.step, refusal.policy)
-        if (
-            addressed == (self._run_id, barrier.step, barrier.policy)
-            and refusal.purpose in (barrier.purpose, Purpose.GREEDY)
-            and barrier.refuse(
-                refusal.prompt_id,
-                refusal.purpose,
-                reason=f"rollout:{refusal.reason}",
-                message=refusal.message,
-            )
+        if addressed == (self._run_id, barrier.step, barrier.policy) and barrier.refuse(
+            refusal.prompt_id,
+            refusal.purpose,
+            reason=f"rollout:{refusal.reason}",
+            message=refusal.message,
         ):
             collection.last_progress = time.monotonic()
         return {

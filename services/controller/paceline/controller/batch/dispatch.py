@@ -19,7 +19,7 @@ from paceline.broker.log import read_all
 from paceline.controller.batch.images import PromptImages
 from paceline.controller.progress import Run
 from paceline.core.errors import InvalidMessageError
-from paceline.core.ids import Purpose, sample_seed
+from paceline.core.ids import sample_seed
 from paceline.core.policy import PolicyTag
 from paceline.core.trajectory import PromptGroup, SamplingSpec
 from paceline.data.images import ImageReader
@@ -32,16 +32,27 @@ _Key = tuple[int, str, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Order:
-    """The prompts of one collection; `with_greedy` adds one greedy answer to each prompt's samples."""
+class Ask:
+    """The samples that an order wants of each prompt for one purpose."""
 
-    step: int
-    purpose: Purpose
-    policy: PolicyTag
-    prompts: Mapping[int, Prompt]
+    purpose: str
     num_samples: int
     sampling: SamplingSpec
-    with_greedy: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """The prompts of one collection, and which samples each of them gets; purposes differ."""
+
+    step: int
+    policy: PolicyTag
+    prompts: Mapping[int, Prompt]
+    asks: tuple[Ask, ...]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Samples per prompt, by purpose."""
+        return {str(ask.purpose): ask.num_samples for ask in self.asks}
 
 
 class Dispatcher:
@@ -62,7 +73,7 @@ class Dispatcher:
         self._sent.clear()
         self._images.forget()
         async for group in self._groups_of(version):
-            self._sent.add((group.step, group.purpose.value, group.prompt_id))
+            self._sent.add((group.step, group.purpose, group.prompt_id))
             self._images.note(group.images, group.step)
         if self._images.expected:
             # Those of the finished step, if it was not cleaned up.
@@ -84,15 +95,15 @@ class Dispatcher:
         await self._images.drop(before=version + 2)
 
     async def dispatch(self, order: Order) -> list[int]:
-        """Appends one message per prompt, in the order of `order.prompts`, and one for its greedy answer.
+        """Appends one message per prompt and purpose, in the order of `order.prompts` and of its asks.
 
         Returns:
             The prompts that were sent: those whose messages were not all in the stream yet.
         """
         stream = names.prompts(self._run_id, order.policy.version)
         await self._broker.ensure_group(stream, names.ROLLOUT_GROUP)
-        groups = [group for prompt in order.prompts.values() for group in self._groups(order, prompt)]
-        keys = [(group.step, group.purpose.value, group.prompt_id) for group in groups]
+        groups = [self._group(order, ask, prompt) for prompt in order.prompts.values() for ask in order.asks]
+        keys = [(group.step, group.purpose, group.prompt_id) for group in groups]
         missing = [group for group, key in zip(groups, keys, strict=True) if key not in self._sent]
         if self._images.expected:
             missing = [await self._with_images(group, order.prompts[group.prompt_id]) for group in missing]
@@ -112,30 +123,26 @@ class Dispatcher:
     async def _with_images(self, group: PromptGroup, prompt: Prompt) -> PromptGroup:
         return replace(group, images=await self._images.store(prompt.images, group.step))
 
-    def _groups(self, order: Order, prompt: Prompt) -> list[PromptGroup]:
-        """A prompt's messages: for its samples, and for its greedy answer where one is wanted."""
+    def _group(self, order: Order, ask: Ask, prompt: Prompt) -> PromptGroup:
         seeds = tuple(
             sample_seed(
                 run_seed=self._config.trainer.seed,
                 step=order.step,
                 prompt_id=prompt.prompt_id,
                 sample_index=index,
+                purpose=ask.purpose,
             )
-            for index in range(order.num_samples)
+            for index in range(ask.num_samples)
         )
-        samples = PromptGroup(
+        return PromptGroup(
             run_id=self._run_id,
             step=order.step,
-            purpose=order.purpose,
+            purpose=ask.purpose,
             prompt_id=prompt.prompt_id,
             prompt_token_ids=prompt.token_ids,
-            sampling=order.sampling,
+            sampling=ask.sampling,
             seeds=seeds,
             policy=order.policy,
             context=prompt.context,
             messages=prompt.messages if self._config.has_episodes else (),
         )
-        if not order.with_greedy:
-            return [samples]
-        greedy = replace(order.sampling, temperature=0.0)
-        return [samples, replace(samples, purpose=Purpose.GREEDY, sampling=greedy, seeds=seeds[:1])]

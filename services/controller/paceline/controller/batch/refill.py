@@ -40,7 +40,6 @@ class Refill:
 
     Args:
         asked: the prompt ids that the step begins with.
-        num_samples: samples of each prompt.
         max_extra: most prompts beyond them.
         draw: where further prompts come from.
         metric: the reward component that is compared; None: the reward.
@@ -50,12 +49,11 @@ class Refill:
         self,
         *,
         asked: Collection[int],
-        num_samples: int,
         max_extra: int,
         draw: Draw,
         metric: str | None = None,
     ) -> None:
-        self._asked, self._num_samples = set(asked), num_samples
+        self._asked = set(asked)
         self._max_extra, self._draw, self._metric = max_extra, draw, metric
         self._num_first, self._num_aside = len(self._asked), 0
 
@@ -86,7 +84,7 @@ class Refill:
         count = min(len(set_aside), self._max_extra - self.num_extra)
         drawn = self._draw(count, self._asked) if count else {}
         self._asked.update(drawn)
-        barrier.expect(dict.fromkeys(drawn, self._num_samples))
+        barrier.expect(drawn)
         return Replacement(set_aside=set_aside, prompts=drawn)
 
     def _score(self, header: ScoredHeader) -> float:

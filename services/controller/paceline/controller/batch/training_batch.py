@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from paceline.controller.batch.collect import Batch
-from paceline.controller.batch.dispatch import Order
+from paceline.controller.batch.dispatch import Ask, Order
 from paceline.controller.batch.inputs import Inputs
 from paceline.controller.batch.refill import Refill
 from paceline.controller.progress import Run
@@ -28,15 +28,12 @@ class TrainingBatches:
 
     def plan(self, *, step: int, policy: PolicyTag) -> tuple[Order, Refill | None]:
         """Draws a step's prompts and journals them once; the refill is None without dynamic sampling."""
-        config, inputs = self._config, self._inputs
+        inputs = self._inputs
         order = Order(
             step=step,
-            purpose=Purpose.TRAIN,
             policy=policy,
             prompts={i: inputs.train.prompts[i] for i in sorted(inputs.cursor.take())},
-            num_samples=config.rollout.n,
-            sampling=inputs.sampling(config, config.rollout.temperature),
-            with_greedy=config.needs_greedy,
+            asks=self._asks(),
         )
         recorded = self._journal.standing.current
         if recorded is None or (recorded.step, recorded.prompts) != (step, tuple(order.prompts)):
@@ -45,9 +42,18 @@ class TrainingBatches:
                 step=step,
                 policy=str(policy),
                 prompts=list(order.prompts),
-                **({"greedy": True} if order.with_greedy else {}),
+                **({"samples": order.counts} if len(order.asks) > 1 else {}),
             )
         return order, self._refill(order)
+
+    def _asks(self) -> tuple[Ask, ...]:
+        config, inputs = self._config, self._inputs
+        sampling = inputs.sampling(config, config.rollout.temperature)
+        samples = Ask(purpose=Purpose.TRAIN, num_samples=config.rollout.n, sampling=sampling)
+        if not config.needs_greedy:
+            return (samples,)
+        greedy = inputs.sampling(config, 0.0)
+        return samples, Ask(purpose=Purpose.GREEDY, num_samples=1, sampling=greedy)
 
     def check(self, step: int, batch: Batch, refill: Refill | None) -> None:
         """Journals the groups that were dropped and a batch that is short.
@@ -70,7 +76,6 @@ class TrainingBatches:
 
         return Refill(
             asked=order.prompts,
-            num_samples=order.num_samples,
             max_extra=int(sampling.max_extra_factor * self._config.data.train_batch_size),
             draw=draw,
             metric=sampling.metric,
@@ -122,12 +127,13 @@ class TrainingBatches:
 
 def rows(batch: Batch) -> tuple[BatchRow, ...]:
     """The rows that the learner trains on, in batch order."""
-    return tuple(_row(header, batch.greedy.get(header.trajectory_id.prompt_id)) for header in batch.samples)
+    greedy = batch.greedy
+    return tuple(_row(header, greedy.get(header.trajectory_id.prompt_id)) for header in batch.samples)
 
 
 def group_rows(group: Sequence[ScoredHeader]) -> list[BatchRow]:
     """The rows of a complete prompt group, of which a greedy answer is none."""
-    greedy = next((h for h in group if h.trajectory_id.purpose == Purpose.GREEDY.value), None)
+    greedy = next((h for h in group if h.trajectory_id.purpose == Purpose.GREEDY), None)
     return [_row(header, greedy) for header in group if header is not greedy]
 
 

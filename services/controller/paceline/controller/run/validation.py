@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from paceline.controller.batch.collect import Batch, Collector
-from paceline.controller.batch.dispatch import Order
+from paceline.controller.batch.dispatch import Ask, Order
 from paceline.controller.batch.inputs import Inputs
 from paceline.controller.phases import Phase
 from paceline.controller.progress import Progress, Run
@@ -37,13 +37,12 @@ class Validation:
         self._progress.move(Phase.VALIDATE)
         val, config = self._run.config.rollout.val, self._run.config
         ids = self._inputs.val.ids()[: config.data.val_max_prompts]
+        sampling = self._inputs.sampling(config, val.temperature)
         order = Order(
             step=step,
-            purpose=Purpose.VALIDATE,
             policy=policy,
             prompts={i: self._inputs.val.prompts[i] for i in ids},
-            num_samples=val.n,
-            sampling=self._inputs.sampling(config, val.temperature),
+            asks=(Ask(purpose=Purpose.VALIDATE, num_samples=val.n, sampling=sampling),),
         )
         with span("validate"):
             batch = await self._answers(order)
@@ -66,7 +65,7 @@ class Validation:
                 step=order.step,
                 policy=str(order.policy),
                 prompts=list(order.prompts),
-                num_samples=order.num_samples,
+                num_samples=order.asks[0].num_samples,
             )
             try:
                 await self._collector.dispatch(order)

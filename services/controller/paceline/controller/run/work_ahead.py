@@ -107,7 +107,7 @@ class _Shift:
         return ChunkOrder(
             step=self._order.step,
             policy=self._order.policy,
-            first_row=chunk.number * self._chunks.width * self._order.num_samples,
+            first_row=chunk.number * self._chunks.width * self._order.asks[0].num_samples,
             rows=tuple(row for group in groups for row in group_rows(group)),
             with_gradient=chunk.with_gradient and is_final,
             adjustments=self._adjustments,

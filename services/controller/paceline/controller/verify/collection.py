@@ -13,6 +13,7 @@ from paceline.core.policy import PolicyTag
 from paceline.core.training import BatchRow
 
 _TRAIN, _GREEDY = Purpose.TRAIN.value, Purpose.GREEDY.value
+_CALLED = {_TRAIN: "samples", _GREEDY: "greedy answers"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,20 +24,29 @@ class Wanted:
     step: int
     policy: str
     prompts: tuple[int, ...]
-    num_samples: int
-    num_greedy: int
+    counts: Mapping[str, int]
 
     @classmethod
     def of(cls, entry: Entry, num_samples: int) -> Wanted:
-        """Reads a `dispatch` event."""
+        """Reads a `dispatch` event; `num_samples` are those of a prompt, where it names none."""
+        older = {_TRAIN: num_samples} | ({_GREEDY: 1} if entry.get("greedy") else {})
         return cls(
             entry=entry,
             step=int(entry["step"]),
             policy=str(entry["policy"]),
             prompts=tuple(entry["prompts"]),
-            num_samples=num_samples,
-            num_greedy=int(bool(entry.get("greedy"))),
+            counts=entry.get("samples") or older,
         )
+
+    @property
+    def purpose(self) -> str:
+        """That of the samples that are the batch."""
+        return next(iter(self.counts), _TRAIN)
+
+    @property
+    def num_samples(self) -> int:
+        """How many of them each prompt has."""
+        return self.counts.get(self.purpose, 0)
 
     @property
     def tag(self) -> PolicyTag:
@@ -95,7 +105,7 @@ class Collection:
             )
         if key not in self.admitted:
             self.admitted[key] = entry
-            num_wanted = wanted.num_greedy if key.purpose == _GREEDY else wanted.num_samples
+            num_wanted = wanted.counts.get(key.purpose, 0)
             self._counts[key.prompt_id, key.purpose] += int(0 <= key.sample_index < num_wanted)
         self._digests.setdefault(str(entry.get("digest")), key)
 
@@ -107,12 +117,12 @@ class Collection:
         """Notes groups that were set aside, and the prompts in their places."""
         for prompt, _ in entry["set_aside"]:
             self._leave_out(int(prompt), "set aside", entry)
-            count = self._counts[prompt, _TRAIN]
-            if count != self.wanted.num_samples:
+            count, wanted = self._counts[prompt, self.wanted.purpose], self.wanted.num_samples
+            if count != wanted:
                 self._findings.add(
                     Invariant.I2,
-                    f"prompt {prompt} of step {self.wanted.step} was set aside with {count} of "
-                    f"{self.wanted.num_samples} samples",
+                    f"prompt {prompt} of step {self.wanted.step} was set aside with {count} of {wanted} "
+                    "samples",
                     entry,
                 )
         for prompt in entry["prompts"]:
@@ -151,7 +161,11 @@ class Collection:
 
     def _rows(self, prompts: Iterable[int]) -> Iterable[BatchRow]:
         step, chosen = self.wanted.step, set(prompts)
-        keys = [key for key in sorted(self.admitted) if key.prompt_id in chosen and key.purpose == _TRAIN]
+        keys = [
+            key
+            for key in sorted(self.admitted)
+            if key.prompt_id in chosen and key.purpose == self.wanted.purpose
+        ]
         by_name = scales(_parts(self.admitted[key]) for key in keys)
         for key in keys:
             greedy = TrajectoryId(step=step, purpose=_GREEDY, prompt_id=key.prompt_id, sample_index=0)
@@ -170,12 +184,8 @@ class Collection:
 
     def _check_complete(self, prompt: int, entry: Entry) -> None:
         wanted = self.wanted
-        counts = (
-            (_TRAIN, wanted.num_samples, "samples"),
-            (_GREEDY, wanted.num_greedy, "greedy answers"),
-        )
-        for purpose, needed, what in counts:
-            count = self._counts[prompt, purpose]
+        for purpose, needed in wanted.counts.items():
+            count, what = self._counts[prompt, purpose], _CALLED.get(purpose, f"samples for {purpose}")
             if count != needed:
                 self._findings.add(
                     Invariant.I2,

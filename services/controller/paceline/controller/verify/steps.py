@@ -115,4 +115,4 @@ def plain_digest(plain: object) -> str:
 
 def asked_digest(wanted: Wanted) -> str:
     """Of what a step asked for at first."""
-    return plain_digest([wanted.prompts, wanted.num_greedy])
+    return plain_digest([wanted.prompts, wanted.counts])

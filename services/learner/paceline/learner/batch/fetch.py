@@ -10,7 +10,7 @@ import numpy as np
 
 from paceline.broker import names
 from paceline.core.errors import DataError, LostDataError, VersionMismatchError
-from paceline.core.ids import Purpose
+from paceline.core.ids import NEVER_TRAINED
 from paceline.core.images import ImageSpec
 from paceline.core.policy import PolicyTag
 from paceline.core.training import BatchRow
@@ -117,7 +117,7 @@ def _check_blob(blob: bytes, row: BatchRow) -> None:
 def _check_row(trajectory: Trajectory, row: BatchRow, policy: PolicyTag) -> None:
     """The last check before training: purpose, policy, identity and lengths."""
     name = str(row.trajectory_id)
-    if row.trajectory_id.purpose != Purpose.TRAIN.value:
+    if row.trajectory_id.purpose in NEVER_TRAINED:
         raise DataError(f"trajectory {name} was not sampled for training; it must not enter the batch")
     if trajectory.policy != policy:
         raise VersionMismatchError(
