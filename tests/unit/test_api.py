@@ -20,6 +20,7 @@ import pyarrow.parquet
 import pytest
 
 from paceline.api import Callback, EarlyStop, Step, Training, load_run, train, training
+from paceline.api import run as run_tables
 from paceline.core.errors import ConfigError, DataError, PacelineError
 from paceline.runs import run_dir as run_dirs
 from support import source
@@ -202,12 +203,42 @@ def test_a_run_as_tables(tmp_path: Path) -> None:
         "val/reward/mean": [0.5, None],
         "critic/score/mean": [None, 0.25],
     }
-    assert (run.config["trainer"]["total_steps"], run.events) == (2, [{"event": "run"}])
+    assert run.config["trainer"]["total_steps"] == 2
+    assert list(run.events) == [{"event": "run"}]
     (run_dir / "trajectories").mkdir()
     pyarrow.parquet.write_table(pyarrow.table({"reward": [1.0]}), run_dir / "trajectories/val_000001.parquet")
     assert run.samples(1, validation=True).to_pydict() == {"reward": [1.0]}
     with pytest.raises(DataError, match=r"no step_000001\.parquet"):
         run.samples(1)
+
+
+def test_a_long_run_is_read_in_portions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metrics become Arrow numbers a portion at a time; the journal is read as it is gone through."""
+    monkeypatch.setattr(run_tables, "_PORTION", 2)
+    (tmp_path / "config.resolved.yaml").write_text("{}\n")
+    rows: list[dict[str, float | None]] = [
+        {"step": 0, "a": 1},
+        {"step": 1, "a": 2},
+        {"step": 2, "a": 0.5, "b": None},
+        {"step": 3, "b": None},
+        {"step": 4, "c": 7.0, "b": 3},
+    ]
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(f"{json.dumps(row)}\n" for row in rows) + '{"step": 5, "to'
+    )
+    (tmp_path / "events.jsonl").write_text('{"n": 0}\n[]\n')
+    run = load_run(tmp_path)
+    names = ("step", "a", "b", "c")
+    assert run.metrics.to_pylist() == [{name: row.get(name) for name in names} for row in rows]
+    assert run.metrics.column("a").num_chunks == 1
+    passing = iter(run.events)
+    assert next(passing) == {"n": 0}
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"n": 1}\n')
+    assert list(passing) == [{"n": 1}]
+    assert list(run.events) == list(run.events) == [{"n": 0}, {"n": 1}]
+    (tmp_path / "metrics.jsonl").unlink()
+    assert load_run(tmp_path).metrics.num_rows == 0
 
 
 def test_the_notebook_of_the_first_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

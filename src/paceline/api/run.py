@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from paceline.core.errors import DataError
 from paceline.runs import run_dir as run_dirs
 from paceline.show.report.lines import read_jsonl
 
+_PORTION = 1000
+"""Lines of metrics.jsonl that are in memory at once as Python's numbers."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedRun:
@@ -21,13 +25,13 @@ class LoadedRun:
     Attributes:
         config: config.resolved.yaml.
         metrics: a pyarrow.Table with a row per step and a column per metric; null where a step has none.
-        events: the journal, in order.
+        events: the journal, in order; read anew each time that it is gone through.
     """
 
     run_dir: Path
     config: Mapping[str, Any]
     metrics: Any
-    events: Sequence[Mapping[str, Any]]
+    events: Iterable[Mapping[str, Any]]
 
     def samples(self, step: int, *, validation: bool = False) -> Any:
         """The trajectories of a step, or those of the validation after it, as a pyarrow.Table.
@@ -53,21 +57,40 @@ def load_run(run: str | Path | None = None) -> LoadedRun:
         ConfigError: there is no such run.
         DataError: the folder holds none.
     """
-    import pyarrow
-
     run_dir = run_dirs.find(None if run is None else str(run))
     config = run_dir / run_dirs.RESOLVED
     if not config.is_file():
         raise DataError(f"{run_dir} holds no run (no {config.name}); give a run directory")
-    rows = read_jsonl(run_dir / "metrics.jsonl")
-    # from_pylist takes the columns of the first row alone.
-    names = dict.fromkeys(name for row in rows for name in row)
     return LoadedRun(
         run_dir=run_dir,
         config=yaml.safe_load(config.read_text(encoding="utf-8")),
-        metrics=pyarrow.table({name: [row.get(name) for row in rows] for name in names}),
-        events=read_jsonl(run_dir / "events.jsonl"),
+        metrics=_table(run_dir / "metrics.jsonl"),
+        events=_Events(run_dir / "events.jsonl"),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Events:
+    """A journal's events, which a long run has too many of to hold."""
+
+    path: Path
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        return read_jsonl(self.path)
+
+
+def _table(path: Path) -> Any:
+    """The lines of a file as a table, with a column for each name in any of them."""
+    import pyarrow
+
+    lines, parts = read_jsonl(path), []
+    while rows := list(islice(lines, _PORTION)):
+        # from_pylist takes the columns of the first row alone.
+        names = dict.fromkeys(name for row in rows for name in row)
+        parts.append(pyarrow.table({name: [row.get(name) for row in rows] for name in names}))
+    if not parts:
+        return pyarrow.table({})
+    return pyarrow.concat_tables(parts, promote_options="permissive").combine_chunks()
 
 
 def samples_file(run_dir: Path, step: int, *, validation: bool = False) -> Path:

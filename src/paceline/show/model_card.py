@@ -67,11 +67,17 @@ def _facts(config: RunConfig, data: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _changes(run_dir: Path, step: int) -> Iterator[tuple[str, str]]:
-    rows = [row for row in read_jsonl(run_dir / "metrics.jsonl") if row.get("step", step + 1) <= step]
-    for title, name in HEADLINES.items():
-        seen = [(row["step"], row[name]) for row in rows if isinstance(row.get(name), int | float)]
-        if len(seen) > 1:
-            (first, before), (last, after) = seen[0], seen[-1]
+    seen: dict[str, tuple[tuple[int, float], tuple[int, float]]] = {}
+    for row in read_jsonl(run_dir / "metrics.jsonl"):
+        if row.get("step", step + 1) > step:
+            continue
+        for title, name in HEADLINES.items():
+            if isinstance(value := row.get(name), int | float):
+                point = row["step"], value
+                seen[title] = seen.get(title, (point, point))[0], point
+    for title in HEADLINES:
+        (first, before), (last, after) = seen.get(title, ((0, 0.0), (0, 0.0)))
+        if first != last:
             yield title, f"{before:.3f} (step {first}), {after:.3f} (step {last})"
 
 

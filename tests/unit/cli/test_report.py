@@ -151,7 +151,7 @@ def test_training_rewards_are_compared_by_means_of_steps_validations_one_by_one(
 def test_a_timeline_is_of_the_last_execution_of_a_step(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", num_steps=4)
     spans = folder / "spans.jsonl"
-    again = [{**span, "trace_id": "f" * 32} for span in read_jsonl(spans)[4:8]]
+    again = [{**span, "trace_id": "f" * 32} for span in list(read_jsonl(spans))[4:8]]
     again[1] |= {"instance": "rollout-7", "error": "broken"}
     with spans.open("a") as file:
         file.write("".join(json.dumps(span) + "\n" for span in again) + '{"name": "step", "torn')

@@ -6,7 +6,7 @@ import json
 import sys
 import threading
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pyarrow
@@ -14,6 +14,7 @@ import pyarrow.parquet
 import pytest
 import yaml
 
+from paceline.cli.commands import track
 from paceline.cli.main import main
 from paceline.show.trackers import adapters, sink
 from paceline.show.trackers.base import Row, TrackedRun
@@ -176,6 +177,33 @@ def test_a_tracker_that_hangs_is_left_after_a_while(run_dir: Path, monkeypatch: 
     sending.end(ok=True)
     release.set()
     assert notes == ["trackers: not all was sent within 0.05 s"]
+
+
+def test_a_past_run_is_read_no_faster_than_it_is_sent(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Or a long one would be in memory whole, and most of it unsent when the last minute is over."""
+    release, read = threading.Event(), list[int]()
+
+    class Hanging(Notebook):
+        def step(self, step: int, metrics: Mapping[str, float], at: float) -> None:
+            release.wait(30)
+
+    def lines(path: Path) -> Iterator[dict[str, float]]:
+        for step in range(50):
+            read.append(step)
+            yield {"step": step, "time": 1.0}
+
+    monkeypatch.setitem(adapters.TRACKERS, "trackio", Hanging)
+    monkeypatch.setattr(adapters.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(track, "read_jsonl", lines)
+    monkeypatch.setattr(track, "_MAX_WAITING", 4)
+    monkeypatch.setattr(sink, "_LAST_WAIT_S", 0.2)
+    assert main(["track", "adder", "trackio"]) == 1
+    release.set()
+    assert "TRACK: no answer from the trackers (trackio) within 0.2 s" in capsys.readouterr().err
+    # One is being sent, four wait, and the queue has no place for the next.
+    assert read == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_view_shows_and_sends_and_no_tracker_starts_no_thread(run_dir: Path) -> None:

@@ -10,6 +10,8 @@ from paceline.show.report.lines import read_jsonl
 from paceline.show.trackers.adapters import TRACKERS, check_installed
 from paceline.show.trackers.sink import Sink
 
+_MAX_WAITING = 1000
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
@@ -21,17 +23,18 @@ def run(args: argparse.Namespace) -> int:
     """Sends every step; returns 1 if a tracker failed."""
     folder = run_dirs.find(args.run_name)
     check_installed(args.trackers)
-    lines = [line for line in read_jsonl(folder / "metrics.jsonl") if isinstance(line.get("step"), int)]
-    if not lines:
-        raise DataError(f"{folder} has no finished step (no metrics.jsonl); give a run directory")
     faults: list[str] = []
-    sink = Sink(args.trackers, folder, say=faults.append)
+    sink, count = Sink(args.trackers, folder, say=faults.append, max_waiting=_MAX_WAITING), 0
+    lines = (line for line in read_jsonl(folder / "metrics.jsonl") if isinstance(line.get("step"), int))
     for line in lines:
+        count += 1
         numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
         step, at = int(numbers.pop("step")), float(numbers.pop("time", 0.0))
         sink.step(step, numbers, at)
+    if not count:
+        raise DataError(f"{folder} has no finished step (no metrics.jsonl); give a run directory")
     sink.end(ok=True)
     for fault in faults:
         print(fault)
-    print(f"sent {len(lines)} steps of {folder.name} to {', '.join(args.trackers)}")
+    print(f"sent {count} steps of {folder.name} to {', '.join(args.trackers)}")
     return 1 if faults else 0

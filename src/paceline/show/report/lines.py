@@ -1,7 +1,8 @@
-"""Reads JSONL files that may still grow: whole, or what is new since the last look."""
+"""Reads JSONL files that may still grow, line by line: all of them, or what is new since the last look."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from array import array
@@ -14,12 +15,12 @@ _VALIDATION = b'"val/'
 _NUM_AT_ENDS = 50
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file, [] if it is missing; skips a last line that was cut off in writing."""
-    try:
-        return _objects(path.read_bytes())
-    except OSError:
-        return []
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """Reads the objects of a JSONL file one by one; a missing file has none, a torn last line is left out."""
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        for line in file:
+            if (value := _object(line)) is not None:
+                yield value
 
 
 class GrowingFile:
@@ -41,7 +42,8 @@ class GrowingFile:
                 and the last ones: parsing every line of a long run takes a minute.
         """
         for line in self.new_lines(at_most=at_most):
-            yield from _objects(line)
+            if (value := _object(line)) is not None:
+                yield value
 
     def new_lines(self, *, at_most: int | None = None) -> Iterator[bytes]:
         """Like `new`, as bytes."""
@@ -64,16 +66,13 @@ class GrowingFile:
             self.generation += 1
 
 
-def _objects(data: bytes) -> list[dict[str, Any]]:
-    values = []
-    for line in data.splitlines():
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict):
-            values.append(value)
-    return values
+def _object(line: bytes) -> dict[str, Any] | None:
+    """The object in a line, if that is what it holds."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def _lines(file: BinaryIO, start: int) -> Iterator[bytes]:

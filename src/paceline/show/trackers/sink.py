@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from paceline.core.errors import DeadlineError
 from paceline.service.member.run_directory import read_run_id
 from paceline.show.live.view import Metrics, View
 from paceline.show.trackers.adapters import TRACKERS
@@ -33,39 +34,59 @@ class Sink:
     Args:
         names: of the trackers.
         say: tells people that a tracker failed.
+        max_waiting: what may wait to be sent before `step` waits, too; 0: any number, for runs, which never
+            wait.
     """
 
-    def __init__(self, names: Sequence[str], run_dir: Path, *, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, names: Sequence[str], run_dir: Path, *, say: Callable[[str], None], max_waiting: int = 0
+    ) -> None:
         self._names, self._trackers = names, {name: TRACKERS[name]() for name in names}
         self._run_dir, self._say = run_dir, say
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.Queue[_Job | None] = queue.Queue(max_waiting)
         self._thread = threading.Thread(target=self._work, name="trackers", daemon=True)
         self._begun = False
 
     def step(self, step: int, metrics: Metrics, at: float) -> None:
-        """Sends a step that ended at a Unix time; the first one opens the run."""
+        """Sends a step that ended at a Unix time; the first one opens the run.
+
+        Raises:
+            DeadlineError: `max_waiting` jobs wait, and for a minute no tracker took one.
+        """
         if not self._names:
             return
         if not self._begun:
             self._begun = True
             run = tracked_run(self._run_dir)
-            self._jobs.put(lambda tracker: tracker.begin(run))
             self._thread.start()
+            self._give(lambda tracker: tracker.begin(run))
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         rows = list(validation_samples(self._run_dir, step)) if "val/num_prompts" in metrics else []
         if rows:
-            self._jobs.put(lambda tracker: tracker.samples(step, rows))
-        self._jobs.put(lambda tracker: tracker.step(step, finite, at))
+            self._give(lambda tracker: tracker.samples(step, rows))
+        self._give(lambda tracker: tracker.step(step, finite, at))
 
     def end(self, *, ok: bool) -> None:
         """Closes the run; waits a minute for what is not sent yet."""
         if not self._begun:
             return
-        self._jobs.put(lambda tracker: tracker.end(ok=ok))
-        self._jobs.put(None)
+        self._give(lambda tracker: tracker.end(ok=ok))
+        self._give(None)
         self._thread.join(_LAST_WAIT_S)
         if self._thread.is_alive():
             self._say(f"trackers: not all was sent within {_LAST_WAIT_S:g} s")
+
+    def _give(self, job: _Job | None) -> None:
+        """Queues a job for all trackers."""
+        try:
+            self._jobs.put(job, timeout=_LAST_WAIT_S)
+        except queue.Full:
+            raise DeadlineError(
+                phase="TRACK",
+                peer=f"the trackers ({', '.join(self._names)})",
+                seconds=_LAST_WAIT_S,
+                hint="they took none of the steps that wait; see whether their server answers",
+            ) from None
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
