@@ -82,6 +82,24 @@ def test_a_failure_of_the_controller_is_the_runs_outcome(tmp_path: Path) -> None
     assert run.finish() == (False, 1, "COLLECT: the barrier is stuck")
 
 
+@pytest.mark.redis
+@pytest.mark.parametrize(("script", "stays"), [("steps", False), ("wait", False), ("fail", True)])
+def test_the_data_of_the_runs_redis_server_goes_unless_the_run_failed(
+    tmp_path: Path, script: str, stays: bool
+) -> None:
+    """Of a long run it is gigabytes, and nothing reads it again: a run that goes on begins its step anew."""
+    run = Run(tmp_path, script, {"rollout-0": WELL}, broker=None)
+    redis = run.run_dir / "redis"
+    if script == "wait":
+        run.wait_for_state("running")
+        assert list(redis.glob("appendonly*"))
+        run.process.send_signal(signal.SIGINT)
+    ok, _, message = run.finish()
+    assert ok == (script == "steps"), message
+    assert bool(list(redis.glob("appendonly*"))) == stays
+    assert (redis / "redis.log").is_file()
+
+
 def test_a_controller_that_dies_at_start_is_quoted(tmp_path: Path) -> None:
     line = "2026-01-01T00:00:00.000Z ERROR controller paceline.x: fatal: port 7000 is taken"
     text = f"import sys; print({line!r}, file=sys.stderr); sys.exit(1)"

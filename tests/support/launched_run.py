@@ -32,7 +32,7 @@ from paceline.config.run import RunConfig
 job = json.loads(sys.argv[1])
 tree = {"data": {"train_files": ["x.parquet"]}, "model": {"path": "m"},
         "reward": {"functions": [{"name": "exact_match"}], "models": job.get("models", [])},
-        "trainer": {"total_steps": 2, "run_dir": job["run_dir"]}, "broker": {"url": "memory://"},
+        "trainer": {"total_steps": 2, "run_dir": job["run_dir"]}, "broker": {"url": job.get("broker", "memory://")},
         "service": {"startup_timeout_s": 100, "shutdown_timeout_s": job.get("budget_s", 4),
                     "max_restarts": job.get("max_restarts", 2), "suspect_after_s": 1,
                     "dead_after_s": job.get("dead_after_s", 30)}}

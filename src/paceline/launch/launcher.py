@@ -440,7 +440,7 @@ class _Launcher:
                 self._following.cancel()
                 await asyncio.gather(self._following, return_exceptions=True)
             if self._redis is not None:
-                self._redis.end(ok=outcome.ok)
+                self._redis.end(keep_data=not outcome.ok and not self._signal.done())
             for process in self._tree.sweep():
                 log.warning("killed a process that was left behind: %s", process)
             self._scratch.remove()

@@ -22,10 +22,10 @@ class OwnRedis:
         self._history = history
         self.server = RedisServer.start(folder, max_memory_mib=max_memory_mib, die_with_parent=True)
 
-    def end(self, *, ok: bool) -> None:
-        """Stops the server; its data goes after a good end and stays after another, to be looked at."""
+    def end(self, *, keep_data: bool) -> None:
+        """Stops the server; the data of a run that failed is kept to be looked at, no run goes on from it."""
         self.server.stop()
-        if ok:
+        if not keep_data:
             self.server.delete_data()
 
     async def tend(

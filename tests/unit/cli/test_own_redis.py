@@ -45,14 +45,14 @@ async def test_a_killed_server_comes_back_with_its_data_and_not_for_ever(tmp_pat
         own.server.stop()
 
 
-@pytest.mark.parametrize("ok", [True, False])
-async def test_the_data_goes_after_a_good_end_and_stays_after_another(tmp_path: Path, ok: bool) -> None:
+@pytest.mark.parametrize("keep_data", [True, False])
+async def test_the_data_goes_at_the_end_unless_it_is_kept(tmp_path: Path, keep_data: bool) -> None:
     rule = RestartRule(max_restarts=1, window_s=300, first_pause_s=0.01)
     own = OwnRedis(tmp_path / "redis", RestartHistory(rule))
     with redis.Redis.from_url(own.server.url) as client:
         client.set("key", "value" * 100)
-    own.end(ok=ok)
+    own.end(keep_data=keep_data)
     data = [path for path in (tmp_path / "redis").rglob("*") if path.is_file() and "aof" in path.name]
-    assert any(path.stat().st_size > 500 for path in data) == (not ok)
-    assert bool(data) == (not ok)
+    assert any(path.stat().st_size > 500 for path in data) == keep_data
+    assert bool(data) == keep_data
     assert own.server.log_path.is_file()
