@@ -77,6 +77,70 @@ def test_a_service_that_failed_after_it_was_ready_is_started_again(tmp_path: Pat
     run.finish()
 
 
+# Ready, it waits for a signal, says an error with its process id, and fails.
+FAILS = (
+    "import os, pathlib, signal, sys\n"
+    "restarted = any(name.endswith('.ready') for name in os.listdir({folder!r}))\n"
+    "def fail(*_): print('RuntimeError:', {error}, os.getpid(), flush=True); sys.exit(1)\n"
+    "signal.signal(signal.SIGUSR1, fail); signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
+    "pathlib.Path({folder!r}, f'{{os.getpid()}}.ready').touch()\n"
+    "while True: signal.pause()"
+)
+
+
+@pytest.mark.parametrize(
+    ("script", "name"), [("idle", "rollout-0"), ("idle", "reward"), ("collect", "learner-0")]
+)
+def test_what_fails_twice_the_same_way_before_it_has_worked_is_not_started_again(
+    tmp_path: Path, script: str, name: str
+) -> None:
+    """An engine that lacks the model's head size is ready, and fails with its first token."""
+    fails = FAILS.format(error="'no heads of 16'", folder=str(tmp_path))
+    run = Run(tmp_path, script, {"rollout-0": WELL, "reward": WELL, "learner-0": WELL, name: fails})
+    run.wait_for_pids(3)
+    run.wait_for_state("running")
+    fail_twice(run, name, tmp_path)
+    ok, code, message = run.finish()
+    assert (ok, code) == (False, 1)
+    assert message.startswith(f"{name} ended unexpectedly (exit code 1): RuntimeError: no heads of 16 ")
+    assert message.endswith("twice before it had done any work, so it is not started again")
+    ends = list(process_ends.read(run.run_dir))
+    assert [(end.name, end.restarts) for end in ends] == [(name, True), (name, False)]
+
+
+@pytest.mark.parametrize(
+    ("script", "error"),
+    [("collect", "'no heads'"), ("wait", "'no heads'"), ("idle", "'no heads' if restarted else 'no layers'")],
+)
+def test_what_has_worked_or_fails_in_another_way_is_started_again(
+    tmp_path: Path, script: str, error: str
+) -> None:
+    """An answered prompt and a finished step say that the engine can do its work."""
+    fails = FAILS.format(error=error, folder=str(tmp_path))
+    run = Run(tmp_path, script, {"rollout-0": fails, "reward": WELL})
+    run.wait_for_pids(2)
+    run.wait_for_state("running")
+    if script == "wait":
+        run.read_until("step 2/2")
+    fail_twice(run, "rollout-0", tmp_path)
+    run.read_until("starting rollout-0 again (2 of at most 2")
+    run.process.send_signal(signal.SIGTERM)
+    run.finish()
+
+
+def fail_twice(run: Run, name: str, folder: Path) -> None:
+    """Has a service of FAILS fail once it is ready, and its successor, too."""
+    run.wait_for_pids(1, suffix=".ready", folder=folder)
+    run.tell_states(f"{name} serving\n")
+    run.read_until(f"{name} is ready")
+    first = run.pids[name]
+    os.kill(first, signal.SIGUSR1)
+    run.read_until(f"starting {name} again (1 of at most 2")
+    run.wait_for_pids(2, suffix=".ready", folder=folder)
+    run.wait_for_another_pid(name, first)
+    os.kill(run.pids[name], signal.SIGUSR1)
+
+
 def test_a_start_that_failed_for_a_reason_that_may_pass_is_tried_again(tmp_path: Path) -> None:
     """Exit code 4, as of an engine beside which the GPU's memory changed; 1 would end the run."""
     starts = tmp_path / "starts"

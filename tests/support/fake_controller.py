@@ -1,8 +1,9 @@
 """A controller of a few lines, as a servicer for in-process tests and as a program for the launcher's.
 
 As a program it takes the real controller's arguments; FAKE_SCRIPT names what it does:
-`steps` (default) ends well after two steps, `wait` runs until StopRun, `fail` ends with an error, `train` is
-in the first step of several until it is told to stop after it.
+`steps` (default) ends well after two steps, `wait` runs on after them until StopRun, `fail` ends with an
+error, `train` is in the first step of several until it is told to stop after it, `collect` waits in the first
+step and has one answer, `idle` none.
 FAKE_MEMBERS names a file of lines "MEMBER STATE", which GetStatus reports; FILE.told holds what it read last.
 FAKE_CALLS names a file that gets a line for each StopRun and ReportEnd.
 """
@@ -188,6 +189,11 @@ async def _main(context: ServiceContext) -> None:
             phase = pb.PhaseEvent(step=1, phase="dispatch")
             controller.script = [pb.WatchEvent(phase=phase)]
             controller.stops_well, controller.deaf = True, script == "train on"
+        case "collect":
+            phase = pb.PhaseEvent(step=1, phase="collect", admitted=1, wanted=4)
+            controller.script = [pb.WatchEvent(phase=phase)]
+        case "idle":
+            controller.script = []
         case _:
             controller.script = steps
     server = await serve(controller, token=Credentials.from_env().token, port=args.port)

@@ -31,6 +31,7 @@ LOG = "\n".join(
         (LOG, "ValueError: 500.0 GiB are asked for, 14.69 are there"),
         (LOG.replace("Worker pid", "Worker_TP1 pid"), "ValueError: 500.0 GiB are asked for, 14.69 are there"),
         (f"{CORE}torch.OutOfMemoryError: CUDA out of memory", "torch.OutOfMemoryError: CUDA out of memory"),
+        (f"{CORE}RuntimeError: of a C++ kernel\r\n", "RuntimeError: of a C++ kernel"),
         ("Traceback\nValueError: of nobody knows whom", ""),
     ],
 )

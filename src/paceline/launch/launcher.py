@@ -127,6 +127,7 @@ class _Launcher:
             changed=self._write_note,
             note_end=self._note_end,
             report_end=self._report_end,
+            has_worked=self._has_worked,
         )
         self._redis: OwnRedis | None = None
         self._signal: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -279,6 +280,11 @@ class _Launcher:
         )
         process_ends.append(self._run_dir, end)
         return end.where
+
+    def _has_worked(self, role: Role) -> bool:
+        """Whether a step was finished, or a prompt answered; of reward models nobody says it."""
+        answered = role is Role.ROLLOUT and self._view.has_answers
+        return answered or role is Role.REWARD_MODEL or self._view.finished >= 0
 
     async def _report_end(self, member_id: str, incarnations: Sequence[str], reason: str) -> None:
         """Tells the controller that a member has ended, unless its silence tells the same before."""

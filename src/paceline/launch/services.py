@@ -2,8 +2,9 @@
 
 a process ends -> its companions end -> the controller is told
     -> restarts.judge -> left | pause, start again | the run ends
-one that was never ready ends with an error -> the run ends, as more attempts would only delay the message,
-    unless the process says that the next start may succeed
+one that was never ready ends with an error, or a second time with the same one before anything has worked
+    -> the run ends, as more attempts would only delay the message, unless the process says that the next
+    start may succeed
 the controller misses a process that still runs -> it is killed -> as above
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import re
 import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
@@ -29,6 +31,8 @@ _LATE_NEWS_S = 0.5
 _LATE_END_S = 5.0
 # How long the other ranks of a learner get to write down why they lost one.
 _COMPANIONS_S = 1.0
+# Process ids, ports, addresses: two errors that differ in them alone are the same.
+_NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
 
 
 class Unit:
@@ -51,11 +55,17 @@ class Unit:
         self.processes: list[ManagedProcess] = []
         self.ending: asyncio.Task[str | None] | None = None
         self.gone = False
+        self.last_error = ""
 
     @property
     def running(self) -> bool:
         """Whether it works, as far as is known here."""
         return self.ending is None and any(process.running for process in self.processes)
+
+    def repeats(self, error: str) -> bool:
+        """Notes the error that it ended with, "" for none; returns whether it ended with that before."""
+        last, self.last_error = self.last_error, _NUMBERS.sub("#", error)
+        return bool(error) and self.last_error == last
 
     def kill(self) -> None:
         """Kills what still runs of it."""
@@ -73,6 +83,7 @@ class Services:
         note_end: writes down that a process ended: its name, how, and whether it is started again; returns
             when and in which step, in words.
         report_end: tells the controller which incarnations of a member have ended, and how.
+        has_worked: whether units of a role have done in this run what they are for.
     """
 
     def __init__(
@@ -84,9 +95,10 @@ class Services:
         changed: Callable[[], None],
         note_end: Callable[[str, str, bool], str],
         report_end: Callable[[str, Sequence[str], str], Awaitable[None]],
+        has_worked: Callable[[Role], bool],
     ) -> None:
         self._tree, self.rule, self._say, self._changed = tree, rule, say, changed
-        self._note_end_of, self._report_end = note_end, report_end
+        self._note_end_of, self._report_end, self._has_worked = note_end, report_end, has_worked
         self._reports: set[asyncio.Task[None]] = set()
         self.units: list[Unit] = []
         self._last_loss, self._lost_at = "", -math.inf
@@ -155,10 +167,14 @@ class Services:
             unit.gone = True
             self._tell(f"{unit.name} has left; it is not started again")
             return None
-        is_final = end is End.FINAL or (end is End.FAILED and not unit.presence.was_ready)
+        failed = end is End.FAILED
+        repeats = unit.repeats(cause.last_error() if failed else "") and not self._has_worked(unit.role)
+        is_final = end is End.FINAL or repeats or (failed and not unit.presence.was_ready)
         pause_s = None if is_final else unit.history.next_pause(asyncio.get_running_loop().time())
         where = self._note_end_of(cause.name, cause.outcome(), pause_s is not None)
         reason = f"{cause.describe_end('ended unexpectedly')} {where}"
+        if repeats:
+            reason += "; it ended like this twice before it had done any work, so it is not started again"
         if is_final:
             return self._give_up(unit, reason)
         if pause_s is None:

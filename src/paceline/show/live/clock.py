@@ -17,12 +17,13 @@ class Clock:
         now_step, now_phase: where the run is.
         finished: the last finished step; -1 before one is.
         trains: whether a training step has begun.
+        has_answers: whether a rollout server has answered a prompt.
     """
 
     def __init__(self, view: View) -> None:
         self._view = view
         self.now_step, self.now_phase = 0, "start"
-        self.finished, self.trains = -1, False
+        self.finished, self.trains, self.has_answers = -1, False, False
         self._finished = asyncio.Event()
 
     async def next_step(self) -> None:
@@ -37,6 +38,7 @@ class Clock:
         """Notes where the run is."""
         self.now_step, self.now_phase = step, phase
         self.trains = self.trains or phase == _FIRST_PHASE
+        self.has_answers = self.has_answers or admitted > 0
         self._view.phase(step=step, phase=phase, admitted=admitted, wanted=wanted)
 
     def step(self, step: int, metrics: Metrics) -> None:

@@ -72,4 +72,4 @@ def of_death() -> str:
 def first_exception(text: str) -> str:
     """The first exception in log lines of the engine's processes; a worker's comes before the core's."""
     match = _LINE.search(text)
-    return match["text"][:_MOST_CHARACTERS] if match else ""
+    return match["text"][:_MOST_CHARACTERS].rstrip() if match else ""
