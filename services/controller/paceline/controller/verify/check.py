@@ -11,7 +11,7 @@ from paceline.config.run import RunConfig
 from paceline.controller.verify import checkpoints, deadlines
 from paceline.controller.verify.entries import parse, read
 from paceline.controller.verify.files import StepFiles
-from paceline.controller.verify.findings import Entry, Findings, Invariant
+from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
 from paceline.controller.verify.history import History, OnFinished
 from paceline.controller.verify.metrics_lines import MetricsLines
 from paceline.controller.verify.steps import StepHistory
@@ -33,7 +33,7 @@ def verify(run_dir: Path) -> Findings:
     lines = MetricsLines(run_dir / "metrics.jsonl")
     valid, files = _valid_steps(journal), StepFiles(run_dir, lines, findings)
 
-    def check_files(history: History, step: StepHistory, number: int, entry: Entry) -> None:
+    def check_files(history: History, step: StepHistory, number: int, entry: JournalEntry) -> None:
         # Those of a void step were written over.
         if valid.get(number) == entry.line:
             files.check(step, number, entry, history.run_id, history.term)
@@ -48,7 +48,10 @@ def verify(run_dir: Path) -> Findings:
 
 
 def follow(
-    entries: Iterable[Entry], findings: Findings, config: RunConfig, on_finished: OnFinished | None = None
+    entries: Iterable[JournalEntry],
+    findings: Findings,
+    config: RunConfig,
+    on_finished: OnFinished | None = None,
 ) -> History:
     """Checks a journal in one pass; `on_finished` gets each step that is finished."""
     history = History(findings, config, on_finished)

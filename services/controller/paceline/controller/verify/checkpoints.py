@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.controller.verify.digests import digest_of
-from paceline.controller.verify.findings import Entry, Invariant
+from paceline.controller.verify.findings import Invariant, JournalEntry
 from paceline.controller.verify.history import History
 from paceline.controller.verify.metrics_lines import MetricsLines
 from paceline.controller.verify.steps import plain_digest
@@ -41,7 +41,7 @@ def check_checkpoints(root: Folder, history: History, metrics: MetricsLines) -> 
 
 
 def _fault(
-    folder: Folder, number: int, history: History, metrics: MetricsLines, entry: Entry | None
+    folder: Folder, number: int, history: History, metrics: MetricsLines, entry: JournalEntry | None
 ) -> tuple[str, tuple[str, ...]]:
     """What is wrong with a checkpoint, "" for nothing; the digests of its shards."""
     try:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from paceline.controller.verify.findings import Entry, Findings, Invariant
+from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
 from paceline.core.ids import Purpose, TrajectoryId
 from paceline.core.normalizing import Part, Scale, normalized, scales
 from paceline.core.policy import PolicyTag
@@ -20,14 +20,14 @@ _CALLED = {_TRAIN: "samples", _GREEDY: "greedy answers"}
 class Wanted:
     """What a step asked for at first."""
 
-    entry: Entry
+    entry: JournalEntry
     step: int
     policy: str
     prompts: tuple[int, ...]
     counts: Mapping[str, int]
 
     @classmethod
-    def of(cls, entry: Entry, num_samples: int) -> Wanted:
+    def of(cls, entry: JournalEntry, num_samples: int) -> Wanted:
         """Reads a `dispatch` event; `num_samples` are those of a prompt, where it names none."""
         older = {_TRAIN: num_samples} | ({_GREEDY: 1} if entry.get("greedy") else {})
         return cls(
@@ -66,8 +66,8 @@ class Collection:
     def __init__(self, wanted: Wanted, findings: Findings) -> None:
         self.wanted, self._findings = wanted, findings
         self.prompts = set(wanted.prompts)
-        self._left_out: dict[int, Entry] = {}
-        self.admitted: dict[TrajectoryId, Entry] = {}
+        self._left_out: dict[int, JournalEntry] = {}
+        self.admitted: dict[TrajectoryId, JournalEntry] = {}
         self._digests: dict[str, TrajectoryId] = {}
         self._counts = Counter[tuple[int, str]]()
         self.verdicts = Counter[str]()
@@ -78,7 +78,7 @@ class Collection:
         left_out = self._left_out.values()
         return [str(entry.get("reason")) for entry in left_out if entry.kind == "group_dropped"]
 
-    def admit(self, key: TrajectoryId, entry: Entry) -> None:
+    def admit(self, key: TrajectoryId, entry: JournalEntry) -> None:
         """Notes an admitted trajectory."""
         wanted, findings = self.wanted, self._findings
         if key.step != wanted.step:
@@ -109,11 +109,11 @@ class Collection:
             self._counts[key.prompt_id, key.purpose] += int(0 <= key.sample_index < num_wanted)
         self._digests.setdefault(str(entry.get("digest")), key)
 
-    def drop(self, entry: Entry) -> None:
+    def drop(self, entry: JournalEntry) -> None:
         """Notes a dropped group."""
         self._leave_out(int(entry["prompt"]), "dropped", entry)
 
-    def refill(self, entry: Entry) -> None:
+    def refill(self, entry: JournalEntry) -> None:
         """Notes groups that were set aside, and the prompts in their places."""
         for prompt, _ in entry["set_aside"]:
             self._leave_out(int(prompt), "set aside", entry)
@@ -135,7 +135,7 @@ class Collection:
                 )
             self.prompts.add(prompt)
 
-    def close(self, entry: Entry) -> tuple[BatchRow, ...]:
+    def close(self, entry: JournalEntry) -> tuple[BatchRow, ...]:
         """The rows to train, in batch order; notes prompts without an end.
 
         Args:
@@ -182,7 +182,7 @@ class Collection:
                 token_rewards=tuple((int(at), float(part)) for at, part in entry.get("token_rewards") or ()),
             )
 
-    def _check_complete(self, prompt: int, entry: Entry) -> None:
+    def _check_complete(self, prompt: int, entry: JournalEntry) -> None:
         wanted = self.wanted
         for purpose, needed in wanted.counts.items():
             count, what = self._counts[prompt, purpose], _CALLED.get(purpose, f"samples for {purpose}")
@@ -194,7 +194,7 @@ class Collection:
                     entry,
                 )
 
-    def _leave_out(self, prompt: int, how: str, entry: Entry) -> None:
+    def _leave_out(self, prompt: int, how: str, entry: JournalEntry) -> None:
         step = self.wanted.step
         if not entry.get("reason"):
             self._findings.add(
@@ -217,9 +217,9 @@ class Collection:
         self._left_out.setdefault(prompt, entry)
 
 
-def _parts(entry: Entry) -> list[Part]:
+def _parts(entry: JournalEntry) -> list[Part]:
     return [(str(name), float(value), float(weight)) for name, value, weight in entry.get("normalized") or ()]
 
 
-def _reward(entry: Entry, by_name: Mapping[str, Scale]) -> float:
+def _reward(entry: JournalEntry, by_name: Mapping[str, Scale]) -> float:
     return normalized(float(entry.get("reward") or 0.0), _parts(entry), by_name)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from paceline.config.run import RunConfig
 from paceline.controller.phases import Phase
-from paceline.controller.verify.findings import Entry, Findings, Invariant
+from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
 from paceline.controller.verify.term import Term
 
 # A machine may be slow to wake a process, and a clock may be set.
@@ -14,7 +14,7 @@ _SLACK = 1.5
 _SLACK_S = 30.0
 
 
-def check(entries: Iterable[Entry], config: RunConfig, findings: Findings) -> Iterator[Entry]:
+def check(entries: Iterable[JournalEntry], config: RunConfig, findings: Findings) -> Iterator[JournalEntry]:
     """Compares the times between events with the deadlines of the phase they lie in; passes the events on.
 
     The time before a controller's start is nobody's: it was not there.

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from paceline.controller.verify.findings import Entry, Findings, Invariant
+from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
 from paceline.core.errors import DataError
 
 
-def read(path: Path, findings: Findings) -> Iterator[Entry]:
+def read(path: Path, findings: Findings) -> Iterator[JournalEntry]:
     """The journal's entries; notes lines that cannot be read and gaps in the numbers.
 
     A line that a crash cut off is allowed as the last of the file, or of a term.
@@ -19,7 +19,7 @@ def read(path: Path, findings: Findings) -> Iterator[Entry]:
     Raises:
         DataError: the journal was written before events had terms.
     """
-    before: Entry | None = None
+    before: JournalEntry | None = None
     has_run = has_gap = False
     for entry in _entries(path, findings):
         expected = 0 if before is None else int(before["n"]) + 1
@@ -40,7 +40,7 @@ def read(path: Path, findings: Findings) -> Iterator[Entry]:
     _check_age(path, has_run)
 
 
-def _entries(path: Path, findings: Findings) -> Iterator[Entry]:
+def _entries(path: Path, findings: Findings) -> Iterator[JournalEntry]:
     """The lines that can be read."""
     torn: int | None = None
     with path.open("rb") as lines:
@@ -51,7 +51,7 @@ def _entries(path: Path, findings: Findings) -> Iterator[Entry]:
             if event is None:
                 torn = torn or number
                 continue
-            entry = Entry(line=number, event=event)
+            entry = JournalEntry(line=number, event=event)
             if torn is not None and entry.kind != "run":
                 findings.add(
                     Invariant.RECORD, f"line {torn} cannot be read, and it is not the last of its term", entry

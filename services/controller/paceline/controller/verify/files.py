@@ -8,7 +8,7 @@ from statistics import fmean
 
 from paceline.controller.verify import recomputed
 from paceline.controller.verify.digests import digest_of, file_digest
-from paceline.controller.verify.findings import Entry, Findings, Invariant
+from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
 from paceline.controller.verify.metrics_lines import MetricsLines
 from paceline.controller.verify.rows import Row
 from paceline.controller.verify.steps import StepHistory
@@ -31,7 +31,7 @@ class StepFiles:
     def __init__(self, run_dir: Path, metrics: MetricsLines, findings: Findings) -> None:
         self._folder, self._metrics, self._findings = run_dir / "trajectories", metrics, findings
 
-    def check(self, step: StepHistory, number: int, entry: Entry, run_id: str, term: Term) -> None:
+    def check(self, step: StepHistory, number: int, entry: JournalEntry, run_id: str, term: Term) -> None:
         """Checks a finished step that no rewind makes void.
 
         Args:
@@ -68,9 +68,9 @@ class StepFiles:
         name: str,
         check: FileCheck,
         rows: Sequence[Row],
-        saved: Entry | None,
+        saved: JournalEntry | None,
         term: Term,
-        shown: Entry | None,
+        shown: JournalEntry | None,
     ) -> None:
         import pyarrow
 
@@ -101,7 +101,7 @@ class StepFiles:
             unseen["digests of trajectories whose messages have another schema than this version's"] += 1
 
     def _check_line(
-        self, number: int, computed: Mapping[str, float], entry: Entry, step: StepHistory, term: Term
+        self, number: int, computed: Mapping[str, float], entry: JournalEntry, step: StepHistory, term: Term
     ) -> None:
         line = self._metrics.of(number)
         if line is None:

@@ -35,7 +35,7 @@ class Invariant(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class JournalEntry:
     """One event of the journal and its line number, counted from 1."""
 
     line: int
@@ -63,7 +63,7 @@ class Breach:
 
     invariant: Invariant
     sentence: str
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[JournalEntry, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.invariant.name}: {self.sentence}"
@@ -122,7 +122,7 @@ class Findings:
     unseen: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
 
-    def add(self, invariant: Invariant, sentence: str, *entries: Entry | None) -> None:
+    def add(self, invariant: Invariant, sentence: str, *entries: JournalEntry | None) -> None:
         """Notes a breach."""
         shown = tuple(entry for entry in entries if entry is not None)
         self.breaches.append(Breach(invariant=invariant, sentence=sentence, entries=shown))

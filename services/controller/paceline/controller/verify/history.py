@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from paceline.config.run import RunConfig
 from paceline.controller.phases import Phase, move
 from paceline.controller.verify.collection import Collection, Wanted
-from paceline.controller.verify.findings import Entry, Findings, Invariant
+from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
 from paceline.controller.verify.prompt_order import PromptOrder
 from paceline.controller.verify.steps import Finished, StepHistory, asked_digest
 from paceline.controller.verify.term import Term
@@ -37,7 +37,7 @@ _COUNTED = {
 }
 
 
-OnFinished = Callable[["History", StepHistory, int, Entry], None]
+OnFinished = Callable[["History", StepHistory, int, JournalEntry], None]
 """Takes a step that is finished, with its number and its event `step`."""
 
 
@@ -68,15 +68,15 @@ class History:
         self.versions = Versions(findings)
         self.steps: dict[int, Finished] = {}
         self.finished = -1
-        self.checkpoints: dict[int, Entry] = {}
+        self.checkpoints: dict[int, JournalEntry] = {}
         self.in_progress: StepHistory | None = None
-        self.ended: Entry | None = None
-        self._run: Entry | None = None
+        self.ended: JournalEntry | None = None
+        self._run: JournalEntry | None = None
         self._term: Term | None = None
         self._phase = Phase.STARTING
-        self._void_asked: dict[int, tuple[str, Entry]] = {}
+        self._void_asked: dict[int, tuple[str, JournalEntry]] = {}
         self._order = PromptOrder(findings)
-        self._handlers: Mapping[str, Callable[[Entry], None]] = {
+        self._handlers: Mapping[str, Callable[[JournalEntry], None]] = {
             "run": self._on_run,
             "resume": self._on_resume,
             "rewind": self._on_rewind,
@@ -101,7 +101,7 @@ class History:
             "end": self._on_end,
         }
 
-    def follow(self, entries: Iterable[Entry]) -> None:
+    def follow(self, entries: Iterable[JournalEntry]) -> None:
         """Takes the events in order."""
         for entry in entries:
             # Members leave when they hear of the end.
@@ -127,7 +127,7 @@ class History:
 
     # --- terms
 
-    def _on_run(self, entry: Entry) -> None:
+    def _on_run(self, entry: JournalEntry) -> None:
         before, self._run = self._run, entry
         self._phase, self.ended = Phase.STARTING, None
         self._term = term = Term.read(entry, self._config)
@@ -164,7 +164,7 @@ class History:
         if not term.shapes:
             unseen["components against rewards of a term whose rows weight them (weight_key)"] += 1
 
-    def _on_resume(self, entry: Entry) -> None:
+    def _on_resume(self, entry: JournalEntry) -> None:
         step = self.in_progress
         if step is None or step.wanted is None:
             return
@@ -179,7 +179,7 @@ class History:
         if self._term is not None and step.shapes != self._term.shapes:
             step.shapes = None
 
-    def _on_rewind(self, entry: Entry) -> None:
+    def _on_rewind(self, entry: JournalEntry) -> None:
         to_step = int(entry["to_step"])
         if not 0 <= to_step <= self.finished:
             self.findings.add(
@@ -201,7 +201,7 @@ class History:
         self.checkpoints = {number: e for number, e in self.checkpoints.items() if number <= to_step}
         self.in_progress = None
 
-    def _on_end(self, entry: Entry) -> None:
+    def _on_end(self, entry: JournalEntry) -> None:
         self.ended = entry
         if not entry["ok"]:
             return
@@ -218,12 +218,12 @@ class History:
                 entry,
             )
 
-    def _on_member(self, entry: Entry) -> None:
+    def _on_member(self, entry: JournalEntry) -> None:
         self.findings.counts["members lost"] += int(entry.get("what") in ("dead", "expelled"))
 
     # --- phases
 
-    def _on_phase(self, entry: Entry) -> None:
+    def _on_phase(self, entry: JournalEntry) -> None:
         to = Phase(entry["to"])
         try:
             move(self._phase, to)
@@ -233,7 +233,7 @@ class History:
 
     # --- a step
 
-    def _current(self, entry: Entry) -> StepHistory | None:
+    def _current(self, entry: JournalEntry) -> StepHistory | None:
         """The step in progress, if an event with a step belongs to it."""
         step, number = self.in_progress, int(entry["step"])
         if step is not None and step.number == number:
@@ -243,7 +243,7 @@ class History:
         )
         return None
 
-    def _on_dispatch(self, entry: Entry) -> None:
+    def _on_dispatch(self, entry: JournalEntry) -> None:
         term = self._term or Term.read(entry, self._config)
         wanted = Wanted.of(entry, term.num_samples)
         if wanted.step != self.finished + 1:
@@ -272,7 +272,7 @@ class History:
         self._order.dispatch(wanted.step, wanted.prompts, entry)
         step.collection, step.shapes = Collection(wanted, self.findings), term.shapes
 
-    def _on_trajectory(self, entry: Entry) -> None:
+    def _on_trajectory(self, entry: JournalEntry) -> None:
         verdict = str(entry["verdict"])
         key = TrajectoryId.parse(entry["id"])
         self.findings.counts[f"trajectories {verdict.replace('_', ' ')}"] += 1
@@ -304,7 +304,7 @@ class History:
 
     # --- validations
 
-    def _on_validate(self, entry: Entry) -> None:
+    def _on_validate(self, entry: JournalEntry) -> None:
         self.versions.check_policy(str(entry["policy"]), f"step {entry['step']} was validated with", entry)
         step = self._validated()
         if step.number >= 0 and step.number != int(entry["step"]):
@@ -322,24 +322,24 @@ class History:
             self.in_progress = StepHistory()
         return self.in_progress
 
-    def _admit_answer(self, key: TrajectoryId, entry: Entry) -> None:
+    def _admit_answer(self, key: TrajectoryId, entry: JournalEntry) -> None:
         step = self.in_progress
         if step is not None and step.validation is not None:
             step.validation.admit(key, entry)
         elif self._term is not None and self._term.is_recorded:
             self.findings.add(Invariant.I2, f"{key} was admitted, but no validation was asked for", entry)
 
-    def _on_val_group_dropped(self, entry: Entry) -> None:
+    def _on_val_group_dropped(self, entry: JournalEntry) -> None:
         step = self.in_progress
         if step is not None and step.validation is not None:
             step.validation.drop(entry)
 
-    def _on_saved(self, entry: Entry) -> None:
+    def _on_saved(self, entry: JournalEntry) -> None:
         self._validated().saved[str(entry["file"])] = entry
 
     # --- the rest of a step
 
-    def _on_refill(self, entry: Entry) -> None:
+    def _on_refill(self, entry: JournalEntry) -> None:
         self.findings.counts["prompt groups dispatched"] += len(entry["prompts"])
         self.findings.counts["prompt groups set aside"] += len(entry["set_aside"])
         step = self._current(entry)
@@ -347,12 +347,12 @@ class History:
             self._order.refill(entry["prompts"], step.collection.prompts, entry)
             step.collection.refill(entry)
 
-    def _on_group_dropped(self, entry: Entry) -> None:
+    def _on_group_dropped(self, entry: JournalEntry) -> None:
         step = self._current(entry)
         if step is not None and step.collection is not None:
             step.collection.drop(entry)
 
-    def _on_recollect(self, entry: Entry) -> None:
+    def _on_recollect(self, entry: JournalEntry) -> None:
         step = self._current(entry)
         if step is None or step.wanted is None:
             return
@@ -366,7 +366,7 @@ class History:
         self._collect_again(step)
         step.before = step.batch = None
 
-    def _on_batch(self, entry: Entry) -> None:
+    def _on_batch(self, entry: JournalEntry) -> None:
         step = self._current(entry)
         if step is None or step.wanted is None or step.collection is None:
             return
@@ -393,7 +393,7 @@ class History:
                 self.findings.add(Invariant.I3, f"step {step.wanted.step} has two batches", earlier, entry)
         step.note_batch(entry, step.collection, rows, self.term)
 
-    def _on_trained(self, entry: Entry) -> None:
+    def _on_trained(self, entry: JournalEntry) -> None:
         step = self._current(entry)
         if step is None or step.wanted is None:
             return
@@ -411,10 +411,10 @@ class History:
 
     # --- versions
 
-    def _on_rollback(self, entry: Entry) -> None:
+    def _on_rollback(self, entry: JournalEntry) -> None:
         self.versions.roll_back(entry)
 
-    def _on_commit(self, entry: Entry) -> None:
+    def _on_commit(self, entry: JournalEntry) -> None:
         version, step = int(entry["version"]), self.in_progress
         training = step if step is not None and step.number == version else None
         is_new = version > max(self.versions.newest, 0) and version == self.finished + 1
@@ -428,12 +428,12 @@ class History:
         if training is not None:
             training.commit = entry
 
-    def _on_newcomers(self, entry: Entry) -> None:
+    def _on_newcomers(self, entry: JournalEntry) -> None:
         self.versions.check_newcomers(entry)
 
     # --- the ends of steps
 
-    def _on_step(self, entry: Entry) -> None:
+    def _on_step(self, entry: JournalEntry) -> None:
         number, step = int(entry["step"]), self.in_progress
         if number != self.finished + 1:
             self.findings.add(
@@ -466,7 +466,7 @@ class History:
         self.steps[number], self.in_progress = step.finished(entry), None
         self.finished = max(self.finished, number)
 
-    def _on_checkpoint(self, entry: Entry) -> None:
+    def _on_checkpoint(self, entry: JournalEntry) -> None:
         number = int(entry["step"])
         newest = self.versions.newest
         if number > newest:
@@ -475,12 +475,12 @@ class History:
             )
         self.checkpoints[number] = entry
 
-    def _on_checkpoint_removed(self, entry: Entry) -> None:
+    def _on_checkpoint_removed(self, entry: JournalEntry) -> None:
         name = str(entry["folder"]).rstrip("/").rpartition("/")[2]
         # Those of void steps are named void_step_N, and left this list with the rewind.
         if name.startswith("step_"):
             self.checkpoints.pop(int(name.removeprefix("step_")), None)
 
-    def _entry_of(self, number: int) -> Entry | None:
+    def _entry_of(self, number: int) -> JournalEntry | None:
         step = self.steps.get(number)
         return step.entry(number) if step is not None else None

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from paceline.controller.verify.findings import Entry, Findings, Invariant
+from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
 from paceline.controller.verify.term import Term
 from paceline.data.cursor import CursorState, PromptCursor
 
@@ -31,7 +31,7 @@ class PromptOrder:
             self._known = term.prompt_cursor()
             self._walk = None if in_step else self._known
 
-    def dispatch(self, step: int, prompts: Sequence[int], entry: Entry) -> None:
+    def dispatch(self, step: int, prompts: Sequence[int], entry: JournalEntry) -> None:
         """Checks the prompts with which a step begins."""
         expected = self._take()
         if expected is None or list(prompts) == expected:
@@ -51,7 +51,7 @@ class PromptOrder:
             self._ends.append(asdict(self._walk.state))
         self._take()
 
-    def refill(self, prompts: Sequence[int], asked: Collection[int], entry: Entry) -> None:
+    def refill(self, prompts: Sequence[int], asked: Collection[int], entry: JournalEntry) -> None:
         """Checks the prompts that replace others."""
         if self._walk is None:
             return
@@ -64,7 +64,7 @@ class PromptOrder:
                 entry,
             )
 
-    def finish(self, entry: Entry) -> None:
+    def finish(self, entry: JournalEntry) -> None:
         """Checks where the cursor stands at the end of a step."""
         stated = entry.get("cursor") or {}
         if self._walk is None or not stated:
@@ -81,7 +81,7 @@ class PromptOrder:
             )
         self._go_to(stated)
 
-    def rewind(self, entry: Entry, finished: Mapping[str, Any] | None) -> None:
+    def rewind(self, entry: JournalEntry, finished: Mapping[str, Any] | None) -> None:
         """Checks where the cursor is set to by a rewind, to a step that ended at `finished`."""
         stated = entry.get("cursor") or {}
         if self._walk is None or not stated:

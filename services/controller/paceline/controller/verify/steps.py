@@ -10,7 +10,7 @@ from typing import NamedTuple
 from paceline.controller.verify import recomputed
 from paceline.controller.verify.collection import Collection, Wanted
 from paceline.controller.verify.digests import digest_of
-from paceline.controller.verify.findings import Entry
+from paceline.controller.verify.findings import JournalEntry
 from paceline.controller.verify.rows import Row
 from paceline.controller.verify.term import Shape, Term
 from paceline.controller.verify.validation import Validation
@@ -30,9 +30,9 @@ class Finished(NamedTuple):
     cursor: Mapping[str, int]
     guard: str
 
-    def entry(self, number: int) -> Entry:
+    def entry(self, number: int) -> JournalEntry:
         """Its dispatch, without the prompts."""
-        return Entry(line=self.line, event={"n": self.n, "event": "dispatch", "step": number})
+        return JournalEntry(line=self.line, event={"n": self.n, "event": "dispatch", "step": number})
 
 
 @dataclass(kw_only=True, slots=True)
@@ -52,17 +52,17 @@ class StepHistory:
 
     wanted: Wanted | None = None
     collection: Collection | None = None
-    before: Mapping[TrajectoryId, Entry] | None = None
-    batch: Entry | None = None
-    trained: Entry | None = None
-    commit: Entry | None = None
+    before: Mapping[TrajectoryId, JournalEntry] | None = None
+    batch: JournalEntry | None = None
+    trained: JournalEntry | None = None
+    commit: JournalEntry | None = None
     term: Term | None = None
     rows: Sequence[Row] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     num_dropped: int = 0
     shapes: Mapping[str, Shape] | None = None
     validation: Validation | None = None
-    saved: dict[str, Entry] = field(default_factory=dict)
+    saved: dict[str, JournalEntry] = field(default_factory=dict)
 
     @property
     def number(self) -> int:
@@ -70,11 +70,13 @@ class StepHistory:
         return self.wanted.step if self.wanted is not None else -1
 
     @property
-    def dispatch(self) -> Entry | None:
+    def dispatch(self) -> JournalEntry | None:
         """The event of its dispatch."""
         return self.wanted.entry if self.wanted is not None else None
 
-    def note_batch(self, entry: Entry, collection: Collection, rows: Sequence[BatchRow], term: Term) -> None:
+    def note_batch(
+        self, entry: JournalEntry, collection: Collection, rows: Sequence[BatchRow], term: Term
+    ) -> None:
         """Takes the rows of a batch that is complete, and what their metrics should be."""
         self.batch, self.term = entry, term
         self.rows = [
@@ -93,7 +95,7 @@ class StepHistory:
         self.num_dropped = len(reasons)
         self.metrics = recomputed.of_barrier(collection.verdicts, reasons) | recomputed.of_rewards(groups)
 
-    def finished(self, entry: Entry) -> Finished:
+    def finished(self, entry: JournalEntry) -> Finished:
         """What is kept of it after its event `step`."""
         first, batch = self.dispatch or entry, self.batch
         return Finished(

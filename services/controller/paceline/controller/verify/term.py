@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from paceline.config.reward import ShapedConfig
 from paceline.config.run import RunConfig
-from paceline.controller.verify.findings import Entry
+from paceline.controller.verify.findings import JournalEntry
 from paceline.core.trajectory import SCHEMA_VERSION
 from paceline.data.cursor import PromptCursor
 
@@ -60,7 +60,7 @@ class Term:
         )
 
     @classmethod
-    def read(cls, entry: Entry, config: RunConfig) -> Self:
+    def read(cls, entry: JournalEntry, config: RunConfig) -> Self:
         """The settings in an event `run`; those of the configuration where it is from before it had any."""
         plain = entry.get("verify")
         if plain is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from statistics import fmean
 
-from paceline.controller.verify.findings import Entry, Findings, Invariant
+from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
 from paceline.controller.verify.rows import Row
 from paceline.controller.verify.term import Term
 from paceline.core.ids import Purpose, TrajectoryId
@@ -19,16 +19,16 @@ class Validation:
         term: the settings with which it was made.
     """
 
-    def __init__(self, entry: Entry, term: Term, findings: Findings) -> None:
+    def __init__(self, entry: JournalEntry, term: Term, findings: Findings) -> None:
         self.entry, self.term, self._findings = entry, term, findings
         self.step, self.policy = int(entry["step"]), str(entry["policy"])
         self._num_samples = int(entry["num_samples"])
         self._prompts = set(entry["prompts"])
-        self._admitted: dict[TrajectoryId, Entry] = {}
+        self._admitted: dict[TrajectoryId, JournalEntry] = {}
         self._digests: dict[str, TrajectoryId] = {}
         self._dropped: set[int] = set()
 
-    def admit(self, key: TrajectoryId, entry: Entry) -> None:
+    def admit(self, key: TrajectoryId, entry: JournalEntry) -> None:
         """Notes an admitted answer."""
         findings = self._findings
         is_wanted = key.prompt_id in self._prompts and 0 <= key.sample_index < self._num_samples
@@ -50,7 +50,7 @@ class Validation:
         self._admitted.setdefault(key, entry)
         self._digests.setdefault(str(entry.get("digest")), key)
 
-    def drop(self, entry: Entry) -> None:
+    def drop(self, entry: JournalEntry) -> None:
         """Notes a group without an answer."""
         prompt = int(entry["prompt"])
         if prompt not in self._prompts or not entry.get("reason"):
@@ -63,7 +63,7 @@ class Validation:
             )
         self._dropped.add(prompt)
 
-    def close(self, entry: Entry) -> None:
+    def close(self, entry: JournalEntry) -> None:
         """Notes prompts without an end; `entry` is that of the finished step."""
         for prompt in sorted(self._prompts - self._dropped):
             count = sum(self._key(prompt, index) in self._admitted for index in range(self._num_samples))

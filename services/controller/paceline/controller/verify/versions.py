@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.controller.verify.findings import Entry, Findings, Invariant
+from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Commit:
     """A committed version, and the digest of the batch that made it; "" for none."""
 
-    entry: Entry
+    entry: JournalEntry
     digest: str
     batch: str
 
@@ -32,7 +32,7 @@ class Versions:
         self._findings, self.repeatable = findings, True
         self._commits: dict[int, Commit] = {}
         self._void: dict[int, Commit] = {}
-        self._went_back: dict[int, Entry] = {}
+        self._went_back: dict[int, JournalEntry] = {}
         self.newest = -1
 
     def digest(self, version: int) -> str | None:
@@ -40,7 +40,7 @@ class Versions:
         commit = self._commits.get(version)
         return None if commit is None else commit.digest
 
-    def check_policy(self, policy: str, what: str, entry: Entry) -> None:
+    def check_policy(self, policy: str, what: str, entry: JournalEntry) -> None:
         """Notes a breach if `policy` is not the committed one."""
         last = self._commits.get(self.newest)
         committed = "nothing" if last is None else f"v{self.newest}@{last.digest}"
@@ -52,7 +52,7 @@ class Versions:
                 entry,
             )
 
-    def check_newcomers(self, entry: Entry) -> None:
+    def check_newcomers(self, entry: JournalEntry) -> None:
         """Checks a push to servers that came in mid-step."""
         if entry["version"] != self.newest:
             self._findings.add(
@@ -65,7 +65,7 @@ class Versions:
         """A controller that starts again decides anew on a rollback that was under way."""
         self._went_back = {v: entry for v, entry in self._went_back.items() if v <= self.newest}
 
-    def roll_back(self, entry: Entry) -> None:
+    def roll_back(self, entry: JournalEntry) -> None:
         """Notes a rollback, whose version is committed later."""
         self._went_back[int(entry["step"])] = entry
 
@@ -76,7 +76,7 @@ class Versions:
         self._went_back = {v: entry for v, entry in self._went_back.items() if v <= to_step}
         self.newest = max(self._commits, default=-1)
 
-    def commit(self, entry: Entry, *, batch: str, due: int) -> None:
+    def commit(self, entry: JournalEntry, *, batch: str, due: int) -> None:
         """Checks a commit.
 
         Args:
@@ -109,11 +109,11 @@ class Versions:
         if earlier is None:
             # A long run has many: the names of their servers are left out.
             short = {name: entry.get(name) for name in ("n", "event", "version", "digest")}
-            kept = Entry(line=entry.line, event=short)
+            kept = JournalEntry(line=entry.line, event=short)
             self._commits[version] = Commit(entry=kept, digest=digest, batch=batch)
             self.newest = max(self.newest, version)
 
-    def _check_rollback(self, version: int, digest: str, entry: Entry) -> None:
+    def _check_rollback(self, version: int, digest: str, entry: JournalEntry) -> None:
         rollback = self._went_back.get(version)
         source = self._commits.get(int(rollback["to_step"])) if rollback is not None else None
         if rollback is not None and source is not None and source.digest != digest:
