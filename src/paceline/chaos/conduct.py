@@ -25,7 +25,7 @@ from paceline.config.run import RunConfig
 from paceline.core.errors import DeadlineError, PacelineError
 from paceline.launch import plan
 from paceline.launch.launcher import Planner, launch
-from paceline.launch.outcome import Outcome
+from paceline.launch.outcome import LaunchOutcome
 from paceline.launch.plan import ProcessSpec
 from paceline.runs import run_dir as run_dirs
 from paceline.show.live.clock import Clock
@@ -177,7 +177,7 @@ class Conductor:
 
 async def conduct(
     config: RunConfig, run_dir: Path, view: View, chaos_plan: Plan
-) -> tuple[Outcome, Record, str]:
+) -> tuple[LaunchOutcome, Record, str]:
     """Runs to the end under faults; returns the outcome, the faults, and what went wrong with them, or ""."""
     clock = Clock(view)
     conductor = Conductor(config, run_dir, chaos_plan, clock)
@@ -199,7 +199,7 @@ async def conduct(
             if reason:
                 running.cancel()
                 await asyncio.gather(running, return_exceptions=True)
-                return Outcome(ok=False, message=reason, exit_code=1), conductor.record, reason
+                return LaunchOutcome(ok=False, message=reason, exit_code=1), conductor.record, reason
             if striking.done() and chaos_plan.stop:
                 return _as_wanted(await asyncio.wait_for(running, _STOP_S)), conductor.record, ""
             outcome = await running
@@ -212,10 +212,10 @@ async def conduct(
             await asyncio.gather(striking, running, return_exceptions=True)
 
 
-def _as_wanted(outcome: Outcome) -> Outcome:
+def _as_wanted(outcome: LaunchOutcome) -> LaunchOutcome:
     """The outcome of a run that was told to stop."""
     if not outcome.ok and _DONE in outcome.message:
-        return Outcome(ok=True, message=outcome.message, exit_code=0)
+        return LaunchOutcome(ok=True, message=outcome.message, exit_code=0)
     return outcome
 
 

@@ -28,7 +28,7 @@ from paceline.core.errors import DeadlineError, PacelineError, exit_code
 from paceline.core.run_events import EndEvent
 from paceline.launch import joining, plan
 from paceline.launch.liveness import Liveness
-from paceline.launch.outcome import Outcome, error_at_start, failed, outcome_of_run
+from paceline.launch.outcome import LaunchOutcome, error_at_start, failed, outcome_of_run
 from paceline.launch.plan import ProcessSpec, Role
 from paceline.launch.presence import Presence
 from paceline.launch.processes.process_tree import ProcessTree
@@ -86,7 +86,7 @@ async def launch(
     *,
     planner: Planner | None = None,
     is_open: bool = False,
-) -> Outcome:
+) -> LaunchOutcome:
     """Starts a run, follows it to its end and stops it; returns expected failures as an outcome.
 
     Must be called in the main thread of a process that has no other children.
@@ -138,9 +138,9 @@ class _Launcher:
         self._address = announced(self._config.service.host, self._config.service.controller_port)
         self._began = False
 
-    async def run(self) -> Outcome:
+    async def run(self) -> LaunchOutcome:
         """Starts, follows, stops."""
-        outcome = Outcome(ok=False, message="ended by an error in the launcher", exit_code=1)
+        outcome = LaunchOutcome(ok=False, message="ended by an error in the launcher", exit_code=1)
         running = asyncio.create_task(self._start_and_follow(), name="run")
         pulse = asyncio.create_task(self._pulse(), name="pulse")
         try:
@@ -150,9 +150,9 @@ class _Launcher:
                 outcome = self._if_interrupted(running.result())
             else:
                 number = signal.Signals(self._signal.result())
-                outcome = Outcome(ok=False, message=f"stopped by {number.name}", exit_code=128 + number)
+                outcome = LaunchOutcome(ok=False, message=f"stopped by {number.name}", exit_code=128 + number)
         except PacelineError as error:
-            outcome = Outcome(ok=False, message=str(error), exit_code=exit_code(error))
+            outcome = LaunchOutcome(ok=False, message=str(error), exit_code=exit_code(error))
         finally:
             tasks = [running, pulse, *([self._last_step] if self._last_step else [])]
             for task in tasks:
@@ -207,7 +207,7 @@ class _Launcher:
                 log.info("could not tell the controller to end after this step: %s", error)
             await asyncio.sleep(_ASK_AGAIN_S)
 
-    def _if_interrupted(self, outcome: Outcome) -> Outcome:
+    def _if_interrupted(self, outcome: LaunchOutcome) -> LaunchOutcome:
         """The outcome of a run that has ended in order, but earlier than its configuration says."""
         if (
             not outcome.ok
@@ -219,7 +219,7 @@ class _Launcher:
 
     # --- start
 
-    async def _start_and_follow(self) -> Outcome:
+    async def _start_and_follow(self) -> LaunchOutcome:
         broker_url = self._start_broker()
         checks = [
             asyncio.create_task(self._check(spec))
@@ -395,7 +395,7 @@ class _Launcher:
 
     # --- follow
 
-    async def _until_the_end(self, following: asyncio.Task[EndEvent]) -> Outcome:
+    async def _until_the_end(self, following: asyncio.Task[EndEvent]) -> LaunchOutcome:
         """Returns when the controller reports the end, or a service cannot be mended."""
         liveness = Liveness(self._services, say=self._view.notice, milestone=self._view.milestone)
         tending = [
@@ -415,7 +415,7 @@ class _Launcher:
                 task.cancel()
             await asyncio.gather(*tending, return_exceptions=True)
 
-    async def _explain(self, outcome: Outcome) -> Outcome:
+    async def _explain(self, outcome: LaunchOutcome) -> LaunchOutcome:
         """The controller's outcome, with the death of the process that may have caused it.
 
         A killed process loses its connections before its end is seen here, so the controller's error may
@@ -429,7 +429,7 @@ class _Launcher:
 
     # --- stop
 
-    async def _stop(self, outcome: Outcome) -> None:
+    async def _stop(self, outcome: LaunchOutcome) -> None:
         """Ends everything in order; kills what does not end in time."""
         budget_s = self._config.service.shutdown_timeout_s
         if not outcome.ok and not self._signal.done():
@@ -452,7 +452,7 @@ class _Launcher:
             self._scratch.remove()
             run_dirs.end_note(self._run_dir, self._note, outcome.message)
 
-    async def _ask_to_stop(self, outcome: Outcome) -> None:
+    async def _ask_to_stop(self, outcome: LaunchOutcome) -> None:
         """Tells the controller, so that its journal ends with the reason and its members leave."""
         following = self._following
         if following is None or following.done():

@@ -11,7 +11,7 @@ from paceline.launch.processes.spawn import ManagedProcess
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class LaunchOutcome:
     """How a launch ended.
 
     Attributes:
@@ -25,18 +25,18 @@ class Outcome:
     began: bool = True
 
 
-def failed(message: str) -> Outcome:
+def failed(message: str) -> LaunchOutcome:
     """The outcome of a run that failed."""
-    return Outcome(ok=False, message=message, exit_code=1)
+    return LaunchOutcome(ok=False, message=message, exit_code=1)
 
 
-def outcome_of_run(following: asyncio.Task[EndEvent]) -> Outcome:
+def outcome_of_run(following: asyncio.Task[EndEvent]) -> LaunchOutcome:
     """The outcome that the controller reported, or the loss of the controller; `following` must be done."""
     try:
         end = following.result()
     except PeerLostError as error:
         return failed(str(error))
-    return Outcome(ok=end.ok, message=end.message, exit_code=0 if end.ok else 1)
+    return LaunchOutcome(ok=end.ok, message=end.message, exit_code=0 if end.ok else 1)
 
 
 def error_at_start(process: ManagedProcess) -> PacelineError:

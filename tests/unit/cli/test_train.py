@@ -19,7 +19,7 @@ from paceline.checks import preflight
 from paceline.cli.commands import train
 from paceline.cli.main import main
 from paceline.config.run import RunConfig
-from paceline.launch.outcome import Outcome
+from paceline.launch.outcome import LaunchOutcome
 from paceline.service.identity.credentials import INSECURE, TLS_DIR
 from paceline.sizing.machine import Machine
 from support.cli_configs import config
@@ -162,7 +162,7 @@ def test_the_run_is_served_to_browsers_while_it_trains(
 ) -> None:
     seen: list[Any] = []
 
-    async def launch(made: RunConfig, run_dir: Path, *_: object, **__: object) -> Outcome:
+    async def launch(made: RunConfig, run_dir: Path, *_: object, **__: object) -> LaunchOutcome:
         address = re.findall(r"http://127\.0\.0\.1:\d+/[\w-]{20,}/", capsys.readouterr().out)
         seen.extend(address)
         with await asyncio.to_thread(urllib.request.urlopen, f"{address[0]}data/runs", timeout=120) as reply:
@@ -171,7 +171,7 @@ def test_the_run_is_served_to_browsers_while_it_trains(
             urllib.request.urlopen, f"{address[0]}data/run/now", timeout=120
         ) as reply:
             seen.append(json.load(reply))
-        return Outcome(ok=False, message="the end", exit_code=2, began=False)
+        return LaunchOutcome(ok=False, message="the end", exit_code=2, began=False)
 
     monkeypatch.setattr(train, "launch", launch)
     monkeypatch.setattr(train, "log_to", lambda file: None)
