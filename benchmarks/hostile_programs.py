@@ -36,7 +36,7 @@ from paceline.reward.code import scorer as code_scorer
 from paceline.reward.consumer import Consumer, ConsumerOptions
 from paceline.reward.scorer import ScorerSettings
 from paceline.reward.weighted_sum import WeightedSum
-from paceline.service.confinement.confined import Command, Outcome, run_confined
+from paceline.service.confinement.confined import Command, CommandResult, run_confined
 from paceline.wire import decode_scored
 from support.trajectories import finished_sample
 
@@ -210,7 +210,7 @@ async def score(drawn: Sequence[Hostile], *, seconds: float) -> Record:
     for number, hostile in enumerate(drawn):
         numbers.setdefault(code_scorer.code_of(hostile.response), []).append(number)
 
-    async def observed(command: Command) -> Outcome:
+    async def observed(command: Command) -> CommandResult:
         (program,) = command.files.values()
         outcome = await run_confined(command)
         for text in numbers:

@@ -17,9 +17,9 @@ from paceline.core.errors import DeadlineError, EnvironmentLackError
 from paceline.service.confinement import confined
 from paceline.service.confinement.confined import (
     Command,
+    CommandResult,
     ConfinedLimits,
     Ending,
-    Outcome,
     python,
     run_confined,
     why_not_confined,
@@ -35,7 +35,7 @@ PROGRAM = f"program-{os.getpid()}.py"  # other tests and runs of this machine co
 pytestmark = pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM)
 
 
-async def run(program: str, *arguments: str, stdin: str = "", **limits: float) -> Outcome:
+async def run(program: str, *arguments: str, stdin: str = "", **limits: float) -> CommandResult:
     return await run_confined(
         Command(
             words=[python(), "-I", "-B", f"/tmp/{PROGRAM}", *arguments],

@@ -17,7 +17,7 @@ from paceline.core.scoring import ScoreItem
 from paceline.reward.code import scorer as code_scorer
 from paceline.reward.code.scorer import CodeScorer
 from paceline.reward.code.tests import CodeTest, code_of
-from paceline.service.confinement.confined import Outcome, why_not_confined
+from paceline.service.confinement.confined import CommandResult, why_not_confined
 
 PROBLEM = asyncio.run(why_not_confined())
 confines = pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM)
@@ -122,7 +122,7 @@ async def test_an_items_error_is_its_own_whatever_its_class(
         "memory": MemoryError(),
     }
 
-    async def run(command: Any) -> Outcome:
+    async def run(command: Any) -> CommandResult:
         (program,) = command.files.values()
         if program in faults:
             raise faults[program]
@@ -150,7 +150,7 @@ async def test_a_command_that_is_no_program_is_refused_at_the_start() -> None:
 
 
 async def test_a_machine_that_cannot_confine_refuses_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run(command: object) -> Outcome:
+    async def run(command: object) -> CommandResult:
         raise EnvironmentLackError("code cannot be confined")
 
     monkeypatch.setattr("paceline.service.confinement.confined.run_confined", run)

@@ -53,7 +53,7 @@ class Ending(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class CommandResult:
     """What a program did: `code` is its exit code, 128 and the signal's number where one ended it.
 
     Where it was not started, `stderr` says why.
@@ -84,7 +84,7 @@ class Command:
     limits: ConfinedLimits = field(default_factory=ConfinedLimits)
 
 
-async def run_confined(command: Command) -> Outcome:
+async def run_confined(command: Command) -> CommandResult:
     """Runs a program and waits for its end, which is that of everything it has started, too.
 
     Raises:
@@ -103,7 +103,7 @@ async def run_confined(command: Command) -> Outcome:
         os.close(report)
 
 
-async def _run(command: Command, report: int) -> Outcome:
+async def _run(command: Command, report: int) -> CommandResult:
     """Runs it to its end; closes `report`, which the builder writes to."""
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, report)
@@ -130,13 +130,13 @@ async def _run(command: Command, report: int) -> Outcome:
             await _end(process)
 
 
-def _checked(outcome: Outcome, report: bytes, command: Command) -> Outcome:
+def _checked(outcome: CommandResult, report: bytes, command: Command) -> CommandResult:
     """The outcome, if the builder reports that the program began."""
     if report == inside.STARTED:
         return outcome
     reason = report.removeprefix(inside.STARTED).decode(errors="replace")
     if report.startswith(inside.STARTED):
-        return Outcome(ending=Ending.NOT_STARTED, code=-1, stdout=b"", stderr=reason.encode())
+        return CommandResult(ending=Ending.NOT_STARTED, code=-1, stdout=b"", stderr=reason.encode())
     if not reason and outcome.ending is Ending.TIMED_OUT:
         raise DeadlineError(
             phase="CONFINE",
@@ -192,7 +192,7 @@ def _spec(command: Command, root: str) -> dict[str, object]:
     }
 
 
-async def _follow(process: asyncio.subprocess.Process, command: Command) -> Outcome:
+async def _follow(process: asyncio.subprocess.Process, command: Command) -> CommandResult:
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
@@ -207,13 +207,13 @@ async def _follow(process: asyncio.subprocess.Process, command: Command) -> Outc
         too_much = any(task.done() and task.exception() is not None for task in reading)
         if late or too_much:
             ending = Ending.PRINTED_TOO_MUCH if too_much else Ending.TIMED_OUT
-            return Outcome(ending=ending, code=-1, stdout=b"", stderr=b"")
+            return CommandResult(ending=ending, code=-1, stdout=b"", stderr=b"")
         try:
             async with asyncio.timeout(max(0.1, until - time.monotonic())):
                 code = await process.wait()
         except TimeoutError:
-            return Outcome(ending=Ending.TIMED_OUT, code=-1, stdout=b"", stderr=b"")
-        return Outcome(
+            return CommandResult(ending=Ending.TIMED_OUT, code=-1, stdout=b"", stderr=b"")
+        return CommandResult(
             ending=Ending.EXITED, code=code, stdout=reading[0].result(), stderr=reading[1].result()
         )
     finally:

@@ -15,9 +15,9 @@ from paceline.reward.shape import Shape
 from paceline.reward.shaped import Shaped
 from paceline.service.confinement.confined import (
     Command,
+    CommandResult,
     ConfinedLimits,
     Ending,
-    Outcome,
     python,
     run_confined,
     why_not_confined,
@@ -98,7 +98,7 @@ class CodeScorer:
             return False
         return await in_thread(test.passes, outcome.stdout.decode(errors="replace"))
 
-    async def _outcome(self, program: str, stdin: str) -> Outcome:
+    async def _outcome(self, program: str, stdin: str) -> CommandResult:
         try:
             outcome = await run_confined(self._command(program, stdin))
         except EnvironmentLackError as error:
@@ -119,7 +119,7 @@ class CodeScorer:
             limits=self._limits,
         )
 
-    def _not_started(self, outcome: Outcome) -> str:
+    def _not_started(self, outcome: CommandResult) -> str:
         words, reason = " ".join(self._command("", "").words), outcome.stderr.decode(errors="replace")
         return (
             f"the command {words} cannot be started ({reason}): name a program by its absolute path, in the "
