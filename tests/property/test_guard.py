@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from paceline.config.guard import GuardConfig
 from paceline.controller.guard.policy import GuardDecision, GuardPolicy
-from paceline.core.guard import Action, Limits, Reading, crossed, worst
+from paceline.core.guard import Action, Reading, RuleLimits, crossed, worst
 
 CONFIG = GuardConfig.model_validate(
     {
@@ -91,7 +91,7 @@ def test_the_worst_does_not_depend_on_the_order(order: list[float]) -> None:
 
 @given(values, st.dictionaries(st.sampled_from(list(Action)), values))
 def test_a_worse_value_crosses_at_least_the_same_bounds(value: float, bounds: dict[Action, float]) -> None:
-    limits = Limits(bounds=bounds)
+    limits = RuleLimits(bounds=bounds)
     milder = set(crossed(limits, Reading(rule="ppo_kl", value=value)))
     worse = set(crossed(limits, Reading(rule="ppo_kl", value=value + 0.1)))
     assert milder <= worse

@@ -17,15 +17,15 @@ from paceline.core.guard import (
     Action,
     Adjustments,
     Histories,
-    Limits,
     Reading,
+    RuleLimits,
     crossed,
     describe,
     spread,
     worst,
 )
 
-LADDER = Limits(bounds={Action.WARN: 0.03, Action.SKIP: 0.05, Action.STOP: 0.2})
+LADDER = RuleLimits(bounds={Action.WARN: 0.03, Action.SKIP: 0.05, Action.STOP: 0.2})
 
 
 @pytest.mark.parametrize(
@@ -44,18 +44,18 @@ def test_a_rule_fires_above_its_bounds(value: float, names: list[str]) -> None:
 
 
 def test_a_rule_from_below_fires_at_its_bound() -> None:
-    limits = Limits(bounds={Action.WARN: 0.0})
+    limits = RuleLimits(bounds={Action.WARN: 0.0})
     assert crossed(limits, Reading(rule="reward_constant", value=0.0)) == (Action.WARN,)
     assert crossed(limits, Reading(rule="reward_constant", value=1e-9)) == ()
 
 
 def test_a_relative_rule_measures_by_the_median_and_never_without_one() -> None:
-    limits = Limits(bounds={Action.WARN: 10.0})
+    limits = RuleLimits(bounds={Action.WARN: 10.0})
     for value, reference, fires in ((5.1, 0.5, True), (4.9, 0.5, False), (1e9, 0.0, False)):
         reading = Reading(rule="grad_norm", network="actor", value=value, reference=reference)
         assert bool(crossed(limits, reading)) is fires
     slow = Reading(rule="throughput", value=240.0, reference=1000.0)
-    assert crossed(Limits(bounds={Action.WARN: 0.25}), slow) == (Action.WARN,)
+    assert crossed(RuleLimits(bounds={Action.WARN: 0.25}), slow) == (Action.WARN,)
     words = describe(Reading(rule="grad_norm", network="critic", value=6.0, reference=0.5), 10.0, Action.WARN)
     assert words == "critic grad_norm is 6, above 5, 10 times its running median (guard.grad_norm.warn)"
     words = describe(Reading(rule="mismatch_kl", value=2e-6, reference=1e-6), 1.0, Action.WARN)

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from paceline.config.base import Section
-from paceline.core.guard import RULES, Action, Limits
+from paceline.core.guard import RULES, Action, RuleLimits
 
 
 class RuleConfig(Section):
@@ -52,10 +52,10 @@ class RuleConfig(Section):
     )
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> RuleLimits:
         """The bounds in force."""
         bounds = {action: getattr(self, action.value) for action in Action}
-        return Limits(bounds={a: b for a, b in bounds.items() if b is not None}, patience=self.patience)
+        return RuleLimits(bounds={a: b for a, b in bounds.items() if b is not None}, patience=self.patience)
 
 
 def _rule(description: str, **bounds: float | int) -> Any:
@@ -167,7 +167,7 @@ class GuardConfig(Section):
     )
 
     @property
-    def limits(self) -> dict[str, Limits]:
+    def limits(self) -> dict[str, RuleLimits]:
         """The limits of every enabled rule, by its name."""
         rules = {name: getattr(self, name) for name in RULES} if self.enabled else {}
         return {name: rule.limits for name, rule in rules.items() if rule.enabled}

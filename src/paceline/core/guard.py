@@ -119,7 +119,7 @@ Measured: 2e-13 to 6e-10 in float32 (log-probs 5e-7 to 3.4e-5 apart), 0.002 in b
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
+class RuleLimits:
     """The configuration of one rule.
 
     Attributes:
@@ -161,7 +161,7 @@ class Reading:
         return bound * self.reference if RULES[self.rule].relative else bound
 
 
-def crossed(limits: Limits, reading: Reading) -> tuple[Action, ...]:
+def crossed(limits: RuleLimits, reading: Reading) -> tuple[Action, ...]:
     """The actions whose bound is crossed, mildest first.
 
     A value that is not a number crosses nothing; the rule `non_finite` counts those.
