@@ -435,7 +435,7 @@ def _memory_plan(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class PreflightCheck:
     """A part of `paceline check`."""
 
     name: str
@@ -445,21 +445,25 @@ class Part:
     """What takes seconds; said before the check."""
 
 
-def parts(*, here: bool, tests: Path | None) -> list[Part]:
+def parts(*, here: bool, tests: Path | None) -> list[PreflightCheck]:
     """What `paceline check` looks at, in order.
 
     Args:
         here: the run is to start on this machine.
         tests: an empty folder for what the tests of the model leave to each other; None: no such tests.
     """
-    chosen = [Part(name="model", check=_model)]
+    chosen = [PreflightCheck(name="model", check=_model)]
     if tests is not None:
         wait = "packed log-probs of a small model of this kind against transformers', some 5 s"
-        chosen.append(Part(name="self-test", check=partial(self_test, kept=tests), wait=wait))
-    chosen += [Part(name=name, check=check) for name, check in (*_PARTS, *(_HERE if here else _ELSEWHERE))]
+        chosen.append(PreflightCheck(name="self-test", check=partial(self_test, kept=tests), wait=wait))
+    chosen += [
+        PreflightCheck(name=name, check=check) for name, check in (*_PARTS, *(_HERE if here else _ELSEWHERE))
+    ]
     if tests is not None and here:
         wait = "vLLM scores the same rows, some 15 s"
-        chosen.append(Part(name="engine's log-probs", check=partial(engine_log_probs, kept=tests), wait=wait))
+        chosen.append(
+            PreflightCheck(name="engine's log-probs", check=partial(engine_log_probs, kept=tests), wait=wait)
+        )
     return chosen
 
 

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.checks.preflight import Part, notes, parts, require_packages
+from paceline.checks.preflight import PreflightCheck, notes, parts, require_packages
 from paceline.cli.commands import arguments
 from paceline.config.run import RunConfig
 from paceline.core.errors import ModelError, PacelineError
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _num_faults(config: RunConfig, parts: Sequence[Part]) -> int:
+def _num_faults(config: RunConfig, parts: Sequence[PreflightCheck]) -> int:
     """Prints the outcome of each part; returns how many have a fault."""
     num_faults, model_is_bad = 0, False
     for part in parts:
