@@ -11,7 +11,7 @@ import pytest
 from paceline.core.errors import PeerLostError, RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem, ScoreResult
 from paceline.reward.remote.merging import Merger, Request, Results
-from paceline.reward.remote.parts import Part
+from paceline.reward.remote.parts import CallItems
 from paceline.reward.remote.scorer import RemoteOptions, RemoteScorer
 from support.reward_servers import OddServer, serving
 
@@ -22,7 +22,7 @@ def items(*names: str, response: str = "a") -> list[ScoreItem]:
 
 def request(*names: str, step: int = 1, until: float = 9.0, response: str = "a", **part: bool) -> Request:
     placed = list(enumerate(items(*names, response=response)))
-    return Request(part=Part(items=placed, **part), run_id="r", step=step, until=until)
+    return Request(part=CallItems(items=placed, **part), run_id="r", step=step, until=until)
 
 
 class Service:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from paceline.core.errors import PacelineError, RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem, ScoreResult
-from paceline.reward.remote.parts import Part
+from paceline.reward.remote.parts import CallItems
 
 Results = Sequence[ScoreResult | PacelineError]
 
@@ -24,7 +24,7 @@ Results = Sequence[ScoreResult | PacelineError]
 class Request:
     """A part, with what its call is told and how long it may begin."""
 
-    part: Part
+    part: CallItems
     run_id: str
     step: int
     until: float

@@ -12,7 +12,7 @@ Placed = tuple[int, ScoreItem]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class CallItems:
     """The items of one call.
 
     Attributes:
@@ -37,7 +37,7 @@ class Cutter:
     room: int
     by_group: bool = False
 
-    def cut(self, items: Sequence[Placed], size: int, *, is_cut: bool = False) -> list[Part]:
+    def cut(self, items: Sequence[Placed], size: int, *, is_cut: bool = False) -> list[CallItems]:
         """Parts of at most `size` items, where a group does not have more."""
         parts: list[list[Placed]] = []
         chars = self.room + 1
@@ -48,7 +48,7 @@ class Cutter:
                 chars = 0
             parts[-1] += unit
             chars += unit_chars
-        return [Part(items=part, is_cut=is_cut) for part in parts]
+        return [CallItems(items=part, is_cut=is_cut) for part in parts]
 
     def units(self, items: Sequence[Placed]) -> list[list[Placed]]:
         """What is not cut: single items, or groups."""

@@ -28,7 +28,7 @@ from paceline.reward.remote.breaker import Breaker
 from paceline.reward.remote.client import call_score
 from paceline.reward.remote.handshake import Handshake
 from paceline.reward.remote.merging import Merger, Request, Results
-from paceline.reward.remote.parts import Cutter, Part
+from paceline.reward.remote.parts import CallItems, Cutter
 from paceline.reward.scorer import ScorerSettings, to_nobody
 from paceline.reward.scores import Score, failed, score_of
 from paceline.reward.shape import Shape
@@ -198,10 +198,10 @@ class RemoteScorer:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _again(self, parts: Sequence[Part], outcomes: Sequence[_Outcome]) -> list[Part]:
+    def _again(self, parts: Sequence[CallItems], outcomes: Sequence[_Outcome]) -> list[CallItems]:
         """The calls that are to be made next."""
         refuses_all = len(parts) > 1 and all(outcome.fault is _Fault.REFUSED for outcome in outcomes)
-        again: list[Part] = []
+        again: list[CallItems] = []
         for part, outcome in zip(parts, outcomes, strict=True):
             match outcome.fault:
                 case _Fault.UNREACHABLE:
@@ -227,7 +227,7 @@ class RemoteScorer:
                     scores[place] = failed(item.trajectory_id, RewardErrorKind.WRONG_TYPE, text)
         return scores
 
-    async def _call(self, part: Part, run_id: str, step: int, until: float) -> _Outcome:
+    async def _call(self, part: CallItems, run_id: str, step: int, until: float) -> _Outcome:
         """One call; when it fails, every item of it gets the error as its score."""
         if self._channel is None:
             raise RewardError(f"{self._peer}: the connection is not open", kind=RewardErrorKind.UNAVAILABLE)
