@@ -18,7 +18,7 @@ _LONGEST_S = 1e6
 
 
 @dataclass(slots=True)
-class Request:
+class ScoreCall:
     """One call of `score`: the scores so far, and the future that its caller waits on."""
 
     scores: list[Score | None]
@@ -33,7 +33,7 @@ class Job:
     A suspect is scored by itself: it, or another of its batch, forged results.
     """
 
-    request: Request
+    request: ScoreCall
     places: Sequence[int]
     items: Sequence[ScoreItem]
     is_suspect: bool = False

@@ -18,7 +18,7 @@ from typing import Any, Self
 from paceline.config.reward import RewardConfig
 from paceline.core.errors import ConfigError, PacelineError, ProtocolError, RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem, groups_of
-from paceline.reward.functions.jobs import Job, Request, encode_batch, parse_row
+from paceline.reward.functions.jobs import Job, ScoreCall, encode_batch, parse_row
 from paceline.reward.functions.spec import FunctionSpec
 from paceline.reward.scorer import ScorerSettings
 from paceline.reward.scores import Score
@@ -95,7 +95,7 @@ class FunctionPool:
         self._numbers = itertools.count(1)
         self._queue: deque[Job] = deque()
         self._queued = asyncio.Condition()
-        self._requests: dict[asyncio.Future[None], Request] = {}
+        self._requests: dict[asyncio.Future[None], ScoreCall] = {}
         self._children: dict[int, ChildProcess] = {}
         self._slots, self._starts = itertools.count(), itertools.count()
         self._seed = seed
@@ -200,7 +200,7 @@ class FunctionPool:
         if not items:
             return []
         done = asyncio.get_running_loop().create_future()
-        request = Request(scores=[None] * len(items), num_open=len(items), done=done)
+        request = ScoreCall(scores=[None] * len(items), num_open=len(items), done=done)
         self._requests[done] = request
         try:
             async with self._queued:
@@ -212,7 +212,7 @@ class FunctionPool:
             del self._requests[done]
         return [score for score in request.scores if score is not None]
 
-    def _jobs(self, request: Request, items: Sequence[ScoreItem]) -> Iterable[Job]:
+    def _jobs(self, request: ScoreCall, items: Sequence[ScoreItem]) -> Iterable[Job]:
         if self._scores_groups:
             for places in groups_of(items):
                 yield Job(request, places, [items[place] for place in places])
