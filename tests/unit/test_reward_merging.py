@@ -10,7 +10,7 @@ import pytest
 
 from paceline.core.errors import PeerLostError, RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem, ScoreResult
-from paceline.reward.remote.merging import Merger, Request, Results
+from paceline.reward.remote.merging import CallRequest, Merger, Results
 from paceline.reward.remote.parts import CallItems
 from paceline.reward.remote.scorer import RemoteOptions, RemoteScorer
 from support.reward_servers import OddServer, serving
@@ -20,9 +20,9 @@ def items(*names: str, response: str = "a") -> list[ScoreItem]:
     return [ScoreItem(trajectory_id=name, prompt="", response=response, ground_truth="") for name in names]
 
 
-def request(*names: str, step: int = 1, until: float = 9.0, response: str = "a", **part: bool) -> Request:
+def request(*names: str, step: int = 1, until: float = 9.0, response: str = "a", **part: bool) -> CallRequest:
     placed = list(enumerate(items(*names, response=response)))
-    return Request(part=CallItems(items=placed, **part), run_id="r", step=step, until=until)
+    return CallRequest(part=CallItems(items=placed, **part), run_id="r", step=step, until=until)
 
 
 class Service:
@@ -35,7 +35,7 @@ class Service:
         self.error: Exception | None = None
         self._may_answer = asyncio.Semaphore(0)
 
-    async def make(self, asked: Sequence[ScoreItem], of: Request) -> Results:
+    async def make(self, asked: Sequence[ScoreItem], of: CallRequest) -> Results:
         self.calls.append([item.trajectory_id for item in asked])
         self.untils.append(of.until)
         self._at_once += 1
@@ -65,7 +65,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def ask(of: Merger, *requests: Request) -> list[asyncio.Task[Any]]:
+def ask(of: Merger, *requests: CallRequest) -> list[asyncio.Task[Any]]:
     return [asyncio.create_task(of.ask(each)) for each in requests]
 
 
@@ -117,7 +117,7 @@ async def test_while_turns_are_free_each_request_is_a_call() -> None:
 )
 @pytest.mark.parametrize("comes_first", [True, False])
 async def test_what_does_not_go_together_stays_apart(
-    other: Request, options: dict[str, int], comes_first: bool
+    other: CallRequest, options: dict[str, int], comes_first: bool
 ) -> None:
     service = Service()
     both = [other, request("2")] if comes_first else [request("2"), other]

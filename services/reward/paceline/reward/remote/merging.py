@@ -21,7 +21,7 @@ Results = Sequence[ScoreResult | PacelineError]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
+class CallRequest:
     """A part, with what its call is told and how long it may begin."""
 
     part: CallItems
@@ -54,7 +54,7 @@ class Answer:
 
 @dataclass(eq=False, slots=True)
 class _Waiting:
-    request: Request
+    request: CallRequest
     answer: asyncio.Future[Answer]
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
     call: asyncio.Task[None] | None = None
@@ -75,7 +75,7 @@ class Merger:
 
     def __init__(
         self,
-        make: Callable[[Sequence[ScoreItem], Request], Awaitable[Results]],
+        make: Callable[[Sequence[ScoreItem], CallRequest], Awaitable[Results]],
         *,
         concurrency: int,
         max_items: int,
@@ -85,7 +85,7 @@ class Merger:
         self._queue: list[_Waiting] = []
         self._calls: set[asyncio.Task[None]] = set()
 
-    async def ask(self, request: Request) -> Answer:
+    async def ask(self, request: CallRequest) -> Answer:
         """The answer to a request, when its turn has come."""
         waiting = _Waiting(request, asyncio.get_running_loop().create_future())
         self._queue.append(waiting)
@@ -134,7 +134,7 @@ class Merger:
         self._queue = rest
         return mates
 
-    def _fits(self, request: Request, mates: Sequence[_Waiting]) -> bool:
+    def _fits(self, request: CallRequest, mates: Sequence[_Waiting]) -> bool:
         requests = [mate.request for mate in mates]
         first = requests[0]
         together = [*requests, request]

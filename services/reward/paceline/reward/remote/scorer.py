@@ -27,7 +27,7 @@ from paceline.core.scoring import ScoreItem, ScoreResult
 from paceline.reward.remote.breaker import Breaker
 from paceline.reward.remote.client import call_score
 from paceline.reward.remote.handshake import Handshake
-from paceline.reward.remote.merging import Merger, Request, Results
+from paceline.reward.remote.merging import CallRequest, Merger, Results
 from paceline.reward.remote.parts import CallItems, Cutter
 from paceline.reward.scorer import ScorerSettings, to_nobody
 from paceline.reward.scores import Score, failed, score_of
@@ -232,7 +232,7 @@ class RemoteScorer:
         if self._channel is None:
             raise RewardError(f"{self._peer}: the connection is not open", kind=RewardErrorKind.UNAVAILABLE)
         options = self.options
-        answer = await self._merger.ask(Request(part=part, run_id=run_id, step=step, until=until))
+        answer = await self._merger.ask(CallRequest(part=part, run_id=run_id, step=step, until=until))
         results, fault = answer.results, None
         if isinstance(results, PacelineError):
             fault = _fault_of(results)
@@ -243,7 +243,7 @@ class RemoteScorer:
         ]
         return _Outcome(scores=scores, fault=fault, was_merged=answer.was_merged)
 
-    async def _ask(self, items: Sequence[ScoreItem], request: Request) -> Results:
+    async def _ask(self, items: Sequence[ScoreItem], request: CallRequest) -> Results:
         channel = self._channel
         if channel is None:
             raise RewardError(f"{self._peer}: the connection is not open", kind=RewardErrorKind.UNAVAILABLE)
@@ -269,7 +269,7 @@ class RemoteScorer:
         return results
 
     async def _score(
-        self, channel: grpc.aio.Channel, items: Sequence[ScoreItem], request: Request
+        self, channel: grpc.aio.Channel, items: Sequence[ScoreItem], request: CallRequest
     ) -> Sequence[ScoreResult | RewardError]:
         return await call_score(
             channel,
