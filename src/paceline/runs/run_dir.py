@@ -34,6 +34,9 @@ _STARTS = ("actor.optim.warmup_steps_ratio", "critic.optim.warmup_steps_ratio", 
 """Keys that say only how a run begins: what became of them is in its checkpoints (docs/reliability.md)."""
 _KL_TYPE = "algorithm.kl_ctrl.type"
 
+_OUTSIDE = ("broker.url", "trainer.checkpoint_url")
+"""Where a run writes, by its id, outside its folder."""
+
 _HUB_NAME = re.compile(r"hf://[^\s,\]'\"]+")
 
 
@@ -99,13 +102,15 @@ def prepare(config: RunConfig) -> Prepared:
     that is started again goes on with this run.
 
     Raises:
-        ConfigError: the folder holds a run that has finished.
+        ConfigError: the folder holds a run that has finished, or a copy of one that is under way and writes
+            to the same places outside it.
         ModelError, DataError: a name of the hub cannot be looked up.
         EnvironmentLackError: the folder cannot be written, or another launcher runs in it.
     """
     run_dir = folder_of(config).resolve()
     note = read_note(run_dir)
-    if note is not None and note.alive:
+    original = None if note is None else _original_of(run_dir, note)
+    if note is not None and note.alive and original is None:
         raise EnvironmentLackError(
             f"{run_dir} belongs to a run that is under way (process {note.launcher_pid}); stop it, or set "
             "another trainer.run_dir"
@@ -119,6 +124,8 @@ def prepare(config: RunConfig) -> Prepared:
             aside = _move_aside(run_dir)
             remarks += [f"moved the earlier run to {aside}"] if aside is not None else []
         else:
+            if original is not None and original.alive:
+                remarks.append(_remark_on_copy(run_dir, Path(original.run_dir), resolved))
             remarks += _remarks_on(run_dir, resolved)
         created = tuple(folder for folder in (*reversed(run_dir.parents), run_dir) if not folder.exists())
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
@@ -190,6 +197,34 @@ def _remarks_on(run_dir: Path, config: RunConfig) -> list[str]:
     if kept:
         remarks.append(f"without effect, as the run goes on from its checkpoint: {', '.join(kept)}")
     return remarks
+
+
+def _original_of(run_dir: Path, note: RunNote) -> RunNote | None:
+    """The note of the run from which `run_dir` was copied with its own; None if it is no copy."""
+    original = read_note(Path(note.run_dir))
+    is_copy = original is not None and original.launcher_started == note.launcher_started
+    return original if is_copy and not Path(note.run_dir).samefile(run_dir) else None
+
+
+def _remark_on_copy(run_dir: Path, original: Path, config: RunConfig) -> str:
+    """What people should know of a copy whose original goes on beside it.
+
+    Raises:
+        ConfigError: both would write to the same place, as their run ids are the same.
+    """
+    try:
+        before = _flat(yaml.safe_load((original / START).read_text(encoding="utf-8")))
+    except (OSError, yaml.YAMLError):
+        before = {}
+    after = _flat(config.model_dump(mode="json"))
+    shared = [key for key in _OUTSIDE if after[key] is not None and before.get(key) == after[key]]
+    if shared:
+        raise ConfigError(
+            f"{run_dir} is a copy of the run in {original}, which is under way and has the same id; with the "
+            f"same {' and '.join(shared)} each would overwrite what the other has there: stop that run, or "
+            f"give this one another {' and another '.join(shared)}"
+        )
+    return f"{run_dir} is a copy of the run in {original}, which is under way and goes on by itself"
 
 
 def _last_metrics(run_dir: Path) -> int:

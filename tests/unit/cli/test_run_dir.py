@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,52 @@ def test_a_run_that_is_under_way_is_not_moved(folder: Path) -> None:
     run_dirs.write_note(run.run_dir, run_dirs.new_note(run.run_dir, "secret"))
     with pytest.raises(EnvironmentLackError, match="belongs to a run that is under way"):
         run_dirs.prepare(never)
+
+
+def test_a_copy_of_a_run_that_is_under_way_goes_on_by_itself(folder: Path) -> None:
+    """Unless both would write to one place outside: their ids are the same."""
+    mailboxes, weights = {"url": "redis://h:1"}, {"checkpoint_url": "s3://b/c"}
+    original = run_dirs.prepare(config(trainer={"total_steps": 9, **weights}, broker=mailboxes)).run_dir
+    checkpoint(original, 4)
+    run_dirs.write_note(original, run_dirs.new_note(original, "secret"))
+    copied = folder / "runs/copy"
+    shutil.copytree(original, copied)
+
+    def again(broker: dict[str, str], **trainer: str) -> list[str]:
+        return run_dirs.prepare(
+            config(trainer={"total_steps": 9, "run_dir": str(copied), **trainer}, broker=broker)
+        ).remarks
+
+    with pytest.raises(ConfigError) as caught:
+        again(mailboxes, **weights)
+    assert str(caught.value) == (
+        f"{copied} is a copy of the run in {original}, which is under way and has the same id; with the same "
+        "broker.url and trainer.checkpoint_url each would overwrite what the other has there: stop that run, "
+        "or give this one another broker.url and another trainer.checkpoint_url"
+    )
+    with pytest.raises(ConfigError, match="or give this one another broker.url$"):
+        again(mailboxes)
+    is_copy, goes_on = again({"url": "redis://other:1"})
+    assert is_copy == f"{copied} is a copy of the run in {original}, which is under way and goes on by itself"
+    assert goes_on.startswith(f"{copied} holds a run with a checkpoint of step 4: it goes on")
+    for stopped in (False, True):
+        if stopped:
+            run_dirs.end_note(original, run_dirs.new_note(original, ""), "stopped")
+            assert again(mailboxes)[0].startswith(f"{copied} holds a run"), "the copy's note is of nobody now"
+        else:
+            with pytest.raises(EnvironmentLackError, match=f"{original} belongs to a run that is under way"):
+                run_dirs.prepare(config(trainer={"total_steps": 9}))
+
+
+def test_a_folder_that_was_moved_under_its_run_is_no_copy(folder: Path) -> None:
+    original = run_dirs.prepare(config(trainer={"total_steps": 9})).run_dir
+    run_dirs.write_note(original, run_dirs.new_note(original, "secret"))
+    original.rename(folder / "moved")
+    for begun_anew in (False, True):
+        if begun_anew:
+            run_dirs.prepare(config(trainer={"total_steps": 9}))
+        with pytest.raises(EnvironmentLackError, match="moved belongs to a run that is under way"):
+            run_dirs.prepare(config(trainer={"total_steps": 9, "run_dir": "moved"}))
 
 
 def test_an_empty_folder_of_the_users_own_is_used(folder: Path) -> None:
