@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from paceline.cli.convert.rules import Row
+from paceline.cli.convert.rules import ConversionRule
 from paceline.cli.convert.trl import TRL
 from paceline.cli.convert.verl import VERL
 from paceline.config.base import OneOf
@@ -80,7 +80,7 @@ def comparison() -> str:
     return text
 
 
-def table(rows: tuple[Row, ...], program: str) -> str:
+def table(rows: tuple[ConversionRule, ...], program: str) -> str:
     """Rows of keys as Markdown."""
     lines = [f"| {program} | here |", "| --- | --- |"]
     return "\n".join([*lines, *(f"| {row.theirs} | {row.ours} |" for row in rows)])

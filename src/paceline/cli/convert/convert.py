@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.cli.convert import trl, verl
-from paceline.cli.convert.rules import Convert, Row, Tree
+from paceline.cli.convert.rules import ConversionRule, Convert, Tree
 from paceline.config.load import sections_in
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
 
 VERL, TRL = "verl", "trl"
-_TABLES: Mapping[str, tuple[tuple[Row, ...], Mapping[str, Convert], Mapping[str, str]]] = {
+_TABLES: Mapping[str, tuple[tuple[ConversionRule, ...], Mapping[str, Convert], Mapping[str, str]]] = {
     VERL: (verl.VERL, verl.MORE, verl.PREFIXES),
     TRL: (trl.TRL, trl.MORE, trl.PREFIXES),
 }
@@ -59,7 +59,7 @@ def program_of(tree: Mapping[str, Any]) -> str:
 def convert(tree: Mapping[str, Any], program: str) -> Converted:
     """Takes over what the program's table has, and keys with verl's meaning and name."""
     rows, more, prefixes = _TABLES[program]
-    rules: dict[str, Row | Convert] = {key: row for row in rows for key in row.keys}
+    rules: dict[str, ConversionRule | Convert] = {key: row for row in rows for key in row.keys}
     rules |= more
     flat, out = _flat(tree), Converted()
     for key, value in flat.items():
@@ -67,10 +67,10 @@ def convert(tree: Mapping[str, Any], program: str) -> Converted:
             out.left_out[f"{key}: {value}"] = "refers to another key; write its value"
             continue
         rule = rules.get(key)
-        if isinstance(rule, Row) and rule.convert is None:
+        if isinstance(rule, ConversionRule) and rule.convert is None:
             out.left_out[f"{key}: {value}"] = rule.ours
         elif rule is not None:
-            change = rule.convert if isinstance(rule, Row) else rule
+            change = rule.convert if isinstance(rule, ConversionRule) else rule
             assert change is not None
             try:
                 _put(out.tree, change(value, flat))

@@ -17,7 +17,7 @@ Raises:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class ConversionRule:
     """A row.
 
     Attributes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.cli.convert.rules import Row, Tree, to
+from paceline.cli.convert.rules import ConversionRule, Tree, to
 
 PREFIXES: dict[str, str] = {}
 
@@ -53,128 +53,128 @@ def _loggers(value: Any, tree: Tree) -> Tree:
     return {"trainer.loggers": [name for name in names if name not in ("none", "all")]}
 
 
-TRL: tuple[Row, ...] = (
-    Row(
+TRL: tuple[ConversionRule, ...] = (
+    ConversionRule(
         theirs="`model_name_or_path`",
         ours="`model.path`",
         keys=("model_name_or_path",),
         convert=to("model.path"),
     ),
-    Row(
+    ConversionRule(
         theirs="`num_generations`",
         ours="`rollout.n`",
         keys=("num_generations",),
         convert=to("rollout.n"),
     ),
-    Row(
+    ConversionRule(
         theirs="`per_device_train_batch_size` × `gradient_accumulation_steps` × devices / `num_generations`",
         ours="`actor.ppo_mini_batch_size`, in prompts",
         keys=("per_device_train_batch_size",),
         convert=_mini_batch,
     ),
-    Row(
+    ConversionRule(
         theirs="`steps_per_generation`, `generation_batch_size`",
         ours="`data.train_batch_size`: several mini-batches of one policy's samples",
         keys=("steps_per_generation", "generation_batch_size"),
     ),
-    Row(
+    ConversionRule(
         theirs="`num_iterations`",
         ours="`actor.ppo_epochs`",
         keys=("num_iterations",),
         convert=to("actor.ppo_epochs"),
     ),
-    Row(
+    ConversionRule(
         theirs="`max_prompt_length`",
         ours="`data.max_prompt_length`",
         keys=("max_prompt_length",),
         convert=to("data.max_prompt_length"),
     ),
-    Row(
+    ConversionRule(
         theirs="`max_completion_length`",
         ours="`data.max_response_length`",
         keys=("max_completion_length",),
         convert=to("data.max_response_length"),
     ),
-    Row(
+    ConversionRule(
         theirs="`learning_rate`, `lr_scheduler_type`, `warmup_ratio`",
         ours="`actor.optim.lr`, `actor.optim.lr_scheduler`, `actor.optim.warmup_steps_ratio`",
         keys=("learning_rate",),
         convert=to("actor.optim.lr", by=float),
     ),
-    Row(
+    ConversionRule(
         theirs="`max_grad_norm`",
         ours="`actor.grad_clip`",
         keys=("max_grad_norm",),
         convert=to("actor.grad_clip"),
     ),
-    Row(
+    ConversionRule(
         theirs="`beta`",
         ours="`actor.kl_loss_coef`, with `actor.use_kl_loss: true`",
         keys=("beta",),
         convert=_kl,
     ),
-    Row(
+    ConversionRule(
         theirs="`epsilon`, `epsilon_high`",
         ours="`actor.clip_ratio`, `actor.clip_ratio_high`",
         keys=("epsilon",),
         convert=to("actor.clip_ratio"),
     ),
-    Row(
+    ConversionRule(
         theirs="`scale_rewards: none`",
         ours="`algorithm.norm_adv_by_std_in_grpo: false`",
         keys=("scale_rewards",),
         convert=_spread,
     ),
-    Row(
+    ConversionRule(
         theirs="`loss_type: grpo`, `dapo`, `dr_grpo`, `sapo`",
         ours="`actor.loss_agg_mode: seq-mean-token-mean`, `token-mean`, `seq-mean-token-sum-norm`; "
         "`actor.policy_loss: sapo`",
         keys=("loss_type",),
         convert=_loss,
     ),
-    Row(
+    ConversionRule(
         theirs="`vllm_gpu_memory_utilization`",
         ours="`rollout.gpu_memory_utilization`",
         keys=("vllm_gpu_memory_utilization",),
         convert=to("rollout.gpu_memory_utilization"),
     ),
-    Row(
+    ConversionRule(
         theirs="`vllm_tensor_parallel_size`",
         ours="`rollout.tensor_model_parallel_size`",
         keys=("vllm_tensor_parallel_size",),
         convert=to("rollout.tensor_model_parallel_size"),
     ),
-    Row(
+    ConversionRule(
         theirs="`temperature`, `top_p`, `top_k`",
         ours="`rollout.temperature`, `rollout.top_p`, `rollout.top_k`",
         keys=("temperature",),
         convert=to("rollout.temperature"),
     ),
-    Row(
+    ConversionRule(
         theirs="`reward_funcs`, `reward_weights`",
         ours="`reward.functions: [{name: ..., weight: ...}]`",
         keys=("reward_funcs",),
         convert=_rewards,
     ),
-    Row(
+    ConversionRule(
         theirs="`max_steps`",
         ours="`trainer.total_steps`",
         keys=("max_steps",),
         convert=to("trainer.total_steps"),
     ),
-    Row(
+    ConversionRule(
         theirs="`save_steps`, `eval_steps`",
         ours="`trainer.save_freq`, `trainer.test_freq`",
         keys=("save_steps",),
         convert=to("trainer.save_freq"),
     ),
-    Row(
+    ConversionRule(
         theirs="`output_dir`, `run_name`",
         ours="`trainer.run_dir`, `trainer.name`",
         keys=("output_dir",),
         convert=to("trainer.run_dir"),
     ),
-    Row(
+    ConversionRule(
         theirs="`report_to`",
         ours="`trainer.loggers`",
         keys=("report_to",),

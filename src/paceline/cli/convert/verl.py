@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.cli.convert.rules import Row, Tree, to
+from paceline.cli.convert.rules import ConversionRule, Tree, to
 
 # A key that begins so is the same here without the beginning; where there is no such key, it is left out.
 PREFIXES = {
@@ -50,22 +50,22 @@ def _top_k(value: Any, tree: Tree) -> Tree:
     return {"rollout.top_k": max(0, int(value))}
 
 
-VERL: tuple[Row, ...] = (
-    Row(theirs="`actor_rollout_ref.actor.X`", ours="`actor.X`"),
-    Row(theirs="`actor_rollout_ref.rollout.X`", ours="`rollout.X`"),
-    Row(
+VERL: tuple[ConversionRule, ...] = (
+    ConversionRule(theirs="`actor_rollout_ref.actor.X`", ours="`actor.X`"),
+    ConversionRule(theirs="`actor_rollout_ref.rollout.X`", ours="`rollout.X`"),
+    ConversionRule(
         theirs="`actor_rollout_ref.model.path`",
         ours="`model.path`: a folder or URL; `hf download OWNER/NAME --local-dir FOLDER` makes one",
         keys=(f"{_MODEL}.path",),
         convert=to("model.path"),
     ),
-    Row(
+    ConversionRule(
         theirs="`data.reward_fn_key`",
         ours="`data.data_source_key`",
         keys=("data.reward_fn_key",),
         convert=to("data.data_source_key"),
     ),
-    Row(
+    ConversionRule(
         theirs="`reward_model.ground_truth` (column)",
         ours="`data.ground_truth_key: reward_model.ground_truth`",
         keys=("data.train_files",),
@@ -74,25 +74,25 @@ VERL: tuple[Row, ...] = (
             "data.ground_truth_key": "reward_model.ground_truth",
         },
     ),
-    Row(
+    ConversionRule(
         theirs="`data.filter_overlong_prompts: true`",
         ours="`data.overlong_prompts: filter`, the default",
         keys=("data.filter_overlong_prompts",),
         convert=to("data.overlong_prompts", by={True: "filter", False: "error"}),
     ),
-    Row(
+    ConversionRule(
         theirs="`custom_reward_function.path`, `.name`",
         ours='`reward.functions: [{name: "my/reward.py:compute_score"}]`; see below',
         keys=("custom_reward_function.path",),
         convert=_reward,
     ),
-    Row(
+    ConversionRule(
         theirs="`actor...ppo_mini_batch_size`",
         ours="`actor.ppo_mini_batch_size`: prompts, too",
         keys=(f"{_ACTOR}.ppo_mini_batch_size",),
         convert=to("actor.ppo_mini_batch_size"),
     ),
-    Row(
+    ConversionRule(
         theirs="`actor...ppo_micro_batch_size_per_gpu`, `use_dynamic_bsz`",
         ours="nothing: micro-batches are always filled by tokens, up to `actor.ppo_max_token_len_per_gpu`",
         keys=tuple(
@@ -114,138 +114,138 @@ VERL: tuple[Row, ...] = (
             )
         ),
     ),
-    Row(
+    ConversionRule(
         theirs="`actor...clip_ratio_c`",
         ours="`actor.clip_ratio_c`, with `actor.use_dual_clip`",
         keys=(f"{_ACTOR}.clip_ratio_c",),
         convert=to("actor.clip_ratio_c"),
     ),
-    Row(
+    ConversionRule(
         theirs="`actor...policy_loss.loss_mode`",
         ours="`actor.policy_loss`; `vanilla` is `ppo_clip`",
         keys=(_LOSS_MODE,),
         convert=to("actor.policy_loss", by=_LOSSES),
     ),
-    Row(
+    ConversionRule(
         theirs="`actor...loss_agg_mode`",
         ours="`actor.loss_agg_mode`; null for `gspo`, `geo_mean` and `sapo`, of which verl takes the mean "
         "over sequences whatever is written; here the mode is that of KL and entropy, too",
         keys=(f"{_ACTOR}.loss_agg_mode",),
         convert=_aggregation,
     ),
-    Row(
+    ConversionRule(
         theirs="`actor...optim.lr_warmup_steps_ratio`",
         ours="`actor.optim.warmup_steps_ratio`",
         keys=(f"{_ACTOR}.optim.lr_warmup_steps_ratio",),
         convert=to("actor.optim.warmup_steps_ratio"),
     ),
-    Row(
+    ConversionRule(
         theirs="`actor...optim.warmup_style`, `lr_scheduler_type`",
         ours="`actor.optim.lr_scheduler`",
         keys=(f"{_ACTOR}.optim.warmup_style", f"{_ACTOR}.optim.lr_scheduler_type"),
         convert=to("actor.optim.lr_scheduler", by=_SCHEDULES),
     ),
-    Row(
+    ConversionRule(
         theirs="`model.enable_gradient_checkpointing`",
         ours="`actor.memory.recompute`",
         keys=(f"{_MODEL}.enable_gradient_checkpointing",),
         convert=to("actor.memory.recompute", by=_RECOMPUTE),
     ),
-    Row(
+    ConversionRule(
         theirs="`actor...use_torch_compile`",
         ours="`actor.compile`",
         keys=(f"{_ACTOR}.use_torch_compile",),
         convert=to("actor.compile"),
     ),
-    Row(
+    ConversionRule(
         theirs="`rollout.top_k: -1`",
         ours="`rollout.top_k: 0`",
         keys=(f"{_ROLLOUT}.top_k",),
         convert=_top_k,
     ),
-    Row(
+    ConversionRule(
         theirs="`rollout.val_kwargs.n`, `.temperature`",
         ours="`rollout.val.n`, `rollout.val.temperature`",
         keys=(f"{_ROLLOUT}.val_kwargs.n",),
         convert=to("rollout.val.n"),
     ),
-    Row(
+    ConversionRule(
         theirs="`algorithm.filter_groups.enable`",
         ours="`algorithm.dynamic_sampling.enable`",
         keys=("algorithm.filter_groups.enable",),
         convert=to("algorithm.dynamic_sampling.enable"),
     ),
-    Row(
+    ConversionRule(
         theirs="`critic.model.path`",
         ours="`critic.path`",
         keys=("critic.model.path",),
         convert=to("critic.path"),
     ),
-    Row(
+    ConversionRule(
         theirs="`critic.cliprange_value`",
         ours="`critic.vf_clip_param`",
         keys=("critic.cliprange_value",),
         convert=to("critic.vf_clip_param"),
     ),
-    Row(
+    ConversionRule(
         theirs="`trainer.critic_warmup`",
         ours="`critic.warmup`",
         keys=("trainer.critic_warmup",),
         convert=to("critic.warmup"),
     ),
-    Row(
+    ConversionRule(
         theirs="`trainer.total_training_steps`",
         ours="`trainer.total_steps`",
         keys=("trainer.total_training_steps",),
         convert=to("trainer.total_steps"),
     ),
-    Row(
+    ConversionRule(
         theirs="`trainer.total_epochs`",
         ours="`trainer.total_steps`: epochs times rows over `data.train_batch_size`",
         keys=("trainer.total_epochs",),
     ),
-    Row(
+    ConversionRule(
         theirs="`trainer.n_gpus_per_node`, `nnodes`",
         ours="`placement: auto` takes what is visible; `learner.world_size`, `rollout.replicas`; "
         "[several hosts](several-hosts.md)",
         keys=("trainer.n_gpus_per_node", "trainer.nnodes"),
     ),
-    Row(
+    ConversionRule(
         theirs="`trainer.experiment_name`",
         ours="`trainer.name`",
         keys=("trainer.experiment_name",),
         convert=to("trainer.name"),
     ),
-    Row(
+    ConversionRule(
         theirs="`trainer.project_name`",
         ours="the tracker's own variable, `WANDB_PROJECT`; [trackers](trackers.md)",
         keys=("trainer.project_name",),
     ),
-    Row(
+    ConversionRule(
         theirs="`trainer.logger`",
         ours="`trainer.loggers`, without `console`",
         keys=("trainer.logger",),
         convert=_loggers,
     ),
-    Row(
+    ConversionRule(
         theirs="`trainer.default_local_dir`",
         ours="`trainer.run_dir`",
         keys=("trainer.default_local_dir",),
         convert=to("trainer.run_dir"),
     ),
-    Row(
+    ConversionRule(
         theirs="`trainer.resume_mode`",
         ours="`trainer.resume`",
         keys=("trainer.resume_mode",),
         convert=to("trainer.resume", by={"disable": "never", "resume_path": "auto"}),
     ),
-    Row(
+    ConversionRule(
         theirs="`trainer.save_freq: -1`, `test_freq: -1`",
         ours="`trainer.save_freq: 0`, `trainer.test_freq: 0`; null validates at the end only",
         keys=("trainer.save_freq",),
         convert=_frequency("trainer.save_freq"),
     ),
-    Row(
+    ConversionRule(
         theirs="`trainer.max_actor_ckpt_to_keep`",
         ours="`trainer.keep_checkpoints`",
         keys=("trainer.max_actor_ckpt_to_keep",),
