@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from paceline.controller.run import metrics
-from paceline.controller.verify.rows import Row
+from paceline.controller.verify.rows import TrajectoryRow
 from paceline.controller.verify.trajectories import FileCheck
 from paceline.core.episode import EpisodeOutcome
 from paceline.core.ids import TrajectoryId
@@ -90,7 +90,8 @@ def test_verify_counts_the_masks(tmp_path: Path, mask: list[int], fault: list[st
     pyarrow.parquet.write_table(table, tmp_path / "step_000001.parquet")
     check = FileCheck(run_id="r", policy=PolicyTag(version=0, digest="a"), shapes=None, recomputes=True)
     rows = [
-        Row(key=TrajectoryId.parse(f"train:1:3:{i}"), digest="", reward=1.0, raw_reward=1.0) for i in range(2)
+        TrajectoryRow(key=TrajectoryId.parse(f"train:1:3:{i}"), digest="", reward=1.0, raw_reward=1.0)
+        for i in range(2)
     ]
     assert check.run(tmp_path / "step_000001.parquet", rows) == 2
     assert check.faults == fault

@@ -700,7 +700,7 @@ def test_one_long_draw_cannot_have_two_ids(
             seed=index,
         )
         key, digest = drawn.trajectory_id, blob_digest(encode_trajectory(drawn))
-        rows.append(rows_of.Row(key=key, digest=digest, reward=1.0, raw_reward=1.0))
+        rows.append(rows_of.TrajectoryRow(key=key, digest=digest, reward=1.0, raw_reward=1.0))
         table.append(
             {"step": 1, "prompt_id": 3, "sample_index": index, "reward": 1.0, "policy_version": 0}
             | {"num_sampled_tokens": num_tokens, "finish_reason": "stop"}

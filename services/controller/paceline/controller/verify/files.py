@@ -10,7 +10,7 @@ from paceline.controller.verify import recomputed
 from paceline.controller.verify.digests import digest_of, file_digest
 from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
 from paceline.controller.verify.metrics_lines import MetricsLines
-from paceline.controller.verify.rows import Row
+from paceline.controller.verify.rows import TrajectoryRow
 from paceline.controller.verify.steps import StepHistory
 from paceline.controller.verify.term import Shape, Term
 from paceline.controller.verify.trajectories import FileCheck
@@ -67,7 +67,7 @@ class StepFiles:
         self,
         name: str,
         check: FileCheck,
-        rows: Sequence[Row],
+        rows: Sequence[TrajectoryRow],
         saved: JournalEntry | None,
         term: Term,
         shown: JournalEntry | None,

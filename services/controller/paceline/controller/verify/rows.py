@@ -7,7 +7,7 @@ from typing import NamedTuple
 from paceline.core.ids import TrajectoryId
 
 
-class Row(NamedTuple):
+class TrajectoryRow(NamedTuple):
     """One trajectory: its id, the digest of its blob, and its reward before and after normalising."""
 
     key: TrajectoryId

@@ -11,7 +11,7 @@ from paceline.controller.verify import recomputed
 from paceline.controller.verify.collection import Collection, Wanted
 from paceline.controller.verify.digests import digest_of
 from paceline.controller.verify.findings import JournalEntry
-from paceline.controller.verify.rows import Row
+from paceline.controller.verify.rows import TrajectoryRow
 from paceline.controller.verify.term import Shape, Term
 from paceline.controller.verify.validation import Validation
 from paceline.core.ids import TrajectoryId
@@ -57,7 +57,7 @@ class StepHistory:
     trained: JournalEntry | None = None
     commit: JournalEntry | None = None
     term: Term | None = None
-    rows: Sequence[Row] = ()
+    rows: Sequence[TrajectoryRow] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     num_dropped: int = 0
     shapes: Mapping[str, Shape] | None = None
@@ -80,7 +80,7 @@ class StepHistory:
         """Takes the rows of a batch that is complete, and what their metrics should be."""
         self.batch, self.term = entry, term
         self.rows = [
-            Row(
+            TrajectoryRow(
                 key=row.trajectory_id,
                 digest=row.blob_digest,
                 reward=row.reward,

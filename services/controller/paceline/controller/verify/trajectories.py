@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.controller.verify.rows import Row
+from paceline.controller.verify.rows import TrajectoryRow
 from paceline.controller.verify.term import Shape
 from paceline.core.ids import Purpose
 from paceline.core.images import Image
@@ -73,9 +73,9 @@ class FileCheck:
     num_recomputed: int = 0
     num_without_tokens: int = 0
     can_recompute: bool = False
-    _draws: dict[bytes, Row] = field(default_factory=dict)
+    _draws: dict[bytes, TrajectoryRow] = field(default_factory=dict)
 
-    def run(self, path: Path, rows: Sequence[Row]) -> int:
+    def run(self, path: Path, rows: Sequence[TrajectoryRow]) -> int:
         """Compares a file with the rows that it should have; returns how many it has.
 
         Raises:
@@ -97,7 +97,7 @@ class FileCheck:
                 first += batch.num_rows
         return num_rows
 
-    def _check_batch(self, batch: Any, rows: Sequence[Row], first: int) -> None:
+    def _check_batch(self, batch: Any, rows: Sequence[TrajectoryRow], first: int) -> None:
         columns = {n: batch.column(n).to_pylist() for n in batch.schema.names if n not in _ARRAYS}
         arrays = {n: list(_arrays(batch.column(n))) for n in _ARRAYS if n in batch.schema.names}
         for place, row in enumerate(rows):
@@ -113,7 +113,7 @@ class FileCheck:
             else:
                 self._check_tokens(plain, {n: a for n, a in own.items() if a is not None}, row)
 
-    def _scalar_fault(self, plain: Mapping[str, Any], row: Row, place: int) -> str:
+    def _scalar_fault(self, plain: Mapping[str, Any], row: TrajectoryRow, place: int) -> str:
         expected = {
             "step": row.key.step,
             "prompt_id": row.key.prompt_id,
@@ -126,7 +126,7 @@ class FileCheck:
             "" if stated == expected else f"has {stated} in row {place}; {expected} was trained or answered"
         )
 
-    def _check_components(self, plain: Mapping[str, Any], row: Row) -> None:
+    def _check_components(self, plain: Mapping[str, Any], row: TrajectoryRow) -> None:
         text = plain.get("components")
         if text is None:
             return
@@ -145,7 +145,7 @@ class FileCheck:
                 f"{row.raw_reward:.9g}"
             )
 
-    def _check_tokens(self, plain: Mapping[str, Any], arrays: Arrays, row: Row) -> None:
+    def _check_tokens(self, plain: Mapping[str, Any], arrays: Arrays, row: TrajectoryRow) -> None:
         ones = int(arrays["response_mask"].sum())
         if ones != plain["num_sampled_tokens"]:
             self.faults.append(
@@ -168,7 +168,7 @@ class FileCheck:
             )
         self._check_draw(plain, arrays, row)
 
-    def _trajectory(self, plain: Mapping[str, Any], arrays: Arrays, row: Row) -> Trajectory:
+    def _trajectory(self, plain: Mapping[str, Any], arrays: Arrays, row: TrajectoryRow) -> Trajectory:
         return Trajectory(
             run_id=self.run_id,
             trajectory_id=row.key,
@@ -184,7 +184,7 @@ class FileCheck:
             images=_images(plain["images"]),
         )
 
-    def _check_draw(self, plain: Mapping[str, Any], arrays: Arrays, row: Row) -> None:
+    def _check_draw(self, plain: Mapping[str, Any], arrays: Arrays, row: TrajectoryRow) -> None:
         """Notes two samples with the same tokens, which are too improbable to be drawn twice."""
         chance = float(arrays["response_log_probs"].sum(dtype=np.float64))
         is_drawn = row.key.purpose == Purpose.TRAIN.value and _sampling(plain["sampling"]).temperature > 0

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from statistics import fmean
 
 from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
-from paceline.controller.verify.rows import Row
+from paceline.controller.verify.rows import TrajectoryRow
 from paceline.controller.verify.term import Term
 from paceline.core.ids import Purpose, TrajectoryId
 
@@ -76,13 +76,15 @@ class Validation:
                     entry,
                 )
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[TrajectoryRow]:
         """The answers, in the order of the file."""
         for key in sorted(self._admitted):
             if key.prompt_id not in self._dropped:
                 entry = self._admitted[key]
                 reward = float(entry.get("reward") or 0.0)
-                yield Row(key=key, digest=str(entry.get("digest")), reward=reward, raw_reward=reward)
+                yield TrajectoryRow(
+                    key=key, digest=str(entry.get("digest")), reward=reward, raw_reward=reward
+                )
 
     def metrics(self) -> dict[str, float]:
         """What metrics.jsonl should say of it."""
