@@ -49,7 +49,7 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class TokenRow:
     """A conversation's tokens, of which the model takes the last `limit`."""
 
     token_ids: list[int]

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from paceline.core.scoring import ScoreItem
 from paceline.data.prompts import exchange_text
-from paceline.reward.models.model import ModelOptions, RewardModel, Row
+from paceline.reward.models.model import ModelOptions, RewardModel, TokenRow
 
 Value = dict[str, float | list[tuple[int, float]]]
 """The score, and its parts by the character at which their steps end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Steps(Row):
+class _Steps(TokenRow):
     """The steps' last tokens, and where the steps end in the response."""
 
     positions: tuple[int, ...]

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from paceline.core.scoring import ScoreItem
 from paceline.data.prompts import encode_exchange
-from paceline.reward.models.model import ModelOptions, RewardModel, Row
+from paceline.reward.models.model import ModelOptions, RewardModel, TokenRow
 
 
-class SequenceModel(RewardModel[Row, float]):
+class SequenceModel(RewardModel[TokenRow, float]):
     """Scores prompt and response in the model's chat template.
 
     Raises:
@@ -24,10 +24,10 @@ class SequenceModel(RewardModel[Row, float]):
 
         super().__init__(options, AutoModelForSequenceClassification)
 
-    def _row(self, item: ScoreItem) -> Row:
-        return Row(token_ids=encode_exchange(self._tokenizer, item.prompt, item.response))
+    def _row(self, item: ScoreItem) -> TokenRow:
+        return TokenRow(token_ids=encode_exchange(self._tokenizer, item.prompt, item.response))
 
-    def _values(self, rows: Sequence[Row], hidden: Tensor) -> list[float]:
+    def _values(self, rows: Sequence[TokenRow], hidden: Tensor) -> list[float]:
         # The last token of each row: a padding token's id may occur in the text, so it tells nothing.
         last = torch.tensor([min(len(row.token_ids), self._limit) - 1 for row in rows])
         return self._scores(hidden[torch.arange(len(rows)), last])
