@@ -27,7 +27,7 @@ class Segment:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class AnswerSlot:
     """Where a request's answer belongs: behind `token_ids`, which are new, in `segment`."""
 
     segment: Segment
@@ -44,7 +44,7 @@ class Conversation:
     segments: list[Segment] = field(default_factory=list)
     _texts: dict[str, str] = field(default_factory=dict)
 
-    def place(self, messages: Sequence[Message], tools: Sequence[ToolSpec], most: int) -> Place:
+    def place(self, messages: Sequence[Message], tools: Sequence[ToolSpec], most: int) -> AnswerSlot:
         """Where the answer to a request belongs; nothing is recorded yet.
 
         Raises:
@@ -59,17 +59,19 @@ class Conversation:
                 continue
             if all(message.role != "assistant" for message in added):
                 between = self.joiner.between(added, most=most)
-                return Place(segment=segment, token_ids=tuple(between), messages=said[known:], is_new=False)
+                return AnswerSlot(
+                    segment=segment, token_ids=tuple(between), messages=said[known:], is_new=False
+                )
         prompt = self.joiner.prompt([self._plain(message) for message in messages], tools, most=most)
         segment = Segment(recorder=Recorder(prompt), tools=offered, history=[])
-        return Place(segment=segment, token_ids=tuple(prompt), messages=said, is_new=True)
+        return AnswerSlot(segment=segment, token_ids=tuple(prompt), messages=said, is_new=True)
 
-    def context(self, place: Place) -> list[int]:
+    def context(self, place: AnswerSlot) -> list[int]:
         """All tokens before the answer."""
         before = [] if place.is_new else place.segment.recorder.context
         return [*before, *place.token_ids]
 
-    def take(self, place: Place) -> Recorder:
+    def take(self, place: AnswerSlot) -> Recorder:
         """The request's messages are part of the conversation now."""
         if place.is_new:
             self.segments.append(place.segment)
@@ -78,7 +80,7 @@ class Conversation:
         place.segment.history += place.messages
         return place.segment.recorder
 
-    def answered(self, place: Place, answer: Message, text: str) -> None:
+    def answered(self, place: AnswerSlot, answer: Message, text: str) -> None:
         """The policy's answer, as the client got it, and the text that it wrote."""
         form = _form(answer)
         place.segment.history.append(form)

@@ -21,7 +21,7 @@ from paceline.core.trajectory import FinishReason, PromptGroup
 from paceline.rollout.engines.base import Sample, SampleRequest
 from paceline.rollout.episodes import states
 from paceline.rollout.episodes.agents.completions import ChatAnswer, ChatRequest, RefusedRequestError
-from paceline.rollout.episodes.agents.conversation import Conversation, Place
+from paceline.rollout.episodes.agents.conversation import AnswerSlot, Conversation
 from paceline.rollout.episodes.agents.desk import Desk, Question
 from paceline.rollout.episodes.environment import DrivenSession, EnvironmentLostError
 from paceline.rollout.episodes.joiner import TooManyTokensError
@@ -159,7 +159,7 @@ class _Episode:
         answer = self._chat_answer(request, message, len(context), sample)
         return replace(answer, problems=tuple(call for call in action.tool_calls if call.problem))
 
-    async def _place(self, request: ChatRequest) -> Place:
+    async def _place(self, request: ChatRequest) -> AnswerSlot:
         """Where the answer belongs; what a request adds to a conversation may end the episode."""
         rules, standing, idle_s = self._driven.rules, self._standing, self._idle_s()
         is_first = not self._conversation.segments
