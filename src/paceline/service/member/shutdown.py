@@ -14,7 +14,7 @@ Step = Callable[[], Awaitable[None]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepOutcome:
+class ShutdownStepResult:
     """The outcome of a shutdown step; `error` is None after success."""
 
     name: str
@@ -32,7 +32,7 @@ class ShutdownStack:
         """Adds a step; the last step added runs first."""
         self._steps.append((name, step, budget_s))
 
-    async def close(self) -> list[StepOutcome]:
+    async def close(self) -> list[ShutdownStepResult]:
         """Runs the deferred steps, once."""
         outcomes = []
         while self._steps:
@@ -40,7 +40,7 @@ class ShutdownStack:
         return outcomes
 
 
-async def _take(name: str, step: Step, budget_s: float) -> StepOutcome:
+async def _take(name: str, step: Step, budget_s: float) -> ShutdownStepResult:
     started = time.monotonic()
     error: str | None = None
     try:
@@ -55,4 +55,4 @@ async def _take(name: str, step: Step, budget_s: float) -> StepOutcome:
         log.info("shutdown: %s done in %.2f s", name, seconds)
     else:
         log.warning("shutdown: %s failed after %.2f s: %s", name, seconds, error)
-    return StepOutcome(name=name, seconds=seconds, error=error)
+    return ShutdownStepResult(name=name, seconds=seconds, error=error)
