@@ -25,7 +25,7 @@ from paceline.service.observability.metrics import Observation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepOutcome:
+class TrainedStep:
     """A step between LEARN and PUBLISH.
 
     Attributes:
@@ -69,7 +69,7 @@ class Guard:
         self._journal.record("rates", step=step, lr_scale=lr_scale)
         self._events.notice(f"step {step}: learning rates are {lr_scale:g} of the configured, as asked")
 
-    def judge(self, outcome: StepOutcome) -> tuple[GuardDecision, dict[str, float]]:
+    def judge(self, outcome: TrainedStep) -> tuple[GuardDecision, dict[str, float]]:
         """Decides what follows after a step and reports it; returns the metrics of `guard/` too."""
         result, skipped = outcome.result, "; ".join(dict.fromkeys(outcome.result.skip_reasons))
         if skipped:
@@ -140,7 +140,7 @@ class Guard:
         self._policy, self.good = self._new_policy(), True
         self._policy.load_state_dict(state)
 
-    def _own_readings(self, outcome: StepOutcome) -> list[Reading]:
+    def _own_readings(self, outcome: TrainedStep) -> list[Reading]:
         """Readings of the rules that the learner cannot judge."""
         readings = []
         bad = sum(not math.isfinite(value) for value in outcome.result.metrics.values())

@@ -32,7 +32,7 @@ from paceline.controller.fleet.clients import LearnerClient
 from paceline.controller.fleet.supervisor import Supervisor
 from paceline.controller.fleet.turns import Turn, Turns
 from paceline.controller.guard.policy import GuardDecision
-from paceline.controller.guard.report import Guard, StepOutcome
+from paceline.controller.guard.report import Guard, TrainedStep
 from paceline.controller.phases import Phase
 from paceline.controller.progress import Progress, Run
 from paceline.controller.run import metrics as step_metrics
@@ -294,7 +294,7 @@ class Sequencer:
         """
         step = self.progress.step
         decision, metrics = self._guard.judge(
-            StepOutcome(step=step, result=result, batch=batch, seconds=seconds)
+            TrainedStep(step=step, result=result, batch=batch, seconds=seconds)
         )
         if decision.stop:
             await self._checkpoints.written()
