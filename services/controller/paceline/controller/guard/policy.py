@@ -65,7 +65,7 @@ class GuardDecision:
 
 
 @dataclass(kw_only=True, slots=True)
-class Tally:
+class RuleTally:
     """How often a rule fired over the run, and its worst reading."""
 
     steps: int = 0
@@ -103,7 +103,7 @@ class GuardPolicy:
         self._streaks = _Streaks()
         self.adjustments = Adjustments()
         self.num_rollbacks = 0
-        self.tallies: dict[str, Tally] = {}
+        self.tallies: dict[str, RuleTally] = {}
         self.histories = Histories(window=config.window, min_history=config.min_history)
 
     def judge(self, step: int, readings: Sequence[Reading]) -> GuardDecision:
@@ -156,7 +156,7 @@ class GuardPolicy:
 
     def _count(self, step: int, key: str, reading: Reading) -> None:
         tally = self.tallies.setdefault(
-            key, Tally(badness=reading.badness, worst=reading.value, worst_step=step)
+            key, RuleTally(badness=reading.badness, worst=reading.value, worst_step=step)
         )
         tally.steps += 1
         tally.skipped += reading.num_skipped
@@ -202,5 +202,5 @@ class GuardPolicy:
         self.adjustments = Adjustments(**state["adjustments"])
         self.num_rollbacks = int(state["num_rollbacks"])
         self._streaks = _Streaks(**state["streaks"])
-        self.tallies = {key: Tally(**tally) for key, tally in state["tallies"].items()}
+        self.tallies = {key: RuleTally(**tally) for key, tally in state["tallies"].items()}
         self.histories.load_state_dict(state["histories"])
