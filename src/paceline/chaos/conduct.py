@@ -19,7 +19,7 @@ import numpy as np
 
 from paceline.chaos.faults import Fault, draw
 from paceline.chaos.inject import Injector
-from paceline.chaos.record import Outage, Record
+from paceline.chaos.record import FaultRecovery, Record
 from paceline.chaos.roster import Roster, controller_of, ends_its_process
 from paceline.config.run import RunConfig
 from paceline.core.errors import DeadlineError, PacelineError
@@ -119,7 +119,7 @@ class Conductor:
                 await act()
             step_s, ready_s = await self._recovered(fault, members, pid, began, limit_s)
             self.record.add(
-                Outage(
+                FaultRecovery(
                     number=number,
                     time=wall,
                     fault=fault,

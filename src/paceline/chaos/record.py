@@ -17,7 +17,7 @@ SUMMARY = "chaos.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outage:
+class FaultRecovery:
     """A fault and how the run recovered from it.
 
     Attributes:
@@ -69,9 +69,9 @@ class Record:
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / FILE
-        self.outages: list[Outage] = []
+        self.outages: list[FaultRecovery] = []
 
-    def add(self, outage: Outage) -> None:
+    def add(self, outage: FaultRecovery) -> None:
         """Writes a line."""
         self.outages.append(outage)
         with self._path.open("a", encoding="utf-8") as file:
@@ -79,7 +79,7 @@ class Record:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tally:
+class RecoveryTally:
     """Count and recovery times of faults, in seconds; `longest_alone_s` is of those that met no other."""
 
     count: int
@@ -89,7 +89,7 @@ class Tally:
     hangs: int
 
     @classmethod
-    def of(cls, outages: Sequence[Outage]) -> Tally:
+    def of(cls, outages: Sequence[FaultRecovery]) -> RecoveryTally:
         """Sums up outages."""
         times = [outage.recovery_s for outage in outages if outage.recovery_s is not None]
         alone = [o.recovery_s for o in outages if o.alone and o.recovery_s is not None]
@@ -102,22 +102,22 @@ class Tally:
         )
 
 
-def by_kind(outages: Sequence[Outage]) -> dict[str, Tally]:
+def by_kind(outages: Sequence[FaultRecovery]) -> dict[str, RecoveryTally]:
     """A tally per kind and kind of target: "kill rollout"."""
-    rows: dict[str, list[Outage]] = {}
+    rows: dict[str, list[FaultRecovery]] = {}
     for outage in outages:
         service, _, part = outage.fault.target.partition("/")
         name = f"{outage.fault.kind.value} {part or service.partition('-')[0]}"
         rows.setdefault(name, []).append(outage)
-    return {name: Tally.of(rows[name]) for name in sorted(rows)}
+    return {name: RecoveryTally.of(rows[name]) for name in sorted(rows)}
 
 
-def table(outages: Sequence[Outage]) -> Table:
+def table(outages: Sequence[FaultRecovery]) -> Table:
     """Counts and recovery times by kind of fault and of target."""
     drawn = Table("fault", box=None, pad_edge=False)
     for title in ("times", "median s", "longest s", "alone s", "hangs"):
         drawn.add_column(title, justify="right")
-    for name, tally in {**by_kind(outages), "all": Tally.of(outages)}.items():
+    for name, tally in {**by_kind(outages), "all": RecoveryTally.of(outages)}.items():
         times = (tally.median_s, tally.longest_s, tally.longest_alone_s)
         cells = ("" if seconds is None else f"{seconds:.1f}" for seconds in times)
         drawn.add_row(name, str(tally.count), *cells, str(tally.hangs))
@@ -128,7 +128,7 @@ def summary(record: Record, verified: Mapping[str, Mapping[str, int]]) -> dict[s
     """What chaos.json holds; `verified` are the counts and breaches that `paceline verify` writes."""
     counts, breaches = verified.get("counts", {}), verified.get("breaches", {})
     return {
-        "all": asdict(Tally.of(record.outages)),
+        "all": asdict(RecoveryTally.of(record.outages)),
         "by_kind": {name: asdict(tally) for name, tally in by_kind(record.outages).items()},
         "rewinds": counts.get("rewinds", 0),
         "recollections": counts.get("re-collections", 0),

@@ -19,7 +19,7 @@ from rich.console import Console
 from paceline.chaos.faults import Fault, FaultKind, all_faults, deck, draw
 from paceline.chaos.inject import Injector
 from paceline.chaos.proxy import Proxy
-from paceline.chaos.record import Outage, Record, summary, table
+from paceline.chaos.record import FaultRecovery, Record, summary, table
 from paceline.chaos.roster import Roster
 from paceline.cli.main import main
 from paceline.core.errors import ConfigError
@@ -162,8 +162,8 @@ async def test_services_get_the_proxies_addresses(tmp_path: Path) -> None:
 
 def outage(
     number: int, target: str, step_s: float | None, ready_s: float | None, *, alone: bool = True
-) -> Outage:
-    return Outage(
+) -> FaultRecovery:
+    return FaultRecovery(
         number=number,
         time=5.0,
         fault=Fault(kind=FaultKind.KILL, target=target),

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from paceline.chaos.conduct import Plan, conduct
 from paceline.chaos.faults import deck
-from paceline.chaos.record import SUMMARY, Tally, summary, table
+from paceline.chaos.record import SUMMARY, summary, table
 from paceline.checks.preflight import quick_check
 from paceline.cli.commands import arguments
 from paceline.cli.commands.train import log_to, make_view
