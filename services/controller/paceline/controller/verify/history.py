@@ -18,7 +18,7 @@ from paceline.controller.verify.findings import Findings, Invariant, JournalEntr
 from paceline.controller.verify.prompt_order import PromptOrder
 from paceline.controller.verify.steps import Finished, StepHistory, asked_digest
 from paceline.controller.verify.term import Term
-from paceline.controller.verify.validation import Validation
+from paceline.controller.verify.validation import ValidationCheck
 from paceline.controller.verify.versions import Versions
 from paceline.core.errors import IllegalTransitionError
 from paceline.core.ids import Purpose, TrajectoryId
@@ -314,7 +314,7 @@ class History:
                 step.dispatch,
                 entry,
             )
-        step.validation = Validation(entry, self.term, self.findings)
+        step.validation = ValidationCheck(entry, self.term, self.findings)
 
     def _validated(self) -> StepHistory:
         """The step that a validation belongs to; step 0 has no dispatch."""

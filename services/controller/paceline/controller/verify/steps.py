@@ -13,7 +13,7 @@ from paceline.controller.verify.digests import digest_of
 from paceline.controller.verify.findings import JournalEntry
 from paceline.controller.verify.rows import TrajectoryRow
 from paceline.controller.verify.term import Shape, Term
-from paceline.controller.verify.validation import Validation
+from paceline.controller.verify.validation import ValidationCheck
 from paceline.core.ids import TrajectoryId
 from paceline.core.training import BatchRow
 
@@ -61,7 +61,7 @@ class StepHistory:
     metrics: Mapping[str, float] = field(default_factory=dict)
     num_dropped: int = 0
     shapes: Mapping[str, Shape] | None = None
-    validation: Validation | None = None
+    validation: ValidationCheck | None = None
     saved: dict[str, JournalEntry] = field(default_factory=dict)
 
     @property

@@ -11,7 +11,7 @@ from paceline.controller.verify.term import Term
 from paceline.core.ids import Purpose, TrajectoryId
 
 
-class Validation:
+class ValidationCheck:
     """The answers of one validation.
 
     Args:
