@@ -23,7 +23,7 @@ from paceline.config.reward import RewardModelConfig
 from paceline.config.run import RunConfig
 from paceline.core.scoring import ScoreItem
 from paceline.reward.builtin import gsm8k
-from paceline.reward.judge.question import Grade, Question
+from paceline.reward.judge.question import GradePattern, JudgePrompt
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "arithmetic"
 NAMES = ("train", "val", "sft")
@@ -176,8 +176,8 @@ def judge() -> RewardModelConfig:
 def test_the_examiner_is_taught_what_it_will_be_asked_and_the_checkers_verdict(
     verdicts: list[dict[str, Any]], judge: RewardModelConfig
 ) -> None:
-    question = Question((EXAMPLE / "judge.txt").read_text(encoding="utf-8"))
-    grade = Grade(judge.pattern, judge.words)
+    question = JudgePrompt((EXAMPLE / "judge.txt").read_text(encoding="utf-8"))
+    grade = GradePattern(judge.pattern, judge.words)
     right = 0
     for row in verdicts:
         (message,) = row["prompt"]

@@ -16,7 +16,7 @@ from paceline.config.reward import JudgeConfig, RewardConfig
 from paceline.core.errors import ConfigError, RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem
 from paceline.reward.judge.client import JudgeClient, JudgeOptions
-from paceline.reward.judge.question import Grade, Question
+from paceline.reward.judge.question import GradePattern, JudgePrompt
 from paceline.reward.judge.scorer import JudgeScorer
 from paceline.reward.scorer import ScorerSettings
 from support.clocks import ManualClock
@@ -138,9 +138,9 @@ async def test_an_answer_that_comes_byte_by_byte_has_one_deadline() -> None:
 
 
 def test_a_response_cannot_fill_in_places_of_its_own() -> None:
-    assert Question("{response}").about(item("{ground_truth}")) == "{ground_truth}"
+    assert JudgePrompt("{response}").about(item("{ground_truth}")) == "{ground_truth}"
     with pytest.raises(ConfigError, match=r"has no \{response\}"):
-        Question("{prompt}")
+        JudgePrompt("{prompt}")
 
 
 @pytest.mark.parametrize(
@@ -152,17 +152,17 @@ def test_a_response_cannot_fill_in_places_of_its_own() -> None:
     ],
 )
 def test_the_grade_is_that_of_the_last_match(pattern: str, answer: str, grade: float) -> None:
-    assert Grade(pattern, {"yes": 1.0, "no": 0.0}).of(answer) == grade
+    assert GradePattern(pattern, {"yes": 1.0, "no": 0.0}).of(answer) == grade
 
 
 def test_an_answer_without_a_grade_is_the_items_error() -> None:
     with pytest.raises(RewardError, match="no grade: 'I cannot say'") as error:
-        Grade(r"(\d+)", {}).of("I cannot say")
+        GradePattern(r"(\d+)", {}).of("I cannot say")
     assert error.value.kind is RewardErrorKind.WRONG_TYPE
     with pytest.raises(ConfigError, match="no group"):
-        Grade(r"\d+", {})
+        GradePattern(r"\d+", {})
     with pytest.raises(ConfigError, match="no regular expression"):
-        Grade(r"(", {})
+        GradePattern(r"(", {})
 
 
 @pytest.mark.parametrize(

@@ -318,10 +318,10 @@ def _reward_models(config: RunConfig) -> str:
 
 def _check_question(prompt_file: str, pattern: str) -> None:
     """Whether a judge's prompt file shows the response, and its pattern has a group."""
-    from paceline.reward.judge.question import Grade, Question, read_prompt_file
+    from paceline.reward.judge.question import GradePattern, JudgePrompt, read_prompt_file
 
-    Question(read_prompt_file(prompt_file))
-    Grade(pattern, {})
+    JudgePrompt(read_prompt_file(prompt_file))
+    GradePattern(pattern, {})
 
 
 def _policy_loss(config: RunConfig) -> str:

@@ -14,7 +14,7 @@ _PLACE = re.compile(r"\{(\w+)\}")
 _SHOWN_CHARS = 200
 
 
-class Question:
+class JudgePrompt:
     """A text with places, {response} and others, that an item's fields fill.
 
     Args:
@@ -44,7 +44,7 @@ class Question:
         return _PLACE.sub(lambda place: fields.get(place[1], place[0]), self._text)
 
 
-class Grade:
+class GradePattern:
     """Finds the grade in a judge's answer.
 
     Args:

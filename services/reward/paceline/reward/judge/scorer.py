@@ -11,7 +11,7 @@ from paceline.config.reward import JudgeConfig
 from paceline.core.errors import ConfigError, RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem, ScoreResult
 from paceline.reward.judge.client import JudgeClient, JudgeOptions
-from paceline.reward.judge.question import Grade, Question, read_prompt_file
+from paceline.reward.judge.question import GradePattern, JudgePrompt, read_prompt_file
 from paceline.reward.scorer import ScorerSettings
 from paceline.reward.scores import RETRIED_KINDS, Score, answered
 from paceline.reward.shape import Shape
@@ -32,8 +32,8 @@ class JudgeScorer:
 
     def __init__(self, config: JudgeConfig) -> None:
         self._config, self._shape = config, Shape.configured(config)
-        self._question = Question(read_prompt_file(config.prompt_file))
-        self._grade = Grade(config.pattern, dict(config.words))
+        self._question = JudgePrompt(read_prompt_file(config.prompt_file))
+        self._grade = GradePattern(config.pattern, dict(config.words))
         self._slots = asyncio.Semaphore(config.concurrency)
         self._interval_s = 60.0 / config.per_minute if config.per_minute else 0.0
         self._next_at = 0.0

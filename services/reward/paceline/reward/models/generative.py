@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline.core.errors import RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem
 from paceline.data.prompts import encode_prompt, load_tokenizer, stop_token_ids
-from paceline.reward.judge.question import Grade, Question, read_prompt_file
+from paceline.reward.judge.question import GradePattern, JudgePrompt, read_prompt_file
 from paceline.reward.models.model import ModelOptions, batches
 from paceline.storage.weight_files import require_plain_weights
 
@@ -29,8 +29,8 @@ class GenerativeModel:
         from transformers import AutoModelForCausalLM, GenerationConfig
 
         self._options = options
-        self._question = Question(read_prompt_file(options.prompt_file))
-        self._grade = Grade(options.pattern, dict(options.words))
+        self._question = JudgePrompt(read_prompt_file(options.prompt_file))
+        self._grade = GradePattern(options.pattern, dict(options.words))
         self._tokenizer = load_tokenizer(options.path)
         stops = stop_token_ids(options.path, self._tokenizer)
         self._pad = stops[0]
