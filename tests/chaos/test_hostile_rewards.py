@@ -23,7 +23,7 @@ from paceline.core.errors import InvalidMessageError
 from paceline.core.scoring import ScoreItem
 from paceline.reward.functions.pool import FunctionPool
 from paceline.reward.functions.spec import FunctionSpec
-from paceline.reward.remote.scorer import RemoteOptions, RemoteScorer
+from paceline.reward.remote.scorer import RemoteScorer, RemoteScorerOptions
 from paceline.reward.scores import Score
 from paceline.reward.servicer import RewardServicer
 from paceline.rpc.v1 import reward_pb2
@@ -195,7 +195,7 @@ async def service(answer: Answer, describe: Answer | None = None) -> AsyncIterat
 
 
 async def asked(address: str, *, timeout_s: float = TIMEOUT_S) -> list[str]:
-    options = RemoteOptions(name="judge", address=address, timeout_s=timeout_s, retry_for_s=0.0)
+    options = RemoteScorerOptions(name="judge", address=address, timeout_s=timeout_s, retry_for_s=0.0)
     remote = RemoteScorer(options)
     await remote.start()
     try:
@@ -272,7 +272,7 @@ async def test_others_of_the_run_are_scored_meanwhile() -> None:
     async with service(hang) as hanging, serving(OddServer()) as good:
         hanging_call = asyncio.create_task(asked(hanging, timeout_s=60.0))
         await asyncio.wait_for(hangs.wait(), 30)
-        remote = RemoteScorer(RemoteOptions(name="good", address=good, timeout_s=50.0))
+        remote = RemoteScorer(RemoteScorerOptions(name="good", address=good, timeout_s=50.0))
         await remote.start()
         assert [outcome(score) for score in await remote.score(items("a", "b"))] == ["scored"] * 2
         await remote.close()

@@ -12,7 +12,7 @@ from paceline.core.errors import RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem
 from paceline.reward.functions.pool import FunctionPool
 from paceline.reward.functions.spec import FunctionSpec
-from paceline.reward.remote.scorer import RemoteOptions, RemoteScorer
+from paceline.reward.remote.scorer import RemoteScorer, RemoteScorerOptions
 from paceline.reward.scorer import Scorer, ScorerSettings
 from paceline.reward.shape import Shape
 from paceline.reward.weighted_sum import WeightedSum
@@ -34,7 +34,7 @@ def pool(address: str) -> Scorer:
 
 
 def remote(address: str) -> Scorer:
-    return RemoteScorer(RemoteOptions(name="length", address=address, shape=SHAPE, timeout_s=20.0))
+    return RemoteScorer(RemoteScorerOptions(name="length", address=address, shape=SHAPE, timeout_s=20.0))
 
 
 def weighted_sum(address: str) -> Scorer:

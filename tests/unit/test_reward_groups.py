@@ -30,7 +30,7 @@ from paceline.reward.consumer import Consumer, ConsumerOptions
 from paceline.reward.functions.pool import FunctionPool
 from paceline.reward.functions.registry import load
 from paceline.reward.functions.spec import FunctionSpec
-from paceline.reward.remote.scorer import RemoteOptions, RemoteScorer
+from paceline.reward.remote.scorer import RemoteScorer, RemoteScorerOptions
 from paceline.reward.scorer import ScorerSettings
 from paceline.reward.scores import Score, failed
 from paceline.reward.shape import Shape
@@ -156,7 +156,7 @@ def test_what_cannot_score_groups_is_refused(
 @asynccontextmanager
 async def remote(address: str, **options: Any) -> AsyncIterator[RemoteScorer]:
     settings = {"name": "judge", "address": address, "shape": GROUP, "timeout_s": 30.0, "retry_for_s": 30.0}
-    scorer = RemoteScorer(RemoteOptions(**(settings | options)))
+    scorer = RemoteScorer(RemoteScorerOptions(**(settings | options)))
     await scorer.start()
     yield scorer
     await scorer.close()

@@ -12,7 +12,7 @@ from paceline.core.errors import PeerLostError, RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem, ScoreResult
 from paceline.reward.remote.merging import CallRequest, Merger, Results
 from paceline.reward.remote.parts import CallItems
-from paceline.reward.remote.scorer import RemoteOptions, RemoteScorer
+from paceline.reward.remote.scorer import RemoteScorer, RemoteScorerOptions
 from support.reward_servers import OddServer, serving
 
 
@@ -189,8 +189,8 @@ async def deliver(remote: RemoteScorer, *deliveries: list[ScoreItem]) -> list[st
     ]
 
 
-def options(address: str, **given: Any) -> RemoteOptions:
-    return RemoteOptions(
+def options(address: str, **given: Any) -> RemoteScorerOptions:
+    return RemoteScorerOptions(
         **({"name": "judge", "address": address, "concurrency": 1, "timeout_s": 30.0} | given)
     )
 

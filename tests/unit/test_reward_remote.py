@@ -22,7 +22,7 @@ from paceline.core.scoring import ScoreItem
 from paceline.reward.cached import Cached
 from paceline.reward.check import main as check_rewards
 from paceline.reward.functions.pool import function_specs
-from paceline.reward.remote.scorer import RemoteOptions, RemoteScorer
+from paceline.reward.remote.scorer import RemoteScorer, RemoteScorerOptions
 from paceline.reward.scorer import ScorerSettings
 from paceline.reward.scores import Score, join_error, split_error
 from paceline.reward.shape import Shape
@@ -51,7 +51,7 @@ async def scorer(
     **options: Any,
 ) -> AsyncIterator[RemoteScorer]:
     remote = RemoteScorer(
-        RemoteOptions(
+        RemoteScorerOptions(
             name="judge",
             address=address,
             shape=shape,
@@ -162,7 +162,9 @@ async def test_a_service_with_too_much_to_do_is_asked_again_with_the_same_call()
 async def test_a_service_that_comes_back_is_found_again() -> None:
     async with serving(OddServer()) as address:
         port = int(address.rpartition(":")[2])
-        remote = RemoteScorer(RemoteOptions(name="judge", address=address, timeout_s=30.0, retry_for_s=60.0))
+        remote = RemoteScorer(
+            RemoteScorerOptions(name="judge", address=address, timeout_s=30.0, retry_for_s=60.0)
+        )
         await remote.start()
     scoring = asyncio.create_task(remote.score(items("a")))
     await asyncio.sleep(1.5)
@@ -199,7 +201,9 @@ async def test_a_service_of_a_later_contract_gets_no_items_and_the_error_says_wh
 async def test_a_service_says_again_what_it_is_after_the_connection_was_lost() -> None:
     first = OddServer(description=reward_pb2.RewardDescription(contract=2, name="first"))
     async with serving(first) as address:
-        remote = RemoteScorer(RemoteOptions(name="judge", address=address, timeout_s=30.0, retry_for_s=60.0))
+        remote = RemoteScorer(
+            RemoteScorerOptions(name="judge", address=address, timeout_s=30.0, retry_for_s=60.0)
+        )
         await remote.start()
         assert kinds(await remote.score(items("a"))) == ["1.0"]
         assert kinds(await remote.score(items("a"))) == ["1.0"]
@@ -291,7 +295,9 @@ async def test_calls_that_wait_for_the_same_answer_share_its_error_and_the_next_
 async def test_scores_of_another_version_of_a_service_are_not_remembered() -> None:
     first = OddServer(description=reward_pb2.RewardDescription(contract=2, version="1"))
     async with serving(first) as address:
-        remote = RemoteScorer(RemoteOptions(name="judge", address=address, timeout_s=30.0, retry_for_s=60.0))
+        remote = RemoteScorer(
+            RemoteScorerOptions(name="judge", address=address, timeout_s=30.0, retry_for_s=60.0)
+        )
         cached = Cached(remote, 10)
         await cached.start()
         for _ in range(3):
@@ -499,7 +505,7 @@ async def test_a_service_that_is_not_there_is_unavailable_after_the_retries(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paceline.reward.remote.scorer._REACH_TIMEOUT_S", 0.2)
-    remote = RemoteScorer(RemoteOptions(name="judge", address="127.0.0.1:1", retry_for_s=1.0))
+    remote = RemoteScorer(RemoteScorerOptions(name="judge", address="127.0.0.1:1", retry_for_s=1.0))
     await remote.start()
     assert "reward service judge at 127.0.0.1:1 cannot be reached (yet)" in caplog.text
     started = time.monotonic()

@@ -48,7 +48,7 @@ _MESSAGE_SHARE = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RemoteOptions:
+class RemoteScorerOptions:
     """How a remote scorer is called.
 
     Args:
@@ -99,7 +99,7 @@ class _Outcome:
 class RemoteScorer:
     """A `Scorer` that asks one remote service. Whatever the service answers, every item gets a score."""
 
-    def __init__(self, options: RemoteOptions, notify: Callable[[str], None] = to_nobody) -> None:
+    def __init__(self, options: RemoteScorerOptions, notify: Callable[[str], None] = to_nobody) -> None:
         self.options = options
         self._peer = f"reward service {options.name} at {options.address}"
         self._channel: grpc.aio.Channel | None = None
@@ -314,9 +314,9 @@ def _fault_of(error: PacelineError) -> _Fault:
             return _Fault.REFUSED
 
 
-def _options(service: RewardServiceConfig, settings: ScorerSettings) -> RemoteOptions:
+def _options(service: RewardServiceConfig, settings: ScorerSettings) -> RemoteScorerOptions:
     config: RewardConfig = settings.config
-    return RemoteOptions(
+    return RemoteScorerOptions(
         name=service.name,
         address=service.address,
         shape=Shape.configured(service),
