@@ -31,7 +31,11 @@ from paceline.rollout.engines.base import Sample, SampleRequest
 from paceline.rollout.episodes.agents.desk import Desk
 from paceline.rollout.episodes.environment import Environment, EnvironmentLostError, EpisodeTask
 from paceline.rollout.episodes.environments.attached import AttachedEnvironment, EnvironmentGatewayServicer
-from paceline.rollout.episodes.environments.remote import RemoteEnvironment, RemoteOptions, RemoteSession
+from paceline.rollout.episodes.environments.remote import (
+    RemoteEnvironment,
+    RemoteEnvironmentOptions,
+    RemoteSession,
+)
 from paceline.rpc.v1 import environment_pb2 as pb
 from paceline.rpc.v1 import environment_pb2_grpc
 from paceline.service.grpc import channels
@@ -146,7 +150,7 @@ class MortalSession(RemoteSession):
 
 
 class MortalEnvironment(RemoteEnvironment):
-    def __init__(self, options: RemoteOptions, dead: asyncio.Event) -> None:
+    def __init__(self, options: RemoteEnvironmentOptions, dead: asyncio.Event) -> None:
         super().__init__(options)
         self._dead = dead
 
@@ -163,7 +167,7 @@ async def roll_out(broker: MortalBroker, name: str, *, mode: str, ports: Mapping
         if mode == "attach":
             environment = await _attached(stack, ports[name.partition("/")[0]])
         else:
-            options = RemoteOptions(
+            options = RemoteEnvironmentOptions(
                 address=f"127.0.0.1:{ports['environment']}",
                 call_s=5.0,
                 lease_s=LEASE_S,

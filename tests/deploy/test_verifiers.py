@@ -19,7 +19,7 @@ import pytest
 from paceline.core.trajectory import RewardContext, sampled_spans
 from paceline.rollout.episodes.agents.desk import Desk
 from paceline.rollout.episodes.environment import EnvironmentLostError
-from paceline.rollout.episodes.environments.remote import RemoteEnvironment, RemoteOptions
+from paceline.rollout.episodes.environments.remote import RemoteEnvironment, RemoteEnvironmentOptions
 from paceline.rollout.episodes.loop import Slot
 from paceline.rollout.episodes.recorder import Draw
 from paceline.service.identity.credentials import Credentials
@@ -84,7 +84,7 @@ async def play(address: str, row: dict[str, Any], engine: Script, **changes: Any
     desk = Desk(host="127.0.0.1", tls=None)
     await desk.start()
     remote = RemoteEnvironment(
-        RemoteOptions(
+        RemoteEnvironmentOptions(
             address=address, call_s=10, lease_s=30, credentials=Credentials(token="secret"), run_s=20
         )
     )

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 
 from paceline.rollout.episodes.agents.desk import Desk
-from paceline.rollout.episodes.environments.remote import RemoteEnvironment, RemoteOptions
+from paceline.rollout.episodes.environments.remote import RemoteEnvironment, RemoteEnvironmentOptions
 from paceline.rollout.episodes.loop import Slot
 from paceline.rollout.episodes.recorder import Draw
 from paceline.sdk import EnvironmentServer, Outcome, agent
@@ -42,7 +42,7 @@ async def play(
     await desk.start()
     async with EnvironmentServer(agent(function), token="secret") as server, asyncio.timeout(120):
         remote = RemoteEnvironment(
-            RemoteOptions(
+            RemoteEnvironmentOptions(
                 address=server.address,
                 call_s=30.0,
                 lease_s=30.0,

@@ -19,7 +19,7 @@ from paceline.core.trajectory import sampled_spans
 from paceline.rollout.episodes.agents.desk import Desk
 from paceline.rollout.episodes.environment import EnvironmentLostError
 from paceline.rollout.episodes.environments.attached import AttachedEnvironment, EnvironmentGatewayServicer
-from paceline.rollout.episodes.environments.remote import RemoteEnvironment, RemoteOptions
+from paceline.rollout.episodes.environments.remote import RemoteEnvironment, RemoteEnvironmentOptions
 from paceline.rollout.episodes.loop import Slot
 from paceline.rollout.episodes.recorder import Draw
 from paceline.rpc.v1 import environment_pb2_grpc
@@ -90,7 +90,9 @@ async def play(make: Callable[[], Environment], engine: Any, **changes: Any) -> 
 
 async def play_served(make: Callable[[], Environment], engine: Any) -> Draw:
     async with EnvironmentServer(make, token="secret") as listening:
-        options = RemoteOptions(address=listening.address, call_s=30.0, lease_s=60.0, credentials=CREDENTIALS)
+        options = RemoteEnvironmentOptions(
+            address=listening.address, call_s=30.0, lease_s=60.0, credentials=CREDENTIALS
+        )
         remote = RemoteEnvironment(options)
         await remote.start()
         try:

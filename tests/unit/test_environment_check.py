@@ -14,7 +14,7 @@ import pytest
 
 from paceline.checks import preflight
 from paceline.core.errors import ConfigError, EnvironmentLackError
-from paceline.rollout.episodes.environments.remote import RemoteEnvironment, RemoteOptions
+from paceline.rollout.episodes.environments.remote import RemoteEnvironment, RemoteEnvironmentOptions
 from paceline.rpc.v1 import environment_pb2 as pb
 from paceline.sdk import Environment, EnvironmentServer, RewardServer, environment_server
 from paceline.service.identity.credentials import Credentials
@@ -57,7 +57,9 @@ async def test_an_environment_that_is_served_says_its_name() -> None:
 async def test_a_served_environment_says_which_contract_it_speaks() -> None:
     async with EnvironmentServer(Guess) as server:
         credentials = Credentials(token="any")
-        options = RemoteOptions(address=server.address, call_s=5.0, lease_s=5.0, credentials=credentials)
+        options = RemoteEnvironmentOptions(
+            address=server.address, call_s=5.0, lease_s=5.0, credentials=credentials
+        )
         environment = RemoteEnvironment(options)
         try:
             assert (await environment.describe()).contract == ENVIRONMENT_CONTRACT == 1

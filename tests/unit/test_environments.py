@@ -15,7 +15,7 @@ from paceline.config.rollout import EnvironmentConfig
 from paceline.core.chat import Message, ToolCall
 from paceline.core.errors import ConfigError, ProtocolError
 from paceline.rollout.episodes.environment import EnvironmentLostError, EpisodeTask
-from paceline.rollout.episodes.environments.remote import RemoteEnvironment, RemoteOptions
+from paceline.rollout.episodes.environments.remote import RemoteEnvironment, RemoteEnvironmentOptions
 from paceline.sdk import Environment, EnvironmentServer, Observation, tool
 from paceline.sdk.sessions import Sessions
 from paceline.service.identity.credentials import Credentials
@@ -35,7 +35,7 @@ async def served(
 ) -> AsyncIterator[tuple[RemoteEnvironment, EnvironmentServer]]:
     async with EnvironmentServer(make, token="secret", **options) as server:
         remote = RemoteEnvironment(
-            RemoteOptions(
+            RemoteEnvironmentOptions(
                 address=server.address, call_s=call_s, lease_s=30.0, credentials=Credentials(token="secret")
             )
         )
@@ -145,7 +145,9 @@ async def test_no_room_and_no_token_are_refused() -> None:
         with pytest.raises(EnvironmentLostError, match="max_episodes"):
             await remote.session(replace(TASK, trajectory_id="train:1:8:0")).open()
         stranger = RemoteEnvironment(
-            RemoteOptions(address=server.address, call_s=1.0, lease_s=1.0, credentials=Credentials(token="x"))
+            RemoteEnvironmentOptions(
+                address=server.address, call_s=1.0, lease_s=1.0, credentials=Credentials(token="x")
+            )
         )
         await stranger.start()
         with pytest.raises(EnvironmentLostError, match="refused the token"):
@@ -270,10 +272,10 @@ def test_a_tool_without_a_docstring_is_refused() -> None:
 def test_the_token_file_must_be_readable(tmp_path: Path) -> None:
     config = EnvironmentConfig(address="127.0.0.1:1", token_file=str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="token_file"):
-        RemoteOptions.of(config, turn_s=10.0, credentials=Credentials())
+        RemoteEnvironmentOptions.of(config, turn_s=10.0, credentials=Credentials())
     (tmp_path / "token").write_text("t\n")
     config = EnvironmentConfig(address="127.0.0.1:1", token_file=str(tmp_path / "token"))
-    options = RemoteOptions.of(config, turn_s=10.0, credentials=Credentials())
+    options = RemoteEnvironmentOptions.of(config, turn_s=10.0, credentials=Credentials())
     assert (options.credentials.token, options.lease_s) == ("t", 130.0)
 
 

@@ -8,7 +8,7 @@ from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, EnvironmentLackError, PacelineError
 from paceline.core.text import one_line
 from paceline.data.prompts import load_tokenizer, stop_token_ids
-from paceline.rollout.episodes.environments.remote import RemoteEnvironment, RemoteOptions
+from paceline.rollout.episodes.environments.remote import RemoteEnvironment, RemoteEnvironmentOptions
 from paceline.rollout.episodes.group import environment_of, rules_of
 from paceline.rpc.v1.environment_pb2 import EnvironmentDescription
 from paceline.service.identity.credentials import Credentials
@@ -50,7 +50,7 @@ def check_environment(config: RunConfig) -> str:
     assert service is not None, "there is an address"
     # `paceline train` makes the run's own token when it starts: here any other stands for it.
     credentials = Credentials.from_env().with_token("check")
-    options = RemoteOptions.of(service, turn_s=service.call_s, credentials=credentials)
+    options = RemoteEnvironmentOptions.of(service, turn_s=service.call_s, credentials=credentials)
     where = f"rollout.environment.address={service.address}"
     try:
         described = asyncio.run(_described(RemoteEnvironment(options)))

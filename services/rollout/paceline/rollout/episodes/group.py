@@ -24,7 +24,7 @@ from paceline.rollout.episodes.environment import (
     Session,
 )
 from paceline.rollout.episodes.environments.attached import AttachedEnvironment
-from paceline.rollout.episodes.environments.remote import RemoteEnvironment, RemoteOptions
+from paceline.rollout.episodes.environments.remote import RemoteEnvironment, RemoteEnvironmentOptions
 from paceline.rollout.episodes.joiner import Joiner
 from paceline.rollout.episodes.loop import EpisodeRules, Slot, run_episode
 from paceline.rollout.episodes.recorder import Draw
@@ -195,7 +195,9 @@ def environment_of(
             is_over=is_over,
         )
     if service is not None:
-        options = RemoteOptions.of(service, turn_s=config.request_timeout_s, credentials=credentials)
+        options = RemoteEnvironmentOptions.of(
+            service, turn_s=config.request_timeout_s, credentials=credentials
+        )
         return RemoteEnvironment(options)
     limits = ToolLimits(
         call_s=episode.step_s,

@@ -47,7 +47,7 @@ _REPEAT_PAUSES_S = (0.2, 0.5, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RemoteOptions:
+class RemoteEnvironmentOptions:
     """How the service is called.
 
     Args:
@@ -65,7 +65,9 @@ class RemoteOptions:
     run_s: float = 600.0
 
     @classmethod
-    def of(cls, config: EnvironmentConfig, *, turn_s: float, credentials: Credentials) -> RemoteOptions:
+    def of(
+        cls, config: EnvironmentConfig, *, turn_s: float, credentials: Credentials
+    ) -> RemoteEnvironmentOptions:
         """As configured.
 
         Args:
@@ -89,7 +91,7 @@ class RemoteEnvironment:
 
     call_names: Sequence[str] = ()
 
-    def __init__(self, options: RemoteOptions) -> None:
+    def __init__(self, options: RemoteEnvironmentOptions) -> None:
         self._options = options
         self._peer = f"environment at {options.address}"
         self._channel: grpc.aio.Channel | None = None
@@ -137,7 +139,7 @@ class RemoteEnvironment:
 class RemoteSession:
     """One attempt at an episode, in the service."""
 
-    def __init__(self, stub: Any, options: RemoteOptions, peer: str, task: EpisodeTask) -> None:
+    def __init__(self, stub: Any, options: RemoteEnvironmentOptions, peer: str, task: EpisodeTask) -> None:
         self._stub, self._options, self._peer, self._task = stub, options, peer, task
         self._episode = pb.EpisodeAttempt(
             run_id=task.run_id, trajectory_id=task.trajectory_id, attempt=task.attempt
