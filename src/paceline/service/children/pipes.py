@@ -11,12 +11,12 @@ from collections.abc import Callable
 from typing import BinaryIO
 
 from paceline.service.children import frames
-from paceline.service.children.progress import Progress
+from paceline.service.children.progress import ItemProgress
 
 _PR_SET_PDEATHSIG = 1
 
 
-def serve(answer: Callable[[BinaryIO, BinaryIO, Progress], None]) -> None:
+def serve(answer: Callable[[BinaryIO, BinaryIO, ItemProgress], None]) -> None:
     """Runs a child: calls `answer` with the stream of requests, that of results, and the page of progress.
 
     The command line holds the parent's process id, the page's file descriptor and the limit of memory, as
@@ -35,7 +35,7 @@ def serve(answer: Callable[[BinaryIO, BinaryIO, Progress], None]) -> None:
     os.dup2(null, 0)
     os.close(null)
     os.dup2(2, 1)
-    progress = Progress(page)
+    progress = ItemProgress(page)
     os.close(page)  # the mapping stays
     answer(requests, results, progress)
 

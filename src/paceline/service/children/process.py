@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from paceline.core.errors import ConfigError, DeadlineError, PeerLostError
 from paceline.service.children import frames
-from paceline.service.children.progress import Progress
+from paceline.service.children.progress import ItemProgress
 
 _log = logging.getLogger(__name__)
 
@@ -80,7 +80,9 @@ class ChildProcess:
 
     description: Any = None
 
-    def __init__(self, process: asyncio.subprocess.Process, progress: Progress, role: str, mark: str) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, progress: ItemProgress, role: str, mark: str
+    ) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
@@ -147,7 +149,7 @@ class ChildProcess:
         page = os.memfd_create(f"paceline-{role}-progress")
         mark = uuid.uuid4().hex
         try:
-            os.ftruncate(page, Progress.SIZE_BYTES)
+            os.ftruncate(page, ItemProgress.SIZE_BYTES)
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
@@ -163,7 +165,7 @@ class ChildProcess:
                 start_new_session=True,
                 limit=_STREAM_LIMIT_BYTES,
             )
-            return cls(process, Progress(page), role, mark)
+            return cls(process, ItemProgress(page), role, mark)
         finally:
             os.close(page)
 

@@ -6,7 +6,7 @@ import mmap
 import struct
 
 
-class Progress:
+class ItemProgress:
     """Tells the parent which item a child hung or died on, without a message per item.
 
     Times are CLOCK_MONOTONIC in seconds, which all processes of a machine share.

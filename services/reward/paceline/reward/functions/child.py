@@ -3,7 +3,7 @@
 In:  the functions and a seed, then batches of jobs: an item each, or the items of a group.
 Out: "ready" or "refused" once, then a row of results for each job, in their order.
 
-Before it calls a function it notes the job's number and the time in `Progress`, so that the pool knows which
+Before it calls a function it notes the job's number and the time in `ItemProgress`, so that the pool knows which
 item the process hung or died on.
 """
 
@@ -24,7 +24,7 @@ from paceline.reward.functions.registry import load
 from paceline.reward.functions.spec import FunctionSpec, combine
 from paceline.reward.shape import Shape
 from paceline.service.children import frames, pipes
-from paceline.service.children.progress import Progress
+from paceline.service.children.progress import ItemProgress
 
 _FLUSH_AFTER_S = 0.001
 _MAX_BUFFERED_VALUES = 4096
@@ -129,7 +129,7 @@ class Functions:
                 os._exit(0)  # a copy that a function forked must not write results
 
 
-def serve(requests: BinaryIO, results: BinaryIO, progress: Progress) -> None:
+def serve(requests: BinaryIO, results: BinaryIO, progress: ItemProgress) -> None:
     """Answers the pool until the requests end."""
     setup = frames.read(requests)
     if setup is None:
@@ -162,7 +162,9 @@ def _seed_generators(seed: int | None) -> None:
         numpy.random.seed(seed % 2**32)  # it takes no more
 
 
-def _score_batch(functions: Functions, batch: list[list[Any]], results: BinaryIO, progress: Progress) -> None:
+def _score_batch(
+    functions: Functions, batch: list[list[Any]], results: BinaryIO, progress: ItemProgress
+) -> None:
     rows: list[list[object]] = []  # as `jobs.parse_row` reads them
     num_values = 0
     flushed = started = time.monotonic()

@@ -17,7 +17,7 @@ from paceline.core.text import one_line
 from paceline.core.tool_function import argument_problem, describe_tool, result_text
 from paceline.core.user_function import find_function
 from paceline.service.children import frames, pipes
-from paceline.service.children.progress import Progress
+from paceline.service.children.progress import ItemProgress
 
 MAX_RESULT_CHARS = 1_000_000
 """Of a result; the rest does not even leave the process."""
@@ -38,7 +38,7 @@ def _load(references: list[str]) -> tuple[dict[str, Callable[..., object]], dict
     return functions, specs
 
 
-def _serve(requests: BinaryIO, results: BinaryIO, progress: Progress) -> None:
+def _serve(requests: BinaryIO, results: BinaryIO, progress: ItemProgress) -> None:
     setup = frames.read(requests)
     if setup is None:
         return
