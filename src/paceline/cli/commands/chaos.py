@@ -14,7 +14,7 @@ from rich.console import Console
 
 from paceline.chaos.conduct import Plan, conduct
 from paceline.chaos.faults import deck
-from paceline.chaos.record import SUMMARY, summary, table
+from paceline.chaos.record import SUMMARY, RecoveryTally, summary, table
 from paceline.checks.preflight import quick_check
 from paceline.cli.commands import arguments
 from paceline.cli.commands.train import log_to, make_view
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         f"{len(record.outages)} of {args.faults} faults (seed {args.seed}) in {minutes:.1f} min; "
         f"{told['steps']} steps, {told['rewinds']} rewinds, {told['dropped_groups']} groups dropped; "
         f"breaches: {told['lost']} lost, {told['twice']} twice, {told['off_policy']} off-policy, "
-        f"{told['other_breaches']} other; {Tally.of(record.outages).hangs} hangs"
+        f"{told['other_breaches']} other; {RecoveryTally.of(record.outages).hangs} hangs"
     )
     print(outcome.message, "sound" if sound else "not sound", sep="\n", flush=True)
     if not outcome.ok or reason:

@@ -3,8 +3,8 @@
 In:  the functions and a seed, then batches of jobs: an item each, or the items of a group.
 Out: "ready" or "refused" once, then a row of results for each job, in their order.
 
-Before it calls a function it notes the job's number and the time in `ItemProgress`, so that the pool knows which
-item the process hung or died on.
+Before it calls a function it notes the job's number and the time in `ItemProgress`, so that the pool knows
+which item the process hung or died on.
 """
 
 from __future__ import annotations

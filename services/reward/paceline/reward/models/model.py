@@ -19,7 +19,7 @@ from paceline.storage.weight_files import require_plain_weights
 
 _log = logging.getLogger(__name__)
 
-RowT = TypeVar("RowT", bound="Row")
+RowT = TypeVar("RowT", bound="TokenRow")
 ValueT = TypeVar("ValueT")
 
 
