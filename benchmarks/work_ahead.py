@@ -37,7 +37,7 @@ from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.controller.batch.barrier import Barrier
 from paceline.controller.batch.closed_chunks import ClosedChunks
-from paceline.controller.batch.training_batch import group_rows
+from paceline.controller.batch.training_rows import group_rows
 from paceline.core.ids import TrajectoryId
 from paceline.core.training import ChunkOrder, TrainOrder
 from paceline.core.trajectory import FinishReason, ScoredHeader

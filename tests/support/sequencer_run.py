@@ -25,6 +25,7 @@ from paceline.controller.fleet.turns import Turns
 from paceline.controller.guard.report import Guard
 from paceline.controller.journal import Journal
 from paceline.controller.progress import Progress, Run
+from paceline.controller.run.dataflow import load_dataflow
 from paceline.controller.run.opening import begin_term
 from paceline.controller.run.sequencer import Sequencer
 from paceline.controller.verify.check import follow
@@ -102,7 +103,13 @@ class SequencerRun:
         train = prompts(7)
         seed = cfg.trainer.seed if cfg.data.seed is None else cfg.data.seed
         cursor = PromptCursor(train.ids(), batch_size=cfg.data.train_batch_size, seed=seed)
-        inputs = Inputs(train=train, val=prompts(2), cursor=cursor, stop_token_ids=(0,))
+        inputs = Inputs(
+            train=train,
+            val=prompts(2),
+            cursor=cursor,
+            stop_token_ids=(0,),
+            encode=lambda v: [*str(v).encode()],
+        )
         begin_term(self.journal, RUN, cfg, inputs)
         learner: Any = self.services.learner
         rollout: Any = self.services.rollout
@@ -125,6 +132,7 @@ class SequencerRun:
             supervisor=self.supervisor,
             guard=self.guard,
             turns=self.turns,
+            flow=load_dataflow(cfg),
         )
 
     async def wait_for_services(self) -> None:

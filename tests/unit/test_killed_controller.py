@@ -7,8 +7,6 @@ once, whatever it is asked.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,13 @@ import pytest
 
 from paceline.broker.memory import MemoryBroker
 from paceline.controller.standing import Standing
-from paceline.controller.verify.check import verify
 from paceline.core.guard import Reading
+from support import killed_sequencer
 from support.fake_fleet import FakeServices
-from support.sequencer_run import SequencerRun, config, run_of
+from support.killed_sequencer import TRANSPORT, breaches_of, kills
+from support.killed_sequencer import journal_events as events
+from support.killed_sequencer import metrics_lines as lines
+from support.sequencer_run import config
 from support.training_run import assert_same_metrics
 
 CHANGES: dict[str, Any] = {
@@ -29,33 +30,12 @@ CHANGES: dict[str, Any] = {
     "algorithm__dynamic_sampling": {"enable": True, "max_extra_factor": 1.0},
     "algorithm__adv_estimator": "rloo",
 }
-TRANSPORT = ("barrier/duplicates", "barrier/rejected", "weights/bytes", "weights/relayed_bytes")
-
-
-class Killed(Exception):
-    """The process ends here, without any clean-up of its own."""
 
 
 def some_are_equal(group: Any, index: int) -> dict[str, Any]:
     """Every third prompt's samples are worth the same, so that it is replaced."""
     reward = 1.0 if group.prompt_id % 3 == 0 else float(index)
     return {"reward": reward, "reward_error": None, "components": {"exact_match": reward}}
-
-
-def kill_at(it: SequencerRun, number: int, *, written: bool) -> None:
-    """Lets the process end at the journal's event with this number, before or after it is written."""
-    record_all, dead = it.journal.record_all, []
-
-    def recording(events: Any) -> None:
-        for event in list(events):
-            is_last = it.journal._next == number
-            if not dead and (written or not is_last):
-                record_all([event])
-            if dead or is_last:
-                dead.append(event)
-                raise Killed
-
-    it.journal.record_all = recording  # type: ignore[method-assign]
 
 
 async def live(
@@ -66,29 +46,7 @@ async def live(
     changes: dict[str, Any] = CHANGES,
 ) -> bool:
     """One life of a controller; returns whether it reached the end."""
-    async with run_of(config(**changes), folder, fakes, broker) as it:
-        if kill is not None:
-            kill_at(it, kill[0], written=kill[1])
-        try:
-            await it.enlist_all()
-            await it.go(some_are_equal)
-        except Killed:
-            return False
-        finally:
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in others:
-                task.cancel()
-            with contextlib.suppress(Killed):
-                await asyncio.gather(*others, return_exceptions=True)
-    return True
-
-
-def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def events(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return await killed_sequencer.live(config(**changes), folder, fakes, broker, some_are_equal, kill)
 
 
 @pytest.fixture(scope="module")
@@ -102,20 +60,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-BEFORE = ("phase", "trained", "checkpoint", "step")
-"""Events before which a crash differs from one after the event before: something happened in between."""
-
-
 @pytest.mark.parametrize("written", [True, False])
 async def test_a_controller_killed_at_any_event_goes_on(
     undisturbed: Path, tmp_path: Path, written: bool
 ) -> None:
     expected, recorded = lines(undisturbed), events(undisturbed)
-    kinds = [event["event"] for event in recorded]
-    for number in range(1, len(recorded)):
-        is_repeat = kinds[number] == kinds[number - 1] == "trajectory"
-        if is_repeat or (kinds[number] in BEFORE) == written:
-            continue
+    for number in kills(recorded, written=written):
         folder, fakes, broker = tmp_path / f"{number}", FakeServices(), MemoryBroker()
         folder.mkdir()
         fakes.writes = True
@@ -190,10 +140,4 @@ def standing(folder: Path) -> Standing:
 
 
 def breaches(folder: Path) -> list[str]:
-    """What `paceline verify` says of journal, metrics, trajectories and checkpoints."""
-    settings = config(**CHANGES)
-    trainer = settings.trainer.model_copy(update={"run_dir": str(folder)})
-    (folder / "config.resolved.yaml").write_text(
-        settings.model_copy(update={"trainer": trainer}).model_dump_json()
-    )
-    return [str(breach) for breach in verify(folder).breaches]
+    return breaches_of(folder, config(**CHANGES))

@@ -14,7 +14,7 @@ from paceline.core.step_metrics import STEP_METRICS, meaning
 from support import source
 
 _KEY = re.compile(
-    r"(actor|ahead|algorithm|barrier|critic|dynamic_sampling|episode|groups|guard|overlong|perf|resample"
+    r"(actor|ahead|algorithm|barrier|critic|dataflow|dynamic_sampling|episode|groups|guard|overlong|perf|resample"
     r"|response_length|reward|rollout|timing_s|val|weights)(/[\w]+|/NAME)+"
 )
 _LOSSES = "paceline.learner.algorithms.registry"

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.checks.service_checks import check_policy_loss, engine_log_probs, self_test
+from paceline.checks.service_checks import check_policy_loss, engine_log_probs, self_test, try_dataflow
 from paceline.config.model import ModelConfig
 from paceline.config.policy_losses import CustomLoss
 from paceline.config.run import RunConfig
@@ -332,6 +332,10 @@ def _policy_loss(config: RunConfig) -> str:
     return f"{loss.path}, called on two short sequences"
 
 
+def _dataflow(config: RunConfig) -> str:
+    return try_dataflow(config) if config.trainer.dataflow is not None else "built-in"
+
+
 def _episodes(config: RunConfig) -> str:
     from paceline.rollout.episodes.check import check_episodes
 
@@ -474,6 +478,7 @@ _PARTS: tuple[tuple[str, Callable[[RunConfig], str]], ...] = (
     ("reward functions", _rewards),
     ("episodes", _episodes),
     ("policy loss", _policy_loss),
+    ("dataflow", _dataflow),
     ("engine", _engine),
 )
 

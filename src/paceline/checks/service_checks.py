@@ -26,6 +26,19 @@ def check_policy_loss(config: RunConfig) -> None:
     _learner_check(config, "actor.policy_loss", ConfigError)
 
 
+def try_dataflow(config: RunConfig) -> str:
+    """Has the controller carry a step of a user's dataflow out; returns what that did.
+
+    Raises:
+        ConfigError: with its reason, if the dataflow has a fault.
+    """
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+        file.write(dump_yaml(config))
+        file.flush()
+        command = [sys.executable, "-m", "paceline.controller.check", file.name]
+        return _printed_by(command, "trainer.dataflow", ConfigError)
+
+
 def self_test(config: RunConfig, kept: Path) -> str:
     """The line of the learner's self-test; its small model and log-probs remain in a folder.
 

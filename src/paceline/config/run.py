@@ -258,6 +258,11 @@ class RunConfig(Section):
                 f"barrier.work_ahead={barrier.work_ahead}: learner and servers take turns on the same GPUs, "
                 "so the learner has no time before the batch is complete; leave it out"
             )
+        if self.trainer.dataflow is not None:
+            raise ValueError(
+                f"barrier.work_ahead={barrier.work_ahead}: which samples a dataflow trains is known when it "
+                "says so; leave work_ahead out, or trainer.dataflow"
+            )
         if self.algorithm.dynamic_sampling.enable:
             raise ValueError(
                 f"barrier.work_ahead={barrier.work_ahead}: with algorithm.dynamic_sampling the place of a "
@@ -300,16 +305,15 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         batch, mini = self.data.train_batch_size, self.actor.ppo_mini_batch_size
-        if batch % mini:
+        # A dataflow says how many prompts a batch has.
+        if batch % mini and self.trainer.dataflow is None:
             raise ValueError(
                 f"actor.ppo_mini_batch_size={mini} must divide data.train_batch_size={batch}, as "
                 f"{math.gcd(batch, mini)} does"
             )
-        if self.critic.ppo_mini_batch_size is not None and batch % self.critic.ppo_mini_batch_size:
-            raise ValueError(
-                f"critic.ppo_mini_batch_size={self.critic.ppo_mini_batch_size} must divide "
-                f"data.train_batch_size={batch}"
-            )
+        critic = self.critic.ppo_mini_batch_size
+        if critic is not None and batch % critic and self.trainer.dataflow is None:
+            raise ValueError(f"critic.ppo_mini_batch_size={critic} must divide data.train_batch_size={batch}")
         if self.actor.ppo_max_token_len_per_gpu < self.max_model_len:
             raise ValueError(
                 f"actor.ppo_max_token_len_per_gpu={self.actor.ppo_max_token_len_per_gpu} cannot hold one "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, field_validator
 
 from paceline.config.base import Section
 
@@ -54,6 +54,12 @@ class TrainerConfig(Section):
         "reach; checkpoints go to CHECKPOINT_URL/RUN_ID. null: to checkpoints/ in the run directory.",
     )
     keep_checkpoints: int = Field(2, gt=0, description="How many of the newest checkpoints are kept.")
+    dataflow: str | None = Field(
+        None,
+        description="path/to/file.py:function or module:function: what each training step does, over the "
+        "verbs draw, sample, train and publish (docs/write-your-own-dataflow.md); null: samples the step's "
+        "prompts and trains on all samples.",
+    )
     resume: Literal["auto", "never"] = Field(
         "auto",
         description="auto: go on with the interrupted run in run_dir, if there is one. never: move an "
@@ -77,6 +83,13 @@ class TrainerConfig(Section):
         description="At the end of a run, `paceline train` writes the last weights as a Hugging Face folder, "
         "model/ in the run directory.",
     )
+
+    @field_validator("dataflow")
+    @classmethod
+    def _has_both_parts(cls, dataflow: str | None) -> str | None:
+        if dataflow is not None and not all(dataflow.rpartition(":")[::2]):
+            raise ValueError("write path/to/file.py:function or module:function")
+        return dataflow
 
     def saves_after(self, step: int) -> bool:
         """Whether a checkpoint follows a step in any case."""

@@ -35,6 +35,8 @@ STEP_METRICS: Mapping[str, str] = {
     "resample/distinct_share": "PF-PPO: share of the trajectories that were drawn at least once.",
     "resample/largest_count": "PF-PPO: how often the most frequent trajectory was drawn.",
     "resample/score_mean": "PF-PPO: mean reward of what was drawn.",
+    "dataflow/NAME": "What a dataflow of your own notes with step.note(NAME, value).",
+    "dataflow/prompts_too_long": "Prompts that it made and that are over data.max_prompt_length.",
     # --- responses
     "response_length/mean": "Mean response length in tokens that the policy sampled.",
     "response_length/max": "Longest response, counted likewise.",

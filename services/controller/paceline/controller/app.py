@@ -29,7 +29,9 @@ from paceline.controller.health import measure_mailboxes, observe_run
 from paceline.controller.phases import Phase
 from paceline.controller.progress import Progress, Run
 from paceline.controller.run import checkpoints
+from paceline.controller.run.dataflow import load_dataflow
 from paceline.controller.run.opening import open_run
+from paceline.controller.run.rehearsal import rehearse
 from paceline.controller.run.sequencer import Sequencer
 from paceline.controller.servicer import ControllerServicer
 from paceline.controller.watchdog import Watchdog
@@ -74,6 +76,9 @@ async def serve(context: ServiceContext, options: Options) -> None:
     broker_url, credentials = _broker_url(config), _credentials(config)
     config = await with_tasks(config, options.run_dir, credentials)
     inputs = await asyncio.to_thread(load_inputs, config)
+    flow = await asyncio.to_thread(load_dataflow, config)
+    if config.trainer.dataflow is not None:
+        log.info("dataflow: %s", await rehearse(flow, config, inputs))
     clock = SystemClock()
     journal, run_id = await asyncio.to_thread(open_run, options.run_dir, config, inputs, clock)
     _keep_settings(config, options)
@@ -119,6 +124,7 @@ async def serve(context: ServiceContext, options: Options) -> None:
         supervisor=supervisor,
         guard=Guard(run),
         turns=turns,
+        flow=flow,
     )
     try:
         await _run_to_the_end(context, run, sequencer, supervisor, servicer, stop)

@@ -18,11 +18,14 @@ dispatch {step, policy, prompts, samples?}   the prompts of a step, once per ste
                                              purpose, where they are not rollout.n for training alone
                                              (older journals: greedy: true, for one greedy answer)
 redispatch {step, prompts}                   those that were sent again
+sampling {step, number, policy, prompts, samples, digest}   a dataflow samples further, each time that it
+                                             begins; `digest` is that of what it asks for, to the token
 trajectory {id, verdict, server, ...}        the barrier's verdict; policy, digest (of the blob), reward,
                                              error; token_rewards, normalized: parts of the reward
 refusal {step, prompt, reason, message, server}   a server gives a prompt group up
 refill, group_dropped, batch_short           why a prompt of the step is not trained
-batch {step, policy, digest, num_rows}       the batch is complete; `digest` is that of its rows
+batch {step, policy, digest, num_rows, rows?}   the batch is complete; `digest` is that of its rows; `rows`
+                                             are those that a dataflow chose: [id, reward or null, baseline]
 trained {step, digest}                       the learner has answered
 rollback {step, to_step, folder, reason}     the learner takes the weights of a checkpoint
 commit {version, digest, servers}            a policy version is served from now on

@@ -24,6 +24,8 @@ class StepInProgress:
         phase: the one that it reached last.
         policy: the policy that its prompts were dispatched for, as text; "" before the dispatch.
         prompts: the prompts of its first dispatch.
+        purposes: what that asked for.
+        samplings: digests of what further samplings asked for, by their numbers.
         digest: that of the batch, once it is complete.
         trained: whether the learner has answered.
         num_recollects: how often its trajectories were collected anew.
@@ -34,6 +36,8 @@ class StepInProgress:
     phase: str = ""
     policy: str = ""
     prompts: tuple[int, ...] = ()
+    purposes: tuple[str, ...] = ()
+    samplings: dict[int, str] = field(default_factory=dict)
     digest: str = ""
     trained: bool = False
     num_recollects: int = 0
@@ -112,16 +116,24 @@ class Standing:
     def _on_dispatch(self, event: Mapping[str, Any]) -> None:
         current = self.in_progress(int(event["step"]))
         current.policy, current.prompts = str(event["policy"]), tuple(event["prompts"])
+        older = ("train", "greedy") if event.get("greedy") else ("train",)
+        current.purposes = tuple(event["samples"]) if "samples" in event else older
+
+    def _on_sampling(self, event: Mapping[str, Any]) -> None:
+        current = self.in_progress(int(event["step"]))
+        current.samplings[int(event["number"])] = str(event["digest"])
 
     def _on_recollect(self, event: Mapping[str, Any]) -> None:
         current = self.in_progress(int(event["step"]))
         current.num_recollects += 1
+        current.samplings.clear()
         self.log_position = LOG_START
 
     def _on_lost(self, event: Mapping[str, Any]) -> None:
         self.log_position = LOG_START
         if self.current is not None:
             self.current.is_lost = bool(self.current.prompts)
+            self.current.samplings.clear()
 
     def _on_batch(self, event: Mapping[str, Any]) -> None:
         current = self.in_progress(int(event["step"]))
@@ -155,6 +167,7 @@ _HANDLERS: Mapping[str, Callable[[Standing, Mapping[str, Any]], None]] = {
     "run": Standing._on_run,
     "phase": Standing._on_phase,
     "dispatch": Standing._on_dispatch,
+    "sampling": Standing._on_sampling,
     "recollect": Standing._on_recollect,
     "lost": Standing._on_lost,
     "batch": Standing._on_batch,

@@ -183,9 +183,13 @@ class Collector:
         await self._mailboxes.clean_up(version=version, position=self.position, blob_keys=self.blob_keys)
         self.blob_keys = []
 
-    async def texts(self, headers: Sequence[ScoredHeader]) -> list[str]:
-        """The responses' texts; "" where none is stored."""
-        return await self._mailboxes.texts(headers)
+    async def texts(self, headers: Sequence[ScoredHeader], *, required: bool = False) -> list[str]:
+        """The responses' texts; "" where none is stored.
+
+        Raises:
+            LostDataError: one was stored and is gone, though it is `required`.
+        """
+        return await self._mailboxes.texts(headers, required=required)
 
     async def trajectories(self, headers: Sequence[ScoredHeader]) -> list[Trajectory | None]:
         """The samples' tokens and log-probs; None where they are gone."""

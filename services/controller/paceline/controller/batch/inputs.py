@@ -6,14 +6,24 @@ import functools
 import hashlib
 import json
 import logging
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
 
 from paceline.config.run import RunConfig
 from paceline.core.errors import DataError
-from paceline.core.trajectory import SamplingSpec
+from paceline.core.trajectory import RewardContext, SamplingSpec
 from paceline.data.cursor import PromptCursor
 from paceline.data.images import ImageReader
-from paceline.data.prompts import PromptSet, load_tokenizer, stop_token_ids
+from paceline.data.prompts import (
+    Prompt,
+    PromptSet,
+    encode_prompt,
+    last_message,
+    load_tokenizer,
+    stop_token_ids,
+)
 from paceline.storage.models import local_model
 
 log = logging.getLogger(__name__)
@@ -23,7 +33,7 @@ log = logging.getLogger(__name__)
 class Inputs:
     """Training and held-out prompts, the cursor over the former, and the tokens that end an answer.
 
-    `images` makes the pixels of the prompts' images.
+    `images` makes the pixels of the prompts' images, `encode` the token ids of text or chat messages.
     """
 
     train: PromptSet
@@ -31,6 +41,17 @@ class Inputs:
     cursor: PromptCursor
     stop_token_ids: tuple[int, ...]
     images: ImageReader | None = None
+    encode: Callable[[object], list[int]] | None = None
+
+    def made_prompt(self, value: object, prompt_id: int, context: RewardContext) -> Prompt:
+        """Makes a prompt of text or messages as a data file's rows are; raises DataError or ModelError."""
+        assert self.encode is not None, "a run's inputs come with its tokenizer"
+        return Prompt(
+            prompt_id=prompt_id,
+            token_ids=np.asarray(self.encode(value), dtype=np.int32),
+            context=replace(context, prompt_text=last_message(value)),
+            messages=() if isinstance(value, str) else tuple(value),  # type: ignore[arg-type]
+        )
 
     @functools.cached_property
     def digest(self) -> str:
@@ -81,6 +102,7 @@ def load_inputs(config: RunConfig) -> Inputs:
         cursor=cursor,
         stop_token_ids=stop_token_ids(model.path, tokenizer),
         images=images,
+        encode=lambda value: encode_prompt(tokenizer, value, "text" if isinstance(value, str) else "chat"),
     )
 
 

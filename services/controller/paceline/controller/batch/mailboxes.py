@@ -98,9 +98,16 @@ class Mailboxes:
                 keys += blob_keys(message)
         return keys
 
-    async def texts(self, headers: Sequence[ScoredHeader]) -> list[str]:
-        """The responses' texts; "" where none is stored."""
-        blobs = iter(await self._broker.get_blobs([header.text_key for header in headers if header.text_key]))
+    async def texts(self, headers: Sequence[ScoredHeader], *, required: bool = False) -> list[str]:
+        """The responses' texts; "" where none is stored.
+
+        Raises:
+            LostDataError: one was stored and is gone, though it is `required`.
+        """
+        stored = await self._broker.get_blobs([header.text_key for header in headers if header.text_key])
+        if required and None in stored:
+            raise LostDataError("the message broker has lost texts of the step's samples")
+        blobs = iter(stored)
         texts = [next(blobs) if header.text_key else None for header in headers]
         return ["" if text is None else text.decode(errors="replace") for text in texts]
 

@@ -1,59 +1,109 @@
-"""The batch of a training step: which prompts it asks for, whether enough came back, rows for the learner.
+"""The batch of a training step: what its samplings ask for, whether enough came back, rows for the learner.
 
-cursor -> plan -> (DISPATCH, COLLECT with refills) -> check -> rows
+cursor -> ask -> begin -> (DISPATCH, COLLECT with refills) -> check -> rows
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import hashlib
+import math
+from collections.abc import Collection, Mapping
 
 from paceline.controller.batch.collect import Batch
 from paceline.controller.batch.dispatch import Ask, Order
 from paceline.controller.batch.inputs import Inputs
 from paceline.controller.batch.refill import Refill
 from paceline.controller.progress import Run
-from paceline.core.errors import DataError, RewardError, RewardErrorKind
-from paceline.core.ids import Purpose
-from paceline.core.policy import PolicyTag
-from paceline.core.training import BatchRow
-from paceline.core.trajectory import ScoredHeader
+from paceline.core.errors import ConfigError, DataError, RewardError, RewardErrorKind
+from paceline.core.ids import Purpose, check_purpose
 from paceline.data.prompts import Prompt
 
 
 class TrainingBatches:
-    """Plans one batch per step and checks what comes back."""
+    """Journals what the samplings of a step ask for, and checks what comes back."""
 
     def __init__(self, run: Run, inputs: Inputs) -> None:
         self._config, self._journal, self._events, self._inputs = run.config, run.journal, run.events, inputs
 
-    def plan(self, *, step: int, policy: PolicyTag) -> tuple[Order, Refill | None]:
-        """Draws a step's prompts and journals them once; the refill is None without dynamic sampling."""
-        inputs = self._inputs
-        order = Order(
-            step=step,
-            policy=policy,
-            prompts={i: inputs.train.prompts[i] for i in sorted(inputs.cursor.take())},
-            asks=self._asks(),
+    @property
+    def asks(self) -> tuple[Ask, ...]:
+        """What the configured estimator needs of each prompt."""
+        samples = self.ask(Purpose.TRAIN)
+        return (samples, self.ask(Purpose.GREEDY, 1, 0.0)) if self._config.needs_greedy else (samples,)
+
+    def ask(self, purpose: str, n: int | None = None, temperature: float | None = None) -> Ask:
+        """Returns an ask; what is left out is as in rollout.n and rollout.temperature.
+
+        Raises:
+            ConfigError: the purpose or a number is none that an ask can have.
+        """
+        rollout = self._config.rollout
+        num_samples = rollout.n if n is None else n
+        value = rollout.temperature if temperature is None else temperature
+        try:
+            check_purpose(purpose)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        if purpose == Purpose.VALIDATE or num_samples < 1 or not 0 <= value < math.inf:
+            raise ConfigError(
+                f"a dataflow asks for {num_samples} samples at temperature {value} for {purpose!r}: there is "
+                "at least one, the temperature is 0 or more, and `validate` is for validations"
+            )
+        return Ask(
+            purpose=str(purpose), num_samples=num_samples, sampling=self._inputs.sampling(self._config, value)
         )
+
+    def begin(self, order: Order, number: int, drawn: Mapping[int, Prompt] | None) -> Refill | None:
+        """Journals what a sampling asks for, once; the refill is None without dynamic sampling.
+
+        Args:
+            number: that of the sampling in its step, from 1.
+            drawn: the step's prompts.
+
+        Raises:
+            ConfigError: the step asked for something else before it was interrupted, or asks twice.
+        """
+        if drawn is None:
+            raise ConfigError("the dataflow samples before it draws prompts; call draw() first")
+        if len({ask.purpose for ask in order.asks}) < len(order.asks):
+            raise ConfigError("a sampling names a purpose twice; give each of its asks another purpose")
+        is_first = number == 1 and order.prompts.keys() == drawn.keys()
+        if number == 1:
+            self._record_dispatch(order, drawn, order.counts if is_first else {})
+        if is_first:
+            return self._refill(order)
+        self._record_sampling(order, number)
+        return None
+
+    def _record_dispatch(self, order: Order, drawn: Mapping[int, Prompt], counts: Mapping[str, int]) -> None:
         recorded = self._journal.standing.current
-        if recorded is None or (recorded.step, recorded.prompts) != (step, tuple(order.prompts)):
+        if recorded is None or (recorded.step, recorded.prompts) != (order.step, tuple(drawn)):
+            plain = {str(Purpose.TRAIN): self._config.rollout.n}
             self._journal.record(
                 "dispatch",
-                step=step,
-                policy=str(policy),
-                prompts=list(order.prompts),
-                **({"samples": order.counts} if len(order.asks) > 1 else {}),
+                step=order.step,
+                policy=str(order.policy),
+                prompts=list(drawn),
+                **({} if counts == plain else {"samples": counts}),
             )
-        return order, self._refill(order)
+        elif recorded.purposes != tuple(counts):
+            raise _other(order.step, 1)
 
-    def _asks(self) -> tuple[Ask, ...]:
-        config, inputs = self._config, self._inputs
-        sampling = inputs.sampling(config, config.rollout.temperature)
-        samples = Ask(purpose=Purpose.TRAIN, num_samples=config.rollout.n, sampling=sampling)
-        if not config.needs_greedy:
-            return (samples,)
-        greedy = inputs.sampling(config, 0.0)
-        return samples, Ask(purpose=Purpose.GREEDY, num_samples=1, sampling=greedy)
+    def _record_sampling(self, order: Order, number: int) -> None:
+        """Each time that it begins; the digest tells whether it is the same as before."""
+        standing, digest = self._journal.standing, _asked(order)
+        before = standing.in_progress(order.step).samplings.get(number, digest)
+        if before != digest:
+            raise _other(order.step, number)
+        self._journal.record(
+            "sampling",
+            step=order.step,
+            number=number,
+            policy=str(order.policy),
+            prompts=list(order.prompts),
+            samples=order.counts,
+            digest=digest,
+        )
 
     def check(self, step: int, batch: Batch, refill: Refill | None) -> None:
         """Journals the groups that were dropped and a batch that is short.
@@ -125,29 +175,20 @@ class TrainingBatches:
             )
 
 
-def rows(batch: Batch) -> tuple[BatchRow, ...]:
-    """The rows that the learner trains on, in batch order."""
-    greedy = batch.greedy
-    return tuple(_row(header, greedy.get(header.trajectory_id.prompt_id)) for header in batch.samples)
+def _asked(order: Order) -> str:
+    """The digest of what an order asks for, to the token."""
+    digest = hashlib.blake2b(digest_size=16)
+    for ask in order.asks:
+        digest.update(f"{ask}\n".encode())
+    for prompt_id, prompt in order.prompts.items():
+        digest.update(f"{prompt_id}\n{prompt.context.ground_truth}\n".encode(errors="backslashreplace"))
+        digest.update(prompt.token_ids.tobytes())
+    return digest.hexdigest()
 
 
-def group_rows(group: Sequence[ScoredHeader]) -> list[BatchRow]:
-    """The rows of a complete prompt group, of which a greedy answer is none."""
-    greedy = next((h for h in group if h.trajectory_id.purpose == Purpose.GREEDY), None)
-    return [_row(header, greedy) for header in group if header is not greedy]
-
-
-def _row(header: ScoredHeader, greedy: ScoredHeader | None) -> BatchRow:
-    return BatchRow(
-        trajectory_id=header.trajectory_id,
-        blob_key=header.blob_key,
-        blob_digest=header.blob_digest,
-        reward=header.reward or 0.0,
-        num_prompt_tokens=header.num_prompt_tokens,
-        num_response_tokens=header.num_response_tokens,
-        num_sampled_tokens=header.num_sampled_tokens,
-        greedy_score=None if greedy is None else greedy.reward or 0.0,
-        token_rewards=header.token_rewards,
-        num_patches=header.num_patches,
-        num_greedy_tokens=0 if greedy is None else greedy.num_sampled_tokens,
+def _other(step: int, number: int) -> ConfigError:
+    return ConfigError(
+        f"step {step} goes on, and its sampling {number} asks for something else than before it was "
+        "interrupted: what a dataflow does in a step must follow from its samples alone, without clocks, "
+        "random numbers or files that change. Set the dataflow and the estimator back as they were"
     )

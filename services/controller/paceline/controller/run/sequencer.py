@@ -3,6 +3,8 @@
     FORMING -> PUBLISH v0 -> COMMIT -> (VALIDATE) ->
       { DISPATCH -> COLLECT -> LEARN -> (ROLLBACK) -> PUBLISH -> COMMIT -> (VALIDATE) (CHECKPOINT) } -> ENDED
 
+A step is carried out by a dataflow (`run/dataflow`) over verbs (`run/verbs`), which may sample several times.
+
 consumes     prompt ids of the cursor, scored headers
 waits for    the barrier to close, the learner to train, the servers to hold the new digest
 unblocked by trajectories, TrainStep's reply, ReceiveWeights' replies; each with a deadline
@@ -21,34 +23,31 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict
 
-from paceline.controller.batch.collect import Batch, Collector
+from paceline.controller.batch.collect import Collector
 from paceline.controller.batch.inputs import Inputs
-from paceline.controller.batch.training_batch import TrainingBatches, rows
+from paceline.controller.batch.training_batch import TrainingBatches
 from paceline.controller.fleet.clients import LearnerClient
 from paceline.controller.fleet.supervisor import Supervisor
-from paceline.controller.fleet.turns import Turn, Turns
-from paceline.controller.guard.policy import GuardDecision
-from paceline.controller.guard.report import Guard, TrainedStep
+from paceline.controller.fleet.turns import Turns
+from paceline.controller.guard.report import Guard
 from paceline.controller.phases import Phase
 from paceline.controller.progress import Progress, Run
-from paceline.controller.run import metrics as step_metrics
 from paceline.controller.run.align import Alignment
 from paceline.controller.run.checkpoints import Checkpoints, ControllerState
+from paceline.controller.run.dataflow import Dataflow, carry_out, policy_gradient
 from paceline.controller.run.losses import Losses
 from paceline.controller.run.metrics import MetricsFile
 from paceline.controller.run.publication import Publication
-from paceline.controller.run.trajectories import saving_trajectories
 from paceline.controller.run.validation import Validation
+from paceline.controller.run.verbs import StepParts, Verbs, timer
 from paceline.controller.run.work_ahead import WorkAhead
 from paceline.controller.weights.push import WeightPush
-from paceline.core.errors import DeadlineError, IllegalTransitionError, LostDataError, PeerLostError
+from paceline.core.errors import DeadlineError, LostDataError, PeerLostError
 from paceline.core.members import MemberKind, RankRef
 from paceline.core.policy import PolicyTag
-from paceline.core.training import TrainOrder, TrainResult
 from paceline.data.cursor import CursorState
 from paceline.service.observability.telemetry import record_training, span
 
@@ -71,12 +70,12 @@ class Sequencer:
         supervisor: Supervisor,
         guard: Guard,
         turns: Turns,
+        flow: Dataflow = policy_gradient,
     ) -> None:
-        self._turns = turns
         self._run, self._config, self.progress, self._inputs = run, run.config, progress, inputs
         self._collector, self._learner, self._guard = collector, learner, guard
         self._supervisor = supervisor
-        self._batches = TrainingBatches(run, inputs)
+        self._flow = flow
         self._checkpoints = Checkpoints(run, learner)
         self._metrics_file = MetricsFile(run.dir / "metrics.jsonl")
         self._publication = Publication(run, progress, push, learner, supervisor, turns)
@@ -92,7 +91,21 @@ class Sequencer:
             guard=guard,
             metrics_file=self._metrics_file,
         )
-        self._ahead = WorkAhead(run, learner, lambda: self._alignment.learner)
+        self._parts = StepParts(
+            run=run,
+            progress=progress,
+            inputs=inputs,
+            batches=TrainingBatches(run, inputs),
+            collector=collector,
+            learner=learner,
+            alignment=self._alignment,
+            publication=self._publication,
+            checkpoints=self._checkpoints,
+            guard=guard,
+            turns=turns,
+            ahead=WorkAhead(run, learner, lambda: self._alignment.learner),
+            write_metrics=self._write_metrics,
+        )
         self._losses, self._last_loss = Losses(run.config.service.recovery_timeout_s), ""
         self._saved = 0
 
@@ -190,28 +203,31 @@ class Sequencer:
     # --- a training step
 
     async def _train_step(self) -> tuple[dict[str, float], bool]:
-        """Runs DISPATCH to COMMIT; returns the step's metrics, and whether it was rolled back."""
+        """Carries out the dataflow; once more from its beginning where the broker has lost the trajectories.
+
+        Returns:
+            The step's metrics, and whether it was rolled back.
+        """
         began, step, policy = time.monotonic(), self.progress.step, self._policy
         if self.progress.lr_scale is not None:
             self._guard.scale_rates(step, self.progress.lr_scale)
             self.progress.lr_scale = None
-        with _timer() as cleanup:
+        with timer() as cleanup:
             await self._clean_up(step)
-        batch, result, learn_s = await self._collect_and_learn(step, policy)
-        is_resumed = self._alignment.resumed == step
-        step_s = None if is_resumed else time.monotonic() - began
-        async with saving_trajectories(self._run, step, batch, self._inputs.train, self._collector):
-            decision, guarded = await self._judge(result, batch, step_s)
-            pushed = await self._publication.publish(step)
-        metrics = step_metrics.assemble(
-            batch,
-            learner={**result.metrics, **guarded},
-            push=pushed,
-            learn_s=learn_s,
-            cleanup_s=cleanup.seconds,
-            step_s=time.monotonic() - began,
-        )
-        return metrics | self._turns.take_metrics(), decision.rollback
+        while True:
+            cursor = self._inputs.cursor.state
+            verbs = Verbs(
+                self._parts,
+                number=step,
+                policy=policy,
+                began=began,
+                cleanup_s=cleanup.seconds,
+                patience=self._config.collect_timeout_s,
+            )
+            try:
+                return await carry_out(self._flow, verbs), verbs.rolled_back
+            except LostDataError as error:
+                await self._recollect(step, cursor, error)
 
     async def _clean_up(self, step: int) -> None:
         """Removes what the last step left in the broker; now, because that step is finished only now."""
@@ -219,17 +235,6 @@ class Sequencer:
             await self._collector.clean_up(step - 2)
         except LostDataError as error:
             await self._recollect(step, self._inputs.cursor.state, error)
-
-    async def _collect_and_learn(self, step: int, policy: PolicyTag) -> tuple[Batch, TrainResult, float]:
-        """DISPATCH to LEARN; once more from the beginning where the broker has lost the trajectories."""
-        while True:
-            cursor = self._inputs.cursor.state
-            try:
-                batch = await self._collect(step, policy)
-                result, learn_s = await self._learn(step, policy, batch)
-                return batch, result, learn_s
-            except LostDataError as error:
-                await self._recollect(step, cursor, error)
 
     async def _recollect(self, step: int, cursor: CursorState, error: LostDataError) -> None:
         """Forgets the step's trajectories, so that they are collected again.
@@ -248,67 +253,6 @@ class Sequencer:
         self._run.journal.record("recollect" if current.prompts else "lost", step=step, reason=str(error))
         await self._collector.begin_anew()
         self._inputs.cursor.restore(cursor)
-
-    async def _collect(self, step: int, policy: PolicyTag) -> Batch:
-        """DISPATCH and COLLECT."""
-        order, refill = self._batches.plan(step=step, policy=policy)
-        self.progress.move(Phase.DISPATCH)
-        with span("dispatch"):
-            await self._collector.dispatch(order)
-        self.progress.move(Phase.COLLECT)
-        with span("collect"):
-            if self._alignment.version == step:
-                # The learner has trained the step: its trajectories are in the log, and the policy is gone.
-                batch = await self._collector.collect(order, refill, is_trained=True)
-            else:
-                async with self._ahead.during(order, self._guard.adjustments) as watch:
-                    collection = self._collector.collect(order, refill, watch=watch)
-                    batch = await self._publication.to_newcomers(policy, collection)
-        self._batches.check(step, batch, refill)
-        return batch
-
-    async def _learn(self, step: int, policy: PolicyTag, batch: Batch) -> tuple[TrainResult, float]:
-        """LEARN; returns the learner's result and the seconds it took."""
-        journal = self._run.journal
-        order = TrainOrder(step=step, policy=policy, rows=rows(batch), adjustments=self._guard.adjustments)
-        journal.record("batch", step=step, policy=str(policy), digest=order.digest, num_rows=len(order.rows))
-        self.progress.move(Phase.LEARN)
-        try:
-            await self._turns.take(Turn.LEARNER)
-            with span("learn"), _timer() as learn:
-                result = await self._learner.train(self._alignment.learner, order)
-        except IllegalTransitionError as error:
-            # It was trained on trajectories that the broker has lost since, and these are others.
-            await self._alignment.send_back(step, str(error))
-        if not journal.standing.in_progress(step).trained:
-            journal.record("trained", step=step, digest=order.digest)
-        return result, learn.seconds
-
-    async def _judge(
-        self, result: TrainResult, batch: Batch, seconds: float | None
-    ) -> tuple[GuardDecision, dict[str, float]]:
-        """Applies the guard to weights that are not published yet; rolls them back if it says so.
-
-        Raises:
-            GuardError: a rule ends the run.
-        """
-        step = self.progress.step
-        decision, metrics = self._guard.judge(
-            TrainedStep(step=step, result=result, batch=batch, seconds=seconds)
-        )
-        if decision.stop:
-            await self._checkpoints.written()
-            self._write_metrics({**result.metrics, **metrics})
-            self._guard.summarize()
-            raise await self._checkpoints.stopped(step, decision.stop)
-        if decision.rollback:
-            self.progress.move(Phase.ROLLBACK)
-            with span("rollback"):
-                metrics |= await self._checkpoints.roll_back(
-                    self._alignment.learner, step=step, reason=decision.reason
-                )
-            self._guard.rolled_back(step, to_step=int(metrics["guard/rolled_back_to"]))
-        return decision, metrics
 
     @property
     def _policy(self) -> PolicyTag:
@@ -360,14 +304,3 @@ class Sequencer:
         digest = self._metrics_file.append(self.progress.step, metrics)
         record_training(self.progress.step, metrics)
         return digest
-
-
-class _Timer:
-    seconds: float = 0.0
-
-
-@contextmanager
-def _timer() -> Iterator[_Timer]:
-    timer, began = _Timer(), time.monotonic()
-    yield timer
-    timer.seconds = time.monotonic() - began

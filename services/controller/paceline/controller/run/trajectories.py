@@ -16,7 +16,7 @@ from paceline.controller.verify.digests import file_digest
 from paceline.core.episode import EpisodeOutcome
 from paceline.core.errors import CheckpointError, GuardError
 from paceline.core.trajectory import Float32Array, ScoredHeader, Trajectory
-from paceline.data.prompts import Prompt, PromptSet
+from paceline.data.prompts import Prompt
 from paceline.service.threads import in_thread
 
 _PORTION = 256
@@ -82,6 +82,7 @@ class TrajectoryFile:
         context = self._prompts[header.trajectory_id.prompt_id].context
         return {
             "step": self._step,
+            "purpose": header.trajectory_id.purpose,
             "prompt_id": header.trajectory_id.prompt_id,
             "sample_index": header.trajectory_id.sample_index,
             "prompt": context.prompt_text,
@@ -145,6 +146,7 @@ def _columns(with_tokens: bool) -> list[tuple[str, Any]]:
     ]
     return [
         ("step", number),
+        ("purpose", text),
         ("prompt_id", number),
         ("sample_index", number),
         ("prompt", text),
@@ -167,7 +169,7 @@ def _columns(with_tokens: bool) -> list[tuple[str, Any]]:
 
 
 async def save_trajectories(
-    run: Run, name: str, step: int, batch: Batch, prompts: PromptSet, stored: Stored
+    run: Run, name: str, step: int, batch: Batch, prompts: Mapping[int, Prompt], stored: Stored
 ) -> None:
     """Writes a batch's samples to the run directory and journals it, unless trainer.save_trajectories is off.
 
@@ -177,14 +179,14 @@ async def save_trajectories(
     if run.config.trainer.save_trajectories:
         path = run.dir / "trajectories" / f"{name}_{step:06d}.parquet"
         with_tokens = run.config.trainer.save_tokens
-        file = TrajectoryFile(path, step=step, prompts=prompts.prompts, with_tokens=with_tokens)
+        file = TrajectoryFile(path, step=step, prompts=prompts, with_tokens=with_tokens)
         digest = await file.write(batch.samples, stored)
         run.journal.record("saved", step=step, file=path.name, digest=digest, num_rows=len(batch.samples))
 
 
 @asynccontextmanager
 async def saving_trajectories(
-    run: Run, step: int, batch: Batch, prompts: PromptSet, stored: Stored
+    run: Run, step: int, batch: Batch, prompts: Mapping[int, Prompt], stored: Stored
 ) -> AsyncIterator[None]:
     """Writes a trained batch's samples beside what the block does; they are written when it ends in order.
 

@@ -46,7 +46,7 @@ class Validation:
         )
         with span("validate"):
             batch = await self._answers(order)
-        await save_trajectories(self._run, "val", step, batch, self._inputs.val, self._collector)
+        await save_trajectories(self._run, "val", step, batch, self._inputs.val.prompts, self._collector)
         for group in batch.dropped:
             self._run.journal.record(
                 "val_group_dropped",

@@ -18,7 +18,7 @@ from paceline.controller.batch.barrier import Barrier
 from paceline.controller.batch.closed_chunks import ClosedChunk, ClosedChunks
 from paceline.controller.batch.collect import Watch
 from paceline.controller.batch.dispatch import Order
-from paceline.controller.batch.training_batch import group_rows
+from paceline.controller.batch.training_rows import group_rows
 from paceline.controller.fleet.clients import LearnerClient
 from paceline.controller.fleet.membership import Member
 from paceline.controller.progress import Run

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
 from paceline.core.ids import Purpose, TrajectoryId
@@ -18,7 +18,7 @@ _CALLED = {_TRAIN: "samples", _GREEDY: "greedy answers"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """What a step asked for at first."""
+    """What a sampling asks for: the step's dispatch, or a further one of its dataflow."""
 
     entry: JournalEntry
     step: int
@@ -28,14 +28,14 @@ class Wanted:
 
     @classmethod
     def of(cls, entry: JournalEntry, num_samples: int) -> Wanted:
-        """Reads a `dispatch` event; `num_samples` are those of a prompt, where it names none."""
+        """Reads an event `dispatch` or `sampling`; `num_samples` are those of a prompt, if it names none."""
         older = {_TRAIN: num_samples} | ({_GREEDY: 1} if entry.get("greedy") else {})
         return cls(
             entry=entry,
             step=int(entry["step"]),
             policy=str(entry["policy"]),
             prompts=tuple(entry["prompts"]),
-            counts=entry.get("samples") or older,
+            counts=entry.get("samples", older),
         )
 
     @property
@@ -135,8 +135,8 @@ class Collection:
                 )
             self.prompts.add(prompt)
 
-    def close(self, entry: JournalEntry) -> tuple[BatchRow, ...]:
-        """The rows to train, in batch order; notes prompts without an end.
+    def close(self, entry: JournalEntry) -> list[int]:
+        """Returns the prompts that are left, ascending; notes those without an end.
 
         Args:
             entry: the `batch` event.
@@ -153,34 +153,27 @@ class Collection:
             )
         for prompt in trained:
             self._check_complete(prompt, entry)
-        return tuple(self._rows(trained))
+        return trained
 
-    def raw_reward(self, key: TrajectoryId) -> float:
-        """An admitted trajectory's reward before its components are normalised."""
-        return float(self.admitted[key].get("reward") or 0.0)
+    def rewards(self, prompts: Iterable[int]) -> dict[TrajectoryId, float]:
+        """Returns the rewards of these prompts' samples, their parts normalised."""
+        chosen, purpose = set(prompts), self.wanted.purpose
+        keys = [key for key in sorted(self.admitted) if key.prompt_id in chosen]
+        by_name = scales(_parts(self.admitted[key]) for key in keys if key.purpose == purpose)
+        return {key: _reward(self.admitted[key], by_name) for key in keys}
 
-    def _rows(self, prompts: Iterable[int]) -> Iterable[BatchRow]:
-        step, chosen = self.wanted.step, set(prompts)
-        keys = [
-            key
-            for key in sorted(self.admitted)
-            if key.prompt_id in chosen and key.purpose == self.wanted.purpose
-        ]
-        by_name = scales(_parts(self.admitted[key]) for key in keys)
-        for key in keys:
-            greedy = TrajectoryId(step=step, purpose=_GREEDY, prompt_id=key.prompt_id, sample_index=0)
-            entry = self.admitted[key]
-            yield BatchRow(
-                trajectory_id=key,
-                blob_key="",
-                blob_digest=str(entry.get("digest")),
-                reward=_reward(entry, by_name),
-                num_prompt_tokens=1,
-                num_response_tokens=1,
-                num_sampled_tokens=1,
-                greedy_score=_reward(self.admitted[greedy], by_name) if greedy in self.admitted else None,
-                token_rewards=tuple((int(at), float(part)) for at, part in entry.get("token_rewards") or ()),
-            )
+    def rows(self, prompts: Iterable[int]) -> Iterator[BatchRow]:
+        """Yields all samples of these prompts as rows, in batch order, with greedy answers as baselines."""
+        rewards = self.rewards(prompts)
+        for key, reward in rewards.items():
+            if key.purpose == self.wanted.purpose:
+                greedy = replace(key, purpose=_GREEDY, sample_index=0)
+                yield trained_row(key, self.admitted[key], reward, rewards.get(greedy))
+
+    def asks_for(self, key: TrajectoryId) -> bool:
+        """Whether the sampling wants this sample."""
+        count = self.wanted.counts.get(key.purpose, 0)
+        return key.prompt_id in self.prompts and 0 <= key.sample_index < count
 
     def _check_complete(self, prompt: int, entry: JournalEntry) -> None:
         wanted = self.wanted
@@ -215,6 +208,21 @@ class Collection:
                 entry,
             )
         self._left_out.setdefault(prompt, entry)
+
+
+def trained_row(key: TrajectoryId, entry: JournalEntry, reward: float, baseline: float | None) -> BatchRow:
+    """Returns the row of an admitted trajectory, as far as its digest needs it."""
+    return BatchRow(
+        trajectory_id=key,
+        blob_key="",
+        blob_digest=str(entry.get("digest")),
+        reward=reward,
+        num_prompt_tokens=1,
+        num_response_tokens=1,
+        num_sampled_tokens=1,
+        greedy_score=baseline,
+        token_rewards=tuple((int(at), float(part)) for at, part in entry.get("token_rewards") or ()),
+    )
 
 
 def _parts(entry: JournalEntry) -> list[Part]:

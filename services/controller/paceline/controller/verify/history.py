@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from paceline.config.run import RunConfig
 from paceline.controller.phases import Phase, move
+from paceline.controller.verify.chosen import rows_of
 from paceline.controller.verify.collection import Collection, Wanted
 from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
 from paceline.controller.verify.prompt_order import PromptOrder
@@ -82,6 +83,7 @@ class History:
             "rewind": self._on_rewind,
             "phase": self._on_phase,
             "dispatch": self._on_dispatch,
+            "sampling": self._on_sampling,
             "trajectory": self._on_trajectory,
             "refill": self._on_refill,
             "group_dropped": self._on_group_dropped,
@@ -168,16 +170,19 @@ class History:
         step = self.in_progress
         if step is None or step.wanted is None:
             return
-        admitted = step.collection.admitted if step.collection is not None else {}
-        step.before = {**(step.before or {}), **admitted}
+        step.before = {**(step.before or {}), **step.admitted}
         self._collect_again(step)
 
     def _collect_again(self, step: StepHistory) -> None:
         assert step.wanted is not None
-        step.collection = Collection(step.wanted, self.findings)
+        step.collections = self._dispatched(step.wanted)
         self._order.again()
         if self._term is not None and step.shapes != self._term.shapes:
             step.shapes = None
+
+    def _dispatched(self, wanted: Wanted) -> list[Collection]:
+        """The collection of a dispatch that samples its prompts, too."""
+        return [Collection(wanted, self.findings)] if wanted.counts else []
 
     def _on_rewind(self, entry: JournalEntry) -> None:
         to_step = int(entry["to_step"])
@@ -261,7 +266,7 @@ class History:
         step = self.in_progress
         if step is not None and step.wanted is not None and step.wanted.step == wanted.step:
             before = asked_digest(step.wanted), step.wanted.entry
-            if not step.collection or step.collection.admitted or step.batch:
+            if step.admitted or step.batch:
                 self.findings.add(Invariant.I2, f"step {wanted.step} was dispatched twice", before[1], entry)
         if before is not None and before[0] != asked_digest(wanted):
             self.findings.add(
@@ -270,7 +275,37 @@ class History:
         if step is None or step.wanted is None or step.wanted.step != wanted.step:
             self.in_progress = step = StepHistory(wanted=wanted)
         self._order.dispatch(wanted.step, wanted.prompts, entry)
-        step.collection, step.shapes = Collection(wanted, self.findings), term.shapes
+        step.collections, step.shapes = self._dispatched(wanted), term.shapes
+
+    def _on_sampling(self, entry: JournalEntry) -> None:
+        step = self._current(entry)
+        if step is None or step.wanted is None:
+            return
+        number, findings = int(entry["number"]), self.findings
+        findings.counts["prompt groups dispatched"] += len(entry["prompts"])
+        if number != len(step.collections) + 1:
+            findings.add(
+                Invariant.I2,
+                f"sampling {number} of step {entry['step']} follows {len(step.collections)} others",
+                entry,
+            )
+        if entry["policy"] != step.wanted.policy:
+            findings.add(
+                Invariant.I1,
+                f"step {entry['step']} samples from {entry['policy']}, and was dispatched for "
+                f"{step.wanted.policy}",
+                step.wanted.entry,
+                entry,
+            )
+        before = step.samplings.setdefault(number, entry)
+        if before["digest"] != entry["digest"]:
+            findings.add(
+                Invariant.I2,
+                f"sampling {number} of step {entry['step']} asked for something else at first",
+                before,
+                entry,
+            )
+        step.collections.append(Collection(Wanted.of(entry, 0), findings))
 
     def _on_trajectory(self, entry: JournalEntry) -> None:
         verdict = str(entry["verdict"])
@@ -365,12 +400,13 @@ class History:
             )
         self._collect_again(step)
         step.before = step.batch = None
+        step.samplings.clear()
 
     def _on_batch(self, entry: JournalEntry) -> None:
         step = self._current(entry)
         if step is None or step.wanted is None or step.collection is None:
             return
-        rows = step.collection.close(entry)
+        rows = rows_of(step.collections, entry, self.findings)
         if entry.get("policy") != step.wanted.policy:
             self.findings.add(
                 Invariant.I1,
@@ -391,7 +427,7 @@ class History:
         for earlier in (step.batch, step.trained):
             if earlier is not None and earlier["digest"] != entry["digest"]:
                 self.findings.add(Invariant.I3, f"step {step.wanted.step} has two batches", earlier, entry)
-        step.note_batch(entry, step.collection, rows, self.term)
+        step.note_batch(entry, rows, self.term)
 
     def _on_trained(self, entry: JournalEntry) -> None:
         step = self._current(entry)

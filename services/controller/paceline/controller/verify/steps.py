@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -40,6 +41,8 @@ class StepHistory:
     """What the journal says of one step.
 
     Attributes:
+        collections: those of its samplings, in order; the last is open until the batch is complete.
+        samplings: the events of samplings after its dispatch, by number, since trajectories were void.
         before: the admissions before the controller was started again, by trajectory.
         term: the settings with which its batch was made; None without a batch.
         rows: those of the last batch.
@@ -51,7 +54,8 @@ class StepHistory:
     """
 
     wanted: Wanted | None = None
-    collection: Collection | None = None
+    collections: list[Collection] = field(default_factory=list)
+    samplings: dict[int, JournalEntry] = field(default_factory=dict)
     before: Mapping[TrajectoryId, JournalEntry] | None = None
     batch: JournalEntry | None = None
     trained: JournalEntry | None = None
@@ -74,26 +78,35 @@ class StepHistory:
         """The event of its dispatch."""
         return self.wanted.entry if self.wanted is not None else None
 
-    def note_batch(
-        self, entry: JournalEntry, collection: Collection, rows: Sequence[BatchRow], term: Term
-    ) -> None:
+    @property
+    def collection(self) -> Collection | None:
+        """The collection that is open."""
+        return self.collections[-1] if self.collections else None
+
+    @property
+    def admitted(self) -> dict[TrajectoryId, JournalEntry]:
+        """The admissions of all collections."""
+        return {key: entry for collection in self.collections for key, entry in collection.admitted.items()}
+
+    def note_batch(self, entry: JournalEntry, rows: Sequence[BatchRow], term: Term) -> None:
         """Takes the rows of a batch that is complete, and what their metrics should be."""
-        self.batch, self.term = entry, term
+        self.batch, self.term, admitted = entry, term, self.admitted
         self.rows = [
             TrajectoryRow(
                 key=row.trajectory_id,
                 digest=row.blob_digest,
                 reward=row.reward,
-                raw_reward=collection.raw_reward(row.trajectory_id),
+                raw_reward=float(admitted[row.trajectory_id].get("reward") or 0.0),
             )
             for row in rows
         ]
         groups: dict[int, list[float]] = {}
         for row in rows:
             groups.setdefault(row.trajectory_id.prompt_id, []).append(row.reward)
-        reasons = collection.drop_reasons
+        reasons = [reason for collection in self.collections for reason in collection.drop_reasons]
+        verdicts = sum((collection.verdicts for collection in self.collections), Counter[str]())
         self.num_dropped = len(reasons)
-        self.metrics = recomputed.of_barrier(collection.verdicts, reasons) | recomputed.of_rewards(groups)
+        self.metrics = recomputed.of_barrier(verdicts, reasons) | recomputed.of_rewards(groups)
 
     def finished(self, entry: JournalEntry) -> Finished:
         """What is kept of it after its event `step`."""

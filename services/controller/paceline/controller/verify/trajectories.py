@@ -38,7 +38,7 @@ _COUNTED = {
     "num_prompt_tokens": "prompt_token_ids",
     "num_response_tokens": "response_token_ids",
 }
-_SCALARS = ("step", "prompt_id", "sample_index", "reward", "policy_version")
+_SCALARS = ("step", "purpose", "prompt_id", "sample_index", "reward", "policy_version")
 # Two draws of a response this improbable are equal once in 10^26 pairs.
 _LOG_CHANCE = -60.0
 
@@ -116,12 +116,13 @@ class FileCheck:
     def _scalar_fault(self, plain: Mapping[str, Any], row: TrajectoryRow, place: int) -> str:
         expected = {
             "step": row.key.step,
+            **({"purpose": row.key.purpose} if "purpose" in plain else {}),
             "prompt_id": row.key.prompt_id,
             "sample_index": row.key.sample_index,
             "reward": row.reward,
             "policy_version": self.policy.version,
         }
-        stated = {name: plain.get(name) for name in _SCALARS}
+        stated = {name: plain.get(name) for name in expected}
         return (
             "" if stated == expected else f"has {stated} in row {place}; {expected} was trained or answered"
         )
@@ -187,7 +188,7 @@ class FileCheck:
     def _check_draw(self, plain: Mapping[str, Any], arrays: Arrays, row: TrajectoryRow) -> None:
         """Notes two samples with the same tokens, which are too improbable to be drawn twice."""
         chance = float(arrays["response_log_probs"].sum(dtype=np.float64))
-        is_drawn = row.key.purpose == Purpose.TRAIN.value and _sampling(plain["sampling"]).temperature > 0
+        is_drawn = row.key.purpose != Purpose.VALIDATE and _sampling(plain["sampling"]).temperature > 0
         if not is_drawn or chance > _LOG_CHANCE:
             return
         twin = self._draws.setdefault(arrays["response_token_ids"].tobytes(), row)

@@ -1,0 +1,163 @@
+"""The rows of a training step: those of one sampling, or what a dataflow has chosen of several.
+
+samplings -> note -> choose -> rows for the learner, one batch for metrics, guard and files
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from paceline.controller.batch.barrier import Verdict
+from paceline.controller.batch.collect import Batch
+from paceline.controller.batch.dispatch import Order
+from paceline.controller.batch.samples import ScoredSample, ScoredSamples
+from paceline.core.errors import ConfigError, DataError
+from paceline.core.ids import NEVER_TRAINED, Purpose, TrajectoryId
+from paceline.core.training import BatchRow
+from paceline.core.trajectory import ScoredHeader
+
+
+class TrainingRows:
+    """The samples of a step's samplings, and the rows that are trained of them.
+
+    Attributes:
+        batch: all samplings as one; its samples are those that are trained, once they are chosen.
+    """
+
+    def __init__(self) -> None:
+        self._batches: list[Batch] = []
+        self._known: dict[TrajectoryId, ScoredSample] = {}
+        self._asked: set[tuple[str, int]] = set()
+        self._plain: tuple[BatchRow, ...] = ()
+        self.batch: Batch
+
+    def reserve(self, order: Order) -> None:
+        """Notes what a sampling asks for; raises ConfigError where an earlier one of the step did."""
+        for ask in order.asks:
+            keys = {(str(ask.purpose), prompt_id) for prompt_id in order.prompts}
+            if again := keys & self._asked:
+                raise ConfigError(
+                    f"the dataflow samples prompt {min(again)[1]} twice for {ask.purpose!r} in step "
+                    f"{order.step}; name another purpose, which gives other samples"
+                )
+            self._asked |= keys
+
+    def note(self, batch: Batch, samples: ScoredSamples) -> None:
+        """Takes the samples of a sampling that is complete."""
+        self._batches.append(batch)
+        for sample in (*samples, *(s for beside in samples.beside.values() for s in beside)):
+            self._known[sample.header.trajectory_id] = sample
+        self._plain = rows(batch) if len(self._batches) == 1 else ()
+
+    def choose(self, samples: Iterable[ScoredSample]) -> tuple[tuple[BatchRow, ...], list[Any] | None]:
+        """Makes the rows of the samples to train, by (prompt id, purpose, sample index).
+
+        Returns:
+            The rows, and how the journal lists them; None where they are all samples of one sampling, as
+            they were scored.
+
+        Raises:
+            ConfigError: a sample is there twice, is not of this step or may not be trained.
+            DataError: there are none.
+        """
+        chosen: dict[TrajectoryId, ScoredSample] = {}
+        for sample in samples:
+            key = sample.header.trajectory_id
+            self._check(key, sample, chosen)
+            chosen[key] = sample
+        if not chosen:
+            raise DataError("the dataflow trains no sample; choose at least one of each step's")
+        ordered = sorted(chosen.values(), key=lambda s: (s.prompt.prompt_id, s.purpose, s.index))
+        made = tuple(_sample_row(sample) for sample in ordered)
+        self.batch = _merged(self._batches, [_header(sample) for sample in ordered])
+        return made, None if made == self._plain else [_listed(sample) for sample in ordered]
+
+    def _check(
+        self, key: TrajectoryId, sample: ScoredSample, chosen: Mapping[TrajectoryId, ScoredSample]
+    ) -> None:
+        known = self._known.get(key)
+        if known is None or known.header != sample.header:
+            raise ConfigError(f"the dataflow trains {key}, which is no sample of this step")
+        if key in chosen:
+            raise ConfigError(f"the dataflow trains {key} twice; each sample is trained once")
+        if key.purpose in NEVER_TRAINED:
+            raise ConfigError(
+                f"the dataflow trains {key}, and samples for {key.purpose!r} are never trained; sample for "
+                "a purpose of another name"
+            )
+        numbers = (sample.reward, 0.0 if sample.baseline is None else sample.baseline)
+        if not all(map(math.isfinite, numbers)):
+            raise ConfigError(
+                f"the dataflow gives {key} the reward and the baseline {numbers}; give finite ones"
+            )
+
+
+def _merged(batches: Sequence[Batch], samples: Sequence[ScoredHeader]) -> Batch:
+    """All samplings of a step as one batch with these samples."""
+    extra = [batch.num_extra for batch in batches if batch.num_extra is not None]
+    beside: dict[str, list[ScoredHeader]] = {}
+    for batch in batches:
+        for purpose, headers in batch.beside.items():
+            beside.setdefault(purpose, []).extend(headers)
+    return Batch(
+        samples=samples,
+        dropped=[group for batch in batches for group in batch.dropped],
+        verdicts=sum((batch.verdicts for batch in batches), Counter[Verdict]()),
+        num_groups=sum(batch.num_groups for batch in batches),
+        beside=beside,
+        set_aside=[header for batch in batches for header in batch.set_aside],
+        num_extra=sum(extra) if extra else None,
+        gen_s=sum(batch.gen_s for batch in batches),
+        reward_s=sum(batch.reward_s for batch in batches),
+        wait_s=sum(batch.wait_s for batch in batches),
+    )
+
+
+def _header(sample: ScoredSample) -> ScoredHeader:
+    """As metrics and files see it."""
+    return replace(sample.header, reward=sample.reward) if sample.is_given else sample.header
+
+
+def _listed(sample: ScoredSample) -> list[Any]:
+    """How the journal names a row: the id, the reward if the dataflow gave it, the baseline."""
+    reward = sample.reward if sample.is_given else None
+    return [str(sample.header.trajectory_id), reward, sample.baseline]
+
+
+def _sample_row(sample: ScoredSample) -> BatchRow:
+    row = _row(sample.header, None)
+    row = replace(row, greedy_score=sample.baseline, num_greedy_tokens=sample.num_baseline_tokens)
+    # A reward of the dataflow's has no parts.
+    return replace(row, reward=sample.reward, token_rewards=()) if sample.is_given else row
+
+
+def rows(batch: Batch) -> tuple[BatchRow, ...]:
+    """Returns all samples of a batch as rows, in batch order, with their greedy answers as baselines."""
+    greedy = batch.greedy
+    return tuple(_row(header, greedy.get(header.trajectory_id.prompt_id)) for header in batch.samples)
+
+
+def group_rows(group: Sequence[ScoredHeader]) -> list[BatchRow]:
+    """The rows of a complete prompt group, of which a greedy answer is none."""
+    greedy = next((h for h in group if h.trajectory_id.purpose == Purpose.GREEDY), None)
+    return [_row(header, greedy) for header in group if header is not greedy]
+
+
+def _row(header: ScoredHeader, greedy: ScoredHeader | None) -> BatchRow:
+    return BatchRow(
+        trajectory_id=header.trajectory_id,
+        blob_key=header.blob_key,
+        blob_digest=header.blob_digest,
+        reward=header.reward or 0.0,
+        num_prompt_tokens=header.num_prompt_tokens,
+        num_response_tokens=header.num_response_tokens,
+        num_sampled_tokens=header.num_sampled_tokens,
+        greedy_score=None if greedy is None else greedy.reward or 0.0,
+        token_rewards=header.token_rewards,
+        num_patches=header.num_patches,
+        num_greedy_tokens=0 if greedy is None else greedy.num_sampled_tokens,
+    )

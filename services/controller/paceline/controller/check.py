@@ -1,0 +1,48 @@
+"""`python -m paceline.controller.check CONFIG` tries the dataflow of a run, in a process of its own.
+
+It imports the user's file, which the launcher may not, and carries a step out against made-up samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from paceline.config.load import load
+from paceline.config.run import RunConfig
+from paceline.controller.batch.inputs import load_inputs
+from paceline.controller.run.dataflow import load_dataflow
+from paceline.controller.run.rehearsal import rehearse
+from paceline.core.errors import PacelineError, exit_code
+from paceline.service.observability.logs import setup_logging
+from paceline.service.process import die_with_parent
+
+_log = logging.getLogger(__name__)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 0 and prints what the dataflow did, or logs the first error and returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m paceline.controller.check", description=__doc__)
+    parser.add_argument("config", type=Path, help="resolved configuration of the run (YAML)")
+    given = parser.parse_args(arguments)
+    die_with_parent()
+    setup_logging("controller-check", "WARNING")
+    try:
+        config = load(RunConfig, given.config)
+        flow = load_dataflow(config)
+        if config.data.train_files:
+            print(asyncio.run(rehearse(flow, config, load_inputs(config))))
+        else:
+            print(f"{config.trainer.dataflow}, found; its prompts come with the environment")
+    except PacelineError as error:
+        _log.error("fatal: %s", error)
+        return exit_code(error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

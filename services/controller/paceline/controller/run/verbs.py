@@ -1,0 +1,388 @@
+"""The verbs of a step: what a dataflow is written in.
+
+    draw -> sample -> (sample ...) -> train -> publish
+
+Journal, barrier, deadlines, turns, guard and rollback are in the verbs, so that any dataflow over them is as
+safe as the built-in one. A step that was interrupted begins again with its first verb: the cursor gives the
+same prompts, the log the same samples, the learner its answer to the same batch. What a sampling asks for is
+journalled by its number in the step; a dataflow that asks for something else the second time is ended.
+
+docs/decisions/0031-a-dataflow-begins-its-step-again.md
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import cast
+
+from paceline.controller.batch.collect import Batch, Collector
+from paceline.controller.batch.dispatch import Ask, Order
+from paceline.controller.batch.inputs import Inputs
+from paceline.controller.batch.refill import Refill
+from paceline.controller.batch.samples import ScoredSample, ScoredSamples
+from paceline.controller.batch.training_batch import TrainingBatches
+from paceline.controller.batch.training_rows import TrainingRows
+from paceline.controller.fleet.clients import LearnerClient
+from paceline.controller.fleet.turns import Turn, Turns
+from paceline.controller.guard.report import Guard, TrainedStep
+from paceline.controller.phases import Phase
+from paceline.controller.progress import Progress, Run
+from paceline.controller.run import metrics as step_metrics
+from paceline.controller.run.align import Alignment
+from paceline.controller.run.checkpoints import Checkpoints
+from paceline.controller.run.publication import Publication
+from paceline.controller.run.trajectories import saving_trajectories
+from paceline.controller.run.work_ahead import WorkAhead
+from paceline.core.errors import ConfigError, IllegalTransitionError
+from paceline.core.policy import PolicyTag
+from paceline.core.training import TrainOrder, TrainResult
+from paceline.core.trajectory import RewardContext
+from paceline.data.prompts import Prompt
+from paceline.service.observability.telemetry import span
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepParts:
+    """What the verbs work with; `write_metrics` writes the line of a step that ends the run."""
+
+    run: Run
+    progress: Progress
+    inputs: Inputs
+    batches: TrainingBatches
+    collector: Collector
+    learner: LearnerClient
+    alignment: Alignment
+    publication: Publication
+    checkpoints: Checkpoints
+    guard: Guard
+    turns: Turns
+    ahead: WorkAhead
+    write_metrics: Callable[[Mapping[str, float]], object]
+
+
+class Verbs:
+    """One attempt at a step.
+
+    Args:
+        policy: the committed one.
+        began: when the step began, in monotonic seconds.
+        cleanup_s: what the clean-up before it took.
+        patience: how many seconds a dataflow may take between two verbs.
+
+    Attributes:
+        number: the step's.
+        rolled_back: whether the guard has had the learner go back.
+        failure: the error of a verb; it ends the step, whatever the dataflow makes of it.
+        timeout: runs out where the dataflow takes too long between two verbs.
+    """
+
+    def __init__(
+        self,
+        parts: StepParts,
+        *,
+        number: int,
+        policy: PolicyTag,
+        began: float,
+        cleanup_s: float,
+        patience: float,
+    ) -> None:
+        self._parts, self.number, self._policy = parts, number, policy
+        self._began, self._cleanup_s, self.patience = began, cleanup_s, patience
+        self._drawn: dict[int, Prompt] | None = None
+        self._made: dict[int, Prompt] = {}
+        self._num_samplings, self._num_too_long, self._rows = 0, 0, TrainingRows()
+        self._result: TrainResult | None = None
+        self._learn_s, self._under_way, self._ended = 0.0, "", False
+        self._notes: dict[str, float] = {}
+        self._metrics: dict[str, float] = {}
+        self.rolled_back = False
+        self.failure: BaseException | None = None
+        self.timeout: asyncio.Timeout | None = None
+
+    # --- prompts
+
+    def draw(self) -> list[Prompt]:
+        """Draws the step's prompts, data.train_batch_size of them, in the order of their ids.
+
+        Raises:
+            ConfigError: they were drawn already.
+        """
+        with self._verb("draw"):
+            if self._drawn is not None:
+                raise ConfigError("the dataflow draws prompts twice in a step; call draw() once")
+            inputs = self._parts.inputs
+            self._drawn = {i: inputs.train.prompts[i] for i in sorted(inputs.cursor.take())}
+            return list(self._drawn.values())
+
+    def prompt(
+        self, value: object, *, of: Prompt | ScoredSample, ground_truth: str | None = None
+    ) -> Prompt | None:
+        """Makes a prompt of text or chat messages, with an id of its own.
+
+        Args:
+            value: as in a data file.
+            of: what it comes from, which says how it is scored.
+            ground_truth: that of its scorers; None: the same.
+
+        Returns:
+            None where it is longer than data.max_prompt_length tokens.
+        """
+        origin = of.prompt if isinstance(of, ScoredSample) else of
+        inputs, limit = self._parts.inputs, self._parts.run.config.data.max_prompt_length
+        if origin.images:
+            raise ConfigError("a dataflow cannot make prompts of prompts with images")
+        context = RewardContext(
+            ground_truth=origin.context.ground_truth if ground_truth is None else ground_truth,
+            data_source=origin.context.data_source,
+            extra=origin.context.extra,
+        )
+        made = inputs.made_prompt(value, 1 + max(inputs.train.ids()) + len(self._made), context)
+        if len(made.token_ids) > limit:
+            self._num_too_long += 1
+            self._notes["dataflow/prompts_too_long"] = float(self._num_too_long)
+            return None
+        self._made[made.prompt_id] = made
+        return made
+
+    def reply(self, sample: ScoredSample, text: str) -> Prompt | None:
+        """Makes the prompt that goes on from a sample: its prompt, the sample, then `text` by the user."""
+        messages = sample.prompt.messages
+        if not messages:
+            return self.prompt(sample.prompt.context.prompt_text + sample.text + text, of=sample)
+        answered = {"role": "assistant", "content": sample.text}
+        return self.prompt([*messages, answered, {"role": "user", "content": text}], of=sample)
+
+    # --- samples
+
+    def ask(self, purpose: str = "train", n: int | None = None, *, temperature: float | None = None) -> Ask:
+        """Says how many samples each prompt gets for a purpose; left out: rollout.n, rollout.temperature."""
+        return self._parts.batches.ask(purpose, n, temperature)
+
+    async def sample(
+        self, prompts: Iterable[Prompt | None], *asks: Ask | str, texts: bool = True
+    ) -> ScoredSamples:
+        """Samples from the step's policy and has the samples scored: DISPATCH and COLLECT.
+
+        Args:
+            prompts: drawn or made ones; a None is left out.
+            asks: samples per prompt, or a purpose alone; none: what the configured estimator needs.
+            texts: whether samples get their texts.
+
+        Returns:
+            The samples of all prompts but those without a reward, or that dynamic sampling set aside.
+        """
+        with self._verb("sample"):
+            chosen = sorted((p for p in prompts if p is not None), key=lambda prompt: prompt.prompt_id)
+            if not chosen:
+                return ScoredSamples([])
+            batches = self._parts.batches
+            order = Order(
+                step=self.number,
+                policy=self._policy,
+                prompts={prompt.prompt_id: prompt for prompt in chosen},
+                asks=tuple(self.ask(a) if isinstance(a, str) else a for a in asks) or batches.asks,
+            )
+            self._rows.reserve(order)
+            self._num_samplings += 1
+            refill = batches.begin(order, self._num_samplings, self._drawn)
+            batch = await self._collected(order, refill)
+            batches.check(self.number, batch, refill)
+            return await self._samples(batch, texts=texts)
+
+    async def _collected(self, order: Order, refill: Refill | None) -> Batch:
+        parts = self._parts
+        parts.progress.move(Phase.DISPATCH)
+        with span("dispatch"):
+            await parts.collector.dispatch(order)
+        parts.progress.move(Phase.COLLECT)
+        with span("collect"):
+            if parts.alignment.version == self.number:
+                # The learner has trained the step: its trajectories are in the log, and the policy is gone.
+                return await parts.collector.collect(order, refill, is_trained=True)
+            async with parts.ahead.during(order, parts.guard.adjustments) as watch:
+                collection = parts.collector.collect(order, refill, watch=watch)
+                return await parts.publication.to_newcomers(self._policy, collection)
+
+    async def _samples(self, batch: Batch, *, texts: bool) -> ScoredSamples:
+        prompts: Mapping[int, Prompt] = self._prompts
+        headers = [*batch.samples, *(header for headers in batch.beside.values() for header in headers)]
+        stored = await self._parts.collector.texts(headers, required=True) if texts else [""] * len(headers)
+        made = iter(
+            [
+                ScoredSample(
+                    prompt=prompts[header.trajectory_id.prompt_id],
+                    header=header,
+                    reward=header.reward or 0.0,
+                    text=text,
+                )
+                for header, text in zip(headers, stored, strict=True)
+            ]
+        )
+        samples = ScoredSamples(
+            [next(made) for _ in batch.samples],
+            {purpose: [next(made) for _ in of_purpose] for purpose, of_purpose in batch.beside.items()},
+        )
+        self._rows.note(batch, samples)
+        return samples
+
+    @property
+    def _prompts(self) -> Mapping[int, Prompt]:
+        return ChainMap(self._made, cast(dict[int, Prompt], self._parts.inputs.train.prompts))
+
+    # --- training
+
+    async def train(self, samples: Iterable[ScoredSample]) -> Mapping[str, float]:
+        """Trains the policy on samples of this step: LEARN.
+
+        Returns:
+            The learner's metrics.
+
+        Raises:
+            ConfigError: a sample is there twice, is not of this step, or may not be trained.
+        """
+        with self._verb("train"):
+            if self._result is not None:
+                raise ConfigError(
+                    "the dataflow trains twice in a step; a step has one version, and one train()"
+                )
+            parts, journal = self._parts, self._parts.run.journal
+            rows, listed = self._rows.choose(samples)
+            order = TrainOrder(
+                step=self.number, policy=self._policy, rows=rows, adjustments=parts.guard.adjustments
+            )
+            journal.record(
+                "batch",
+                step=self.number,
+                policy=str(self._policy),
+                digest=order.digest,
+                num_rows=len(order.rows),
+                **({} if listed is None else {"rows": listed}),
+            )
+            parts.progress.move(Phase.LEARN)
+            try:
+                await parts.turns.take(Turn.LEARNER)
+                with span("learn"), timer() as learn:
+                    result = await parts.learner.train(parts.alignment.learner, order)
+            except IllegalTransitionError as error:
+                # It was trained on trajectories that the broker has lost since, and these are others.
+                await parts.alignment.send_back(self.number, str(error))
+            if not journal.standing.in_progress(self.number).trained:
+                journal.record("trained", step=self.number, digest=order.digest)
+            self._result, self._learn_s = result, learn.seconds
+            return dict(result.metrics)
+
+    async def publish(self) -> None:
+        """Has the guard judge the step, and brings the weights to the rollout servers: PUBLISH and COMMIT.
+
+        Raises:
+            ConfigError: nothing was trained.
+            GuardError: a rule ends the run.
+        """
+        with self._verb("publish"):
+            result, parts = self._result, self._parts
+            if result is None:
+                raise ConfigError(
+                    "the dataflow publishes what was not trained; call train() before publish()"
+                )
+            batch = self._rows.batch
+            is_resumed = parts.alignment.resumed == self.number
+            step_s = None if is_resumed else time.monotonic() - self._began
+            async with saving_trajectories(parts.run, self.number, batch, self._prompts, parts.collector):
+                guarded = await self._judge(result, batch, step_s)
+                pushed = await parts.publication.publish(self.number)
+            self._metrics = step_metrics.assemble(
+                batch,
+                learner={**result.metrics, **guarded},
+                push=pushed,
+                learn_s=self._learn_s,
+                cleanup_s=self._cleanup_s,
+                step_s=time.monotonic() - self._began,
+            )
+            self._ended = True
+
+    async def _judge(self, result: TrainResult, batch: Batch, seconds: float | None) -> dict[str, float]:
+        """Applies the guard to weights that are not published yet; rolls them back if it says so."""
+        parts, step = self._parts, self.number
+        decision, metrics = parts.guard.judge(
+            TrainedStep(step=step, result=result, batch=batch, seconds=seconds)
+        )
+        if decision.stop:
+            await parts.checkpoints.written()
+            parts.write_metrics({**result.metrics, **metrics})
+            parts.guard.summarize()
+            raise await parts.checkpoints.stopped(step, decision.stop)
+        if decision.rollback:
+            parts.progress.move(Phase.ROLLBACK)
+            with span("rollback"):
+                metrics |= await parts.checkpoints.roll_back(
+                    parts.alignment.learner, step=step, reason=decision.reason
+                )
+            parts.guard.rolled_back(step, to_step=int(metrics["guard/rolled_back_to"]))
+            self.rolled_back = True
+        return metrics
+
+    # --- the end
+
+    def note(self, name: str, value: float) -> None:
+        """Adds `dataflow/NAME` to the step's metrics."""
+        self._notes[f"dataflow/{name}"] = float(value)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns those of the step that is published.
+
+        Raises:
+            ConfigError: the dataflow has not published it.
+        """
+        if self.failure is not None:
+            raise self.failure
+        if not self._ended:
+            raise ConfigError(
+                f"the dataflow ended in step {self.number} without publish(); each step trains and publishes "
+                "one version"
+            )
+        return self._metrics | self._parts.turns.take_metrics() | self._notes
+
+    @contextmanager
+    def _verb(self, name: str) -> Iterator[None]:
+        """One verb at a time, none after one that failed, and no time runs meanwhile."""
+        if self.failure is not None:
+            raise self.failure
+        if self._under_way or self._ended:
+            after = f"{self._under_way}() is under way" if self._under_way else "the step is published"
+            raise ConfigError(
+                f"the dataflow calls {name}() while {after}; await each verb, and publish() last"
+            )
+        self._under_way = name
+        self._wait(None)
+        try:
+            yield
+        except BaseException as error:
+            self.failure = error
+            raise
+        finally:
+            self._under_way = ""
+            self._wait(self.patience)
+
+    def _wait(self, seconds: float | None) -> None:
+        if self.timeout is not None and not self.timeout.expired():
+            now = asyncio.get_running_loop().time()
+            self.timeout.reschedule(None if seconds is None else now + seconds)
+
+
+class Timer:
+    """The seconds that a block took."""
+
+    seconds: float = 0.0
+
+
+@contextmanager
+def timer() -> Iterator[Timer]:
+    """Times the block."""
+    measured, began = Timer(), time.monotonic()
+    yield measured
+    measured.seconds = time.monotonic() - began
