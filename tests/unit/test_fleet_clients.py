@@ -12,8 +12,8 @@ from paceline.controller.fleet.membership import Member
 from paceline.core.errors import ProtocolError
 from paceline.core.members import MemberKind
 from paceline.rpc.v1 import learner_pb2, learner_pb2_grpc
+from paceline.service.grpc.fencing import TermFence
 from paceline.service.grpc.server import RunningServer, start_server
-from paceline.service.grpc.terms import Terms
 from paceline.service.identity.credentials import Credentials
 from support.sequencer_run import config
 
@@ -31,9 +31,9 @@ class Learner(learner_pb2_grpc.LearnerServiceServicer):
         return learner_pb2.LeaveLearnerGroupResponse()
 
 
-async def serve(servicer: Learner, terms: Terms) -> RunningServer:
+async def serve(servicer: Learner, fence: TermFence) -> RunningServer:
     add = learner_pb2_grpc.add_LearnerServiceServicer_to_server
-    return await start_server(add, servicer, credentials=SECRET, terms=terms)
+    return await start_server(add, servicer, credentials=SECRET, fence=fence)
 
 
 def learner_at(address: str) -> Member:
@@ -53,24 +53,24 @@ async def never(member: Member) -> None:
 
 
 async def test_calls_carry_the_term_and_an_earlier_controller_is_refused() -> None:
-    servicer, terms = Learner(), Terms()
-    server = await serve(servicer, terms)
+    servicer, fence = Learner(), TermFence()
+    server = await serve(servicer, fence)
     for term, epoch in ((3, 1), (4, 2), (3, 3)):
         channels = Channels(config(), SECRET, term)
         client = LearnerClient(config(), channels, never)
-        if term < terms.highest:
+        if term < fence.highest:
             with pytest.raises(ProtocolError, match="term is 3, .* of term 4"):
                 await client.leave(learner_at(server.address), epoch=epoch)
         else:
             await client.leave(learner_at(server.address), epoch=epoch)
         await channels.close()
-    assert (servicer.left, terms.highest) == ([1, 2], 4)
+    assert (servicer.left, fence.highest) == ([1, 2], 4)
     await server.stop(0)
 
 
 async def test_a_member_at_a_new_address_is_called_there() -> None:
     servicers = Learner(), Learner()
-    servers = [await serve(servicer, Terms()) for servicer in servicers]
+    servers = [await serve(servicer, TermFence()) for servicer in servicers]
     channels = Channels(config(), SECRET, 1)
     client = LearnerClient(config(), channels, never)
     for epoch, server in ((1, servers[0]), (2, servers[1]), (3, servers[1])):

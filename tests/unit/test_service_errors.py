@@ -28,8 +28,8 @@ from paceline.rpc.v1 import controller_pb2_grpc
 from paceline.service.addresses import is_loopback
 from paceline.service.grpc import channels
 from paceline.service.grpc.errors import STATUS_CODES, error_classes, from_metadata, status_code
+from paceline.service.grpc.fencing import TermFence
 from paceline.service.grpc.server import RunningServer, start_server
-from paceline.service.grpc.terms import Terms
 from paceline.service.identity.credentials import Credentials
 
 ADD = controller_pb2_grpc.add_ControllerServiceServicer_to_server
@@ -193,7 +193,7 @@ async def test_a_wrong_token_is_refused_before_the_method(raiser: tuple[Raiser, 
 
 
 async def test_a_controller_of_an_earlier_term_gives_no_orders() -> None:
-    servicer, terms = Raiser(), Terms()
+    servicer, terms = Raiser(), TermFence()
     server = await start_server(ADD, servicer, credentials=SECRET, terms=terms)
     terms.note(2)
     await ask(server)  # no controller

@@ -16,7 +16,7 @@ from paceline.core.text import one_line
 from paceline.service.grpc import errors
 from paceline.service.grpc.admission import OPEN_METHOD, callers, certificate_admits, token_admits
 from paceline.service.grpc.connection import TRACEPARENT_KEY
-from paceline.service.grpc.terms import Terms
+from paceline.service.grpc.fencing import TermFence
 from paceline.service.identity.credentials import Credentials
 from paceline.service.observability import telemetry
 
@@ -35,8 +35,8 @@ class Door(grpc.aio.ServerInterceptor):
     asks for it. So a call without a token gets a method for streams, which ends it; its message is not read.
     """
 
-    def __init__(self, credentials: Credentials, terms: Terms) -> None:
-        self._credentials, self._terms = credentials, terms
+    def __init__(self, credentials: Credentials, fence: TermFence) -> None:
+        self._credentials, self._fence = credentials, fence
         self._open_reads = asyncio.Semaphore(_MAX_OPEN_READS)
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
@@ -53,7 +53,7 @@ class Door(grpc.aio.ServerInterceptor):
         guard = _Guard(
             method=details.method,
             checks_role=self._credentials.tls is not None,
-            terms=self._terms,
+            fence=self._fence,
             parse=handler.request_deserializer,
         )
         return _wrap(handler, guard)
@@ -105,7 +105,7 @@ class _Refusal:
 class _Guard:
     method: str
     checks_role: bool
-    terms: Terms
+    fence: TermFence
     parse: Callable[[bytes], Any]
 
     @property
@@ -129,7 +129,7 @@ class _Guard:
         ):
             roles = ", ".join(sorted(callers(self.method) or ()))
             raise _WrongRoleError(f"{self.name} needs a certificate of role {roles}")
-        self.terms.check(context.invocation_metadata())
+        self.fence.check(context.invocation_metadata())
 
     def read(self, raw: bytes) -> Any:
         """The message.

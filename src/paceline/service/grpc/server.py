@@ -21,7 +21,7 @@ from paceline.service.grpc.connection import (
     common_options,
 )
 from paceline.service.grpc.door import Door
-from paceline.service.grpc.terms import Terms
+from paceline.service.grpc.fencing import TermFence
 from paceline.service.identity.credentials import INSECURE, TLS_DIR, Credentials, server_credentials
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ async def start_server(
     credentials: Credentials | None = None,
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
     port_key: str = "--port",
-    terms: Terms | None = None,
+    fence: TermFence | None = None,
 ) -> RunningServer:
     """Starts a grpc.aio server with health checks; `port` 0 takes any free one.
 
@@ -93,7 +93,7 @@ async def start_server(
             in, for loopback only.
         max_message_bytes: largest message in either direction.
         port_key: what the user changes when the port is taken, for the error's message.
-        terms: of the member behind this server; calls of a controller of an earlier term get ProtocolError.
+        fence: of the member behind this server; calls of a controller of an earlier term get ProtocolError.
 
     Raises:
         ConfigError: no token or no TLS on an address that other machines can reach.
@@ -104,7 +104,7 @@ async def start_server(
     _check_reach(host, credentials)
     check_port(host, port, port_key)
     server = grpc.aio.server(
-        interceptors=[Door(credentials, terms or Terms())],
+        interceptors=[Door(credentials, fence or TermFence())],
         options=_options(max_message_bytes, has_tls=credentials.tls is not None),
         maximum_concurrent_rpcs=_MAX_CALLS,
     )

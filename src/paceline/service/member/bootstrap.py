@@ -22,8 +22,8 @@ from paceline.core.errors import EXIT_FINAL, EXIT_GIVEN, ConfigError, PacelineEr
 from paceline.core.members import MemberKind
 from paceline.service.addresses import add_address_arguments, from_environment, to_advertise, to_bind
 from paceline.service.grpc.connection import DEFAULT_MAX_MESSAGE_BYTES
+from paceline.service.grpc.fencing import TermFence
 from paceline.service.grpc.server import RunningServer, start_server
-from paceline.service.grpc.terms import Terms
 from paceline.service.identity.credentials import Credentials
 from paceline.service.member.controller_link import PEER, ControllerLink, MemberReport, Registration
 from paceline.service.member.run_directory import read_run_id
@@ -156,7 +156,7 @@ class MemberSession:
     ) -> ControllerLink:
         """Serves gRPC; returns the connection over which the controller is told where."""
         context, options = self.context, self.options
-        credentials, terms = Credentials.from_env(), Terms()
+        credentials, fence = Credentials.from_env(), TermFence()
         is_reward = self._kind is MemberKind.REWARD
         host = to_bind(options.host)
         server = await start_server(
@@ -167,7 +167,7 @@ class MemberSession:
             advertise=to_advertise(host, options.advertise, towards=options.controller),
             credentials=credentials.for_outside_callers() if is_reward else credentials,
             max_message_bytes=_max_message_mib() << 20,
-            terms=terms,
+            fence=fence,
         )
         context.defer("gRPC server", server.stop)
         context.spawn("health", self._refuse_work(server))
@@ -178,7 +178,7 @@ class MemberSession:
             address=server.address,
             num_ranks=self._num_ranks,
             credentials=credentials,
-            terms=terms,
+            fence=fence,
         )
         context.defer("connection to the controller", link.close)
         await server.answer_as(link.incarnation)

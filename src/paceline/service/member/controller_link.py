@@ -27,7 +27,7 @@ from paceline.core.members import MemberKind, MemberState, RolloutState
 from paceline.core.policy import PolicyTag
 from paceline.rpc.v1 import controller_pb2, controller_pb2_grpc
 from paceline.service.grpc import channels
-from paceline.service.grpc.terms import Terms
+from paceline.service.grpc.fencing import TermFence
 from paceline.service.identity.credentials import Credentials
 from paceline.service.observability import metrics, telemetry
 from paceline.service.process import STARTED_AS
@@ -94,13 +94,13 @@ class ControllerLink:
         address: str,
         num_ranks: int = 1,
         credentials: Credentials | None = None,
-        terms: Terms | None = None,
+        fence: TermFence | None = None,
     ) -> None:
         self.member_id = member_id
         self.incarnation = os.environ.get(STARTED_AS) or secrets.token_hex(8)
         self._controller_address = controller_address
         self.address = address
-        self._kind, self._num_ranks, self._terms = kind, num_ranks, terms or Terms()
+        self._kind, self._num_ranks, self._fence = kind, num_ranks, fence or TermFence()
         self._channel = channels.connect(controller_address, credentials=credentials, role="controller")
         self._stub = controller_pb2_grpc.ControllerServiceStub(self._channel)
         self._poked = asyncio.Event()
@@ -130,7 +130,7 @@ class ControllerLink:
             policy=policy_tag_to_proto(report.policy) if report.policy else None,
         )
         answer = _read(await self._ask_to_register(request, timeout_s))
-        self._terms.note(answer.term)
+        self._fence.note(answer.term)
         self._registration = answer
         if not answer.hold:
             self.may_start.set()

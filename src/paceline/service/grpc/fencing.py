@@ -1,4 +1,4 @@
-"""Terms: which start of the run's controller a call comes from, so that an earlier one gives no orders.
+"""Fencing by terms: which start of the run's controller a call comes from, so that an earlier one gives no orders.
 
 Every start of a controller has a term, one more than the last in the journal. A member notes the highest that
 it has seen, at registration and on every call, and refuses lower ones.
@@ -12,7 +12,7 @@ from paceline.core.errors import ProtocolError
 from paceline.service.grpc.connection import TERM_KEY
 
 
-class Terms:
+class TermFence:
     """The highest term that this process has seen."""
 
     def __init__(self) -> None:
