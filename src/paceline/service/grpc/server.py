@@ -20,8 +20,8 @@ from paceline.service.grpc.connection import (
     KEEPALIVE_S,
     common_options,
 )
-from paceline.service.grpc.door import Door
 from paceline.service.grpc.fencing import TermFence
+from paceline.service.grpc.interceptor import CallInterceptor
 from paceline.service.identity.credentials import INSECURE, TLS_DIR, Credentials, server_credentials
 
 log = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ async def start_server(
     _check_reach(host, credentials)
     check_port(host, port, port_key)
     server = grpc.aio.server(
-        interceptors=[Door(credentials, fence or TermFence())],
+        interceptors=[CallInterceptor(credentials, fence or TermFence())],
         options=_options(max_message_bytes, has_tls=credentials.tls is not None),
         maximum_concurrent_rpcs=_MAX_CALLS,
     )

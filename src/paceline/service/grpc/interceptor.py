@@ -28,7 +28,7 @@ _OPEN_READ_S = 2.0
 _CERTIFICATE_NAMES = "x509_subject_alternative_name"
 
 
-class Door(grpc.aio.ServerInterceptor):
+class CallInterceptor(grpc.aio.ServerInterceptor):
     """Lets calls in: token, certificate and term are checked; errors are mapped; a traced call gets a span.
 
     gRPC reads the message of a unary call before it calls the method, that of a stream only when the method
