@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigError, DataError
 from paceline.learner.batch.arithmetic import Arithmetic, RowLength
-from paceline.learner.batch.deal import Bundle, deal
+from paceline.learner.batch.bin_packing import Bundle, pack_bins
 from paceline.learner.batch.plan import (
     CPU_TOKEN_BUDGET,
     BatchPlan,
@@ -26,7 +26,7 @@ from paceline.learner.batch.plan import (
     plan_batch,
     plan_chunk,
 )
-from support.naive_batch_plan import naive_chunk, naive_deal
+from support.naive_batch_plan import naive_chunk, naive_pack_bins
 
 BUDGET = 40
 BY_TOKENS = Arithmetic(per_token=1, per_response_token=0, per_pair=0)
@@ -274,9 +274,9 @@ def loose(tokens: list[int]) -> list[Bundle]:
 
 def test_bins_that_would_overflow_when_even_are_filled_first_fit() -> None:
     # Evenly 6 | 5, then 5+4 and 6+4: the last 3 finds no room in 11 tokens, but in 12.
-    dealt = deal(loose([6, 5, 4, 4, 3]), multiple=1, budget=11)
-    assert [[b.num_tokens for b in bundles] for bundles in dealt] == [[6, 5], [4, 4, 3]]
-    even = deal(loose([6, 5, 4, 4, 3]), multiple=1, budget=12)
+    packed = pack_bins(loose([6, 5, 4, 4, 3]), multiple=1, budget=11)
+    assert [[b.num_tokens for b in bundles] for bundles in packed] == [[6, 5], [4, 4, 3]]
+    even = pack_bins(loose([6, 5, 4, 4, 3]), multiple=1, budget=12)
     assert [[b.num_tokens for b in bundles] for bundles in even] == [[6, 4], [5, 4, 3]]
 
 
@@ -290,8 +290,8 @@ def test_bins_are_those_of_a_search_through_all_of_them(
 ) -> None:
     """Tokens and costs in no relation, as images make them."""
     bundles = [Bundle(rows=(row,), num_tokens=tokens, cost=cost) for row, (tokens, cost) in enumerate(sizes)]
-    dealt = deal(bundles, multiple=multiple, budget=budget)
-    assert dealt == naive_deal(bundles, multiple=multiple, budget=budget)
+    packed = pack_bins(bundles, multiple=multiple, budget=budget)
+    assert packed == naive_pack_bins(bundles, multiple=multiple, budget=budget)
 
 
 @given(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from paceline.learner.batch.arithmetic import Arithmetic, RowLength
-from paceline.learner.batch.deal import Bin, Bundle
+from paceline.learner.batch.bin_packing import Bin, Bundle
 from paceline.learner.batch.plan import Chunk, Rows
 
 
@@ -69,8 +69,8 @@ class _Cut:
             )
 
         bundles = [Bundle(rows=part, num_tokens=self._num_tokens(part), cost=cost(part)) for part in parts]
-        dealt = naive_deal(bundles, multiple=self.world_size, budget=self.budget)
-        bins = [self._in_order(bundles, share_prompts=share_prompts) for bundles in dealt]
+        packed = naive_pack_bins(bundles, multiple=self.world_size, budget=self.budget)
+        bins = [self._in_order(bundles, share_prompts=share_prompts) for bundles in packed]
         costed = sorted(((cost(indices), indices) for indices in bins), key=lambda pair: (-pair[0], pair[1]))
         rounds = [costed[first : first + self.world_size] for first in range(0, len(bins), self.world_size)]
         turns = [turn[::-1] if number % 2 else turn for number, turn in enumerate(rounds)]
@@ -103,7 +103,7 @@ class _Cut:
         return tuple(sorted((index for bundle in bundles for index in bundle.rows), key=key))
 
 
-def naive_deal(bundles: Sequence[Bundle], *, multiple: int, budget: int) -> list[Bin]:
+def naive_pack_bins(bundles: Sequence[Bundle], *, multiple: int, budget: int) -> list[Bin]:
     """Fills bins of at most `budget` tokens, the number of bins a multiple of `multiple`, some maybe empty.
 
     There are no more bins than filling them one after the other takes. If the bundles do not fit into as many

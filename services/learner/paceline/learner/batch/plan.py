@@ -22,7 +22,7 @@ from itertools import groupby, pairwise
 
 from paceline.core.errors import ConfigError, DataError
 from paceline.learner.batch.arithmetic import Arithmetic, RowLength
-from paceline.learner.batch.deal import Bin, Bundle, deal
+from paceline.learner.batch.bin_packing import Bin, Bundle, pack_bins
 
 CPU_TOKEN_BUDGET = 3072
 """Larger micro-batches run slower on a CPU: their activations leave the caches (a fifth slower at 8 k)."""
@@ -215,8 +215,8 @@ class _Cut:
             )
 
         bundles = [Bundle(rows=part, num_tokens=self._num_tokens(part), cost=cost(part)) for part in parts]
-        dealt = deal(bundles, multiple=self.world_size, budget=self.budget)
-        bins = [self._in_order(bundles, share_prompts=share_prompts) for bundles in dealt]
+        packed = pack_bins(bundles, multiple=self.world_size, budget=self.budget)
+        bins = [self._in_order(bundles, share_prompts=share_prompts) for bundles in packed]
         costed = sorted(((cost(indices), indices) for indices in bins), key=lambda pair: (-pair[0], pair[1]))
         rounds = [costed[first : first + self.world_size] for first in range(0, len(bins), self.world_size)]
         turns = [turn[::-1] if number % 2 else turn for number, turn in enumerate(rounds)]

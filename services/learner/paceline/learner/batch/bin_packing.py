@@ -1,4 +1,4 @@
-"""Deals bundles of rows to bins: as few bins as a token budget allows, of nearly equal arithmetic."""
+"""Packs bundles of rows into bins: as few bins as a token budget allows, of nearly equal arithmetic."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Bundle:
 Bin = tuple[Bundle, ...]
 
 
-def deal(bundles: Sequence[Bundle], *, multiple: int, budget: int) -> list[Bin]:
+def pack_bins(bundles: Sequence[Bundle], *, multiple: int, budget: int) -> list[Bin]:
     """Fills bins of at most `budget` tokens, the number of bins a multiple of `multiple`, some maybe empty.
 
     There are no more bins than filling them one after the other takes. If the bundles do not fit into as many
@@ -27,33 +27,33 @@ def deal(bundles: Sequence[Bundle], *, multiple: int, budget: int) -> list[Bin]:
     """
     filled = _first_fit(bundles, budget)
     count = -(-len(filled) // multiple) * multiple
-    return _deal_evenly(bundles, count, budget) or [*filled, *[()] * (count - len(filled))]
+    return _pack_evenly(bundles, count, budget) or [*filled, *[()] * (count - len(filled))]
 
 
-def _deal_evenly(bundles: Sequence[Bundle], num_bins: int, budget: int) -> list[Bin]:
-    """The costliest bundle first, each to the cheapest bin with room; [] if a bundle finds no room."""
+def _pack_evenly(bundles: Sequence[Bundle], num_bins: int, budget: int) -> list[Bin]:
+    """The costliest bundle first, each to the cheapest bin with space; [] if a bundle finds no space."""
     bins: list[list[Bundle]] = [[] for _ in range(num_bins)]
-    roomy = _BinsByRoom(budget, range(num_bins))
+    open_bins = _BinsBySpace(budget, range(num_bins))
     for bundle in sorted(bundles, key=lambda b: (-b.cost, b.rows)):
-        taken = roomy.take(bundle.num_tokens)
+        taken = open_bins.take(bundle.num_tokens)
         if taken is None:
             return []
-        room, (cost, place) = taken
+        space, (cost, place) = taken
         bins[place].append(bundle)
-        roomy.put(room - bundle.num_tokens, (cost + bundle.cost, place))
+        open_bins.put(space - bundle.num_tokens, (cost + bundle.cost, place))
     return [tuple(bundles) for bundles in bins]
 
 
 def _first_fit(bundles: Sequence[Bundle], budget: int) -> list[Bin]:
-    """The bundle with the most tokens first, each into the first bin with room."""
+    """The bundle with the most tokens first, each into the first bin with space."""
     bins: list[list[Bundle]] = [[]]
-    roomy = _BinsByRoom(budget, range(1))
+    open_bins = _BinsBySpace(budget, range(1))
     for bundle in sorted(bundles, key=lambda b: (-b.num_tokens, b.rows)):
-        room, (_, place) = roomy.take(bundle.num_tokens) or (budget, (0, len(bins)))
+        space, (_, place) = open_bins.take(bundle.num_tokens) or (budget, (0, len(bins)))
         if place == len(bins):
             bins.append([])
         bins[place].append(bundle)
-        roomy.put(room - bundle.num_tokens, (0, place))
+        open_bins.put(space - bundle.num_tokens, (0, place))
     return [tuple(bundles) for bundles in bins]
 
 
@@ -61,13 +61,13 @@ _Key = tuple[int, int]
 """A bin's cost and its place."""
 
 
-class _BinsByRoom:
-    """Finds the cheapest bin with enough room, of equal ones the first, in log(budget) steps.
+class _BinsBySpace:
+    """Finds the cheapest bin with enough space, of equal ones the first, in log(budget) steps.
 
-    A heap of bins for each room, from 0 to `budget`, and a tree of the minima above them.
+    A heap of bins for each space, from 0 to `budget`, and a tree of the minima above them.
 
     Args:
-        budget: room of an empty bin.
+        budget: space of an empty bin.
         places: of the bins, which are empty and cost nothing.
     """
 
@@ -78,11 +78,11 @@ class _BinsByRoom:
         self._heaps: dict[int, list[_Key]] = {budget: [(0, place) for place in places]}
         self._renew(budget)
 
-    def take(self, room: int) -> tuple[int, _Key] | None:
-        """Takes the bin out and returns its room and its key; None if no bin has `room`."""
-        if room > self._budget:
+    def take(self, space: int) -> tuple[int, _Key] | None:
+        """Takes the bin out and returns its space and its key; None if no bin has `space`."""
+        if space > self._budget:
             return None
-        node, least = room + self._width, self._least
+        node, least = space + self._width, self._least
         best_node, best = node, least[node]
         while node > 1:
             if not node & 1:
@@ -96,20 +96,20 @@ class _BinsByRoom:
             best_node *= 2
             if least[best_node] is not best:
                 best_node += 1
-        room = best_node - self._width
-        heapq.heappop(self._heaps[room])
-        self._renew(room)
-        return room, best
+        space = best_node - self._width
+        heapq.heappop(self._heaps[space])
+        self._renew(space)
+        return space, best
 
-    def put(self, room: int, key: _Key) -> None:
+    def put(self, space: int, key: _Key) -> None:
         """Puts a bin in."""
-        if room >= 0:
-            heapq.heappush(self._heaps.setdefault(room, []), key)
-            self._renew(room)
+        if space >= 0:
+            heapq.heappush(self._heaps.setdefault(space, []), key)
+            self._renew(space)
 
-    def _renew(self, room: int) -> None:
-        heap, least = self._heaps[room], self._least
-        node = room + self._width
+    def _renew(self, space: int) -> None:
+        heap, least = self._heaps[space], self._least
+        node = space + self._width
         value = heap[0] if heap else None
         while least[node] is not value:
             least[node] = value
