@@ -1,4 +1,4 @@
-"""Fencing by terms: which start of the run's controller a call comes from, so that an earlier one gives no orders.
+"""Fencing: which start of the run's controller a call comes from, so that an earlier one gives no orders.
 
 Every start of a controller has a term, one more than the last in the journal. A member notes the highest that
 it has seen, at registration and on every call, and refuses lower ones.
