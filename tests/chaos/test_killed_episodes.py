@@ -28,7 +28,7 @@ from paceline.controller.batch.barrier import Verdict
 from paceline.core.trajectory import FinishReason
 from paceline.reward.environment import EnvironmentReward
 from paceline.rollout.engines.base import Sample, SampleRequest
-from paceline.rollout.episodes.agents.desk import Desk
+from paceline.rollout.episodes.agents.endpoint import AgentEndpoint
 from paceline.rollout.episodes.environment import Environment, EnvironmentLostError, EpisodeTask
 from paceline.rollout.episodes.environments.attached import AttachedEnvironment, EnvironmentGatewayServicer
 from paceline.rollout.episodes.environments.remote import (
@@ -177,13 +177,13 @@ async def roll_out(broker: MortalBroker, name: str, *, mode: str, ports: Mapping
             environment = MortalEnvironment(options, broker.dead)
             stack.push_async_callback(environment.close)
         await environment.start()
-        desk = None
+        endpoint = None
         if mode != "step":
-            desk = Desk(host="127.0.0.1", tls=None)
-            stack.push_async_callback(desk.close)
-            await desk.start()
+            endpoint = AgentEndpoint(host="127.0.0.1", tls=None)
+            stack.push_async_callback(endpoint.close)
+            await endpoint.start()
         engine = Speaker()
-        drawn = episodes(engine, environment, retries=50, desk=desk)
+        drawn = episodes(engine, environment, retries=50, endpoint=endpoint)
         await killed_fleet.roll_out(broker, name, engine, drawn)
 
 

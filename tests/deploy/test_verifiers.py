@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from paceline.core.trajectory import RewardContext, sampled_spans
-from paceline.rollout.episodes.agents.desk import Desk
+from paceline.rollout.episodes.agents.endpoint import AgentEndpoint
 from paceline.rollout.episodes.environment import EnvironmentLostError
 from paceline.rollout.episodes.environments.remote import RemoteEnvironment, RemoteEnvironmentOptions
 from paceline.rollout.episodes.loop import Slot
@@ -81,8 +81,8 @@ def v1(*arguments: str) -> contextlib.AbstractAsyncContextManager[Any]:
 
 async def play(address: str, row: dict[str, Any], engine: Script, **changes: Any) -> Draw:
     """An episode of a row of the environment, from the rollout server's side."""
-    desk = Desk(host="127.0.0.1", tls=None)
-    await desk.start()
+    endpoint = AgentEndpoint(host="127.0.0.1", tls=None)
+    await endpoint.start()
     remote = RemoteEnvironment(
         RemoteEnvironmentOptions(
             address=address, call_s=10, lease_s=30, credentials=Credentials(token="secret"), run_s=20
@@ -95,13 +95,13 @@ async def play(address: str, row: dict[str, Any], engine: Script, **changes: Any
         extra={name: row[name] for name in ("example_id", "info", "task") if name in row},
     )
     try:
-        drawing = episodes(engine, remote, retries=0, desk=desk, **changes)
+        drawing = episodes(engine, remote, retries=0, endpoint=endpoint, **changes)
         asked = replace(group(), messages=tuple(row["prompt"]), context=context)
         [drawn] = await drawing.draw(asked, "0", Slot)
         return drawn
     finally:
         await remote.close()
-        await desk.close()
+        await endpoint.close()
 
 
 @pytest.mark.timeout(900)

@@ -9,7 +9,7 @@ from typing import Any
 
 import openai
 
-from paceline.rollout.episodes.agents.desk import Desk
+from paceline.rollout.episodes.agents.endpoint import AgentEndpoint
 from paceline.rollout.episodes.environments.remote import RemoteEnvironment, RemoteEnvironmentOptions
 from paceline.rollout.episodes.loop import Slot
 from paceline.rollout.episodes.recorder import Draw
@@ -38,8 +38,8 @@ async def play(
     **changes: Any,
 ) -> list[Draw]:
     """Episodes of an agent over the wire, from the rollout server's side."""
-    desk = Desk(host="127.0.0.1", tls=None)
-    await desk.start()
+    endpoint = AgentEndpoint(host="127.0.0.1", tls=None)
+    await endpoint.start()
     async with EnvironmentServer(agent(function), token="secret") as server, asyncio.timeout(120):
         remote = RemoteEnvironment(
             RemoteEnvironmentOptions(
@@ -52,13 +52,13 @@ async def play(
         )
         await remote.start()
         try:
-            drawing = episodes(engine, remote, retries=retries, desk=desk, **changes)
+            drawing = episodes(engine, remote, retries=retries, endpoint=endpoint, **changes)
             drawn = await drawing.draw(group(samples=samples), "0", lambda: slot or Slot())
             assert server.sessions.num_open == 0
             return drawn
         finally:
             await remote.close()
-            await desk.close()
+            await endpoint.close()
             assert server.sessions.num_open == 0
 
 

@@ -146,7 +146,7 @@ def episodes(
     environment: Any,
     *,
     retries: int = 2,
-    desk: Any = None,
+    endpoint: Any = None,
     max_prompt_tokens: int = 200,
     max_context_tokens: int = 0,
     show_tools: bool = False,
@@ -166,6 +166,6 @@ def episodes(
         rules=rules,
         retries=retries,
         check=check_samples,
-        desk=desk,
+        endpoint=endpoint,
         max_context_tokens=max_context_tokens,
     )

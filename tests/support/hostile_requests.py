@@ -1,4 +1,4 @@
-"""Requests of agents that mean no good, drawn at random from a grammar, to a real desk with a fake engine.
+"""Requests of agents that mean no good, drawn from a grammar, to a real endpoint with a fake engine.
 
 `python tests/support/hostile_requests.py SEED COUNT` writes a record of them as Markdown.
 """
@@ -160,7 +160,7 @@ async def _beat(record: Record) -> None:
 async def attack(seed: int, count: int) -> Record:
     """Draws and sends requests, and then one in order, which must be answered.
 
-    The agent, its server and the desk share one event loop here: what blocks any of them is counted.
+    The agent, its server and the endpoint share one event loop here: what blocks any of them is counted.
     """
     random_, record = random.Random(seed), Record()
     names = [list(KINDS)[place % len(KINDS)] for place in range(count)]

@@ -132,11 +132,11 @@ NEEDLESS: dict[str, str] = {
     "paceline.rollout.episodes.tools.tool_pool:ToolPool.call: self._idle.get": (
         "each process is used for a bounded time, and the group's deadline stands over it"
     ),
-    "paceline.rollout.episodes.agents.desk:Counter.ask: await question.answered": (
+    "paceline.rollout.episodes.agents.endpoint:EpisodeInbox.ask: await pending.answered": (
         "the episode answers or ends, and the group's deadline stands over it"
     ),
-    "paceline.rollout.episodes.agents.desk:Counter.next: self._questions.get": (
-        "the agent's call has a deadline, and its end closes the counter"
+    "paceline.rollout.episodes.agents.endpoint:EpisodeInbox.next: self._requests.get": (
+        "the agent's call has a deadline, and its end closes the inbox"
     ),
     "paceline.rollout.episodes.agents.drive:_Episode.run: asyncio.wait": _CANCELLED,
     "paceline.sdk.sessions:Sessions.run: await session.running": (

@@ -16,7 +16,7 @@ from paceline.cli.certificates import Authority
 from paceline.core.episode import Play, Played
 from paceline.core.errors import ConfigError
 from paceline.core.trajectory import sampled_spans
-from paceline.rollout.episodes.agents.desk import Desk
+from paceline.rollout.episodes.agents.endpoint import AgentEndpoint
 from paceline.rollout.episodes.environment import EnvironmentLostError
 from paceline.rollout.episodes.environments.attached import AttachedEnvironment, EnvironmentGatewayServicer
 from paceline.rollout.episodes.environments.remote import RemoteEnvironment, RemoteEnvironmentOptions
@@ -52,20 +52,20 @@ PLAY = Play(
 @asynccontextmanager
 async def server(
     name: str = "game", credentials: Credentials = CREDENTIALS
-) -> AsyncIterator[tuple[AttachedEnvironment, Desk, str]]:
+) -> AsyncIterator[tuple[AttachedEnvironment, AgentEndpoint, str]]:
     """The rollout server's side, and its address."""
     environment = AttachedEnvironment(name, run_id="r", play_s=60.0, wait_s=30.0, is_over=lambda: True)
-    servicer, desk = EnvironmentGatewayServicer(), Desk(host="127.0.0.1", tls=credentials.tls)
+    servicer, endpoint = EnvironmentGatewayServicer(), AgentEndpoint(host="127.0.0.1", tls=credentials.tls)
     servicer.environment = environment
-    await desk.start()
+    await endpoint.start()
     add = environment_pb2_grpc.add_EnvironmentGatewayServicer_to_server
     running = await start_server(add, servicer, host="127.0.0.1", port=0, credentials=credentials)
     try:
-        yield environment, desk, running.address
+        yield environment, endpoint, running.address
     finally:
         await environment.close()
         await running.stop()
-        await desk.close()
+        await endpoint.close()
 
 
 @asynccontextmanager
@@ -82,8 +82,8 @@ async def client(
 
 
 async def play(make: Callable[[], Environment], engine: Any, **changes: Any) -> Draw:
-    async with asyncio.timeout(90), server() as (environment, desk, address), client(make, address):
-        drawing = episodes(engine, environment, desk=desk, retries=0, **changes)
+    async with asyncio.timeout(90), server() as (environment, endpoint, address), client(make, address):
+        drawing = episodes(engine, environment, endpoint=endpoint, retries=0, **changes)
         [drawn] = await drawing.draw(group(), "0", Slot)
         return drawn
 
@@ -124,24 +124,24 @@ async def test_over_tls_an_episode_is_the_same(tmp_path: Path, monkeypatch: pyte
         Authority.load(tmp_path).issue(tmp_path / role, role, role=role, hosts=hosts, days=1.0)
     monkeypatch.setenv("PACELINE_TLS_DIR", str(tmp_path / "client"))
     credentials = Credentials(token="secret", tls=TlsFiles(tmp_path / "rollout"))
-    async with asyncio.timeout(90), server(credentials=credentials) as (environment, desk, address):
+    async with asyncio.timeout(90), server(credentials=credentials) as (environment, endpoint, address):
         async with client(Guess, address):
-            drawing = episodes(Script(*GAME), environment, desk=desk, retries=0)
+            drawing = episodes(Script(*GAME), environment, endpoint=endpoint, retries=0)
             [drawn] = await drawing.draw(group(), "0", Slot)
             assert drawn.episode is not None
             assert drawn.episode.num_turns == 4
-        with desk.open(1.0) as counter:
-            assert counter.base_url.startswith("https://127.0.0.1:")
-            headers = {"Authorization": f"Bearer {counter.token}"}
+        with endpoint.open(1.0) as inbox:
+            assert inbox.base_url.startswith("https://127.0.0.1:")
+            headers = {"Authorization": f"Bearer {inbox.token}"}
             # A client of agents knows the authority; one that does not, or speaks plain text, gets nothing.
             knowing = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
             async with httpx.AsyncClient(verify=knowing, headers=headers) as http:
-                assert (await http.get(f"{counter.base_url}/models")).status_code == 200
+                assert (await http.get(f"{inbox.base_url}/models")).status_code == 200
             async with httpx.AsyncClient(headers=headers) as http:
                 with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
-                    await http.get(f"{counter.base_url}/models")
+                    await http.get(f"{inbox.base_url}/models")
                 with pytest.raises(httpx.HTTPError):
-                    await http.get(f"{counter.base_url.replace('https', 'http')}/models")
+                    await http.get(f"{inbox.base_url.replace('https', 'http')}/models")
 
 
 async def test_a_limit_ends_the_episode_graded() -> None:
@@ -180,10 +180,10 @@ class Hanging(Guess):
 
 
 async def test_a_client_that_goes_away_costs_an_attempt_and_its_tokens() -> None:
-    async with asyncio.timeout(90), server() as (environment, desk, address):
+    async with asyncio.timeout(90), server() as (environment, endpoint, address):
         engine = Script("first", "second")
         drawing = asyncio.create_task(
-            episodes(engine, environment, desk=desk, retries=2).draw(group(), "0", Slot)
+            episodes(engine, environment, endpoint=endpoint, retries=2).draw(group(), "0", Slot)
         )
         async with client(Hanging, address) as hanging:
             while not engine.requests:  # noqa: ASYNC110 - the engine has no event for it
@@ -210,12 +210,12 @@ async def test_a_refusal_that_ends_no_episode_is_an_error_and_none_of_its_ends(c
 
 async def test_nobody_attaches_in_time() -> None:
     environment = AttachedEnvironment("game", run_id="r", play_s=1.0, wait_s=0.2, is_over=lambda: False)
-    desk = Desk(host="127.0.0.1", tls=None)
-    await desk.start()
+    endpoint = AgentEndpoint(host="127.0.0.1", tls=None)
+    await endpoint.start()
     with pytest.raises(EnvironmentLostError, match="no client is attached"):
-        await episodes(Script("so"), environment, desk=desk, retries=0).draw(group(), "0", Slot)
+        await episodes(Script("so"), environment, endpoint=endpoint, retries=0).draw(group(), "0", Slot)
     await environment.close()
-    await desk.close()
+    await endpoint.close()
 
 
 async def test_another_name_and_no_token_are_refused_and_the_end_of_the_run_ends_clients() -> None:

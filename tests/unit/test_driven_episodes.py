@@ -15,11 +15,11 @@ import pytest
 
 from paceline.core.errors import PacelineError, ProtocolError
 from paceline.core.trajectory import sampled_spans
-from paceline.rollout.episodes.agents import desk as desk_module
+from paceline.rollout.episodes.agents import endpoint as endpoint_module
 from paceline.rollout.episodes.agents.completions import RefusedRequestError, read_request
 from paceline.rollout.episodes.agents.conversation import Conversation
-from paceline.rollout.episodes.agents.desk import Counter, Desk, Question
 from paceline.rollout.episodes.agents.drive import IGNORED
+from paceline.rollout.episodes.agents.endpoint import AgentEndpoint, EpisodeInbox, PendingRequest
 from paceline.rollout.episodes.environment import EnvironmentLostError
 from paceline.rollout.episodes.joiner import Joiner
 from paceline.rollout.episodes.loop import Slot
@@ -88,18 +88,18 @@ async def test_a_stream_says_the_same() -> None:
 
 
 async def test_the_requests_of_an_episode_that_wait_are_bounded() -> None:
-    counter, body = Counter("", "policy", 1.0), b'{"model": "policy", "messages": [{"role": "user"}]}'
+    inbox, body = EpisodeInbox("", "policy", 1.0), b'{"model": "policy", "messages": [{"role": "user"}]}'
 
     def ask() -> Any:
         request = read_request(body, model="policy", temperature=1.0)
-        return counter.ask(Question(request, b"", is_repeated=False))
+        return inbox.ask(PendingRequest(request, b"", is_repeated=False))
 
     waiting = [asyncio.create_task(ask()) for _ in range(64)]
     await asyncio.sleep(0)
     with pytest.raises(RefusedRequestError, match="64 requests wait already") as refused:
         await asyncio.wait_for(ask(), 60)
     assert (refused.value.status, refused.value.code) == (429, "too_many_requests")
-    counter.refuse_all()
+    inbox.refuse_all()
     with pytest.raises(RefusedRequestError, match="over"):
         await asyncio.gather(*waiting)
 
@@ -473,7 +473,7 @@ async def test_requests_are_read_and_tokenized_beside_the_event_loop(monkeypatch
         return read_request(*args, **options)
 
     monkeypatch.setattr(Conversation, "place", placed)
-    monkeypatch.setattr(desk_module, "read_request", read)
+    monkeypatch.setattr(endpoint_module, "read_request", read)
     await play(calculate, Script("so"))
     assert threads
     assert main not in threads
@@ -552,25 +552,25 @@ async def test_every_call_of_an_episode_has_an_id_of_its_own() -> None:
 
 
 async def test_a_token_opens_nothing_once_its_episode_is_over() -> None:
-    desk = Desk(host="127.0.0.1", tls=None)
-    await desk.start()
+    endpoint = AgentEndpoint(host="127.0.0.1", tls=None)
+    await endpoint.start()
     try:
-        with desk.open(1.0) as counter:
-            headers = {"Authorization": f"Bearer {counter.token}"}
-            async with httpx.AsyncClient(base_url=counter.base_url, headers=headers) as http:
+        with endpoint.open(1.0) as inbox:
+            headers = {"Authorization": f"Bearer {inbox.token}"}
+            async with httpx.AsyncClient(base_url=inbox.base_url, headers=headers) as http:
                 assert (await http.get("/models")).status_code == 200
                 waiting = asyncio.create_task(http.post("/chat/completions", json={"messages": [ASK]}))
-                assert await counter.next() is not None
-                counter.close()
+                assert await inbox.next() is not None
+                inbox.close()
                 refused = await http.post("/chat/completions", json={"messages": [ASK]})
                 assert refused.json()["error"]["code"] == "episode_over"
-                counter.refuse_all()
+                inbox.refuse_all()
                 assert (await waiting).json()["error"]["code"] == "episode_over"
-        async with httpx.AsyncClient(base_url=counter.base_url, headers=headers) as http:
+        async with httpx.AsyncClient(base_url=inbox.base_url, headers=headers) as http:
             assert (await http.get("/models")).status_code == 401
             assert (await http.post("/chat/completions", json={"messages": [ASK]})).status_code == 401
     finally:
-        await desk.close()
+        await endpoint.close()
 
 
 async def test_a_run_frees_its_episode_when_the_caller_goes_away_or_another_attempt_comes() -> None:

@@ -19,7 +19,7 @@ from paceline.data.prompts import load_tokenizer, stop_token_ids
 from paceline.rollout.capacity import SamplerLimits
 from paceline.rollout.engines.base import Engine
 from paceline.rollout.engines.registry import start_engine
-from paceline.rollout.episodes.agents.desk import Desk
+from paceline.rollout.episodes.agents.endpoint import AgentEndpoint
 from paceline.rollout.episodes.environments.attached import AttachedEnvironment, EnvironmentGatewayServicer
 from paceline.rollout.episodes.group import Episodes, environment_of, rules_of
 from paceline.rollout.sampler import Sampler
@@ -138,7 +138,7 @@ class RolloutApp:
         )
         self._session.context.defer("environment", environment.close, budget_s=_ENVIRONMENT_SHUTDOWN_S)
         await environment.start()
-        desk = await self._open_desk(config)
+        endpoint = await self._open_endpoint(config)
         if isinstance(environment, AttachedEnvironment):
             self._attached.environment = environment
         return Episodes(
@@ -147,25 +147,25 @@ class RolloutApp:
             rules=rules,
             retries=config.rollout.episode.retries,
             check=check_samples,
-            desk=desk,
+            endpoint=endpoint,
             max_context_tokens=config.rollout.episode.max_context_tokens or engine.kv_cache_tokens,
         )
 
-    async def _open_desk(self, config: RunConfig) -> Desk | None:
+    async def _open_endpoint(self, config: RunConfig) -> AgentEndpoint | None:
         service = config.rollout.environment
         if service is None or not service.is_driven:
             return None
         options = self._session.options
         host = to_bind(options.host)
-        desk = Desk(
+        endpoint = AgentEndpoint(
             host=host,
             port=service.port,
             advertise=to_advertise(host, options.advertise, towards=options.controller),
             tls=Credentials.from_env().tls,
         )
-        self._session.context.defer("desk", desk.close, budget_s=_ENVIRONMENT_SHUTDOWN_S)
-        await desk.start()
-        return desk
+        self._session.context.defer("endpoint", endpoint.close, budget_s=_ENVIRONMENT_SHUTDOWN_S)
+        await endpoint.start()
+        return endpoint
 
     def _reregistered(self) -> None:
         self._session.spawn("forget", self._server.forget())

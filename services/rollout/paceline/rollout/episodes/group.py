@@ -14,8 +14,8 @@ from paceline.core.errors import ModelError
 from paceline.core.trajectory import PromptGroup
 from paceline.data.prompts import Tokenizer
 from paceline.rollout.engines.base import Engine, Sample, SampleRequest
-from paceline.rollout.episodes.agents.desk import Desk
 from paceline.rollout.episodes.agents.drive import Driven, drive_episode
+from paceline.rollout.episodes.agents.endpoint import AgentEndpoint
 from paceline.rollout.episodes.environment import (
     DrivenSession,
     Environment,
@@ -53,7 +53,7 @@ class Episodes:
         rules: of every episode.
         retries: further attempts at an episode whose environment was lost.
         check: raises for samples that must not leave the server.
-        desk: where agents ask that lead their episodes themselves; None: episodes are led here.
+        endpoint: where agents ask that lead their episodes themselves; None: episodes are led here.
         max_context_tokens: of all open episodes together, beyond which the next ones wait; 0: any number.
     """
 
@@ -65,11 +65,11 @@ class Episodes:
         rules: EpisodeRules,
         retries: int,
         check: CheckSamples,
-        desk: Desk | None = None,
+        endpoint: AgentEndpoint | None = None,
         max_context_tokens: int = 0,
     ) -> None:
         self._engine, self._environment, self._rules = engine, environment, rules
-        self._retries, self._check, self._desk = retries, check, desk
+        self._retries, self._check, self._endpoint = retries, check, endpoint
         self._room = Room(max_context_tokens or _UNBOUNDED)
         self._last_attempt = 0
 
@@ -130,7 +130,7 @@ class Episodes:
             place.grow(max(len(request.prompt_token_ids) + len(sample.token_ids) - shared, 0))
             return sample
 
-        if self._desk is None:
+        if self._endpoint is None:
             return await run_episode(
                 group,
                 index,
@@ -141,7 +141,9 @@ class Episodes:
                 serial=serial,
             )
         assert isinstance(session, DrivenSession), "rollout.environment.drives names a service"
-        driven = Driven(desk=self._desk, generate=generate, rules=self._rules, slot=slot, serial=serial)
+        driven = Driven(
+            endpoint=self._endpoint, generate=generate, rules=self._rules, slot=slot, serial=serial
+        )
         return await drive_episode(group, index, session, driven)
 
     async def _generate(self, group: PromptGroup, request: SampleRequest) -> Sample:

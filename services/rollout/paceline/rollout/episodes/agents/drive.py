@@ -2,7 +2,7 @@
 
     open -> run: (request -> tokens -> engine -> calls -> answer) ... -> close -> Draw
 
-Consumes: requests from the desk, the engine. Unblocked by: the session's `run`, which has a deadline; the
+Consumes: requests from the endpoint, the engine. Unblocked by: the session's `run`, which has a deadline; the
 sampler's deadline stands over the episode. Produces: one `Draw`, of one segment or several. Requests are
 answered one after the other; what the agent does meanwhile counts as the time of its tools.
 """
@@ -22,7 +22,7 @@ from paceline.rollout.engines.base import Sample, SampleRequest
 from paceline.rollout.episodes import states
 from paceline.rollout.episodes.agents.completions import ChatAnswer, ChatRequest, RefusedRequestError
 from paceline.rollout.episodes.agents.conversation import AnswerSlot, Conversation
-from paceline.rollout.episodes.agents.desk import Desk, Question
+from paceline.rollout.episodes.agents.endpoint import AgentEndpoint, PendingRequest
 from paceline.rollout.episodes.environment import DrivenSession, EnvironmentLostError
 from paceline.rollout.episodes.joiner import TooManyTokensError
 from paceline.rollout.episodes.loop import EpisodeRules, Generate, Slot, turn_seed
@@ -41,7 +41,7 @@ FINISHED = "finished"
 class Driven:
     """What an episode that is driven needs of the server."""
 
-    desk: Desk
+    endpoint: AgentEndpoint
     generate: Generate
     rules: EpisodeRules
     slot: Slot
@@ -82,14 +82,14 @@ class _Episode:
         with self._driven.slot.paused():
             await self._session.open()
             self._move(states.Opened())
-            with self._driven.desk.open(self._group.sampling.temperature) as counter:
+            with self._driven.endpoint.open(self._group.sampling.temperature) as inbox:
                 running = asyncio.create_task(
-                    self._session.run(counter.base_url, counter.token, counter.model), name="agent"
+                    self._session.run(inbox.base_url, inbox.token, inbox.model), name="agent"
                 )
-                running.add_done_callback(lambda _: counter.close())
+                running.add_done_callback(lambda _: inbox.close())
                 try:
-                    while (question := await counter.next()) is not None:
-                        await self._answer(question)
+                    while (pending := await inbox.next()) is not None:
+                        await self._answer(pending)
                 finally:
                     running.cancel()
                     await asyncio.wait([running])
@@ -117,20 +117,20 @@ class _Episode:
             )
         )
 
-    async def _answer(self, question: Question) -> None:
+    async def _answer(self, pending: PendingRequest) -> None:
         """Answers a question, or refuses it; a question that is asked again gets the first answer."""
-        known = self._answers.get(question.digest) if question.is_repeated else None
+        known = self._answers.get(pending.digest) if pending.is_repeated else None
         if known is not None:
-            question.answer(known)
+            pending.answer(known)
             return
-        self._ignored.update(question.request.ignored)
+        self._ignored.update(pending.request.ignored)
         try:
-            answer = await self._turn(question.request)
+            answer = await self._turn(pending.request)
         except RefusedRequestError as refusal:
-            question.refuse(refusal)
+            pending.refuse(refusal)
             return
-        self._answers[question.digest] = answer
-        question.answer(answer)
+        self._answers[pending.digest] = answer
+        pending.answer(answer)
 
     async def _turn(self, request: ChatRequest) -> ChatAnswer:
         self._check_open()
@@ -204,7 +204,7 @@ class _Episode:
         is_cut = sample.finish_reason is FinishReason.LENGTH
         return ChatAnswer(
             answer_id=f"chatcmpl-{self._group.trajectory_id(self._index)}-{self._standing.num_turns}",
-            model=self._driven.desk.model,
+            model=self._driven.endpoint.model,
             created=int(time.time()),
             content=message.content,
             tool_calls=message.tool_calls,

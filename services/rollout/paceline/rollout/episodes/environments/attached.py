@@ -1,4 +1,4 @@
-"""Environments that have attached to this server: each plays whole episodes and asks at the desk.
+"""Environments that have attached to this server: each plays whole episodes and asks at the endpoint.
 
 An attempt is given to one environment. Where that goes away, the next attempt is given to another.
 """

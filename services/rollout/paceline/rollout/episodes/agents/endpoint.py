@@ -4,8 +4,8 @@
     POST /v1/responses           the same, in OpenAI's other form
     GET  /v1/models              the one model that there is
 
-A token opens the counter of one episode, for as long as that lasts. Answers are made by the episode itself,
-in its own task; what ends the episode ends the questions that wait there.
+A token opens the inbox of one episode, for as long as that lasts. Answers are made by the episode itself,
+in its own task; what ends the episode ends the requests that wait there.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _RETRY_HEADER = "x-stainless-retry-count"
 _IGNORED_HEADER = "x-paceline-ignored"
 
 
-class Question:
+class PendingRequest:
     """A request that waits for its answer.
 
     Attributes:
@@ -71,33 +71,33 @@ class Question:
             self.answered.set_exception(refusal)
 
 
-class Counter:
-    """One episode's place at the desk: its address, its token, and the questions that were asked there."""
+class EpisodeInbox:
+    """One episode's place at the endpoint: its address, its token, and the requests that wait there."""
 
     def __init__(self, base_url: str, model: str, temperature: float) -> None:
         self.base_url, self.model, self.temperature = base_url, model, temperature
         self.token = secrets.token_urlsafe(24)
-        self._questions: asyncio.Queue[Question | None] = asyncio.Queue()
-        self._waiting: set[Question] = set()
+        self._requests: asyncio.Queue[PendingRequest | None] = asyncio.Queue()
+        self._waiting: set[PendingRequest] = set()
         self._is_closed = False
 
-    async def next(self) -> Question | None:
-        """The next question; None when no more are taken."""
-        return await self._questions.get()
+    async def next(self) -> PendingRequest | None:
+        """Returns the next request; None when no more are taken."""
+        return await self._requests.get()
 
     def close(self) -> None:
-        """Takes no more questions."""
+        """Takes no more requests."""
         if not self._is_closed:
             self._is_closed = True
-            self._questions.put_nowait(None)
+            self._requests.put_nowait(None)
 
     def refuse_all(self) -> None:
         """Refuses what still waits."""
         self.close()
-        for question in self._waiting:
-            question.refuse(_over())
+        for pending in self._waiting:
+            pending.refuse(_over())
 
-    async def ask(self, question: Question) -> ChatAnswer:
+    async def ask(self, pending: PendingRequest) -> ChatAnswer:
         """The answer.
 
         Raises:
@@ -107,15 +107,15 @@ class Counter:
             raise _over()
         if len(self._waiting) >= _MAX_WAITING:
             raise RefusedRequestError(429, "too_many_requests", f"{_MAX_WAITING} requests wait already")
-        self._waiting.add(question)
-        self._questions.put_nowait(question)
+        self._waiting.add(pending)
+        self._requests.put_nowait(pending)
         try:
-            return await question.answered
+            return await pending.answered
         finally:
-            self._waiting.discard(question)
+            self._waiting.discard(pending)
 
 
-class Desk:
+class AgentEndpoint:
     """The server for all episodes of a rollout server.
 
     Args:
@@ -130,7 +130,7 @@ class Desk:
     ) -> None:
         self._host, self._port, self._advertise = host, port, advertise or host
         self.model, self._tls = model, tls
-        self._counters: dict[str, Counter] = {}
+        self._inboxes: dict[str, EpisodeInbox] = {}
         self._runner: web.AppRunner | None = None
         self._base_url = ""
 
@@ -159,22 +159,22 @@ class Desk:
         log.info("agents are served at %s", self._base_url)
 
     async def close(self) -> None:
-        """Stops listening; questions that wait are refused."""
-        for counter in list(self._counters.values()):
-            counter.refuse_all()
+        """Stops listening; requests that wait are refused."""
+        for inbox in list(self._inboxes.values()):
+            inbox.refuse_all()
         if self._runner is not None:
             await self._runner.cleanup()
 
     @contextlib.contextmanager
-    def open(self, temperature: float) -> Iterator[Counter]:
-        """A counter for an episode that samples at this temperature."""
-        counter = Counter(self._base_url, self.model, temperature)
-        self._counters[counter.token] = counter
+    def open(self, temperature: float) -> Iterator[EpisodeInbox]:
+        """Opens an inbox for an episode that samples at this temperature."""
+        inbox = EpisodeInbox(self._base_url, self.model, temperature)
+        self._inboxes[inbox.token] = inbox
         try:
-            yield counter
+            yield inbox
         finally:
-            del self._counters[counter.token]
-            counter.refuse_all()
+            del self._inboxes[inbox.token]
+            inbox.refuse_all()
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         return await self._answer(request, as_it_is, completion, events)
@@ -194,13 +194,13 @@ class Desk:
     ) -> web.StreamResponse:
         """Answers a request in one of the forms."""
         try:
-            counter, data = self._counter_of(request), await _body(request)
+            inbox, data = self._inbox_of(request), await _body(request)
             asked = await in_thread(
-                read_request, data, model=self.model, temperature=counter.temperature, to_chat=to_chat
+                read_request, data, model=self.model, temperature=inbox.temperature, to_chat=to_chat
             )
             digest = hashlib.blake2b(data, digest_size=16).digest()
             is_repeated = request.headers.get(_RETRY_HEADER, "0") != "0"
-            answer = await counter.ask(Question(asked, digest, is_repeated=is_repeated))
+            answer = await inbox.ask(PendingRequest(asked, digest, is_repeated=is_repeated))
         except RefusedRequestError as refusal:
             log.debug("a request was refused: %s", refusal)
             return web.json_response(refusal.body(), status=refusal.status)
@@ -215,7 +215,7 @@ class Desk:
 
     async def _models(self, request: web.Request) -> web.Response:
         try:
-            self._counter_of(request)
+            self._inbox_of(request)
         except RefusedRequestError as refusal:
             return web.json_response(refusal.body(), status=refusal.status)
         model = {"id": self.model, "object": "model", "created": 0, "owned_by": "paceline"}
@@ -223,14 +223,14 @@ class Desk:
             text=json.dumps({"object": "list", "data": [model]}), content_type="application/json"
         )
 
-    def _counter_of(self, request: web.Request) -> Counter:
+    def _inbox_of(self, request: web.Request) -> EpisodeInbox:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-        counter = self._counters.get(token.strip())
-        if scheme.lower() != "bearer" or counter is None:
+        inbox = self._inboxes.get(token.strip())
+        if scheme.lower() != "bearer" or inbox is None:
             raise RefusedRequestError(
                 401, "invalid_api_key", "the api key is none of an episode that is open here"
             )
-        return counter
+        return inbox
 
 
 async def _body(request: web.Request) -> bytes:
