@@ -16,20 +16,22 @@ def write_run(folder: Path, *, num_steps: int) -> Path:
     draw = random.Random(5)
     folder.mkdir(parents=True)
     lines: list[dict[str, float | int | None]] = [{"step": 0, "val/reward/mean": 0.31}]
-    lines += [_metrics(step, num_steps, draw) for step in range(1, num_steps + 1)]
+    lines += [metrics_of(step, num_steps, draw) for step in range(1, num_steps + 1)]
     lines[-1]["val/reward/mean"] = 0.92
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in _events()))
     (folder / "config.resolved.yaml").write_text(
         "trainer:\n  total_steps: 60\nbroker:\n  url: redis://:hunter2@10.0.0.1:6379/0\n"
     )
-    (folder / "spans.jsonl").write_text("".join(json.dumps(span) + "\n" for span in _spans(num_steps)))
+    spans = [span for step in range(1, num_steps + 1) for span in spans_of(step)]
+    (folder / "spans.jsonl").write_text("".join(json.dumps(span) + "\n" for span in spans))
     for name, step in (("step", 1), ("step", num_steps), ("val", num_steps)):
         _trajectories(folder / "trajectories", name, step, draw)
     return folder
 
 
-def _metrics(step: int, num_steps: int, draw: random.Random) -> dict[str, float | int | None]:
+def metrics_of(step: int, num_steps: int, draw: random.Random) -> dict[str, float | int | None]:
+    """The metrics of a step."""
     done = step / num_steps
     seconds = {
         "gen": 1.4 + draw.random() * 0.3,
@@ -108,29 +110,27 @@ def _fleet() -> list[dict[str, object]]:
     return [*events, {"event": "commit", "version": 60, "servers": ["rollout-0"]}]
 
 
-def _spans(num_steps: int) -> list[dict[str, object]]:
-    """A trace for each step."""
-    spans: list[dict[str, object]] = []
-    for step in range(1, num_steps + 1):
-        for instance, name, start, seconds in (
-            ("controller", "collect", 0.0, 1.4),
-            ("rollout-0", "rollout.generate", 0.1, 1.2),
-            ("learner-0", "learner.train_step", 1.5, 2.4),
-            ("controller", "step", 0.0, 4.0),
-        ):
-            spans.append(
-                {
-                    "service": f"paceline.{instance.partition('-')[0]}",
-                    "instance": instance,
-                    "name": name,
-                    "trace_id": f"{step:032x}",
-                    "span_id": f"{len(spans):016x}",
-                    "start_s": 1_700_000_000.0 + 5 * step + start,
-                    "duration_s": seconds,
-                    "attributes": {"paceline.step": step} if name == "step" else {},
-                }
-            )
-    return spans
+def spans_of(step: int) -> list[dict[str, object]]:
+    """The trace of a step."""
+    parts = (
+        ("controller", "collect", 0.0, 1.4),
+        ("rollout-0", "rollout.generate", 0.1, 1.2),
+        ("learner-0", "learner.train_step", 1.5, 2.4),
+        ("controller", "step", 0.0, 4.0),
+    )
+    return [
+        {
+            "service": f"paceline.{instance.partition('-')[0]}",
+            "instance": instance,
+            "name": name,
+            "trace_id": f"{step:032x}",
+            "span_id": f"{(step - 1) * len(parts) + number:016x}",
+            "start_s": 1_700_000_000.0 + 5 * step + start,
+            "duration_s": seconds,
+            "attributes": {"paceline.step": step} if name == "step" else {},
+        }
+        for number, (instance, name, start, seconds) in enumerate(parts)
+    ]
 
 
 def _fired(
