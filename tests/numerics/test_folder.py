@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,9 +27,11 @@ from paceline.learner.model.loading import (
     stored_tensors,
 )
 from paceline.learner.model.self_test import check_models
+from paceline.storage.weight_files import INDEX
 from paceline.weights import corrections
 from support.architectures import tiny_config
 from support.learner_fakes import run_config
+from support.source import ROOT
 
 pytestmark = pytest.mark.torch
 
@@ -161,7 +164,7 @@ def test_a_quantised_model_is_refused_by_all_that_load_one(ranks: Ranks, tmp_pat
     (config.setdefault(part, {}) if part else config)["quantization_config"] = {"quant_method": "fp8"}
     (folder / "config.json").write_text(json.dumps(config))
     for load in LOADS:
-        with pytest.raises(ModelError, match=r"is quantised: .*\(fp8\)\. .*bfloat16 copy.*fp8_cast_bf16"):
+        with pytest.raises(ModelError, match=r"is quantised: .*\(fp8\)\. .*bfloat16 copy.*docs/models.md"):
             load(folder, ranks)
 
 
@@ -185,6 +188,56 @@ def test_a_tensor_of_another_type_is_refused(ranks: Ranks, tmp_path: Path, dtype
             load(folder, ranks)
     half = changed_folder(tmp_path / "half", **{name: values.half()})
     assert torch.equal(dict(stored_tensors(half))[name], values.half())
+
+
+def to_block_fp8(folder: Path, rows: int, columns: int) -> dict[str, Tensor]:
+    """Stores projections in block FP8, their scales in another file; returns the numbers that are meant."""
+    plain = stored(folder)
+    first: dict[str, Tensor] = {}
+    second: dict[str, Tensor] = {}
+    for name, tensor in plain.items():
+        if "_proj" not in name:
+            first[name] = tensor
+            continue
+        number = (-(-tensor.shape[0] // rows), -(-tensor.shape[1] // columns))
+        scale = torch.rand(number, generator=torch.Generator().manual_seed(1)) + 0.5
+        blocks = torch.kron(scale, torch.ones(rows, columns))[: tensor.shape[0], : tensor.shape[1]]
+        second[name], first[f"{name}_scale_inv"] = (tensor.float() / blocks).to(torch.float8_e4m3fn), scale
+        plain[name] = (second[name].float() * blocks).bfloat16()
+    names = dict.fromkeys(first, "a.safetensors") | dict.fromkeys(second, "b.safetensors")
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    save_file(first, folder / "a.safetensors")
+    save_file(second, folder / "b.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": names}))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [rows, columns]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return plain
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "deepseek_v3"])
+def test_the_program_of_the_docs_makes_a_bfloat16_copy_of_block_fp8(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder, copy = changed_folder(Path("MODEL"), kind), Path("COPY")
+    (folder / "tokenizer.json").write_text("{}")
+    # Blocks at the edges are cut off.
+    expected = to_block_fp8(folder, 24, 40)
+    with pytest.raises(ModelError, match="is quantised"):
+        load_policy(folder, ranks, FLOAT32)
+    program = re.search(
+        r"## Quantised checkpoints.*?```python\n(.*?)```", (ROOT / "docs/models.md").read_text(), re.DOTALL
+    )
+    assert program is not None
+    exec(program[1], {})
+    load_policy(copy, ranks, FLOAT32)
+    copied = stored(copy)
+    assert copied.keys() == expected.keys()
+    for name, tensor in copied.items():
+        assert torch.equal(tensor, expected[name]), name
+    assert (copy / "tokenizer.json").read_text() == "{}"
 
 
 UNREAD = ("model.layers.0.self_attn.q_proj.bias", "model.layers.9.mlp.up_proj.weight", "model.extra")

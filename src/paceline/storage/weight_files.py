@@ -15,9 +15,7 @@ _STORED = ("F32", "BF16", "F16")
 _QUANTISED = ("quantization_config", "compression_config")
 _WAY_OUT = (
     "Its numbers are right only together with scales, which Paceline does not read. Make a bfloat16 copy and "
-    "set the path to it; docs/models.md, Quantised checkpoints, has the commands: DeepSeek-V3's "
-    "inference/fp8_cast_bf16.py, or transformers' from_pretrained(FOLDER, dtype='bfloat16', "
-    "quantization_config=FineGrainedFP8Config(dequantize=True)).save_pretrained(COPY)"
+    "set the path to it; docs/models.md, Quantised checkpoints, has a program that makes one of block FP8"
 )
 
 
