@@ -243,6 +243,47 @@ def test_the_critic_alone_learns_during_its_warm_up(model: Path, ranks: Ranks) -
     assert "actor/pg_loss" in numbers(take_step(learner, 2))
 
 
+GRPO = {"adv_estimator": "grpo", **WITHOUT_CRITIC}
+
+
+def test_values_at_the_edge_of_an_optimizer_and_a_warm_up_without_a_critic(model: Path, ranks: Ranks) -> None:
+    """With a first beta of 0 the average is the last gradient."""
+    optim = {"lr": 1e-3, "betas": [0.0, 0.999]}
+    config = run_config(
+        model, algorithm=GRPO, actor={"optim": optim, "ppo_mini_batch_size": 8}, critic={"warmup": 9}
+    )
+    learner = Learner.build(config, ranks)
+    first, second = train(learner, 1, 2)
+    assert {"actor/pg_loss", "actor/grad_norm"} <= first.keys()
+    state: dict[str, Any] = learner.actor.optimizer.state()
+    averages = [average.full_tensor() for name, average in state.items() if name.endswith(".exp_avg")]
+    norm = float(torch.stack([average.square().sum() for average in averages]).sum().sqrt())
+    assert norm == pytest.approx(min(1.0, second["actor/grad_norm"]), rel=1e-4)
+
+
+def test_values_at_the_edge_of_an_aggregation_constant(model: Path, ranks: Ranks) -> None:
+    def loss(**actor: Any) -> float:
+        actor |= {"loss_agg_mode": "seq-mean-token-sum-norm", "ppo_mini_batch_size": 8}
+        config = run_config(model, algorithm=GRPO, actor=actor)
+        return numbers(take_step(Learner.build(config, ranks), 1))["actor/pg_loss"]
+
+    # The longest response allowed has 8 tokens.
+    assert loss(loss_agg_constant=100) == pytest.approx(loss() * 8 / 100, rel=1e-5)
+
+
+def test_values_at_the_edge_of_how_many_samples_are_compared(model: Path, ranks: Ranks) -> None:
+    """Single samples teach without a group; of two, each is the best or the worst, so all are drawn alike."""
+    algorithm = {"adv_estimator": "reinforce_plus_plus", **WITHOUT_CRITIC}
+    learner = Learner.build(run_config(model, algorithm=algorithm, rollout={"n": 1}), ranks)
+    assert numbers(take_step(learner, 1, num_samples=1))["actor/grad_norm"] > 0.1
+    steps = []
+    for resample in ({"method": "max_min"}, {"method": "pow", "power": 0.0}):
+        config = run_config(model, algorithm=GRPO | {"resample": resample}, rollout={"n": 2})
+        steps.append(numbers(take_step(Learner.build(config, ranks), 1, num_samples=2)))
+    assert steps[0] == steps[1]
+    assert 1 / 16 < steps[0]["resample/distinct_share"] < 1
+
+
 def test_an_update_that_is_not_finite_is_skipped_counted_and_reported(
     model: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,6 +40,13 @@ def test_ppo_clip():
     )
 
 
+def test_ppo_clip_with_a_range_of_one_has_no_bound_below():
+    ratios = [math.log(x) for x in (0.01, 1.9, 2.1, 0.01, 1.9, 2.1)]
+    loss, gradient, _ = run(policy_losses.ppo_clip, ratios, [1.0] * 3 + [-1.0] * 3, 1.0, 1.0)
+    assert loss == pytest.approx([-0.01, -1.9, -2.0, 0.01, 1.9, 2.1])
+    assert gradient == pytest.approx([-0.01, -1.9, 0.0, 0.01, 1.9, 2.1])
+
+
 def test_ppo_clip_with_dual_clip_bounds_a_negative_advantage():
     loss, gradient, metrics = run(policy_losses.ppo_clip, RATIOS, [1.0, -1.0, 1.0, -1.0], 0.2, 0.2, 3.0)
     assert loss == pytest.approx([-1.2, 0.8, -1.1, 3.0])

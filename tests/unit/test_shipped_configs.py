@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -146,19 +147,45 @@ def test_bad_values_are_named_with_what_to_write(tmp_path: Path, override: str, 
     assert said in str(caught.value)
 
 
-def test_values_at_the_edge_of_what_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("overrides", "read", "expected"),
+    [
+        (
+            "actor.clip_ratio=1",
+            lambda c: c.actor.loss_arguments,
+            {"clip_low": 1.0, "clip_high": 1.0, "dual_clip_c": 3.0},
+        ),
+        ("actor.optim.betas=[0,0.999]", lambda c: c.actor.optim.betas, (0.0, 0.999)),
+        (
+            "actor.loss_agg_constant=100 actor.loss_agg_mode=seq-mean-token-sum-norm",
+            lambda c: (c.actor.aggregation, c.actor.loss_agg_constant),
+            ("seq-mean-token-sum-norm", 100.0),
+        ),
+        (
+            "algorithm.adv_estimator=gae critic.warmup=1 trainer.total_steps=2",
+            lambda c: (c.needs_critic, c.trainer.total_steps - c.critic.warmup),
+            (True, 1),
+        ),
+        ("critic.warmup=9", lambda c: (c.needs_critic, c.critic.warmup), (False, 9)),
+        (
+            "algorithm.adv_estimator=reinforce_plus_plus rollout.n=1",
+            lambda c: (c.algorithm.adv_estimator, c.rollout.n, c.needs_critic),
+            ("reinforce_plus_plus", 1, False),
+        ),
+        (
+            "algorithm.adv_estimator=grpo rollout.n=2 algorithm.resample.method=max_min",
+            lambda c: (c.rollout.n, c.algorithm.resample.method),
+            (2, "max_min"),
+        ),
+    ],
+)
+def test_values_at_the_edge_of_what_is_refused(
+    tmp_path: Path, overrides: str, read: Callable[[RunConfig], object], expected: object
+) -> None:
+    """What they do in a step: tests/numerics/test_learner_step.py, test_values_at_the_edge_*."""
     file = tmp_path / "c.yaml"
     file.write_text(yaml.safe_dump(MINIMAL))
-    for overrides in (
-        ["actor.clip_ratio=1"],
-        ["actor.optim.betas=[0, 0.999]"],
-        ["actor.loss_agg_constant=100", "actor.loss_agg_mode=seq-mean-token-sum-norm"],
-        ["algorithm.adv_estimator=gae", "critic.warmup=1", "trainer.total_steps=2"],
-        ["critic.warmup=9"],  # of a critic that this run has not
-        ["algorithm.adv_estimator=reinforce_plus_plus", "rollout.n=1"],
-        ["algorithm.adv_estimator=grpo", "rollout.n=2", "algorithm.resample.method=max_min"],
-    ):
-        load(RunConfig, file, overrides)
+    assert read(load(RunConfig, file, overrides.split(" "))) == expected
 
 
 @pytest.mark.parametrize(
