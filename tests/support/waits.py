@@ -155,7 +155,7 @@ NEEDLESS: dict[str, str] = {
     "paceline.controller.batch.tasks:_ask: environment_pb2_grpc.EnvironmentServiceStub(channel).Tasks": (
         "named here and called two lines later, with a deadline"
     ),
-    "paceline.rollout.episodes.room:Room.entered: entered.wait": "each group has a deadline",
+    "paceline.rollout.episodes.admission:AdmissionControl.entered: entered.wait": "each group has a deadline",
     "paceline.rollout.capacity:Capacity.wait_for_room: self._changed.wait": (
         "room comes when a group ends, and each group has a deadline"
     ),

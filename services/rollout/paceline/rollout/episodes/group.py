@@ -14,6 +14,7 @@ from paceline.core.errors import ModelError
 from paceline.core.trajectory import PromptGroup
 from paceline.data.prompts import Tokenizer
 from paceline.rollout.engines.base import Engine, Sample, SampleRequest
+from paceline.rollout.episodes.admission import AdmissionControl, AdmittedConversation
 from paceline.rollout.episodes.agents.drive import Driven, drive_episode
 from paceline.rollout.episodes.agents.endpoint import AgentEndpoint
 from paceline.rollout.episodes.environment import (
@@ -28,7 +29,6 @@ from paceline.rollout.episodes.environments.remote import RemoteEnvironment, Rem
 from paceline.rollout.episodes.joiner import Joiner
 from paceline.rollout.episodes.loop import EpisodeRules, Slot, run_episode
 from paceline.rollout.episodes.recorder import Draw
-from paceline.rollout.episodes.room import Place, Room
 from paceline.rollout.episodes.states import EpisodeLimits
 from paceline.rollout.episodes.tools import calls
 from paceline.rollout.episodes.tools.tool_pool import ToolLimits, ToolPool
@@ -70,13 +70,13 @@ class Episodes:
     ) -> None:
         self._engine, self._environment, self._rules = engine, environment, rules
         self._retries, self._check, self._endpoint = retries, check, endpoint
-        self._room = Room(max_context_tokens or _UNBOUNDED)
+        self._admission = AdmissionControl(max_context_tokens or _UNBOUNDED)
         self._last_attempt = 0
 
     @property
     def is_full(self) -> bool:
         """Whether episodes wait for others to end: the KV cache has no room for them."""
-        return self._room.is_full
+        return self._admission.is_full
 
     async def draw(self, group: PromptGroup, serial: str, slots: Callable[[], Slot]) -> list[Draw]:
         """All episodes of a group, in the order of its seeds; cancelling it abandons them.
@@ -103,14 +103,16 @@ class Episodes:
     async def _episode(self, group: PromptGroup, index: int, serial: str, slot: Slot) -> Draw:
         # The samples of a group share their prompt's keys and values: it counts with the first.
         own = len(group.prompt_token_ids) if index == 0 else 0
-        async with self._room.entered(own + self._rules.limits.max_turn_tokens) as place:
-            return await self._attempts(group, index, serial, slot, place)
+        async with self._admission.entered(own + self._rules.limits.max_turn_tokens) as admitted:
+            return await self._attempts(group, index, serial, slot, admitted)
 
-    async def _attempts(self, group: PromptGroup, index: int, serial: str, slot: Slot, place: Place) -> Draw:
+    async def _attempts(
+        self, group: PromptGroup, index: int, serial: str, slot: Slot, admitted: AdmittedConversation
+    ) -> Draw:
         for retry in itertools.count():
             session = self._environment.session(self._task(group, index))
             try:
-                drawn = await self._run(group, index, session, slot, f"{serial}.{retry}", place)
+                drawn = await self._run(group, index, session, slot, f"{serial}.{retry}", admitted)
                 slot.end()
                 return drawn
             except EnvironmentLostError as error:
@@ -122,12 +124,18 @@ class Episodes:
         raise AssertionError("the last attempt returns or raises")
 
     async def _run(
-        self, group: PromptGroup, index: int, session: Session, slot: Slot, serial: str, place: Place
+        self,
+        group: PromptGroup,
+        index: int,
+        session: Session,
+        slot: Slot,
+        serial: str,
+        admitted: AdmittedConversation,
     ) -> Draw:
         async def generate(request: SampleRequest) -> Sample:
             sample = await self._generate(group, request)
             shared = len(group.prompt_token_ids) if index else 0
-            place.grow(max(len(request.prompt_token_ids) + len(sample.token_ids) - shared, 0))
+            admitted.grow(max(len(request.prompt_token_ids) + len(sample.token_ids) - shared, 0))
             return sample
 
         if self._endpoint is None:

@@ -63,18 +63,18 @@ class Ledger:
         return entered
 
 
-class Place:
-    """A conversation that is in."""
+class AdmittedConversation:
+    """Stands for a conversation that is in."""
 
-    def __init__(self, room: Room, key: int) -> None:
-        self._room, self._key = room, key
+    def __init__(self, admission: AdmissionControl, key: int) -> None:
+        self._admission, self._key = admission, key
 
     def grow(self, num_tokens: int) -> None:
         """It has so many tokens now."""
-        self._room.grow(self._key, num_tokens)
+        self._admission.grow(self._key, num_tokens)
 
 
-class Room:
+class AdmissionControl:
     """A `Ledger` whose conversations wait.
 
     Args:
@@ -92,8 +92,8 @@ class Room:
         return self._ledger.num_waiting > 0
 
     @contextlib.asynccontextmanager
-    async def entered(self, num_tokens: int) -> AsyncIterator[Place]:
-        """A place for a conversation, for the duration; the caller's deadline bounds the wait.
+    async def entered(self, num_tokens: int) -> AsyncIterator[AdmittedConversation]:
+        """Admits a conversation for the duration; the caller's deadline bounds the wait.
 
         Args:
             num_tokens: of its prompt and the longest first answer.
@@ -104,7 +104,7 @@ class Room:
         try:
             self._call(self._ledger.ask(key, num_tokens))
             await entered.wait()
-            yield Place(self, key)
+            yield AdmittedConversation(self, key)
         finally:
             del self._entered[key]
             self._call(self._ledger.leave(key))

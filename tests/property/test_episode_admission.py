@@ -1,4 +1,4 @@
-"""The room for conversations over any sequence of events: in order, never too many, and all can end."""
+"""Admission of conversations over any sequence of events: in order, never too many, and all can end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.rollout.episodes.room import Ledger
+from paceline.rollout.episodes.admission import Ledger
 
 CAPACITY = 100
 events = st.lists(
