@@ -14,7 +14,7 @@ import numpy as np
 from paceline.broker import names
 from paceline.broker.base import Broker, Outgoing
 from paceline.broker.mailbox import Mailbox
-from paceline.controller.fleet.clients import LearnerWeights, Room
+from paceline.controller.fleet.clients import FreedMemory, LearnerWeights
 from paceline.controller.fleet.membership import Member
 from paceline.controller.verify.digests import digest_of
 from paceline.core.errors import (
@@ -173,11 +173,13 @@ class FakeLearner:
     async def leave(self, member: Member, *, epoch: int) -> None:
         self.services.calls.append(f"leave {member.member_id} e{epoch}")
 
-    async def free(self, member: Member, parts: Sequence[EnginePart], engine_bytes: int) -> Room:
+    async def free(self, member: Member, parts: Sequence[EnginePart], engine_bytes: int) -> FreedMemory:
         self.services.engine_bytes.append(engine_bytes)
         self.services.calls.append(" ".join(["free", *(part.value for part in parts)]))
         is_enough = not parts or self.services.has_room
-        return Room(freed_bytes=0 if parts and self.services.has_room else 1 << 30, is_enough=is_enough)
+        return FreedMemory(
+            freed_bytes=0 if parts and self.services.has_room else 1 << 30, is_enough=is_enough
+        )
 
     async def train(self, member: Member, order: TrainOrder) -> TrainResult:
         key = (order.step, order.digest)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.controller.fleet.clients import Room
+from paceline.controller.fleet.clients import FreedMemory
 from paceline.controller.fleet.membership import Member
 from paceline.controller.fleet.turns import KINDS, Turn
 from paceline.core.errors import DeadlineError, PeerLostError
@@ -304,7 +304,7 @@ async def test_a_learner_that_does_not_free_its_memory_holds_up_nobody_once_it_i
     async with run(tmp_path, **TURNS) as it:
         await it.enlist_all()
 
-        async def free(member: Any, parts: Any, engine_bytes: int) -> Room:
+        async def free(member: Any, parts: Any, engine_bytes: int) -> FreedMemory:
             if is_lost:
                 await it.supervisor.expel(member, "killed")
                 raise PeerLostError("learner is gone", peer="learner")

@@ -148,7 +148,7 @@ class _Timeouts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Room:
+class FreedMemory:
     """What the learner's ranks gave back, in bytes, and whether a whole engine has room beside them now."""
 
     freed_bytes: int
@@ -228,7 +228,7 @@ class LearnerClient:
             phase="FORMING",
         )
 
-    async def free(self, member: Member, parts: Sequence[EnginePart], engine_bytes: int) -> Room:
+    async def free(self, member: Member, parts: Sequence[EnginePart], engine_bytes: int) -> FreedMemory:
         """Makes every rank give back the GPU memory that it only caches.
 
         Args:
@@ -244,7 +244,7 @@ class LearnerClient:
             timeout_s=self._timeouts.quick,
             phase="TURN",
         )
-        return Room(freed_bytes=reply.freed_bytes, is_enough=reply.has_room)
+        return FreedMemory(freed_bytes=reply.freed_bytes, is_enough=reply.has_room)
 
     async def train(self, member: Member, order: TrainOrder) -> TrainResult:
         """Makes the learner train one step."""
