@@ -20,7 +20,7 @@ from torch._dynamo.exc import TorchDynamoException
 from paceline.config.run import RunConfig
 from paceline.core.errors import NumericsError
 from paceline.learner.batch.types import PackedSequences
-from paceline.learner.distributed.engine_room import GpuMemory
+from paceline.learner.distributed.engine_memory import GpuMemory
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model import compiling
 from paceline.learner.model.networks import body_of, decoder_layers

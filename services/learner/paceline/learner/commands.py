@@ -22,7 +22,13 @@ from paceline.learner.checkpoint.load import roll_back
 from paceline.learner.checkpoint.write import CheckpointWriter
 from paceline.learner.distributed.collectives import CommandError, attempt, gather_bytes
 from paceline.learner.distributed.command_loop import Arguments, Handler
-from paceline.learner.distributed.engine_room import EngineSize, GpuMemory, RoomMade, leave_room, make_room
+from paceline.learner.distributed.engine_memory import (
+    EngineSize,
+    GpuMemory,
+    ReleasedMemory,
+    release_if_short,
+    release_memory,
+)
 from paceline.learner.distributed.publisher import WeightPublisher
 from paceline.learner.model.loading import as_fsdp
 from paceline.learner.model.lora import with_adapters
@@ -185,7 +191,7 @@ class Commands:
             receipt = attempt(learner.ranks, lambda: self._publisher.publish(version, timeout_s=timeout_s))
         if learner.config.rollout.sleep != "always":
             # Where engines sleep, the controller orders it when they wake.
-            leave_room(self._memory)
+            release_if_short(self._memory)
         # Rank 0's report is large and already where it is needed, so it is not gathered.
         numbers = gather_bytes(dataclasses.replace(receipt, reports=()).to_bytes(), learner.ranks)
         merged = PushReceipt.merge([PushReceipt.from_bytes(data) for data in numbers])
@@ -195,7 +201,7 @@ class Commands:
         """Frees gathered parameters: the publisher reads the language model inside the sharded network."""
         as_fsdp(self._learner.actor.network).reshard()
 
-    def _free(self, arguments: Arguments) -> RoomMade:
+    def _free(self, arguments: Arguments) -> ReleasedMemory:
         """Makes room for parts of an engine on this rank's GPU."""
         self._reshard()
         learner = self._learner
@@ -205,7 +211,7 @@ class Commands:
             return EngineSize.of(learner.config, num_weights, gpu_bytes, arguments["engine_bytes"])
 
         parts = [EnginePart(word) for word in arguments["parts"]]
-        return make_room(parts, size, self._memory, learner.ranks)
+        return release_memory(parts, size, self._memory, learner.ranks)
 
     def _leave(self, arguments: Arguments) -> None:
         attempt(self._learner.ranks, self._publisher.leave)

@@ -23,7 +23,7 @@ from paceline.core.training import TrainResult
 from paceline.learner import commands
 from paceline.learner.commands import Description
 from paceline.learner.distributed.command_loop import CommandQueue
-from paceline.learner.distributed.engine_room import RoomMade
+from paceline.learner.distributed.engine_memory import ReleasedMemory
 from paceline.rpc.v1 import learner_pb2, learner_pb2_grpc
 from paceline.service.observability import telemetry
 from paceline.weights.digest.agreement import format_digest, model_digest
@@ -153,7 +153,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
     ) -> learner_pb2.FreeMemoryResponse:
         """Gives back GPU memory that is only cached, where it lacks; a step that still trains goes first."""
         arguments = {"parts": list(request.parts), "engine_bytes": request.engine_bytes}
-        made: RoomMade = await self._run(commands.FREE, arguments)
+        made: ReleasedMemory = await self._run(commands.FREE, arguments)
         return learner_pb2.FreeMemoryResponse(freed_bytes=made.freed_bytes, has_room=made.has_room)
 
     async def AbandonPush(

@@ -19,7 +19,7 @@ from paceline.config.run import RunConfig
 from paceline.learner.batch.pack import pack
 from paceline.learner.batch.plan import effective_budget
 from paceline.learner.batch.types import MicroBatch, PackedRow
-from paceline.learner.distributed.engine_room import GpuMemory
+from paceline.learner.distributed.engine_memory import GpuMemory
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.compiling import TOKEN_MULTIPLE
 from paceline.learner.model.experts import recorded_choices, routers

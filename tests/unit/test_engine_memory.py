@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from paceline.core.members import EnginePart
-from paceline.learner.distributed import engine_room
-from paceline.learner.distributed.engine_room import (
+from paceline.learner.distributed import engine_memory
+from paceline.learner.distributed.engine_memory import (
     MARGIN,
     MEASURED_MARGIN,
     EngineSize,
     GpuMemory,
-    RoomMade,
-    leave_room,
-    make_room,
+    ReleasedMemory,
+    release_if_short,
+    release_memory,
 )
 from paceline.learner.distributed.ranks import Ranks
 from support.cli_configs import config
@@ -72,8 +72,8 @@ def test_memory_is_given_back_where_it_lacks(
     ranks: Ranks, parts: tuple[EnginePart, ...], free: int, freed: int, has_room: bool
 ) -> None:
     gpu = Gpu(free)
-    made = make_room(parts, lambda total: EngineSize(weights=total // 10, kv_cache=20 * GIB), gpu, ranks)
-    assert made == RoomMade(freed_bytes=freed * GIB, has_room=has_room)
+    made = release_memory(parts, lambda total: EngineSize(weights=total // 10, kv_cache=20 * GIB), gpu, ranks)
+    assert made == ReleasedMemory(freed_bytes=freed * GIB, has_room=has_room)
     assert gpu.gave_back == (freed > 0)
 
 
@@ -86,11 +86,11 @@ def test_an_engine_has_room_where_all_ranks_have_it(
     def gather(own: bytes, _: Ranks) -> list[bytes]:
         return [own, *(json.dumps([5, has_room]).encode() for has_room in others)]
 
-    monkeypatch.setattr(engine_room, "gather_bytes", gather)
+    monkeypatch.setattr(engine_memory, "gather_bytes", gather)
     size = EngineSize(weights=10 * GIB, kv_cache=20 * GIB)
     for free, own in ((90 * GIB, True), (10 * GIB + MARGIN, False)):
-        made = make_room((WEIGHTS,), lambda _: size, Gpu(free), ranks)
-        assert made == RoomMade(freed_bytes=10, has_room=own and others == (True, True))
+        made = release_memory((WEIGHTS,), lambda _: size, Gpu(free), ranks)
+        assert made == ReleasedMemory(freed_bytes=10, has_room=own and others == (True, True))
 
 
 def test_what_an_engine_takes_meanwhile_does_not_count(ranks: Ranks) -> None:
@@ -102,7 +102,8 @@ def test_what_an_engine_takes_meanwhile_does_not_count(ranks: Ranks) -> None:
 
     gpu = Shared(60 * GIB)
     assert (
-        make_room((), lambda total: EngineSize(weights=total, kv_cache=0), gpu, ranks).freed_bytes == 40 * GIB
+        release_memory((), lambda total: EngineSize(weights=total, kv_cache=0), gpu, ranks).freed_bytes
+        == 40 * GIB
     )
 
 
@@ -116,7 +117,7 @@ def test_what_an_engine_takes_meanwhile_does_not_count(ranks: Ranks) -> None:
 )
 def test_an_engine_that_is_awake_can_allocate(free: int, of_others: int, gives_back: bool) -> None:
     gpu = Gpu(free, of_others)
-    leave_room(gpu)
+    release_if_short(gpu)
     assert gpu.gave_back == gives_back
 
 
@@ -144,13 +145,13 @@ def test_an_engine_that_was_seen_to_take_less_than_planned_needs_less(ranks: Ran
         27 * GIB + MEASURED_MARGIN,
     ]
     gpu = Gpu(28 * GIB)
-    planned = make_room((WEIGHTS,), lambda total: EngineSize.of(given, 7 * GIB, total), gpu, ranks)
-    seen = make_room((WEIGHTS,), lambda _: measured, gpu, ranks)
+    planned = release_memory((WEIGHTS,), lambda total: EngineSize.of(given, 7 * GIB, total), gpu, ranks)
+    seen = release_memory((WEIGHTS,), lambda _: measured, gpu, ranks)
     assert (planned.has_room, seen.has_room, gpu.gave_back) == (False, True, 0)
     assert EngineSize.of(given, 7 * GIB, 100 * GIB, 9 * GIB).kv_cache == 0
 
 
 def test_on_a_cpu_there_is_room(ranks: Ranks) -> None:
     memory = GpuMemory(torch.device("cpu"))
-    made = make_room((CACHE,), lambda total: EngineSize(weights=1, kv_cache=total), memory, ranks)
-    assert made == RoomMade(freed_bytes=0, has_room=True)
+    made = release_memory((CACHE,), lambda total: EngineSize(weights=1, kv_cache=total), memory, ranks)
+    assert made == ReleasedMemory(freed_bytes=0, has_room=True)

@@ -23,8 +23,8 @@ MEASURED_MARGIN = 512 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RoomMade:
-    """What `make_room` did, on all ranks: bytes given back, and whether a whole engine has room now."""
+class ReleasedMemory:
+    """What `release_memory` did, on all ranks: bytes given back, and whether a whole engine has room now."""
 
     freed_bytes: int
     has_room: bool
@@ -98,9 +98,9 @@ class GpuMemory:
         return before - torch.cuda.memory_reserved(self._device)
 
 
-def make_room(
+def release_memory(
     parts: Sequence[EnginePart], size: Callable[[int], EngineSize], memory: GpuMemory, ranks: Ranks
-) -> RoomMade:
+) -> ReleasedMemory:
     """Gives cached memory back where these parts of an engine lack room; all of it without parts.
 
     Every rank calls it.
@@ -117,10 +117,10 @@ def make_room(
         freed = memory.give_back()
     has_room = freed > 0 or not parts or free >= engine.bytes_of(tuple(EnginePart))
     told = [json.loads(data) for data in gather_bytes(json.dumps([freed, has_room]).encode(), ranks)]
-    return RoomMade(freed_bytes=sum(part[0] for part in told), has_room=all(part[1] for part in told))
+    return ReleasedMemory(freed_bytes=sum(part[0] for part in told), has_room=all(part[1] for part in told))
 
 
-def leave_room(memory: GpuMemory) -> None:
+def release_if_short(memory: GpuMemory) -> None:
     """Gives cached memory back if an engine that is awake on this rank's GPU could hardly allocate.
 
     Its allocator would ask in vain at every step of a batch, and empty its own cache before it asks again.
