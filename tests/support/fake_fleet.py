@@ -31,7 +31,7 @@ from paceline.core.policy import PolicyTag
 from paceline.core.training import TrainOrder, TrainResult
 from paceline.core.trajectory import FinishReason, GroupRefusal, PromptGroup, ScoredHeader, Trajectory
 from paceline.rollout import states
-from paceline.rollout.states import Standing
+from paceline.rollout.states import RolloutStatus
 from paceline.weights.digest.agreement import DigestReport, SliceDigest
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.layout import RankLayout, RankPlace, TensorSlice
@@ -95,7 +95,7 @@ class FakeServices:
         self.version = 0
         self.source = 0
         self.trained: list[tuple[int, str]] = []
-        self.standings: dict[str, Standing] = {}
+        self.standings: dict[str, RolloutStatus] = {}
         self.sources: dict[int, int] = {}
         self.restarted: Callable[[str], None] = lambda reason: None
         self.has_blob: Callable[[str], bool] = lambda key: True
@@ -106,9 +106,9 @@ class FakeServices:
         """What each server samples from."""
         return {name: s.policy for name, s in self.standings.items() if s.policy is not None}
 
-    def standing(self, member_id: str) -> Standing:
+    def standing(self, member_id: str) -> RolloutStatus:
         """A server's; that of a new process whose engine is up, where there is none."""
-        return self.standings.get(member_id) or states.advance(Standing(), states.EngineReady())
+        return self.standings.get(member_id) or states.advance(RolloutStatus(), states.EngineReady())
 
     def move(self, member: Member, event: states.Event) -> None:
         """Moves a server as the real one does, and tells the controller of it."""

@@ -38,7 +38,7 @@ from paceline.core.members import LearnerState, MemberKind, MemberState, RewardS
 from paceline.core.trajectory import RewardContext
 from paceline.data.cursor import PromptCursor
 from paceline.data.prompts import Prompt, PromptSet
-from paceline.rollout.states import Standing
+from paceline.rollout.states import RolloutStatus
 from support.fake_fleet import Answer, FakeServices, answer_prompts, score_all
 
 RUN = "r"
@@ -144,7 +144,7 @@ class SequencerRun:
     ) -> None:
         policy = None
         if kind is MemberKind.ROLLOUT:
-            new = Standing() if state is RolloutState.JOINING else self.services.standing(member_id)
+            new = RolloutStatus() if state is RolloutState.JOINING else self.services.standing(member_id)
             standing = self.services.standings.setdefault(member_id, new)
             state, policy = standing.state, standing.policy
         changes = self.supervisor.fleet.register(

@@ -8,7 +8,7 @@ from paceline.core.errors import IllegalTransitionError, VersionMismatchError
 from paceline.core.members import EnginePart, RolloutState
 from paceline.core.policy import PolicyTag
 from paceline.rollout import states
-from paceline.rollout.states import Standing, advance
+from paceline.rollout.states import RolloutStatus, advance
 
 V3 = PolicyTag(version=3, digest="0" * 16)
 V4 = PolicyTag(version=4, digest="1" * 16)
@@ -26,8 +26,8 @@ EVENTS: list[states.Event] = [
 ]
 
 
-def run(*events: states.Event) -> Standing:
-    standing = Standing()
+def run(*events: states.Event) -> RolloutStatus:
+    standing = RolloutStatus()
     for event in events:
         standing = advance(standing, event)
     return standing
@@ -44,9 +44,9 @@ def test_a_push_leads_from_joining_to_serving() -> None:
 
 
 def test_the_next_push_takes_the_policy_away_until_its_commit() -> None:
-    assert run(*SERVING_V3, states.ReceiveBegan()) == Standing(state=RolloutState.SYNCING)
+    assert run(*SERVING_V3, states.ReceiveBegan()) == RolloutStatus(state=RolloutState.SYNCING)
     again = run(*SERVING_V3, states.ReceiveBegan(), states.ReceiveEnded(4), states.Committed(V4))
-    assert again == Standing(state=RolloutState.SERVING, policy=V4)
+    assert again == RolloutStatus(state=RolloutState.SERVING, policy=V4)
 
 
 @pytest.mark.parametrize("received", [None, 2, 4])
@@ -67,7 +67,7 @@ def test_a_repeated_commit_changes_nothing_and_another_is_illegal() -> None:
 
 def test_a_broken_push_leaves_no_way_to_serving_but_another_push() -> None:
     stale = run(*SERVING_V3, states.ReceiveBegan(), states.ReceiveFailed())
-    assert stale == Standing(state=RolloutState.STALE)
+    assert stale == RolloutStatus(state=RolloutState.STALE)
     with pytest.raises(IllegalTransitionError):
         advance(stale, states.Committed(V3))
 
@@ -100,7 +100,7 @@ def test_a_server_that_slept_serves_after_weights_a_push_and_the_kv_cache_alone(
     assert (asleep.state, asleep.policy, asleep.asleep) == (RolloutState.ASLEEP, None, frozenset(EnginePart))
     assert run(*SERVING_V3, states.Slept(), WEIGHTS).state is RolloutState.STALE
     serving = run(*SERVING_V3, states.Slept(), WEIGHTS, *V4_RECEIVED, KV_CACHE, states.Committed(V4))
-    assert serving == Standing(state=RolloutState.SERVING, policy=V4)
+    assert serving == RolloutStatus(state=RolloutState.SERVING, policy=V4)
     early = run(*SERVING_V3, states.Slept(), WEIGHTS, KV_CACHE, *V4_RECEIVED, states.Committed(V4))
     assert early == serving
 

@@ -13,7 +13,7 @@ from paceline.core.policy import PolicyTag
 from paceline.rollout import states
 from paceline.rollout.engines.base import Engine
 from paceline.rollout.sampler import Sampler
-from paceline.rollout.states import Standing
+from paceline.rollout.states import RolloutStatus
 from paceline.weights.geometry.layout import RankLayout
 from paceline.weights.plan.spec import WeightGroupSpec
 from paceline.weights.receipt import PushReceipt
@@ -40,13 +40,13 @@ class RolloutServer:
 
     def __init__(self, on_change: Callable[[], None]) -> None:
         self._on_change = on_change
-        self._standing = Standing()
+        self._standing = RolloutStatus()
         self._parts: Parts | None = None
         self._epoch: int | None = None
         self._order_lock = asyncio.Lock()
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> RolloutStatus:
         """State, received version and policy."""
         return self._standing
 

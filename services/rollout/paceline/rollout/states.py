@@ -24,7 +24,7 @@ from paceline.core.policy import PolicyTag
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Standing:
+class RolloutStatus:
     """A state with the weights that go with it.
 
     `received` is the version that has been received completely but not committed; `policy` is what tokens are
@@ -115,7 +115,7 @@ _LEGAL_IN: Final[dict[type[Event], Collection[RolloutState]]] = {
 }
 
 
-def advance(standing: Standing, event: Event) -> Standing:
+def advance(standing: RolloutStatus, event: Event) -> RolloutStatus:
     """The standing after `event`; a repeated commit, sleep or wake returns the same object.
 
     Raises:
@@ -130,37 +130,37 @@ def advance(standing: Standing, event: Event) -> Standing:
         )
     match event:
         case ReceiveBegan():
-            return Standing(state=RolloutState.SYNCING, asleep=standing.asleep)
+            return RolloutStatus(state=RolloutState.SYNCING, asleep=standing.asleep)
         case ReceiveEnded(version):
             return replace(standing, received=version)
         case Committed(policy):
             _check_received(standing, policy)
             _check_awake(standing)
-            return Standing(state=RolloutState.SERVING, policy=policy)
+            return RolloutStatus(state=RolloutState.SERVING, policy=policy)
         case Drained():
-            return Standing(state=RolloutState.DRAINING, policy=standing.policy)
+            return RolloutStatus(state=RolloutState.DRAINING, policy=standing.policy)
         case Slept():
             return standing if standing.state is RolloutState.ASLEEP else _ASLEEP
         case Woken(part):
             return _woken(standing, part)
         case EngineReady() | ReceiveFailed() | Forgotten():
-            return Standing(state=RolloutState.STALE, asleep=standing.asleep)
+            return RolloutStatus(state=RolloutState.STALE, asleep=standing.asleep)
 
 
-_ASLEEP: Final = Standing(state=RolloutState.ASLEEP, asleep=frozenset(EnginePart))
+_ASLEEP: Final = RolloutStatus(state=RolloutState.ASLEEP, asleep=frozenset(EnginePart))
 
 
-def _woken(standing: Standing, part: EnginePart) -> Standing:
+def _woken(standing: RolloutStatus, part: EnginePart) -> RolloutStatus:
     if part not in standing.asleep:
         return standing
     if part is EnginePart.WEIGHTS:
-        return Standing(state=RolloutState.STALE, asleep=standing.asleep - {part})
+        return RolloutStatus(state=RolloutState.STALE, asleep=standing.asleep - {part})
     if EnginePart.WEIGHTS in standing.asleep:
         raise IllegalTransitionError("a rollout server that is asleep wakes its weights first")
     return replace(standing, asleep=frozenset())
 
 
-def _check_awake(standing: Standing) -> None:
+def _check_awake(standing: RolloutStatus) -> None:
     if standing.asleep:
         parts = ", ".join(sorted(part.value for part in standing.asleep))
         raise IllegalTransitionError(
@@ -168,12 +168,12 @@ def _check_awake(standing: Standing) -> None:
         )
 
 
-def _is_repeated(standing: Standing, event: Committed) -> bool:
+def _is_repeated(standing: RolloutStatus, event: Committed) -> bool:
     """Whether the controller commits a second time, because the answer to its first commit was lost."""
     return standing.state is RolloutState.SERVING and event.policy == standing.policy
 
 
-def _check_received(standing: Standing, policy: PolicyTag) -> None:
+def _check_received(standing: RolloutStatus, policy: PolicyTag) -> None:
     if standing.received != policy.version:
         received = "no complete push" if standing.received is None else f"version {standing.received}"
         raise VersionMismatchError(
