@@ -10,11 +10,11 @@ import pytest
 from paceline.core.errors import ProtocolError
 from paceline.rollout.episodes.states import (
     Closed,
+    EpisodePhase,
+    EpisodeProgress,
     Event,
     Observed,
     Opened,
-    Phase,
-    Standing,
     TurnSampled,
     advance,
 )
@@ -23,31 +23,31 @@ from support.episodes import limits
 TURN = TurnSampled(num_tokens=10, num_tool_calls=1, is_cut=False)
 ANSWER = Observed(seconds=1.0, num_tokens=5)
 ALLOWED = {
-    (Phase.OPENING, Opened): Phase.DECODING,
-    (Phase.DECODING, TurnSampled): Phase.ACTING,
-    (Phase.ACTING, Observed): Phase.DECODING,
-    (Phase.CLOSING, Closed): Phase.ENDED,
+    (EpisodePhase.OPENING, Opened): EpisodePhase.DECODING,
+    (EpisodePhase.DECODING, TurnSampled): EpisodePhase.ACTING,
+    (EpisodePhase.ACTING, Observed): EpisodePhase.DECODING,
+    (EpisodePhase.CLOSING, Closed): EpisodePhase.ENDED,
 }
 
 
 @pytest.mark.parametrize(
-    ("phase", "event"), list(itertools.product(Phase, [Opened(), TURN, ANSWER, Closed()]))
+    ("phase", "event"), list(itertools.product(EpisodePhase, [Opened(), TURN, ANSWER, Closed()]))
 )
-def test_every_phase_takes_one_kind_of_event(phase: Phase, event: Event) -> None:
+def test_every_phase_takes_one_kind_of_event(phase: EpisodePhase, event: Event) -> None:
     wanted = ALLOWED.get((phase, type(event)))
     if wanted is None:
         with pytest.raises(ProtocolError, match=phase.value):
-            advance(Standing(phase=phase), event, limits())
+            advance(EpisodeProgress(phase=phase), event, limits())
     else:
-        assert advance(Standing(phase=phase), event, limits()).phase is wanted
+        assert advance(EpisodeProgress(phase=phase), event, limits()).phase is wanted
 
 
 def test_what_was_used_is_counted() -> None:
-    standing = Standing()
+    standing = EpisodeProgress()
     for event in (Opened(), TURN, ANSWER, TURN):
         standing = advance(standing, event, limits())
-    assert standing == Standing(
-        phase=Phase.ACTING, num_turns=2, num_tool_calls=2, num_sampled=20, num_response=25, tool_s=1.0
+    assert standing == EpisodeProgress(
+        phase=EpisodePhase.ACTING, num_turns=2, num_tool_calls=2, num_sampled=20, num_response=25, tool_s=1.0
     )
 
 
@@ -61,9 +61,11 @@ def test_what_was_used_is_counted() -> None:
     ],
 )
 def test_what_ends_an_episode_after_a_turn(event: TurnSampled, changes: dict[str, int], reason: str) -> None:
-    before = Standing(phase=Phase.DECODING, num_turns=2, num_tool_calls=2, num_sampled=20, num_response=25)
+    before = EpisodeProgress(
+        phase=EpisodePhase.DECODING, num_turns=2, num_tool_calls=2, num_sampled=20, num_response=25
+    )
     after = advance(before, event, limits(**changes))
-    assert (after.phase, after.stop_reason) == (Phase.CLOSING, reason)
+    assert (after.phase, after.stop_reason) == (EpisodePhase.CLOSING, reason)
 
 
 @pytest.mark.parametrize(
@@ -79,13 +81,15 @@ def test_what_ends_an_episode_after_a_turn(event: TurnSampled, changes: dict[str
 def test_what_ends_an_episode_after_an_answer(
     event: Observed, changes: dict[str, float], reason: str
 ) -> None:
-    before = Standing(phase=Phase.ACTING, num_turns=2, num_sampled=20, num_response=25, tool_s=1.0)
+    before = EpisodeProgress(
+        phase=EpisodePhase.ACTING, num_turns=2, num_sampled=20, num_response=25, tool_s=1.0
+    )
     after = advance(before, event, limits(**changes))
-    assert (after.phase, after.stop_reason, after.num_response) == (Phase.CLOSING, reason, 25)
+    assert (after.phase, after.stop_reason, after.num_response) == (EpisodePhase.CLOSING, reason, 25)
 
 
 def test_a_turn_gets_what_is_left() -> None:
-    standing = Standing(phase=Phase.DECODING, num_sampled=20, num_response=25)
+    standing = EpisodeProgress(phase=EpisodePhase.DECODING, num_sampled=20, num_response=25)
     assert standing.turn_tokens(limits(max_turn_tokens=8)) == 8
     assert standing.turn_tokens(limits(max_sampled_tokens=27)) == 7
     assert standing.turn_tokens(limits(max_response_tokens=31)) == 6

@@ -24,7 +24,7 @@ from paceline.rollout.episodes import states
 from paceline.rollout.episodes.environment import Opening, Session
 from paceline.rollout.episodes.joiner import Joiner
 from paceline.rollout.episodes.recorder import Draw, Recorder
-from paceline.rollout.episodes.states import EpisodeLimits, Phase, Standing, advance
+from paceline.rollout.episodes.states import EpisodeLimits, EpisodePhase, EpisodeProgress, advance
 from paceline.rollout.episodes.tools.calls import read_action
 
 Generate = Callable[[SampleRequest], Awaitable[Sample]]
@@ -115,7 +115,7 @@ class _Episode:
     ) -> None:
         self._group, self._index, self._session, self._generate = group, index, session, generate
         self._rules, self._slot, self._serial = rules, slot, serial
-        self._standing = Standing()
+        self._standing = EpisodeProgress()
 
     async def run(self) -> Draw:
         recorder = await self._open()
@@ -132,9 +132,9 @@ class _Episode:
                     is_cut=sample.finish_reason is FinishReason.LENGTH,
                 )
             )
-            if self._standing.phase is Phase.ACTING:
+            if self._standing.phase is EpisodePhase.ACTING:
                 between = await self._act(turn, action)
-            if self._standing.phase is Phase.CLOSING:
+            if self._standing.phase is EpisodePhase.CLOSING:
                 return await self._close(recorder)
             recorder.observed(between)
         raise AssertionError("an episode has a limit of turns")

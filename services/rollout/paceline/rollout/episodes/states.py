@@ -17,7 +17,7 @@ from paceline.config.rollout import RolloutConfig
 from paceline.core.errors import ProtocolError
 
 
-class Phase(enum.Enum):
+class EpisodePhase(enum.Enum):
     """What an episode waits for: its environment, or the engine."""
 
     OPENING = "opening"
@@ -53,10 +53,10 @@ class EpisodeLimits:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Standing:
+class EpisodeProgress:
     """An episode's phase and what it has used up; `stop_reason` is set from CLOSING on."""
 
-    phase: Phase = Phase.OPENING
+    phase: EpisodePhase = EpisodePhase.OPENING
     num_turns: int = 0
     num_tool_calls: int = 0
     num_sampled: int = 0
@@ -107,28 +107,28 @@ class Closed:
 Event = Opened | TurnSampled | Observed | Closed
 
 
-def advance(standing: Standing, event: Event, limits: EpisodeLimits) -> Standing:
+def advance(standing: EpisodeProgress, event: Event, limits: EpisodeLimits) -> EpisodeProgress:
     """The standing after an event.
 
     Raises:
         ProtocolError: the event cannot happen in this phase.
     """
     match standing.phase, event:
-        case Phase.OPENING, Opened():
-            return replace(standing, phase=Phase.DECODING)
-        case Phase.DECODING, TurnSampled():
+        case EpisodePhase.OPENING, Opened():
+            return replace(standing, phase=EpisodePhase.DECODING)
+        case EpisodePhase.DECODING, TurnSampled():
             return _after_turn(standing, event, limits)
-        case Phase.ACTING, Observed():
+        case EpisodePhase.ACTING, Observed():
             return _after_observation(standing, event, limits)
-        case Phase.CLOSING, Closed():
-            return replace(standing, phase=Phase.ENDED)
+        case EpisodePhase.CLOSING, Closed():
+            return replace(standing, phase=EpisodePhase.ENDED)
     raise ProtocolError(f"an episode that is {standing.phase.value} cannot take {type(event).__name__}")
 
 
-def _after_turn(standing: Standing, event: TurnSampled, limits: EpisodeLimits) -> Standing:
+def _after_turn(standing: EpisodeProgress, event: TurnSampled, limits: EpisodeLimits) -> EpisodeProgress:
     after = replace(
         standing,
-        phase=Phase.ACTING,
+        phase=EpisodePhase.ACTING,
         num_turns=standing.num_turns + 1,
         num_tool_calls=standing.num_tool_calls + event.num_tool_calls,
         num_sampled=standing.num_sampled + event.num_tokens,
@@ -144,7 +144,7 @@ def _after_turn(standing: Standing, event: TurnSampled, limits: EpisodeLimits) -
     return after
 
 
-def _after_observation(standing: Standing, event: Observed, limits: EpisodeLimits) -> Standing:
+def _after_observation(standing: EpisodeProgress, event: Observed, limits: EpisodeLimits) -> EpisodeProgress:
     after = replace(standing, tool_s=standing.tool_s + event.seconds)
     if event.stop_reason:
         return _close(after, event.stop_reason)
@@ -152,7 +152,7 @@ def _after_observation(standing: Standing, event: Observed, limits: EpisodeLimit
         return _close(after, "max_turns")
     if after.tool_s >= limits.tool_s:
         return _close(after, "tool_time")
-    after = replace(after, phase=Phase.DECODING, num_response=standing.num_response + event.num_tokens)
+    after = replace(after, phase=EpisodePhase.DECODING, num_response=standing.num_response + event.num_tokens)
     if after.turn_tokens(limits) < 1:
         reason = (
             "max_sampled_tokens" if after.num_sampled >= limits.max_sampled_tokens else "max_response_tokens"
@@ -161,5 +161,5 @@ def _after_observation(standing: Standing, event: Observed, limits: EpisodeLimit
     return after
 
 
-def _close(standing: Standing, reason: str) -> Standing:
-    return replace(standing, phase=Phase.CLOSING, stop_reason=reason)
+def _close(standing: EpisodeProgress, reason: str) -> EpisodeProgress:
+    return replace(standing, phase=EpisodePhase.CLOSING, stop_reason=reason)

@@ -27,7 +27,7 @@ from paceline.rollout.episodes.environment import DrivenSession, EnvironmentLost
 from paceline.rollout.episodes.joiner import TooManyTokensError
 from paceline.rollout.episodes.loop import EpisodeRules, Generate, Slot, turn_seed
 from paceline.rollout.episodes.recorder import Draw
-from paceline.rollout.episodes.states import Phase, Standing, advance
+from paceline.rollout.episodes.states import EpisodePhase, EpisodeProgress, advance
 from paceline.rollout.episodes.tools.calls import read_action, without_calls
 from paceline.service.threads import in_thread
 
@@ -72,7 +72,7 @@ class _Episode:
     def __init__(self, group: PromptGroup, index: int, session: DrivenSession, driven: Driven) -> None:
         self._group, self._index, self._session, self._driven = group, index, session, driven
         self._conversation = Conversation(driven.rules.joiner)
-        self._standing = Standing()
+        self._standing = EpisodeProgress()
         self._answers: dict[bytes, ChatAnswer] = {}
         self._counts: dict[str, int] = {}
         self._ignored: set[str] = set()
@@ -99,7 +99,7 @@ class _Episode:
         if not self._conversation.segments:
             running.result()
             raise EnvironmentLostError("the agent ended without a question", peer="agent")
-        if self._standing.phase is not Phase.CLOSING:
+        if self._standing.phase is not EpisodePhase.CLOSING:
             reason = running.result() or FINISHED
             self._move(states.Observed(seconds=self._idle_s(), stop_reason=reason))
         standing = self._standing
@@ -233,7 +233,7 @@ class _Episode:
         return turn_seed(self._group.seeds[self._index], f"{digest}/{count}")
 
     def _check_open(self) -> None:
-        if self._standing.phase is Phase.CLOSING:
+        if self._standing.phase is EpisodePhase.CLOSING:
             raise RefusedRequestError(400, OVER_CODE, f"{OVER_MESSAGE}: {self._standing.stop_reason}")
 
     def _idle_s(self) -> float:
