@@ -41,7 +41,7 @@ from paceline.core.trajectory import PromptGroup, RewardContext, SamplingSpec
 from paceline.data.prompts import load_tokenizer
 from paceline.rollout.capacity import SamplerLimits
 from paceline.rollout.engines.base import Sample, SampleRequest, do_nothing
-from paceline.rollout.episodes.environment import EpisodeTask, Grade, Observation, Opening
+from paceline.rollout.episodes.environment import EpisodeTask, Grade, Opening, TurnResult
 from paceline.rollout.episodes.group import Episodes, rules_of
 from paceline.rollout.sampler import Sampler
 from paceline.rollout.trajectories import check_samples
@@ -107,15 +107,15 @@ class WaitsSession:
         self._environment.num_open += 1
         return Opening()
 
-    async def step(self, turn: int, action: Message) -> Observation:
+    async def step(self, turn: int, action: Message) -> TurnResult:
         """Waits, or ends."""
         if turn >= self._num_turns:
-            return Observation(stop_reason="over")
+            return TurnResult(stop_reason="over")
         mean_s = self._environment.mean_s
         seconds = float(self._rng.lognormal(-(SPREAD**2) / 2, SPREAD)) * mean_s
         if seconds:
             await asyncio.sleep(seconds)
-        return Observation(messages=(Message(role="tool", content="46"),), seconds=seconds)
+        return TurnResult(messages=(Message(role="tool", content="46"),), seconds=seconds)
 
     async def close(self, stop_reason: str) -> Grade:
         """Ends."""

@@ -29,7 +29,7 @@ from paceline.core.trajectory import FinishReason
 from paceline.reward.environment import EnvironmentReward
 from paceline.rollout.engines.base import Sample, SampleRequest
 from paceline.rollout.episodes.agents.endpoint import AgentEndpoint
-from paceline.rollout.episodes.environment import Environment, EnvironmentLostError, EpisodeTask
+from paceline.rollout.episodes.environment import EnvironmentLostError, EpisodeEnvironment, EpisodeTask
 from paceline.rollout.episodes.environments.attached import AttachedEnvironment, EnvironmentGatewayServicer
 from paceline.rollout.episodes.environments.remote import (
     RemoteEnvironment,
@@ -163,7 +163,7 @@ class MortalEnvironment(RemoteEnvironment):
 async def roll_out(broker: MortalBroker, name: str, *, mode: str, ports: Mapping[str, int]) -> None:
     """A rollout process whose samples are episodes."""
     async with contextlib.AsyncExitStack() as stack:
-        environment: Environment
+        environment: EpisodeEnvironment
         if mode == "attach":
             environment = await _attached(stack, ports[name.partition("/")[0]])
         else:
@@ -187,7 +187,7 @@ async def roll_out(broker: MortalBroker, name: str, *, mode: str, ports: Mapping
         await killed_fleet.roll_out(broker, name, engine, drawn)
 
 
-async def _attached(stack: contextlib.AsyncExitStack, port: int) -> Environment:
+async def _attached(stack: contextlib.AsyncExitStack, port: int) -> EpisodeEnvironment:
     environment = AttachedEnvironment("rounds", run_id="r", play_s=20.0, wait_s=20.0, is_over=lambda: False)
     servicer = EnvironmentGatewayServicer()
     servicer.environment = environment

@@ -13,7 +13,7 @@ from paceline.core.ids import Purpose
 from paceline.core.policy import PolicyTag
 from paceline.core.trajectory import FinishReason, PromptGroup, RewardContext, SamplingSpec
 from paceline.rollout.engines.base import Sample, SampleRequest, do_nothing
-from paceline.rollout.episodes.environment import EpisodeTask, Grade, Observation, Opening
+from paceline.rollout.episodes.environment import EpisodeTask, Grade, Opening, TurnResult
 from paceline.rollout.episodes.group import Episodes
 from paceline.rollout.episodes.joiner import Joiner
 from paceline.rollout.episodes.loop import EpisodeRules
@@ -96,12 +96,12 @@ class EchoSession:
         self._environment.events.append(("open", self._task))
         return self._environment.opening
 
-    async def step(self, turn: int, action: Message) -> Observation:
+    async def step(self, turn: int, action: Message) -> TurnResult:
         self._environment.events.append(("step", action.content))
         if self._environment.losses:
             raise self._environment.losses.pop(0)
         done = "over" if turn >= self._environment.num_steps else ""
-        return Observation(messages=(Message(role="tool", content="again"),), stop_reason=done)
+        return TurnResult(messages=(Message(role="tool", content="again"),), stop_reason=done)
 
     async def close(self, stop_reason: str) -> Grade:
         self._environment.events.append(("close", stop_reason))

@@ -35,7 +35,7 @@ from paceline.learner.model import attention
 from paceline.learner.model.networks import PolicyNetwork
 from paceline.rollout.engines.base import Sample, SampleRequest, do_nothing
 from paceline.rollout.engines.vllm.engine import VllmEngine
-from paceline.rollout.episodes.environment import EpisodeTask, Observation, Opening
+from paceline.rollout.episodes.environment import EpisodeTask, Opening, TurnResult
 from paceline.rollout.episodes.group import Episodes, rules_of
 from paceline.rollout.episodes.loop import Slot
 from paceline.rollout.episodes.recorder import Draw
@@ -105,11 +105,11 @@ class TalkerSession(EchoSession):
         self._num_turns = int(self._rng.integers(1, _MAX_TURNS + 1))
         return Opening()
 
-    async def step(self, turn: int, action: Message) -> Observation:
+    async def step(self, turn: int, action: Message) -> TurnResult:
         if turn >= self._num_turns:
-            return Observation(stop_reason="over")
+            return TurnResult(stop_reason="over")
         said = [" ".join(self._rng.choice(_WORDS, size=4)) for _ in range(int(self._rng.integers(1, 4)))]
-        return Observation(messages=tuple(Message(role="tool", content=one, name="add") for one in said))
+        return TurnResult(messages=tuple(Message(role="tool", content=one, name="add") for one in said))
 
 
 def find(

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.core.trajectory import FinishReason, PromptGroup, sampled_spans
 from paceline.rollout.engines.base import Engine, Sample, SampleRequest
-from paceline.rollout.episodes.environment import EnvironmentLostError, EpisodeTask, Observation
+from paceline.rollout.episodes.environment import EnvironmentLostError, EpisodeTask, TurnResult
 from paceline.rollout.episodes.group import Episodes
 from paceline.rollout.episodes.loop import Slot
 from support import rollout_bench
@@ -38,7 +38,7 @@ class Slow(Echo):
         environment = self
 
         class Waiting(EchoSession):
-            async def step(self, turn: int, action: Any) -> Observation:
+            async def step(self, turn: int, action: Any) -> TurnResult:
                 await environment.may.wait()
                 return await super().step(turn, action)
 

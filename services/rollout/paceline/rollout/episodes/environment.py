@@ -43,7 +43,7 @@ class Opening:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Observation:
+class TurnResult:
     """What a turn led to.
 
     `seconds` is the time that counts as the policy's, without waiting for a process. `stop_reason`: the
@@ -74,7 +74,7 @@ class Session(Protocol):
         """Begins the episode."""
         ...
 
-    async def step(self, turn: int, action: Message) -> Observation:
+    async def step(self, turn: int, action: Message) -> TurnResult:
         """Answers the policy's turn, counted from 1."""
         ...
 
@@ -96,7 +96,7 @@ class DrivenSession(Session, Protocol):
         ...
 
 
-class Environment(Protocol):
+class EpisodeEnvironment(Protocol):
     """Where sessions come from."""
 
     async def start(self) -> None:

@@ -19,8 +19,8 @@ from paceline.rollout.episodes.agents.drive import Driven, drive_episode
 from paceline.rollout.episodes.agents.endpoint import AgentEndpoint
 from paceline.rollout.episodes.environment import (
     DrivenSession,
-    Environment,
     EnvironmentLostError,
+    EpisodeEnvironment,
     EpisodeTask,
     Session,
 )
@@ -61,7 +61,7 @@ class Episodes:
         self,
         *,
         engine: Engine,
-        environment: Environment,
+        environment: EpisodeEnvironment,
         rules: EpisodeRules,
         retries: int,
         check: CheckSamples,
@@ -184,7 +184,7 @@ class Episodes:
 
 def environment_of(
     config: RunConfig, credentials: Credentials, *, run_id: str = "", is_over: Callable[[], bool] = bool
-) -> Environment:
+) -> EpisodeEnvironment:
     """What the configuration names: a service, what attaches, or tools.
 
     Args:

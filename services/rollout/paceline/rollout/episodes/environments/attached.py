@@ -18,8 +18,8 @@ from paceline.rollout.episodes.environment import (
     EnvironmentLostError,
     EpisodeTask,
     Grade,
-    Observation,
     Opening,
+    TurnResult,
 )
 from paceline.rpc.v1 import environment_pb2 as pb
 from paceline.rpc.v1 import environment_pb2_grpc
@@ -103,7 +103,7 @@ class AttachedSession:
         self._played = played
         return one_line(played.stop_reason)[:64]
 
-    async def step(self, turn: int, action: Message) -> Observation:
+    async def step(self, turn: int, action: Message) -> TurnResult:
         """Never called: clients lead their episodes."""
         raise EnvironmentLostError(f"turn {turn} was not asked by the client", peer=self._peer)
 

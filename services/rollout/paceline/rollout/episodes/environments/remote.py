@@ -24,8 +24,8 @@ from paceline.rollout.episodes.environment import (
     EnvironmentLostError,
     EpisodeTask,
     Grade,
-    Observation,
     Opening,
+    TurnResult,
 )
 from paceline.rpc.v1 import environment_pb2 as pb
 from paceline.rpc.v1 import environment_pb2_grpc
@@ -161,7 +161,7 @@ class RemoteSession:
                 tools=tuple(tool_from_proto(tool) for tool in answer.tools),
             )
 
-    async def step(self, turn: int, action: Message) -> Observation:
+    async def step(self, turn: int, action: Message) -> TurnResult:
         """Answers a turn. A service that neither says anything nor ends the episode breaks the contract."""
         request = pb.StepEpisodeRequest(
             episode=self._episode,
@@ -177,7 +177,7 @@ class RemoteSession:
                 f"{self._peer} answered turn {turn} with nothing: it must say something, or end the episode",
                 peer=self._peer,
             )
-        return Observation(
+        return TurnResult(
             messages=messages,
             seconds=max(answer.seconds, 0.0),
             stop_reason=one_line(answer.stop_reason)[:64],

@@ -18,8 +18,8 @@ from paceline.rollout.episodes.environment import (
     EnvironmentLostError,
     EpisodeTask,
     Grade,
-    Observation,
     Opening,
+    TurnResult,
 )
 from paceline.service.children import frames
 from paceline.service.children.process import ChildLimits, ChildProcess
@@ -165,14 +165,14 @@ class ToolSession:
         """The tools; the prompt is the data's."""
         return Opening(tools=self._specs)
 
-    async def step(self, turn: int, action: Message) -> Observation:
+    async def step(self, turn: int, action: Message) -> TurnResult:
         """Makes the turn's calls, one after the other; a turn without any is the answer."""
         messages, seconds = [], 0.0
         for call in action.tool_calls:
             text, call_s = await self._pool.call(call)
             seconds += call_s
             messages.append(Message(role="tool", content=text, name=call.name, call_id=call.call_id))
-        return Observation(
+        return TurnResult(
             messages=tuple(messages), seconds=seconds, stop_reason="" if messages else "answered"
         )
 
