@@ -32,7 +32,7 @@ Key = tuple[str, str]
 
 
 @dataclass(slots=True, eq=False)
-class Session:
+class HostedEpisode:
     """One attempt at an episode, with what has been answered."""
 
     environment: Environment
@@ -61,7 +61,7 @@ class Sessions:
         self, make: Callable[[], Environment], max_episodes: int, clock: Clock | None = None
     ) -> None:
         self._make, self.max_episodes, self._clock = make, max_episodes, clock or SystemClock()
-        self._open: dict[Key, Session] = {}
+        self._open: dict[Key, HostedEpisode] = {}
         self._ended: dict[Key, tuple[int, Outcome | None]] = {}
 
     @property
@@ -170,13 +170,13 @@ class Sessions:
         for key, session in list(self._open.items()):
             await self._free(key, session)
 
-    def _begin(self, key: Key, attempt: int, lease_s: float) -> Session:
+    def _begin(self, key: Key, attempt: int, lease_s: float) -> HostedEpisode:
         ended = self._ended.get(key, (0, None))[0]
         if attempt <= ended:
             raise ProtocolError(f"attempt {attempt} of {key[1]} is over: attempt {ended} was closed")
         if self.num_open >= self.max_episodes:
             raise ProtocolError(f"{self.num_open} episodes are open, as many as there may be (max_episodes)")
-        session = Session(
+        session = HostedEpisode(
             environment=self._make(),
             attempt=attempt,
             lease_s=min(max(lease_s, 1.0), _MAX_LEASE_S),
@@ -185,7 +185,7 @@ class Sessions:
         self._open[key] = session
         return session
 
-    def _of(self, key: Key, attempt: int) -> Session:
+    def _of(self, key: Key, attempt: int) -> HostedEpisode:
         session = self._open.get(key)
         if session is None:
             raise ProtocolError(
@@ -194,14 +194,14 @@ class Sessions:
         self._check_attempt(key, session, attempt)
         return session
 
-    def _check_attempt(self, key: Key, session: Session, attempt: int) -> None:
+    def _check_attempt(self, key: Key, session: HostedEpisode, attempt: int) -> None:
         if session.attempt != attempt:
             raise ProtocolError(
                 f"attempt {attempt} of {key[1]} is over: attempt {session.attempt} has been opened"
             )
 
     @contextlib.asynccontextmanager
-    async def _using(self, key: Key, session: Session) -> AsyncIterator[None]:
+    async def _using(self, key: Key, session: HostedEpisode) -> AsyncIterator[None]:
         """One call at a time, as the caller's deadline allows; the lease begins anew when it is done."""
         async with session.lock:
             if self._open.get(key) is not session:
@@ -211,7 +211,7 @@ class Sessions:
             finally:
                 session.touched = self._clock.monotonic()
 
-    async def _free(self, key: Key, session: Session) -> None:
+    async def _free(self, key: Key, session: HostedEpisode) -> None:
         """Ends a session, once."""
         if session.is_freed:
             return
