@@ -24,7 +24,7 @@ from paceline.chaos.roster import Roster, controller_of, ends_its_process
 from paceline.config.run import RunConfig
 from paceline.core.errors import DeadlineError, PacelineError
 from paceline.launch import plan
-from paceline.launch.launcher import Planner, launch
+from paceline.launch.launcher import ProcessPlanner, launch
 from paceline.launch.outcome import LaunchOutcome
 from paceline.launch.plan import ProcessSpec
 from paceline.runs import run_dir as run_dirs
@@ -187,7 +187,7 @@ async def conduct(
         behind = injector.controller_address(controller_address)
         return plan.members(*args, controller_address=behind, **rest)
 
-    planner = Planner(members=members, broker_url=injector.broker_url)
+    planner = ProcessPlanner(members=members, broker_url=injector.broker_url)
     async with contextlib.AsyncExitStack() as links:
         for link in injector.links.values():
             await links.enter_async_context(link)

@@ -67,7 +67,7 @@ _RECENT_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Planner:
+class ProcessPlanner:
     """Makes the specs of the processes to start; tests and `paceline chaos` replace these functions.
 
     `broker_url` gives the address by which services reach the run's own Redis server.
@@ -84,7 +84,7 @@ async def launch(
     run_dir: Path,
     view: View,
     *,
-    planner: Planner | None = None,
+    planner: ProcessPlanner | None = None,
     is_open: bool = False,
 ) -> LaunchOutcome:
     """Starts a run, follows it to its end and stops it; returns expected failures as an outcome.
@@ -99,14 +99,14 @@ async def launch(
         is_open: keep the token in the run directory and say how further members join.
     """
     adopt_orphans()
-    launcher = _Launcher(config, run_dir, view, planner or Planner(), is_open=is_open)
+    launcher = _Launcher(config, run_dir, view, planner or ProcessPlanner(), is_open=is_open)
     with launcher.signals():
         return await launcher.run()
 
 
 class _Launcher:
     def __init__(
-        self, config: RunConfig, run_dir: Path, view: View, planner: Planner, *, is_open: bool
+        self, config: RunConfig, run_dir: Path, view: View, planner: ProcessPlanner, *, is_open: bool
     ) -> None:
         self._config, self._run_dir, self._planner = _with_ports(config), run_dir, planner
         self._view = Clock(view)

@@ -18,7 +18,7 @@ from paceline.cli.commands.arguments import Form
 from paceline.config.run import RunConfig
 from paceline.core.errors import EXIT_FAILED
 from paceline.launch import dry_run
-from paceline.launch.launcher import Planner, launch
+from paceline.launch.launcher import ProcessPlanner, launch
 from paceline.runs import run_dir as run_dirs
 from paceline.service.grpc.server import check_port
 from paceline.service.observability.logs import LineFormatter
@@ -77,7 +77,7 @@ def train(
     *,
     form: Form = Form.AUTO,
     is_open: bool = False,
-    planner: Planner | None = None,
+    planner: ProcessPlanner | None = None,
     remarks: Sequence[str] = (),
     page: Listen | None = None,
 ) -> int:
@@ -105,7 +105,7 @@ def _train(
     *,
     form: Form,
     is_open: bool,
-    planner: Planner | None,
+    planner: ProcessPlanner | None,
     remarks: Sequence[str],
 ) -> int:
     prepared = run_dirs.prepare(config)

@@ -13,7 +13,7 @@ from paceline.cli.commands.train import train
 from paceline.config.load import load
 from paceline.config.run import RunConfig
 from paceline.launch import hosts as several
-from paceline.launch.launcher import Planner
+from paceline.launch.launcher import ProcessPlanner
 from paceline.sizing.colocation import settle_elsewhere
 from paceline.sizing.memory_choice import LEAST
 from paceline.sizing.placement import settle_model, with_memory
@@ -46,5 +46,5 @@ def run(args: argparse.Namespace) -> int:
         config = with_memory(config, config.actor.memory.with_rest_of(LEAST))
     quick_check(config, here=False)
     check_hosts(hosts)
-    planner = Planner(members=functools.partial(several.members, hosts))
+    planner = ProcessPlanner(members=functools.partial(several.members, hosts))
     return train(config, form=args.form, planner=planner, remarks=[*filter(None, [words]), *notes(config)])
