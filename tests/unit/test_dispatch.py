@@ -6,14 +6,14 @@ import random
 
 import pytest
 
-from paceline.core.dispatch import MAX_STRAYS, MAX_TRIES, Assignment, Dispatcher, Reception
+from paceline.core.dispatch import MAX_STRAYS, MAX_TRIES, Assignment, Reception, TaskDispatcher
 
 
-def dispatcher() -> Dispatcher:
-    return Dispatcher(answer_within_s=10.0)
+def dispatcher() -> TaskDispatcher:
+    return TaskDispatcher(answer_within_s=10.0)
 
 
-def given(tasks: Dispatcher, now: float = 0.0) -> dict[int, list[int]]:
+def given(tasks: TaskDispatcher, now: float = 0.0) -> dict[int, list[int]]:
     """The tickets that each client is given."""
     by_client: dict[int, list[int]] = {}
     for assignment in tasks.assign(now):

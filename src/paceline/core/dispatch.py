@@ -80,7 +80,7 @@ class _Client:
         return not self.is_leaving and (not self.sources or source in self.sources)
 
 
-class Dispatcher:
+class TaskDispatcher:
     """Gives tasks to clients. Times are of whatever clock the caller uses, in seconds.
 
     Args:

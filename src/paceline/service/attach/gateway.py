@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from paceline.core.attachment import Answers, FromClient, Hello, Leave, ToClient, Welcome, Window, Work
-from paceline.core.dispatch import MAX_TRIES, Dispatcher, Failure, Reception
+from paceline.core.dispatch import MAX_TRIES, Failure, Reception, TaskDispatcher
 from paceline.core.errors import ConfigError, DeadlineError, ProtocolError
 from paceline.core.text import one_line
 
@@ -92,7 +92,9 @@ class Gateway(Generic[TaskT, AnswerT]):
 
     def __init__(self, options: GatewayOptions[TaskT]) -> None:
         self._options = options
-        self._dispatcher = Dispatcher(answer_within_s=options.answer_within_s, max_tries=options.max_tries)
+        self._dispatcher = TaskDispatcher(
+            answer_within_s=options.answer_within_s, max_tries=options.max_tries
+        )
         self._streams: dict[int, _Stream[TaskT]] = {}
         self._version = ""
         self._pending: dict[int, tuple[TaskT, asyncio.Future[AnswerT | Failure]]] = {}
