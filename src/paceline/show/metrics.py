@@ -19,7 +19,7 @@ HEADLINES: Mapping[str, str] = {"Validation reward": VAL_REWARD, "Training rewar
 
 
 @dataclass(frozen=True, slots=True)
-class Metric:
+class ShownMetric:
     """A metric of metrics.jsonl and where it is shown. Metrics with the same chart or column share it.
 
     Attributes:
@@ -46,7 +46,7 @@ class Column:
     """A column of the live view. A step shows the first of `metrics` that it has."""
 
     title: str
-    metrics: tuple[Metric, ...]
+    metrics: tuple[ShownMetric, ...]
 
     @property
     def unit(self) -> str:
@@ -59,67 +59,67 @@ class Column:
 
 
 # Charts and columns come in the order of their first line here, the lines of a chart in the order of theirs.
-METRICS: tuple[Metric, ...] = (
-    Metric(TRAIN_REWARD, REWARD, "training", column="reward"),
-    Metric(VAL_REWARD, REWARD, "validation", dots=True, column="val"),
-    Metric("dynamic_sampling/reward_mean", REWARD, "all samples, groups set aside too"),
-    Metric("reward/std", "Spread of rewards", "standard deviation"),
-    Metric("groups/without_spread", "Groups without spread", "share"),
+METRICS: tuple[ShownMetric, ...] = (
+    ShownMetric(TRAIN_REWARD, REWARD, "training", column="reward"),
+    ShownMetric(VAL_REWARD, REWARD, "validation", dots=True, column="val"),
+    ShownMetric("dynamic_sampling/reward_mean", REWARD, "all samples, groups set aside too"),
+    ShownMetric("reward/std", "Spread of rewards", "standard deviation"),
+    ShownMetric("groups/without_spread", "Groups without spread", "share"),
     # The column KL is to the reference where the run measures it, else of the update.
-    Metric("algorithm/reference_kl", "KL", "to the reference", column="KL", format=".4f"),
-    Metric("actor/kl_loss", "KL", "KL loss", column="KL", format=".4f"),
-    Metric("actor/ppo_kl", "KL", "old to new policy", column="KL", format=".4f"),
-    Metric("actor/ppo_kl_max", "KL", "the same, worst mini-batch"),
-    Metric("algorithm/kl_coef", "KL coefficient", "coefficient"),
-    Metric("actor/pg_clipfrac", "Clip fractions", "policy", column="clip"),
-    Metric("actor/pg_clipfrac_lower", "Clip fractions", "dual clip"),
-    Metric("critic/vf_clipfrac", "Clip fractions", "value"),
-    Metric("actor/entropy", "Entropy", "entropy", column="entropy"),
-    Metric("actor/pg_loss", "Policy loss", "policy loss"),
-    Metric("critic/vf_loss", "Value loss", "value loss"),
-    Metric("critic/vf_explained_var", "Explained variance", "explained variance"),
-    Metric("actor/grad_norm", "Gradient norm", "actor"),
-    Metric("critic/grad_norm", "Gradient norm", "critic"),
-    Metric("response_length/mean", "Response length", "mean"),
-    Metric("response_length/max", "Response length", "longest"),
-    Metric("response_length/clip_ratio", "Cut responses", "share"),
-    Metric("episode/turns/mean", "Turns and tool calls", "turns"),
-    Metric("episode/tool_calls/mean", "Turns and tool calls", "tool calls"),
-    Metric("episode/tool_s/mean", "Tool time", "seconds"),
-    Metric("critic/returns/mean", "Returns and values", "returns"),
-    Metric("critic/values/mean", "Returns and values", "values"),
-    Metric("critic/advantages/mean", "Returns and values", "advantages"),
-    Metric("dynamic_sampling/kept_share", "Groups that teach", "share"),
-    Metric("rollout/mismatch_kl", "Mismatch of rollout and learner", "mismatch KL"),
-    Metric("rollout/logprob_diff_max", "Largest log-prob difference", "largest difference"),
-    Metric(TOKENS_PER_S, "Throughput", "tokens/s", column="tokens/s", format=",.0f"),
-    Metric("perf/tokens_per_s_per_gpu", "Throughput per GPU", "tokens/s per GPU", format=",.0f"),
-    Metric(MFU, "Utilisation", "MFU of the update"),
-    Metric("perf/computed_share", "Utilisation", "computed share"),
-    Metric("perf/overhead_share", "Utilisation", "overhead"),
-    Metric("weights/transfer_ms", "Weight push", "transfer"),
-    Metric("weights/pause_ms", "Weight push", "pause"),
+    ShownMetric("algorithm/reference_kl", "KL", "to the reference", column="KL", format=".4f"),
+    ShownMetric("actor/kl_loss", "KL", "KL loss", column="KL", format=".4f"),
+    ShownMetric("actor/ppo_kl", "KL", "old to new policy", column="KL", format=".4f"),
+    ShownMetric("actor/ppo_kl_max", "KL", "the same, worst mini-batch"),
+    ShownMetric("algorithm/kl_coef", "KL coefficient", "coefficient"),
+    ShownMetric("actor/pg_clipfrac", "Clip fractions", "policy", column="clip"),
+    ShownMetric("actor/pg_clipfrac_lower", "Clip fractions", "dual clip"),
+    ShownMetric("critic/vf_clipfrac", "Clip fractions", "value"),
+    ShownMetric("actor/entropy", "Entropy", "entropy", column="entropy"),
+    ShownMetric("actor/pg_loss", "Policy loss", "policy loss"),
+    ShownMetric("critic/vf_loss", "Value loss", "value loss"),
+    ShownMetric("critic/vf_explained_var", "Explained variance", "explained variance"),
+    ShownMetric("actor/grad_norm", "Gradient norm", "actor"),
+    ShownMetric("critic/grad_norm", "Gradient norm", "critic"),
+    ShownMetric("response_length/mean", "Response length", "mean"),
+    ShownMetric("response_length/max", "Response length", "longest"),
+    ShownMetric("response_length/clip_ratio", "Cut responses", "share"),
+    ShownMetric("episode/turns/mean", "Turns and tool calls", "turns"),
+    ShownMetric("episode/tool_calls/mean", "Turns and tool calls", "tool calls"),
+    ShownMetric("episode/tool_s/mean", "Tool time", "seconds"),
+    ShownMetric("critic/returns/mean", "Returns and values", "returns"),
+    ShownMetric("critic/values/mean", "Returns and values", "values"),
+    ShownMetric("critic/advantages/mean", "Returns and values", "advantages"),
+    ShownMetric("dynamic_sampling/kept_share", "Groups that teach", "share"),
+    ShownMetric("rollout/mismatch_kl", "Mismatch of rollout and learner", "mismatch KL"),
+    ShownMetric("rollout/logprob_diff_max", "Largest log-prob difference", "largest difference"),
+    ShownMetric(TOKENS_PER_S, "Throughput", "tokens/s", column="tokens/s", format=",.0f"),
+    ShownMetric("perf/tokens_per_s_per_gpu", "Throughput per GPU", "tokens/s per GPU", format=",.0f"),
+    ShownMetric(MFU, "Utilisation", "MFU of the update"),
+    ShownMetric("perf/computed_share", "Utilisation", "computed share"),
+    ShownMetric("perf/overhead_share", "Utilisation", "overhead"),
+    ShownMetric("weights/transfer_ms", "Weight push", "transfer"),
+    ShownMetric("weights/pause_ms", "Weight push", "pause"),
     # From the bottom of the stack up.
-    Metric("timing_s/gen", PHASES, "gen", column="gen", format=".2f", unit="s"),
-    Metric("timing_s/reward", PHASES, "reward", column="score", format=".2f", unit="s"),
-    Metric("timing_s/learn", column="learn", format=".2f", unit="s"),  # its parts follow
-    Metric("timing_s/fetch", PHASES, "fetch"),
-    Metric("timing_s/old_log_prob", PHASES, "old_log_prob"),
-    Metric("timing_s/ref", PHASES, "ref"),
-    Metric("timing_s/values", PHASES, "values"),
-    Metric("timing_s/adv", PHASES, "adv"),
-    Metric("timing_s/update_critic", PHASES, "update_critic"),
-    Metric("timing_s/update_actor", PHASES, "update_actor"),
-    Metric("timing_s/update_weights", PHASES, "update_weights", column="push", format=".2f", unit="s"),
-    Metric(STEP_SECONDS, column="step", format=".2f", unit="s"),
-    Metric("ahead/scored_share", "Work ahead", "scored"),
-    Metric("ahead/gradient_share", "Work ahead", "with their gradient"),
-    Metric("barrier/wait_s", "Barrier wait", "wait", column="wait", format=".2f", unit="s"),
-    Metric("perf/memory_gib/update_actor", "Learner's GPU memory", "update of the policy"),
-    Metric("perf/memory_gib/update_critic", "Learner's GPU memory", "update of the critic"),
-    Metric("perf/memory_gib/old_log_prob", "Learner's GPU memory", "old log-probs"),
-    Metric("actor/lr", "Learning rate", "actor"),
-    Metric("critic/lr", "Learning rate", "critic"),
+    ShownMetric("timing_s/gen", PHASES, "gen", column="gen", format=".2f", unit="s"),
+    ShownMetric("timing_s/reward", PHASES, "reward", column="score", format=".2f", unit="s"),
+    ShownMetric("timing_s/learn", column="learn", format=".2f", unit="s"),  # its parts follow
+    ShownMetric("timing_s/fetch", PHASES, "fetch"),
+    ShownMetric("timing_s/old_log_prob", PHASES, "old_log_prob"),
+    ShownMetric("timing_s/ref", PHASES, "ref"),
+    ShownMetric("timing_s/values", PHASES, "values"),
+    ShownMetric("timing_s/adv", PHASES, "adv"),
+    ShownMetric("timing_s/update_critic", PHASES, "update_critic"),
+    ShownMetric("timing_s/update_actor", PHASES, "update_actor"),
+    ShownMetric("timing_s/update_weights", PHASES, "update_weights", column="push", format=".2f", unit="s"),
+    ShownMetric(STEP_SECONDS, column="step", format=".2f", unit="s"),
+    ShownMetric("ahead/scored_share", "Work ahead", "scored"),
+    ShownMetric("ahead/gradient_share", "Work ahead", "with their gradient"),
+    ShownMetric("barrier/wait_s", "Barrier wait", "wait", column="wait", format=".2f", unit="s"),
+    ShownMetric("perf/memory_gib/update_actor", "Learner's GPU memory", "update of the policy"),
+    ShownMetric("perf/memory_gib/update_critic", "Learner's GPU memory", "update of the critic"),
+    ShownMetric("perf/memory_gib/old_log_prob", "Learner's GPU memory", "old log-probs"),
+    ShownMetric("actor/lr", "Learning rate", "actor"),
+    ShownMetric("critic/lr", "Learning rate", "critic"),
 )
 
 # A run without a reference or a penalty writes zeros for these.
@@ -155,9 +155,9 @@ CHART_NOTES: Mapping[str, str] = {
 }
 
 
-def charts() -> dict[str, list[Metric]]:
+def charts() -> dict[str, list[ShownMetric]]:
     """The metrics of each chart, by the chart's title."""
-    by_title: dict[str, list[Metric]] = {}
+    by_title: dict[str, list[ShownMetric]] = {}
     for metric in METRICS:
         if metric.chart:
             by_title.setdefault(metric.chart, []).append(metric)
@@ -166,7 +166,7 @@ def charts() -> dict[str, list[Metric]]:
 
 def columns() -> list[Column]:
     """The columns of the live view."""
-    by_title: dict[str, list[Metric]] = {}
+    by_title: dict[str, list[ShownMetric]] = {}
     for metric in METRICS:
         if metric.column:
             by_title.setdefault(metric.column, []).append(metric)

@@ -23,7 +23,7 @@ from paceline.service.process_ends import ProcessEnd
 from paceline.show import metrics
 from paceline.show.live.table import LiveView
 from paceline.show.live.view import step_line
-from paceline.show.metrics import Metric
+from paceline.show.metrics import ShownMetric
 from paceline.show.report.content import RunContent
 from paceline.show.report.firings import fired_rules
 from paceline.show.report.lines import GrowingFile, read_jsonl
@@ -75,8 +75,8 @@ def test_a_line_in_the_table_of_metrics_puts_a_metric_on_the_page_and_in_the_liv
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, **values}) + "\n")
     assert "Sparsity" not in write_report(tmp_path).read_text()
     added = (
-        Metric("actor/sparsity", "Sparsity", "zeros", column="sparse", format=".1%"),
-        Metric("actor/density", "Sparsity", "others"),
+        ShownMetric("actor/sparsity", "Sparsity", "zeros", column="sparse", format=".1%"),
+        ShownMetric("actor/density", "Sparsity", "others"),
     )
     monkeypatch.setattr(metrics, "METRICS", (*metrics.METRICS, *added))
     text = write_report(tmp_path).read_text()

@@ -23,7 +23,7 @@ from paceline.show.metrics import (
     STEP_SECONDS,
     TOKENS_PER_S,
     WITHOUT_ZEROS,
-    Metric,
+    ShownMetric,
     charts,
 )
 
@@ -98,7 +98,7 @@ def _meta() -> dict[str, Any]:
     }
 
 
-def _chart(title: str, metrics: list[Metric]) -> dict[str, Any]:
+def _chart(title: str, metrics: list[ShownMetric]) -> dict[str, Any]:
     return {
         "title": title,
         "note": CHART_NOTES.get(title, ""),
@@ -107,5 +107,5 @@ def _chart(title: str, metrics: list[Metric]) -> dict[str, Any]:
     }
 
 
-def _described(metric: Metric) -> dict[str, Any]:
+def _described(metric: ShownMetric) -> dict[str, Any]:
     return {"name": metric.name, "label": metric.label, "dots": metric.dots}
