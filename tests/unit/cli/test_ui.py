@@ -27,7 +27,7 @@ from paceline.core.errors import ConfigError, EnvironmentLackError
 from paceline.rpc.v1 import controller_pb2 as pb
 from paceline.runs import run_dir as run_dirs
 from paceline.service.identity.credentials import INSECURE, TLS_DIR
-from paceline.show.ui.machine import Machine
+from paceline.show.ui.machine import MachineUsage
 from paceline.show.ui.runs import ServedRuns
 from paceline.show.ui.serve import Listen, open_server
 from paceline.show.ui.server import PageApp
@@ -220,12 +220,14 @@ def test_what_a_launcher_has_started_counts_with_its_own_name() -> None:
         assert child.stdout is not None
         child.stdout.readline()
         pids = {"launcher": os.getpid(), "rollout-0": child.pid}
-        both = {entry["name"]: entry["bytes"] for entry in Machine().processes(pids)}
-        alone = {entry["name"]: entry["bytes"] for entry in Machine().processes({"launcher": os.getpid()})}
+        both = {entry["name"]: entry["bytes"] for entry in MachineUsage().processes(pids)}
+        alone = {
+            entry["name"]: entry["bytes"] for entry in MachineUsage().processes({"launcher": os.getpid()})
+        }
         child.kill()
     assert both["rollout-0"] > 60 << 20
     assert alone["launcher"] - both["launcher"] > 50 << 20
-    assert Machine().processes({"gone": child.pid}) == []
+    assert MachineUsage().processes({"gone": child.pid}) == []
 
 
 def test_the_command_says_where(

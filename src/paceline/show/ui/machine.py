@@ -18,7 +18,7 @@ _GPU_FIELDS = {
 }
 
 
-class Machine:
+class MachineUsage:
     """Asked again and again: a process' share of the CPU is counted since the last time."""
 
     def __init__(self) -> None:

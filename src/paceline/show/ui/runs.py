@@ -15,7 +15,7 @@ from paceline.runs.controller_client import ControllerClient, RunStatus
 from paceline.service.identity.credentials import Credentials
 from paceline.show.live.view import phase_words
 from paceline.show.report.content import RunContent, is_run
-from paceline.show.ui.machine import Machine
+from paceline.show.ui.machine import MachineUsage
 
 _STATUS_S = 1.0
 _ANSWER_S = 8.0
@@ -28,7 +28,7 @@ class ServedRun:
         loop: of the thread that talks to controllers.
     """
 
-    def __init__(self, folder: Path, machine: Machine, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, folder: Path, machine: MachineUsage, loop: asyncio.AbstractEventLoop) -> None:
         self._folder, self._machine, self._loop = folder, machine, loop
         self._content, self._lock = RunContent(folder), threading.Lock()
         self._asked_at, self._now = float("-inf"), dict[str, Any]()
@@ -90,7 +90,7 @@ class ServedRuns:
     """The run in a folder, or all runs below it, also those that begin later."""
 
     def __init__(self, folder: Path, loop: asyncio.AbstractEventLoop) -> None:
-        self.folder, self._loop, self._machine = folder, loop, Machine()
+        self.folder, self._loop, self._machine = folder, loop, MachineUsage()
         self._known, self._lock = dict[str, ServedRun](), threading.Lock()
 
     def by_name(self) -> Mapping[str, ServedRun]:
