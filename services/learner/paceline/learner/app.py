@@ -17,7 +17,7 @@ from collections.abc import Callable
 from paceline.core.errors import PacelineError, PeerLostError
 from paceline.learner.distributed.command_loop import STOP, CommandQueue
 from paceline.learner.distributed.ranks import RankEnvironment
-from paceline.learner.group import Assignment, follow, lead
+from paceline.learner.group import RankRegistration, follow, lead
 from paceline.learner.servicer import LearnerServicer
 from paceline.learner.train.learner import Learner
 from paceline.rpc.v1 import learner_pb2_grpc
@@ -87,7 +87,7 @@ class LearnerApp:
         registration = await self._session.join(
             learner_pb2_grpc.add_LearnerServiceServicer_to_server, self._servicer, self._report
         )
-        assignment = Assignment(
+        assignment = RankRegistration(
             config=registration.config,
             broker_url=registration.broker_url,
             checkpoints=registration.checkpoints,
@@ -107,7 +107,7 @@ class LearnerApp:
         if sent_back.done():
             raise PeerLostError(f"starting again: {sent_back.result()}", peer=self._session.options.member_id)
 
-    def _start_training(self, assignment: Assignment) -> asyncio.Future[None]:
+    def _start_training(self, assignment: RankRegistration) -> asyncio.Future[None]:
         """Starts the only thread that uses torch; a daemon: a hanging collective must not hold it."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()

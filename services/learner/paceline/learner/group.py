@@ -56,7 +56,7 @@ _LOCAL_KEY = "paceline/local"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Assignment:
+class RankRegistration:
     """The part of the registration that every rank needs, and where rank 0 listens.
 
     Attributes:
@@ -80,7 +80,7 @@ class Assignment:
         return json.dumps(fields).encode()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Assignment:
+    def from_bytes(cls, data: bytes) -> RankRegistration:
         """Reads what `to_bytes` wrote."""
         fields = json.loads(data)
         config = RunConfig.model_validate_json(fields.pop("config"))
@@ -108,7 +108,7 @@ class Head(Protocol):
         ...
 
 
-def lead(environment: RankEnvironment, assignment: Assignment, head: Head) -> None:
+def lead(environment: RankEnvironment, assignment: RankRegistration, head: Head) -> None:
     """Rank 0's training thread: forms the group, tells the others, serves commands until STOP.
 
     Raises:
@@ -153,7 +153,7 @@ def follow(environment: RankEnvironment) -> None:
 
 
 def _serve(
-    environment: RankEnvironment, store: Store, assignment: Assignment | None, head: Head | None
+    environment: RankEnvironment, store: Store, assignment: RankRegistration | None, head: Head | None
 ) -> None:
     device_word, devices, threads, timeout_s, silent_s = json.loads(store.get(_GROUP_KEY))
     use_threads(threads, environment)
@@ -172,7 +172,7 @@ def _serve(
         def load() -> dict[str, Handler]:
             nonlocal commands
             data = assignment.to_bytes() if assignment else b""
-            received = Assignment.from_bytes(broadcast_bytes(data, ranks))
+            received = RankRegistration.from_bytes(broadcast_bytes(data, ranks))
             commands = _load(_localise(received, ranks, store, head), ranks, head, stack)
             return commands.table
 
@@ -190,7 +190,9 @@ def _end_follower(error: PeerLostError) -> None:
     os._exit(1)
 
 
-def _localise(assignment: Assignment, ranks: Ranks, store: Store, head: Head | None) -> Assignment:
+def _localise(
+    assignment: RankRegistration, ranks: Ranks, store: Store, head: Head | None
+) -> RankRegistration:
     """The assignment with model folders of this host, where the checkpoints' folder is seen, too.
 
     A host's first rank copies what a URL names; the others wait in the group's store, which has no part in
@@ -239,7 +241,9 @@ def _await_all(store: Store, ranks: Ranks, timeout_s: float) -> None:
         ) from error
 
 
-def _load(assignment: Assignment, ranks: Ranks, head: Head | None, stack: contextlib.ExitStack) -> Commands:
+def _load(
+    assignment: RankRegistration, ranks: Ranks, head: Head | None, stack: contextlib.ExitStack
+) -> Commands:
     """Loads this rank's part of everything; its connections are closed with `stack`."""
     config = assignment.config
     set_level(config.telemetry.log_level)
