@@ -1,6 +1,6 @@
 """Tasks for clients that have attached to this process: asked here, answered over their streams.
 
-    ask -> Dispatcher -> a stream's outbox -> client -> answers -> Dispatcher -> ask returns
+    ask -> TaskDispatcher -> a stream's outbox -> client -> answers -> TaskDispatcher -> ask returns
 
 What travels in the streams, and how it is written to the wire, is the owner's affair.
 """
