@@ -24,7 +24,7 @@ NEEDLESS: dict[str, str] = {
     "paceline.launch.launcher:_Launcher.run: asyncio.wait": _LIFETIME,
     "paceline.chaos.conduct:conduct: asyncio.wait": _LIFETIME,
     "paceline.chaos.conduct:Conductor._inject_all: self._room.acquire": "a recovery has a deadline",
-    "paceline.show.live.clock:Clock.next_step: self._finished.wait": "bounded where it is awaited",
+    "paceline.show.live.watched_view:Clock.next_step: self._finished.wait": "bounded where it is awaited",
     "paceline.chaos.conduct:conduct: await running": _LIFETIME,
     "paceline.chaos.proxy:Proxy._serve: asyncio.wait": "a connection lasts as long as its two ends want",
     "paceline.chaos.proxy:Proxy._pass: self._open.wait": "the fault that swallows has an end",

@@ -28,8 +28,8 @@ from paceline.launch.launcher import ProcessPlanner, launch
 from paceline.launch.outcome import LaunchOutcome
 from paceline.launch.plan import ProcessSpec
 from paceline.runs import run_dir as run_dirs
-from paceline.show.live.clock import Clock
 from paceline.show.live.view import View
+from paceline.show.live.watched_view import WatchedView
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Plan:
 class Conductor:
     """Injects the faults of a plan into the run in `run_dir`."""
 
-    def __init__(self, config: RunConfig, run_dir: Path, plan: Plan, clock: Clock) -> None:
+    def __init__(self, config: RunConfig, run_dir: Path, plan: Plan, clock: WatchedView) -> None:
         self._config, self._run_dir, self._plan, self._clock = config, run_dir, plan, clock
         self.injector, self.record = Injector(run_dir), Record(run_dir)
         self._roster = Roster(config, run_dir)
@@ -179,7 +179,7 @@ async def conduct(
     config: RunConfig, run_dir: Path, view: View, chaos_plan: Plan
 ) -> tuple[LaunchOutcome, Record, str]:
     """Runs to the end under faults; returns the outcome, the faults, and what went wrong with them, or ""."""
-    clock = Clock(view)
+    clock = WatchedView(view)
     conductor = Conductor(config, run_dir, chaos_plan, clock)
     injector = conductor.injector
 

@@ -42,9 +42,9 @@ from paceline.service.addresses import announced
 from paceline.service.identity.credentials import TOKEN, Credentials
 from paceline.service.process import BROKER_URL, adopt_orphans
 from paceline.service.process_ends import ProcessEnd
-from paceline.show.live.clock import Clock
 from paceline.show.live.follow import follow
 from paceline.show.live.view import View
+from paceline.show.live.watched_view import WatchedView
 from paceline.sizing.machine import Machine, free_port
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class _Launcher:
         self, config: RunConfig, run_dir: Path, view: View, planner: ProcessPlanner, *, is_open: bool
     ) -> None:
         self._config, self._run_dir, self._planner = _with_ports(config), run_dir, planner
-        self._view = Clock(view)
+        self._view = WatchedView(view)
         self._is_open, token = is_open, secrets.token_urlsafe(24)
         self._credentials = (
             Credentials.from_env()

@@ -26,8 +26,8 @@ from paceline.core.errors import ConfigError
 from paceline.rpc.v1 import controller_pb2
 from paceline.runs import run_dir as run_dirs
 from paceline.runs.run_dir import RunNote
-from paceline.show.live.clock import Clock
 from paceline.show.live.view import PlainView
+from paceline.show.live.watched_view import WatchedView
 from support.cli_configs import config
 from support.fake_controller import FakeController, serve
 
@@ -305,7 +305,7 @@ async def test_a_killed_member_works_again_when_its_successor_does(tmp_path: Pat
 
 
 async def test_the_next_step_is_waited_for_and_the_last_one_does_not_count() -> None:
-    clock = Clock(PlainView(3))
+    clock = WatchedView(PlainView(3))
     clock.step(1, {})
     waiting = [asyncio.create_task(clock.next_step()) for _ in range(2)]
     await asyncio.sleep(0)

@@ -10,7 +10,7 @@ from paceline.show.live.view import Metrics, View
 _FIRST_PHASE = "dispatch"
 
 
-class Clock:
+class WatchedView:
     """Passes everything on to `view`.
 
     Attributes:
