@@ -74,3 +74,13 @@ def test_no_name_has_a_banned_word(path: Path) -> None:
 def test_the_glossary_bans_something() -> None:
     assert {"warden", "keeper", "sandbox"} <= BANNED_PARTS
     assert {"one", "found", "held", "mine", "whole"} <= BANNED_NAMES
+
+
+def test_a_public_class_name_is_unique() -> None:
+    """A name that two modules use for two things has to be looked up by its import wherever it is read."""
+    homes: dict[str, list[str]] = {}
+    for module, path in source.modules().items():
+        for node in source.tree(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(module)
+    assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}

@@ -24,7 +24,7 @@ NEEDLESS: dict[str, str] = {
     "paceline.launch.launcher:_Launcher.run: asyncio.wait": _LIFETIME,
     "paceline.chaos.conduct:conduct: asyncio.wait": _LIFETIME,
     "paceline.chaos.conduct:Conductor._inject_all: self._room.acquire": "a recovery has a deadline",
-    "paceline.show.live.watched_view:Clock.next_step: self._finished.wait": "bounded where it is awaited",
+    "paceline.show.live.watched_view:WatchedView.next_step: self._finished.wait": "bounded by its caller",
     "paceline.chaos.conduct:conduct: await running": _LIFETIME,
     "paceline.chaos.proxy:Proxy._serve: asyncio.wait": "a connection lasts as long as its two ends want",
     "paceline.chaos.proxy:Proxy._pass: self._open.wait": "the fault that swallows has an end",
@@ -44,8 +44,8 @@ NEEDLESS: dict[str, str] = {
     "paceline.controller.run.publication:Publication.to_newcomers: asyncio.wait": (
         "barrier.collect_timeout_s bounds a collection; in the end it has just been cancelled"
     ),
-    "paceline.controller.run.work_ahead:WorkAhead.during: asyncio.wait": _CANCELLED,
-    "paceline.controller.run.work_ahead:WorkAhead.during: await task": (
+    "paceline.controller.run.work_ahead:WorkAheadDriver.during: asyncio.wait": _CANCELLED,
+    "paceline.controller.run.work_ahead:WorkAheadDriver.during: await task": (
         "the call under way has learner.command_timeout_s, and no other follows it"
     ),
     "paceline.controller.run.work_ahead:_Shift.run: self._changed.wait": (

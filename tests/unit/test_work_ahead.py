@@ -14,7 +14,7 @@ from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.controller.batch.barrier import Barrier
 from paceline.controller.batch.dispatch import Ask, Order
-from paceline.controller.run.work_ahead import WorkAhead
+from paceline.controller.run.work_ahead import WorkAheadDriver
 from paceline.core.errors import ConfigError, LostDataError
 from paceline.core.guard import Adjustments
 from paceline.core.ids import Purpose
@@ -75,7 +75,7 @@ async def test_chunks_are_given_one_at_a_time_and_the_one_under_way_is_waited_fo
 
     async with run(tmp_path, **AHEAD) as it:
         learner: Any = Learner()
-        ahead = WorkAhead(it.run, learner, lambda: it.supervisor.learner)
+        ahead = WorkAheadDriver(it.run, learner, lambda: it.supervisor.learner)
         await it.enlist_all()
         order, barrier = order_and_barrier()
         collected, over = asyncio.Event(), asyncio.Event()
@@ -121,7 +121,7 @@ async def test_a_collection_that_fails_takes_the_work_with_it(tmp_path: Path) ->
         await it.enlist_all()
         order, barrier = order_and_barrier()
         with pytest.raises(LostDataError):
-            async with WorkAhead(it.run, learner, lambda: it.supervisor.learner).during(
+            async with WorkAheadDriver(it.run, learner, lambda: it.supervisor.learner).during(
                 order, Adjustments()
             ) as watch:
                 assert watch is not None
@@ -146,7 +146,7 @@ async def test_with_rewards_that_are_normalized_over_the_batch_no_gradient_is_as
         learner: Any = Learner()
         await it.enlist_all()
         order, barrier = order_and_barrier()
-        async with WorkAhead(it.run, learner, lambda: it.supervisor.learner).during(
+        async with WorkAheadDriver(it.run, learner, lambda: it.supervisor.learner).during(
             order, Adjustments()
         ) as watch:
             assert watch is not None

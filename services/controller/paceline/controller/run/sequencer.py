@@ -43,7 +43,7 @@ from paceline.controller.run.metrics import MetricsFile
 from paceline.controller.run.publication import Publication
 from paceline.controller.run.validation import Validation
 from paceline.controller.run.verbs import StepParts, Verbs, timer
-from paceline.controller.run.work_ahead import WorkAhead
+from paceline.controller.run.work_ahead import WorkAheadDriver
 from paceline.controller.weights.push import WeightPush
 from paceline.core.errors import DeadlineError, LostDataError, PeerLostError
 from paceline.core.members import MemberKind, RankRef
@@ -103,7 +103,7 @@ class Sequencer:
             checkpoints=self._checkpoints,
             guard=guard,
             turns=turns,
-            ahead=WorkAhead(run, learner, lambda: self._alignment.learner),
+            ahead=WorkAheadDriver(run, learner, lambda: self._alignment.learner),
             write_metrics=self._write_metrics,
         )
         self._losses, self._last_loss = Losses(run.config.service.recovery_timeout_s), ""

@@ -37,7 +37,7 @@ from paceline.controller.run.align import Alignment
 from paceline.controller.run.checkpoints import Checkpoints
 from paceline.controller.run.publication import Publication
 from paceline.controller.run.trajectories import saving_trajectories
-from paceline.controller.run.work_ahead import WorkAhead
+from paceline.controller.run.work_ahead import WorkAheadDriver
 from paceline.core.errors import ConfigError, IllegalTransitionError
 from paceline.core.policy import PolicyTag
 from paceline.core.training import TrainOrder, TrainResult
@@ -61,7 +61,7 @@ class StepParts:
     checkpoints: Checkpoints
     guard: Guard
     turns: Turns
-    ahead: WorkAhead
+    ahead: WorkAheadDriver
     write_metrics: Callable[[Mapping[str, float]], object]
 
 

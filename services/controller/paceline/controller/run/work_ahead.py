@@ -30,7 +30,7 @@ from paceline.service.observability.telemetry import span
 log = logging.getLogger(__name__)
 
 
-class WorkAhead:
+class WorkAheadDriver:
     """Work ahead of one step after the other.
 
     Args:
