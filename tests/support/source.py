@@ -33,10 +33,10 @@ def tree(path: Path) -> ast.Module:
 def imports(name: str) -> Iterator[tuple[str, int]]:
     """What a module imports of ours, and in which line.
 
-    Imports inside functions count, those under TYPE_CHECKING do not.
+    Imports inside functions count, and so do those that only types need.
     """
     known = modules()
-    for node in ast.walk(_without_type_checking(tree(known[name]))):
+    for node in ast.walk(tree(known[name])):
         if isinstance(node, ast.Import):
             wanted = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
@@ -47,12 +47,3 @@ def imports(name: str) -> Iterator[tuple[str, int]]:
         else:
             continue
         yield from ((target, node.lineno) for target in dict.fromkeys(wanted) if target in known)
-
-
-def _without_type_checking(module: ast.Module) -> ast.Module:
-    body = [
-        statement
-        for statement in module.body
-        if not (isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING")
-    ]
-    return ast.Module(body=body, type_ignores=[])

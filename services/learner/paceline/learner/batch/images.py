@@ -16,7 +16,8 @@ import torch
 
 from paceline.core.images import ImageSpec, LoadedImage, placeholder_ranges
 from paceline.core.trajectory import Int32Array
-from paceline.learner.batch.types import Int64Array, PackedImages, PromptImage
+from paceline.learner.batch.blocks import Int64Array
+from paceline.learner.batch.types import PackedImages, PromptImage
 
 _AXES = 3
 

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from paceline.core.trajectory import Int32Array
+from paceline.learner.batch.blocks import Int64Array
 from paceline.learner.batch.images import PlacedImages, in_three, prompt_positions
-from paceline.learner.batch.types import Int64Array, MicroBatch, PackedRow, PackedSequences
+from paceline.learner.batch.types import MicroBatch, PackedRow, PackedSequences
 
 
 def pack(rows: Sequence[PackedRow], device: torch.device, *, share_prompts: bool = False) -> MicroBatch:

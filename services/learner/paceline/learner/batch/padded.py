@@ -15,14 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from paceline.learner.batch.types import Int64Array, SequenceBlock
+from paceline.learner.batch.blocks import Int64Array, SequenceBlock
 
 SHORT: Final = 256
 """Keys of a sequence, with its prefix, up to which it is padded; a longer one is worth a call of its own."""

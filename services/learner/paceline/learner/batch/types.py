@@ -12,15 +12,13 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
 from math import prod
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.core.trajectory import Float32Array, Int32Array, UInt8Array
+from paceline.learner.batch.blocks import SequenceBlock
 from paceline.learner.batch.padded import PaddedSequences
 from paceline.learner.batch.row_index import RowIndex
-
-Int64Array = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -68,25 +66,6 @@ class PackedRow:
     response_log_probs: Float32Array
     segment_starts: tuple[int, ...] = ()
     images: tuple[PromptImage, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SequenceBlock:
-    """`num_sequences` neighbouring sequences of `length` tokens each, from token `start` on.
-
-    They share a prefix of `prefix_length` tokens from `prefix_start` on, which precede each of them.
-    """
-
-    start: int
-    num_sequences: int
-    length: int
-    prefix_start: int = 0
-    prefix_length: int = 0
-
-    @property
-    def stop(self) -> int:
-        """One past the last token."""
-        return self.start + self.num_sequences * self.length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
