@@ -1,24 +1,29 @@
-"""Two roles of one policy, with a reward each: a pupil answers, an examiner says whether that is right."""
+"""Two roles of one policy, with a reward each: a pupil answers, an examiner answers the same after it.
 
+Whether both come to the same sum is the examiner's verdict on the pupil.
+"""
+
+import re
 from statistics import fmean
 
-VERDICTS = {True: "1", False: "0"}
+
+def last_number(text):
+    """The last number of an answer; "" for none."""
+    return (re.findall(r"\d+", text) or [""])[-1]
 
 
 async def flow(step):
-    """The pupil's reward is the scorer's; the examiner's is whether its verdict is that of the scorer."""
+    """The pupil's reward is the scorer's; the examiner's is 1 where its verdict is what the scorer says."""
     answers = await step.sample(step.draw(), "pupil")
     shown = [group[step.number % len(group)] for group in answers.groups]
-    questions = [
-        step.prompt([{"role": "user", "content": f"{a.prompt.context.prompt_text} {a.text}"}], of=a)
-        for a in shown
-    ]
-    is_right = {q.prompt_id: a.reward > 0 for q, a in zip(questions, shown, strict=True) if q is not None}
-    verdicts = [
-        v.with_reward(v.text.strip() == VERDICTS[is_right[v.prompt.prompt_id]])
-        for v in await step.sample(questions, "examiner")
-    ]
+    asked = [(step.reply(a, a.prompt.context.prompt_text), a) for a in shown]
+    pupils = {question.prompt_id: a for question, a in asked if question is not None}
+    verdicts = []
+    for answer in await step.sample([question for question, _ in asked], "examiner"):
+        pupil = pupils[answer.prompt.prompt_id]
+        agrees = last_number(answer.text) == last_number(pupil.text)
+        verdicts.append(answer.with_reward(agrees == (pupil.reward > 0)))
     step.note("pupil_reward", fmean(a.reward for a in answers))
-    step.note("examiner_reward", fmean(v.reward for v in verdicts))
+    step.note("examiner_reward", fmean(v.reward for v in verdicts) if verdicts else 0.0)
     await step.train([*answers, *verdicts])
     await step.publish()

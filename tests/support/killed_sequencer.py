@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,9 @@ async def live(
     broker: MemoryBroker,
     answer: Answer,
     kill: tuple[int, bool] | None = None,
+    keep: Set[asyncio.Task[Any]] = frozenset(),
 ) -> bool:
-    """One life of a controller; returns whether it reached the end."""
+    """One life of a controller; returns whether it reached the end. Tasks in `keep` outlive it."""
     async with run_of(cfg, folder, fakes, broker) as it:
         if kill is not None:
             kill_at(it, kill[0], written=kill[1])
@@ -59,7 +61,7 @@ async def live(
         except Killed:
             return False
         finally:
-            others = asyncio.all_tasks() - {asyncio.current_task()}
+            others = asyncio.all_tasks() - {asyncio.current_task()} - keep
             for task in others:
                 task.cancel()
             with contextlib.suppress(Killed):

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 _CANCELLED = "the task has just been cancelled, and nothing in it swallows that"
+_VERBS = "a verb lasts as long as its phase, which has deadlines in the controller; its end ends this, too"
 _OTHERS_END_IT = "what it waits for has deadlines of its own, one of which ends it"
 _TOLD = "waits to be told to stop: a signal, the end of the run, or an error of another task ends it"
 _FINISHING = "what is under way has deadlines of its own; after a signal MemberSession.finish bounds it"
@@ -172,6 +173,9 @@ NEEDLESS: dict[str, str] = {
     "paceline.rollout.engines.vllm.engine:VllmEngine.shutdown: await ending": (
         "a step of the shutdown, which has a budget; the workers it talks to were killed just before"
     ),
+    "paceline.api.session:LedRun.connected: reader.readline": _VERBS,
+    "paceline.api.session:_Link.ask: self.reader.readline": _VERBS,
+    "paceline.api.session:LedRun.link: self._changed.wait_for": _VERBS,
     # torch
     "paceline.weights.transport.rendezvous:_nccl_group: ProcessGroupNCCL": (
         "its timeout is in the options, which the line above sets"

@@ -19,7 +19,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from paceline.api import Callback, EarlyStop, Step, Training, load_run, train, training
+from paceline.api import Callback, EarlyStop, Step, Training, load_run, process, train
 from paceline.api import run as run_tables
 from paceline.core.errors import ConfigError, DataError, PacelineError
 from paceline.runs import run_dir as run_dirs
@@ -39,7 +39,7 @@ CONFIG: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(training, "_COMMAND", (sys.executable, str(FAKE)))
+    monkeypatch.setattr(process, "_COMMAND", (sys.executable, str(FAKE)))
 
 
 def children() -> list[psutil.Process]:

@@ -40,6 +40,7 @@ from paceline.controller.weights.push import WeightPush
 from paceline.core.clock import SystemClock
 from paceline.core.errors import BrokerError, ConfigError, PacelineError
 from paceline.data.hub import pinned_run
+from paceline.data.scripted import FLOW
 from paceline.rpc.v1 import controller_pb2_grpc
 from paceline.service.grpc.server import start_server
 from paceline.service.identity.credentials import Credentials
@@ -77,7 +78,7 @@ async def serve(context: ServiceContext, options: Options) -> None:
     config = await with_tasks(config, options.run_dir, credentials)
     inputs = await asyncio.to_thread(load_inputs, config)
     flow = await asyncio.to_thread(load_dataflow, config)
-    if config.trainer.dataflow is not None:
+    if config.trainer.dataflow not in (None, FLOW):
         log.info("dataflow: %s", await rehearse(flow, config, inputs))
     clock = SystemClock()
     journal, run_id = await asyncio.to_thread(open_run, options.run_dir, config, inputs, clock)

@@ -20,6 +20,7 @@ dispatch {step, policy, prompts, samples?}   the prompts of a step, once per ste
 redispatch {step, prompts}                   those that were sent again
 sampling {step, number, policy, prompts, samples, digest}   a dataflow samples further, each time that it
                                              begins; `digest` is that of what it asks for, to the token
+waiting {step}                               a minute has passed in which a script did not say what to do
 trajectory {id, verdict, server, ...}        the barrier's verdict; policy, digest (of the blob), reward,
                                              error; token_rewards, normalized: parts of the reward
 refusal {step, prompt, reason, message, server}   a server gives a prompt group up

@@ -14,11 +14,11 @@ from typing import Any
 from paceline.controller.batch.barrier import Verdict
 from paceline.controller.batch.collect import Batch
 from paceline.controller.batch.dispatch import Order
-from paceline.controller.batch.samples import ScoredSample, ScoredSamples
 from paceline.core.errors import ConfigError, DataError
 from paceline.core.ids import NEVER_TRAINED, Purpose, TrajectoryId
 from paceline.core.training import BatchRow
 from paceline.core.trajectory import ScoredHeader
+from paceline.data.samples import ScoredSample, ScoredSamples
 
 
 class TrainingRows:

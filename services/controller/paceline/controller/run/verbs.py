@@ -24,7 +24,6 @@ from paceline.controller.batch.collect import Batch, Collector
 from paceline.controller.batch.dispatch import Ask, Order
 from paceline.controller.batch.inputs import Inputs
 from paceline.controller.batch.refill import Refill
-from paceline.controller.batch.samples import ScoredSample, ScoredSamples
 from paceline.controller.batch.training_batch import TrainingBatches
 from paceline.controller.batch.training_rows import TrainingRows
 from paceline.controller.fleet.clients import LearnerClient
@@ -43,6 +42,7 @@ from paceline.core.policy import PolicyTag
 from paceline.core.training import TrainOrder, TrainResult
 from paceline.core.trajectory import RewardContext
 from paceline.data.prompts import Prompt
+from paceline.data.samples import ScoredSample, ScoredSamples
 from paceline.service.observability.telemetry import span
 
 
@@ -151,11 +151,7 @@ class Verbs:
 
     def reply(self, sample: ScoredSample, text: str) -> Prompt | None:
         """Makes the prompt that goes on from a sample: its prompt, the sample, then `text` by the user."""
-        messages = sample.prompt.messages
-        if not messages:
-            return self.prompt(sample.prompt.context.prompt_text + sample.text + text, of=sample)
-        answered = {"role": "assistant", "content": sample.text}
-        return self.prompt([*messages, answered, {"role": "user", "content": text}], of=sample)
+        return self.prompt(sample.continued(text), of=sample)
 
     # --- samples
 
@@ -327,6 +323,19 @@ class Verbs:
         return metrics
 
     # --- the end
+
+    def stop(self, reason: str) -> None:
+        """Ends the run after this step, with a checkpoint."""
+        self._parts.progress.stop_reason = reason
+
+    def allow(self, seconds: float) -> None:
+        """Lets the dataflow take so long between two verbs."""
+        self.patience = seconds
+        self._wait(seconds)
+
+    def note_wait(self) -> None:
+        """Journals that the step waits for its dataflow."""
+        self._parts.run.journal.record("waiting", step=self.number)
 
     def note(self, name: str, value: float) -> None:
         """Adds `dataflow/NAME` to the step's metrics."""

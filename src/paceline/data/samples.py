@@ -47,6 +47,13 @@ class ScoredSample:
         """The parts of the reward that it was scored with, by scorer."""
         return self.header.components
 
+    def continued(self, text: str) -> str | list[Mapping[str, object]]:
+        """Returns the prompt that goes on from the sample: its own, the sample, then `text` by the user."""
+        if not self.prompt.messages:
+            return self.prompt.context.prompt_text + self.text + text
+        answered = {"role": "assistant", "content": self.text}
+        return [*self.prompt.messages, answered, {"role": "user", "content": text}]
+
     def with_reward(self, reward: float) -> ScoredSample:
         """Returns the same sample, worth `reward` at its last token."""
         return replace(self, reward=float(reward), is_given=True)
