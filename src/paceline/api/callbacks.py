@@ -56,10 +56,10 @@ class Training:
 
 
 class Callback:
-    """Override what you need. The run does not wait for callbacks."""
+    """Hears of the run's steps: override what you need. The run does not wait for callbacks."""
 
     def before_step(self, number: int, training: Training) -> None:
-        """A step has begun."""
+        """Is called when a step has begun."""
 
     def after_step(self, step: Step, training: Training) -> None:
         """A step is finished; step 0 is the starting model. The loop gets it afterwards."""
@@ -88,7 +88,7 @@ class EarlyStop(Callback):
         self._best, self._waited = -math.inf, 0
 
     def after_step(self, step: Step, training: Training) -> None:
-        """Compares."""
+        """Compares the metric, and stops the run once patience ends."""
         value = step.metrics.get(self.metric)
         if value is None:
             return

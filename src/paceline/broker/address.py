@@ -20,7 +20,7 @@ REDIS_PASSWORD = "PACELINE_REDIS_PASSWORD"
 
 
 def scheme_of(url: str) -> str:
-    """The address's scheme.
+    """Returns the scheme of a broker's address.
 
     Raises:
         ConfigError: the scheme is unknown.

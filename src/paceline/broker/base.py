@@ -23,7 +23,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """A delivered message. `entry_id` orders the entries of a stream.
+    """Holds a message that was delivered. `entry_id` orders the entries of a stream.
 
     `deliveries` counts how often the group's consumers were given the entry, this time included; entries
     that are read as a log count as delivered once.
@@ -162,5 +162,5 @@ class Broker(Protocol):
         ...
 
     async def close(self) -> None:
-        """Closes the connections. The broker is unusable afterwards."""
+        """Closes the connections to the server. The broker is unusable afterwards."""
         ...

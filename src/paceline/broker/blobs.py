@@ -110,5 +110,5 @@ class BlobClient:
             raise BrokerError(f"the broker {redact(self._url)} did not store blobs: {error}") from error
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Closes the connection to the server."""
         self._client.close()

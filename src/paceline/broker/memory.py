@@ -57,7 +57,7 @@ def named_store(name: str) -> MemoryStore:
 
 
 class MemoryBroker:
-    """Implements `Broker` on dictionaries.
+    """Implements `Broker` on dictionaries, within one process.
 
     Args:
         clock: tells how long an entry has been idle; the waits themselves are real.
@@ -260,7 +260,7 @@ class MemoryBroker:
         return len(streams) + len(blobs)
 
     async def incarnation(self) -> str:
-        """Names the store."""
+        """Returns the name of this store."""
         self._check_open()
         return f"memory-{id(self._store):x}"
 

@@ -116,7 +116,7 @@ class RedisClient:
             return await self.run("EVAL", source, *words, limit_s=limit_s)
 
     async def close(self) -> None:
-        """Closes the connections."""
+        """Closes the connections to the server."""
         await self._redis.aclose(close_connection_pool=True)
 
     async def _repeat(

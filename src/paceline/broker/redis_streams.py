@@ -223,7 +223,7 @@ class RedisStreamsBroker:
             )
 
     async def close(self) -> None:
-        """Closes the connections. The broker is unusable afterwards."""
+        """Closes the connections to the server. The broker is unusable afterwards."""
         await self._client.close()
 
 

@@ -49,7 +49,7 @@ _TIMES = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """One fault. `seconds` is how long it lasts; 0 for what happens at once.
+    """Names one fault, its kind and its target. `seconds` is how long it lasts; 0 for what happens at once.
 
     `target` is a process by its name in run.json, "NAME/engine" or "NAME/child" for a process that NAME
     started, or the server at the end of a link.

@@ -72,7 +72,7 @@ class Record:
         self.outages: list[FaultRecovery] = []
 
     def add(self, outage: FaultRecovery) -> None:
-        """Writes a line."""
+        """Writes a fault and its recovery to the record."""
         self.outages.append(outage)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(outage.to_json() + "\n")
@@ -90,7 +90,7 @@ class RecoveryTally:
 
     @classmethod
     def of(cls, outages: Sequence[FaultRecovery]) -> RecoveryTally:
-        """Sums up outages."""
+        """Sums up what faults led to."""
         times = [outage.recovery_s for outage in outages if outage.recovery_s is not None]
         alone = [o.recovery_s for o in outages if o.alone and o.recovery_s is not None]
         return cls(

@@ -61,7 +61,7 @@ class Authority:
 
     @classmethod
     def load(cls, folder: Path) -> Authority:
-        """Reads an authority.
+        """Reads a certificate authority from its folder.
 
         Raises:
             EnvironmentLackError: there is none in the folder, or its files are damaged.

@@ -55,7 +55,7 @@ class OptimConfig(Section):
 
 
 class ActorConfig(Section):
-    """The policy update."""
+    """Sets how the policy is updated."""
 
     ppo_mini_batch_size: int = Field(
         64,

@@ -68,7 +68,7 @@ class DynamicSamplingConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """How rewards become advantages."""
+    """Sets how rewards become advantages."""
 
     adv_estimator: Annotated[str, OneOf(tuple(ADV_ESTIMATORS))] = Field(
         "grpo", description="gae and vapo need a critic; the others do without."

@@ -51,7 +51,7 @@ class ClippedLoss(PolicyLossOptions):
     clip_ratio_high: float | None = Field(None, gt=0, description="Upper clip range; null: the actor's.")
 
     def arguments(self, default: Clip) -> dict[str, Any]:
-        """Also `clip_low` and `clip_high`."""
+        """Returns the options with `clip_low` and `clip_high`."""
         own = self.model_dump(exclude={"type", "clip_ratio_low", "clip_ratio_high"})
         low = default.low if self.clip_ratio_low is None else self.clip_ratio_low
         high = default.high if self.clip_ratio_high is None else self.clip_ratio_high
@@ -163,7 +163,7 @@ class ClipCov(CovarianceLoss, ClippedLoss):
 
 
 class GPG(PolicyLossOptions):
-    """Plain REINFORCE (arXiv:2504.02546)."""
+    """Computes plain REINFORCE, without a ratio (arXiv:2504.02546)."""
 
     type: Literal["gpg"] = "gpg"
 

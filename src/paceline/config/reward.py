@@ -309,7 +309,7 @@ class CodeConfig(OutsideConfig):
 
 
 class RewardConfig(Section):
-    """Scorers and their limits. The reward is the weighted sum over all of them."""
+    """Sets the scorers and their limits. The reward is the weighted sum over all of them."""
 
     functions: tuple[RewardFunctionConfig, ...] = Field(
         (), description="Functions, called in child processes that can be killed."

@@ -21,7 +21,7 @@ class ProfileConfig(Section):
 
 
 class TrainerConfig(Section):
-    """The run."""
+    """Sets the length of the run, its folder and its checkpoints."""
 
     name: str = Field(
         "run",
@@ -105,7 +105,7 @@ class TrainerConfig(Section):
 
 
 class LearnerConfig(Section):
-    """The learner group."""
+    """Sets the learner group's ranks and devices."""
 
     world_size: int = Field(
         1, gt=0, description="Processes that `paceline train` starts, one per GPU or share of the CPU cores."
@@ -172,7 +172,7 @@ class BarrierConfig(Section):
 
 
 class BrokerConfig(Section):
-    """The message broker."""
+    """Sets the message broker and its limits."""
 
     url: str | None = Field(
         None,
@@ -205,7 +205,7 @@ class BrokerConfig(Section):
 
 
 class WeightsConfig(Section):
-    """The weight push."""
+    """Sets how weights are pushed to rollout servers."""
 
     backend: Literal["auto", "gloo", "nccl", "shared"] = Field(
         "auto",
@@ -279,7 +279,7 @@ class ServiceConfig(Section):
 
 
 class TelemetryConfig(Section):
-    """Traces and metrics."""
+    """Sets which traces and metrics there are, and where they go."""
 
     otlp_endpoint: str | None = Field(
         None, description="OTLP/gRPC endpoint; null: metrics.jsonl and spans.jsonl in the run directory."

@@ -18,7 +18,7 @@ MAX_DATA_SOURCES = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hello:
-    """A client's first message.
+    """Is the first message of a client that attaches.
 
     Args:
         name: what it attaches as: a name in the run's configuration.
@@ -48,7 +48,10 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Leave:
-    """No more work. `for_good`: the run is over, so the client should not attach again."""
+    """Tells a client that there is no more work.
+
+    `for_good`: the run is over, so the client should not attach again.
+    """
 
     reason: str
     for_good: bool = False

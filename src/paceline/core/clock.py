@@ -14,17 +14,17 @@ class Clock(Protocol):
         ...
 
     def wall(self) -> float:
-        """Seconds since the epoch."""
+        """Returns the seconds since the epoch."""
         ...
 
 
 class SystemClock:
-    """The machine's clocks."""
+    """Reads the clocks of this machine."""
 
     def monotonic(self) -> float:
         """Seconds since some fixed moment, never going back."""
         return time.monotonic()
 
     def wall(self) -> float:
-        """Seconds since the epoch."""
+        """Returns the seconds since the epoch."""
         return time.time()

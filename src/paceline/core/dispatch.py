@@ -81,7 +81,9 @@ class _Client:
 
 
 class TaskDispatcher:
-    """Gives tasks to clients. Times are of whatever clock the caller uses, in seconds.
+    """Gives tasks to clients and takes their answers.
+
+    Times are of whatever clock the caller uses, in seconds.
 
     Args:
         answer_within_s: how long a client may work on a task before another one gets it.

@@ -245,11 +245,11 @@ class Histories:
         return sum(1 for _ in itertools.takewhile(lambda other: other == value, values))
 
     def state_dict(self) -> dict[str, list[float]]:
-        """For the checkpoint."""
+        """Returns what a checkpoint keeps of the histories."""
         return {name: list(values) for name, values in sorted(self._values.items())}
 
     def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
-        """From the checkpoint."""
+        """Restores what `state_dict` returned before."""
         self._values = {name: deque(map(float, values), maxlen=self.window) for name, values in state.items()}
 
 

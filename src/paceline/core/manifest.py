@@ -20,7 +20,7 @@ def manifest_text(fields: Mapping[str, Any]) -> str:
 
 
 def manifest_fields(text: str | bytes, *, origin: object) -> dict[str, Any]:
-    """Reads what `manifest_text` wrote.
+    """Reads the fields that `manifest_text` wrote.
 
     Args:
         text: the file's content.

@@ -18,7 +18,7 @@ class PhaseEvent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepEvent:
-    """A step is finished."""
+    """Says that a step is finished."""
 
     step: int
     metrics: Mapping[str, float]
@@ -26,7 +26,7 @@ class StepEvent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NoticeEvent:
-    """A sentence for people."""
+    """Holds a sentence that people should read."""
 
     message: str
 

@@ -27,7 +27,7 @@ UInt8Array = npt.NDArray[np.uint8]
 
 
 class FinishReason(enum.Enum):
-    """Why a response ended."""
+    """Says why a response ended where it did."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -36,7 +36,10 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingSpec:
-    """How tokens are drawn. `temperature` 0 is greedy; `max_tokens` bounds the response."""
+    """Says how the tokens of a response are drawn.
+
+    `temperature` 0 is greedy; `max_tokens` bounds the response.
+    """
 
     temperature: float
     max_tokens: int

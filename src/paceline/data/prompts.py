@@ -25,7 +25,7 @@ class Decoder(Protocol):
     """Turns the token ids of a response into its text."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Text of token ids."""
+        """Returns the text of token ids."""
         ...
 
 
@@ -39,7 +39,7 @@ class Tokenizer(Decoder, Protocol):
     added_tokens_decoder: Mapping[int, Any]
 
     def get_vocab(self) -> Mapping[str, int]:
-        """All tokens."""
+        """Returns all tokens with their ids."""
         ...
 
     def get_added_vocab(self) -> Mapping[str, int]:
@@ -180,7 +180,9 @@ def encode_exchange(tokenizer: Tokenizer, prompt: str, answer: str) -> list[int]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Prompt:
-    """One row. `prompt_id` is its number among all rows of the files, so that filtering changes no id.
+    """Holds one row of the data files.
+
+    `prompt_id` is its number among all rows of the files, so that filtering changes no id.
 
     `messages` are what a chat prompt was rendered from; empty for plain text. `images` are in the order of
     their placeholders.
@@ -264,7 +266,7 @@ class PromptSet:
             )
 
     def ids(self) -> list[int]:
-        """All ids, ascending."""
+        """Returns all prompt ids in ascending order."""
         return sorted(self.prompts)
 
 

@@ -45,7 +45,7 @@ class Host(Section):
 
 
 class Hosts(Section):
-    """The file."""
+    """Holds what the file of hosts says."""
 
     config: str = Field(description="The run's configuration, relative to this file.")
     address: str = Field(description="Address of this machine that the hosts reach; the controller's.")

@@ -12,7 +12,7 @@ from paceline.launch.processes.spawn import ManagedProcess
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchOutcome:
-    """How a launch ended.
+    """Says how a launch ended, and why.
 
     Attributes:
         exit_code: the command's.

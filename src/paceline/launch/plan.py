@@ -53,7 +53,7 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessSpec:
-    """One process to start. `env` is added to the launcher's own environment.
+    """Says how one process is started. `env` is added to the launcher's own environment.
 
     `member_id` is what the controller calls it; several processes with the same one start and end together.
     `shell` is the command line of a remote shell, if the process runs on another host: `launch.remote` there

@@ -56,7 +56,9 @@ def tool(timeout_s: float = 10.0) -> Callable[[_Method], _Method]:
 
 
 class Environment:
-    """One episode. Write `open`, `step` and `close` as far as their defaults do not suffice; all are async.
+    """Answers the policy in one episode.
+
+    Write `open`, `step` and `close` as far as their defaults do not suffice; all are async.
 
     Whatever they raise ends the attempt: the rollout server begins the episode again with a new instance.
     """
@@ -74,7 +76,7 @@ class Environment:
         cls.tools = by_name
 
     async def open(self, task: Mapping[str, Any], *, task_seed: int, episode_seed: int) -> Observation:
-        """Begins an episode.
+        """Begins an episode; the default adds no message.
 
         Args:
             task: the prompt's row: `messages`, `ground_truth`, `data_source` and data.extra_keys.
@@ -100,7 +102,7 @@ class Environment:
         raise NotImplementedError(f"{type(self).__name__} does not lead episodes: write `run`")
 
     async def close(self, stop_reason: str) -> Outcome:
-        """Grades the episode."""
+        """Grades the episode; the default gives no reward."""
         return Outcome()
 
     async def release(self) -> None:

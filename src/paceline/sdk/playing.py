@@ -102,7 +102,7 @@ def _said(observation: Observation, role: str) -> list[dict[str, object]]:
 
 
 class Asker:
-    """Posts requests from threads.
+    """Posts requests to the policy from threads.
 
     Args:
         num_threads: most requests at a time.
@@ -120,7 +120,7 @@ class Asker:
             return await loop.run_in_executor(self._threads, self._post, episode, json.dumps(body).encode())
 
     def close(self) -> None:
-        """Waits for no request."""
+        """Shuts down the threads without waiting for requests."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _post(self, episode: Play, data: bytes) -> dict[str, Any]:

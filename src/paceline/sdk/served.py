@@ -47,7 +47,7 @@ class Served:
         await self.stop()
 
     async def start(self) -> None:
-        """Listens.
+        """Begins to listen for calls of the run.
 
         Raises:
             ConfigError: no token on an address that other machines reach.

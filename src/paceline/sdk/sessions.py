@@ -166,7 +166,7 @@ class Sessions:
         return len(late)
 
     async def close_all(self) -> None:
-        """Frees everything."""
+        """Frees the environments of all sessions."""
         for key, session in list(self._open.items()):
             await self._free(key, session)
 

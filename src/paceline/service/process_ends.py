@@ -17,7 +17,7 @@ FILE = "ends.jsonl"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessEnd:
-    """One end.
+    """Says how and when a process ended.
 
     Attributes:
         time: Unix time.

@@ -24,7 +24,7 @@ Parts = Mapping[str, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearnerMemory:
-    """A learner rank's memory.
+    """Plans the memory of a learner's rank.
 
     Args:
         shape: of the policy, and of critic and reference if they are in use.

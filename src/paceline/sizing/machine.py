@@ -37,7 +37,7 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        """This machine."""
+        """Returns what this machine has."""
         gpus = tuple(_gpu_indices())
         if gpus and is_cpu_build():
             return cls(num_cores=num_cores(), gpus=(), num_unusable_gpus=len(gpus))

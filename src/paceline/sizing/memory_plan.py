@@ -44,7 +44,7 @@ class EngineMemory:
 
     @classmethod
     def of(cls, config: RunConfig, shape: ModelShape) -> EngineMemory:
-        """Of a run."""
+        """Plans the memory of a run's engine."""
         rollout, ranks = config.rollout, config.rollout.tensor_model_parallel_size
         rows = (2 * (8 + 4) + 4 * 8) * (config.max_model_len + 1)
         slices = (4 + 8) * -(-shape.vocab // SLICE)

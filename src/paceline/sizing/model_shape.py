@@ -95,7 +95,7 @@ class LatentShape:
 
     @classmethod
     def of(cls, tree: Mapping[str, Any]) -> LatentShape:
-        """From config.json.
+        """Reads the sizes from a model's config.json.
 
         Raises:
             KeyError, TypeError, ValueError: it names its sizes otherwise.

@@ -85,12 +85,12 @@ class Folder:
             return bool(self._fs.isfile(self._path(name)))
 
     def size(self, name: str) -> int:
-        """A file's bytes."""
+        """Returns the bytes of a file."""
         with _storage_errors():
             return int(self._fs.size(self._path(name)))
 
     def read(self, name: str) -> bytes:
-        """A small file."""
+        """Reads a small file as a whole."""
         with _storage_errors():
             return bytes(self._fs.cat_file(self._path(name)))
 

@@ -45,7 +45,7 @@ _ERRORS: dict[Kind, type[PacelineError]] = {"model": ModelError, "dataset": Data
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HubName:
-    """What a name means.
+    """Names a repository of the hub, and which part of it.
 
     Attributes:
         repo: ORG/NAME.

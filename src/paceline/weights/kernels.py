@@ -167,7 +167,7 @@ class CopyKernel:
 
 
 class DigestKernel:
-    """Digests parts of tensors.
+    """Computes the digests of parts of tensors.
 
     Args:
         parts: per part its values, the factors R of its rows and K of its columns, and the number of its sum.

@@ -217,7 +217,7 @@ def hello_to_proto(hello: Hello) -> attachment_pb2.AttachHello:
 
 
 def hello_from_proto(message: attachment_pb2.AttachHello) -> Hello:
-    """Reads a hello.
+    """Reads the hello of a client.
 
     Raises:
         ProtocolError: it speaks another version of the contract.
@@ -250,7 +250,7 @@ def welcome_to_proto(welcome: Welcome) -> attachment_pb2.AttachWelcome:
 
 
 def welcome_from_proto(message: attachment_pb2.AttachWelcome) -> Welcome:
-    """Reads a welcome.
+    """Reads the welcome of a service.
 
     Raises:
         ProtocolError: the gateway speaks another version of the contract.
@@ -270,7 +270,7 @@ def leave_to_proto(leave: Leave) -> attachment_pb2.AttachLeave:
 
 
 def leave_from_proto(message: attachment_pb2.AttachLeave) -> Leave:
-    """Reads a leave."""
+    """Reads the leave of a service."""
     return Leave(reason=one_line(message.reason), for_good=message.for_good)
 
 

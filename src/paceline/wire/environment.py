@@ -32,7 +32,7 @@ def message_to_proto(message: Message) -> pb.ChatMessage:
 
 
 def message_from_proto(message: pb.ChatMessage) -> Message:
-    """Reads a message.
+    """Reads one message of a conversation.
 
     Raises:
         InvalidMessageError: an unknown role, too long a content, or arguments that are no JSON object.
@@ -62,7 +62,7 @@ def tool_to_proto(tool: ToolSpec) -> pb.ToolDescription:
 
 
 def tool_from_proto(message: pb.ToolDescription) -> ToolSpec:
-    """Reads a tool's description.
+    """Reads the description of a tool.
 
     Raises:
         InvalidMessageError: no name, or a schema that is no JSON object.

@@ -21,7 +21,7 @@ MAX_NAME_CHARS = 512
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Limits that decoders enforce.
+    """Holds the limits that decoders enforce.
 
     Args:
         max_bytes: of a message or blob; a larger one is rejected unread.
@@ -146,7 +146,7 @@ class Fields:
         return self._kind
 
     def reject(self, reason: str, detail: str) -> NoReturn:
-        """Rejects the message."""
+        """Rejects the message for this reason."""
         reject(self._kind, reason, detail)
 
     def _get(self, name: str) -> Any:

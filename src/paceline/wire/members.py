@@ -25,7 +25,7 @@ def member_kind_to_proto(kind: MemberKind) -> common_pb2.MemberKind.ValueType:
 
 
 def member_kind_from_proto(number: common_pb2.MemberKind.ValueType) -> MemberKind:
-    """Reads a kind.
+    """Reads the kind of a member.
 
     Raises:
         InvalidMessageError: unspecified, or a kind that this version does not know.

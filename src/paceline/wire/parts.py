@@ -32,7 +32,7 @@ def pack_trajectory_id(trajectory_id: TrajectoryId) -> list[Any]:
 
 
 def read_trajectory_id(fields: Fields) -> TrajectoryId:
-    """The field `trajectory_id`."""
+    """Reads the field `trajectory_id` as an id."""
     items = fields.items("trajectory_id", max_items=4)
     if len(items) != 4:
         fields.reject("unequal_lengths", f"trajectory_id has {len(items)} parts, wanted 4")
@@ -50,12 +50,12 @@ def read_trajectory_id(fields: Fields) -> TrajectoryId:
 
 
 def pack_policy(policy: PolicyTag) -> list[Any]:
-    """[version, digest]."""
+    """Packs a policy tag as [version, digest]."""
     return [policy.version, policy.digest]
 
 
 def read_policy(fields: Fields) -> PolicyTag:
-    """The field `policy`."""
+    """Reads the field `policy` as a tag."""
     items = fields.items("policy", max_items=2)
     if len(items) != 2:
         fields.reject("unequal_lengths", f"policy has {len(items)} parts, wanted version and digest")
@@ -70,7 +70,7 @@ def read_policy(fields: Fields) -> PolicyTag:
 
 
 def pack_sampling(sampling: SamplingSpec) -> dict[str, Any]:
-    """Field by field."""
+    """Packs a sampling spec, field by field."""
     return {
         "temperature": sampling.temperature,
         "max_tokens": sampling.max_tokens,
@@ -81,7 +81,7 @@ def pack_sampling(sampling: SamplingSpec) -> dict[str, Any]:
 
 
 def read_sampling(fields: Fields) -> SamplingSpec:
-    """The field `sampling`."""
+    """Reads the field `sampling` as a spec."""
     inner = fields.nested("sampling")
     top_p = inner.number("top_p", minimum=0.0, maximum=1.0)
     if top_p == 0.0:
@@ -113,7 +113,7 @@ def pack_context(context: RewardContext) -> dict[str, Any]:
 
 
 def read_context(fields: Fields) -> RewardContext:
-    """The field `context`."""
+    """Reads the field `context` of a reward."""
     inner = fields.nested("context")
     return RewardContext(
         ground_truth=inner.text("ground_truth"),
@@ -124,7 +124,7 @@ def read_context(fields: Fields) -> RewardContext:
 
 
 def read_blob_digest(fields: Fields) -> str:
-    """The field `blob_digest`."""
+    """Reads the field `blob_digest` as text."""
     digest = fields.name("blob_digest")
     if not BLOB_DIGEST.fullmatch(digest):
         fields.reject("out_of_range", f"blob_digest {digest[:40]!r}, wanted 32 lower-case hexadecimal digits")
@@ -142,7 +142,7 @@ def read_choice(fields: Fields, name: str, choices: type[_Choice]) -> _Choice:
 
 
 def read_purpose(fields: Fields) -> str:
-    """Reads the field `purpose`."""
+    """Reads the field `purpose` of a sample."""
     return _check_purpose(fields, fields.name("purpose"))
 
 
@@ -168,7 +168,7 @@ def pack_episode(episode: EpisodeOutcome | None) -> dict[str, Any] | None:
 
 
 def read_episode(fields: Fields) -> EpisodeOutcome | None:
-    """The field `episode`."""
+    """Reads the field `episode`, if there is one."""
     if fields.missing("episode"):
         return None
     nested = fields.nested("episode")

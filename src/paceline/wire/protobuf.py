@@ -128,7 +128,7 @@ def score_result_to_proto(result: ScoreResult) -> reward_pb2.ScoreResult:
 
 
 def score_result_from_proto(message: reward_pb2.ScoreResult) -> ScoreResult:
-    """Reads a score.
+    """Reads the score of one item.
 
     Raises:
         InvalidMessageError: no trajectory id, or a number that is not finite.

@@ -103,7 +103,7 @@ def result_to_proto(result: TrainResult) -> learner_pb2.TrainStepResponse:
 
 
 def result_from_proto(message: learner_pb2.TrainStepResponse) -> TrainResult:
-    """Reads a training result. Metrics may be NaN or infinite: the guard counts those.
+    """Reads the result of a training step. Metrics may be NaN or infinite: the guard counts those.
 
     Raises:
         InvalidMessageError: a reading of a rule that does not exist, or a reading that is not finite.

@@ -60,7 +60,7 @@ _PURGE_S = 3.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """The command line."""
+    """Holds the arguments of the command line."""
 
     config: Path
     overrides: tuple[str, ...]

@@ -93,7 +93,7 @@ class Journal:
         self.term = self.standing.term + 1
 
     def record(self, event: str, **fields: object) -> None:
-        """Appends one event."""
+        """Appends one event to the journal."""
         self.record_all([{"event": event, **fields}])
 
     def record_all(self, events: Iterable[Event]) -> None:

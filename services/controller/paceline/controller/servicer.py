@@ -34,7 +34,7 @@ _PUSHING = (Phase.FORMING, Phase.PUBLISH, Phase.COMMIT)
 
 
 class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
-    """Answers members and people.
+    """Answers the calls of members and people.
 
     Args:
         credentials: for asking members whether they still serve.

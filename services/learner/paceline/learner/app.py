@@ -70,7 +70,7 @@ class _Head:
 
 
 class LearnerApp:
-    """Rank 0's process."""
+    """Runs the learner's service in rank 0's process."""
 
     def __init__(self, session: MemberSession, environment: RankEnvironment) -> None:
         self._session, self._environment = session, environment

@@ -81,7 +81,7 @@ class RankRegistration:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RankRegistration:
-        """Reads what `to_bytes` wrote."""
+        """Reads the registration that `to_bytes` wrote."""
         fields = json.loads(data)
         config = RunConfig.model_validate_json(fields.pop("config"))
         return cls(config=config, checkpoints=tuple(fields.pop("checkpoints")), **fields)

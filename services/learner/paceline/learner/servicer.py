@@ -55,7 +55,7 @@ class _Training:
 
 
 class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
-    """The service's methods.
+    """Answers the controller's calls to the learner.
 
     Args:
         queue: of the command loop.

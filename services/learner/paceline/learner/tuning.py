@@ -59,7 +59,7 @@ def form_ranks(settings: LearnerConfig, environment: RankEnvironment) -> Ranks:
 
 
 def check(config: TuningRunConfig) -> None:
-    """The model's self-test.
+    """Runs the self-test of the model.
 
     Raises:
         ModelError: it does not compute what it should.

@@ -47,11 +47,11 @@ class Cached:
         return self.scorer.names
 
     async def start(self) -> None:
-        """Starts the scorer."""
+        """Starts the scorer behind the cache."""
         await self.scorer.start()
 
     async def close(self) -> None:
-        """Closes the scorer."""
+        """Closes the scorer behind the cache."""
         await self.scorer.close()
 
     async def score(self, items: Sequence[ScoreItem], *, run_id: str = "", step: int = 0) -> list[Score]:

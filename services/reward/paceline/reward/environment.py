@@ -31,7 +31,7 @@ class EnvironmentReward:
         return [cls(settings.config.environment_weight)]
 
     async def start(self) -> None:
-        """Nothing is needed."""
+        """Does nothing: there is nothing to start."""
 
     async def score(self, items: Sequence[ScoreItem], *, run_id: str = "", step: int = 0) -> list[Score]:
         """One score per item, in the order of the items."""
@@ -51,4 +51,4 @@ class EnvironmentReward:
         )
 
     async def close(self) -> None:
-        """Nothing to close."""
+        """Does nothing: there is nothing to close."""

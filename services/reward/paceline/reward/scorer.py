@@ -39,7 +39,7 @@ class ScorerSettings:
 
 
 class Scorer(Protocol):
-    """Scores batches of items.
+    """Gives scores to batches of items.
 
     Implemented by `FunctionPool` (functions in child processes), `RemoteScorer` (a service of the user's),
     `AttachedScorer` (clients that attach) and `WeightedSum` (all scorers of a run).

@@ -34,11 +34,11 @@ class Shaped:
         return self.names[0]
 
     async def start(self) -> None:
-        """Starts the scorer."""
+        """Starts the scorer whose scores are shaped."""
         await self.scorer.start()
 
     async def close(self) -> None:
-        """Closes the scorer."""
+        """Closes the scorer whose scores are shaped."""
         await self.scorer.close()
 
     async def score(self, items: Sequence[ScoreItem], *, run_id: str = "", step: int = 0) -> list[Score]:

@@ -139,7 +139,7 @@ class WeightedSum:
         return replace(score, normalized=parts) if parts else score
 
     async def close(self) -> None:
-        """Closes all scorers."""
+        """Closes all scorers of the sum."""
         for scorer in reversed(self._scorers):
             await scorer.close()
 

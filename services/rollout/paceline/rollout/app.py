@@ -55,7 +55,7 @@ def _add_to_server(servicers: _Servicers, server: grpc.aio.Server) -> None:
 
 
 class RolloutApp:
-    """One rollout server process."""
+    """Runs the process of one rollout server."""
 
     def __init__(self, session: MemberSession) -> None:
         self._session = session

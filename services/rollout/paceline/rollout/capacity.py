@@ -72,7 +72,7 @@ class Capacity:
         self.clear()
 
     def clear(self) -> None:
-        """Nothing is under way."""
+        """Notes that no group is under way."""
         self._drawing = self._delivering = self._acting = self._num_groups = 0
 
     @property
@@ -120,7 +120,7 @@ class Capacity:
         self._changed.set()
 
     def turn_began(self) -> None:
-        """It is drawn again. It waits for no room: the oldest episodes go on first."""
+        """Notes that an episode is drawn again. It waits for no room: the oldest episodes go on first."""
         self._drawing += 1
         self._acting -= 1
 

@@ -120,7 +120,7 @@ class FailureStreak:
         self._prompts.clear()
 
     def failed(self, group: PromptGroup, failure: GroupFailure) -> None:
-        """A group failed.
+        """Notes a group that has failed.
 
         Raises:
             NumericsError: the weights are unusable.

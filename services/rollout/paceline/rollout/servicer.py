@@ -30,7 +30,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def JoinWeightGroup(
         self, request: rollout_pb2.JoinRolloutGroupRequest, context: Any
     ) -> rollout_pb2.JoinRolloutGroupResponse:
-        """Joins the weight group."""
+        """Lets the server join the weight group."""
         spec = WeightGroupSpec.from_bytes(request.spec)
         await self._server.join(request.epoch, spec, request.rank_offset)
         return rollout_pb2.JoinRolloutGroupResponse()
@@ -38,7 +38,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def ReceiveWeights(
         self, request: rollout_pb2.ReceiveWeightsRequest, context: Any
     ) -> rollout_pb2.ReceiveWeightsResponse:
-        """Receives a version."""
+        """Lets the server receive a version's weights."""
         receipt = await self._server.receive(request.epoch, request.version)
         return rollout_pb2.ReceiveWeightsResponse(receipt=receipt.to_bytes())
 
@@ -59,7 +59,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def LeaveWeightGroup(
         self, request: rollout_pb2.LeaveRolloutGroupRequest, context: Any
     ) -> rollout_pb2.LeaveRolloutGroupResponse:
-        """Leaves the weight group."""
+        """Lets the server leave the weight group."""
         await self._server.leave(request.epoch)
         return rollout_pb2.LeaveRolloutGroupResponse()
 

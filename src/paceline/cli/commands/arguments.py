@@ -32,7 +32,7 @@ def add_config(parser: argparse.ArgumentParser, *, description: str) -> None:
 
 
 def add_offline(parser: argparse.ArgumentParser) -> None:
-    """Adds `--offline`."""
+    """Adds the option `--offline` to a command's parser."""
     parser.add_argument(
         "--offline",
         action=_Offline,

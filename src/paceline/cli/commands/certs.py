@@ -19,7 +19,7 @@ _DAYS = {"init": 365.0, "issue": 7.0, "token": 7.0, "acl": 7.0}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds this command's arguments."""
+    """Adds the arguments of this command."""
     parser.add_argument(
         "action",
         choices=tuple(_DAYS),
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Makes what `action` says."""
+    """Makes what the argument `action` names."""
     days = _DAYS[args.action] if args.days is None else args.days
     if importlib.util.find_spec("cryptography") is None:
         raise EnvironmentLackError("paceline certs needs cryptography: pip install cryptography")

@@ -29,7 +29,7 @@ _MANY_STEPS = 1_000_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds this command's arguments."""
+    """Adds the arguments of this command."""
     arguments.add_config(
         parser,
         description="configuration of the run; it begins anew, with enough restarts allowed, and ends after "

@@ -17,7 +17,7 @@ from paceline.sizing.placement import settle
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds this command's arguments."""
+    """Adds the arguments of this command."""
     arguments.add_config(parser, description="configuration of a run")
     parser.add_argument(
         "--elsewhere",

@@ -23,7 +23,7 @@ _REQUIRED = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds this command's arguments."""
+    """Adds the arguments of this command."""
     parser.add_argument(
         "file", type=Path, help="YAML of verl (composed, without defaults) or of TRL's GRPOConfig"
     )

@@ -16,7 +16,7 @@ from paceline.storage.hub import push_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds this command's arguments."""
+    """Adds the arguments of this command."""
     parser.add_argument("run_name", metavar="RUN", help="run directory, or its name under runs/")
     parser.add_argument("step", metavar="STEP", help="step of the checkpoint, or `latest`")
     parser.add_argument("out", metavar="OUT", type=Path, help="folder to write; new or empty")

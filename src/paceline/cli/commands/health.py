@@ -15,7 +15,7 @@ _DEADLINE_S = 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds this command's arguments."""
+    """Adds the arguments of this command."""
     parser.add_argument("address", metavar="HOST:PORT", help="where the service listens")
     parser.add_argument(
         "--role",

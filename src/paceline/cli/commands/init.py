@@ -98,7 +98,7 @@ class _Question:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds this command's arguments."""
+    """Adds the arguments of this command."""
     parser.add_argument("file", metavar="FILE.yaml", type=Path, help="the file to write; must not exist")
     parser.add_argument("--model", metavar="FOLDER", help="the model's folder, or its name on the hub")
     parser.add_argument(

@@ -11,7 +11,7 @@ from paceline.show.report.trace import FILE_NAME, write_trace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds this command's arguments."""
+    """Adds the arguments of this command."""
     arguments.add_run(parser)
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help=f"file to write (default: RUN/profile/{FILE_NAME})"

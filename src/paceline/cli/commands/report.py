@@ -11,7 +11,7 @@ from paceline.show.report.write import FILE_NAME, write_report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds this command's arguments."""
+    """Adds the arguments of this command."""
     arguments.add_run(parser)
     parser.add_argument("--out", type=Path, metavar="FILE", help=f"file to write (default: RUN/{FILE_NAME})")
 

@@ -19,7 +19,7 @@ _OWN_FIELDS = ("prompt", "data_source")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds this command's arguments."""
+    """Adds the arguments of this command."""
     parser.add_argument(
         "function", metavar="FUNCTION", help="a built-in, `module:function`, or `path/to/file.py:function`"
     )

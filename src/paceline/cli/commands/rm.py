@@ -10,7 +10,7 @@ from paceline.launch import supervised
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds this command's arguments."""
+    """Adds the arguments of this command."""
     arguments.add_config(parser, description="configuration with an rm: section")
     arguments.add_dry_run(parser)
 

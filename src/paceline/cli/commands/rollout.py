@@ -14,7 +14,7 @@ _GONE = ("left", "dead")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds this command's arguments."""
+    """Adds the arguments of this command."""
     parser.add_argument("order", choices=["drain"], help="drain: finish the prompt groups, then leave")
     parser.add_argument("member_id", metavar="NAME", help="the server as `paceline status` names it")
     arguments.add_controller(parser)

@@ -19,7 +19,7 @@ _PATIENCE_S = 300.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds this command's arguments."""
+    """Adds the arguments of this command."""
     arguments.add_controller(parser)
     parser.add_argument(
         "--follow",

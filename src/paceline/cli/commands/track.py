@@ -14,7 +14,7 @@ _MAX_WAITING = 1000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds this command's arguments."""
+    """Adds the arguments of this command."""
     parser.add_argument("run_name", metavar="RUN", help="run directory, or its name under runs/")
     parser.add_argument("trackers", nargs="+", metavar="TRACKER", choices=TRACKERS, help=", ".join(TRACKERS))
 

@@ -37,7 +37,7 @@ _UI = "--ui-"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds this command's arguments."""
+    """Adds the arguments of this command."""
     arguments.add_config(parser, description="configuration of the run")
     parser.add_argument(
         "--dry-run",

@@ -13,7 +13,7 @@ _PREFIX = "--"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds this command's arguments."""
+    """Adds the arguments of this command."""
     parser.add_argument(
         "folder",
         nargs="?",

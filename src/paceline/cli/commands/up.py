@@ -20,7 +20,7 @@ from paceline.sizing.placement import settle_model, with_memory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds this command's arguments."""
+    """Adds the arguments of this command."""
     parser.add_argument("hosts", metavar="HOSTS.yaml", help="the hosts, and what runs on each")
     parser.add_argument(
         "overrides",

@@ -10,7 +10,7 @@ from paceline.runs import run_dir as run_dirs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds this command's arguments."""
+    """Adds the arguments of this command."""
     parser.add_argument("run_name", metavar="RUN", help="run directory, or its name under runs/")
 
 

@@ -22,7 +22,7 @@ _NO_KEY = "no such key here"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Converted:
-    """A configuration of ours.
+    """Holds a configuration that was made from another system's.
 
     Attributes:
         tree: nested, as a file holds it.

@@ -18,7 +18,7 @@ Raises:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConversionRule:
-    """A row.
+    """Says what one of their settings becomes here.
 
     Attributes:
         theirs: how the page names their key.

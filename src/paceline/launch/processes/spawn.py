@@ -30,7 +30,9 @@ _ERROR = re.compile(r"\s(ERROR|CRITICAL)\s\S+\s\S+: (?P<text>.*)")
 
 @dataclass(slots=True)
 class ManagedProcess:
-    """A started process. `exited` gives its return code; a negative one is the number of a signal.
+    """Watches a process that the launcher started.
+
+    `exited` gives its return code; a negative one is the number of a signal.
 
     `pid` is also the id of its group and session. `mark` is in the environment of the programs that it
     started, and in its own if it is one; its forks are in its session. It is also a member's incarnation.

@@ -31,7 +31,7 @@ _WELCOME_S = 20.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClientOptions:
-    """How a client attaches.
+    """Says where and how a client attaches.
 
     Args:
         hello: what it says first.

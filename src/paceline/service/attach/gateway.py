@@ -36,7 +36,7 @@ _HELLO_S = 10.0
 
 
 async def first_hello(messages: AsyncIterator[FromClient[AnswerT]]) -> Hello:
-    """A client's first message.
+    """Reads the hello with which a client begins.
 
     Raises:
         DeadlineError: it says nothing.

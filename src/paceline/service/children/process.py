@@ -188,7 +188,7 @@ class ChildProcess:
         await self._stdin.drain()
 
     async def receive(self) -> Any:
-        """The process's next message. The caller sets the deadline.
+        """Returns the next message of the process. The caller sets the deadline.
 
         Raises:
             EOFError: the process is gone (asyncio.IncompleteReadError is one).

@@ -28,5 +28,5 @@ class ItemProgress:
         return int(number), float(started)
 
     def close(self) -> None:
-        """Unmaps the page."""
+        """Unmaps the page that parent and child share."""
         self._page.close()

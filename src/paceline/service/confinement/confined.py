@@ -43,7 +43,7 @@ class ConfinedLimits:
 
 
 class Ending(enum.Enum):
-    """How a program ended."""
+    """Says how a confined program ended."""
 
     EXITED = "exited"
     TIMED_OUT = "timed out"
@@ -67,7 +67,7 @@ class CommandResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Command:
-    """A program to run.
+    """Says which program to run, and within which limits.
 
     Args:
         words: absolute path and arguments.

@@ -19,7 +19,7 @@ class TermFence:
         self.highest = 0
 
     def note(self, term: int) -> None:
-        """Notes a controller's term.
+        """Notes the term of a controller.
 
         Raises:
             ProtocolError: a controller of a later term is known.

@@ -36,19 +36,19 @@ class RotatingChannel(grpc.aio.Channel):
         return self._channel
 
     def unary_unary(self, *method: Any, **codecs: Any) -> Any:
-        """As of any channel."""
+        """Makes a call as any channel does, over the newest."""
         return self._calls("unary_unary", method, codecs)
 
     def unary_stream(self, *method: Any, **codecs: Any) -> Any:
-        """As of any channel."""
+        """Makes a call as any channel does, over the newest."""
         return self._calls("unary_stream", method, codecs)
 
     def stream_unary(self, *method: Any, **codecs: Any) -> Any:
-        """As of any channel."""
+        """Makes a call as any channel does, over the newest."""
         return self._calls("stream_unary", method, codecs)
 
     def stream_stream(self, *method: Any, **codecs: Any) -> Any:
-        """As of any channel."""
+        """Makes a call as any channel does, over the newest."""
         return self._calls("stream_stream", method, codecs)
 
     def _calls(self, kind: str, method: tuple[Any, ...], codecs: dict[str, Any]) -> Callable[..., Any]:
@@ -69,15 +69,15 @@ class RotatingChannel(grpc.aio.Channel):
             await channel.close(grace)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """Of the newest channel."""
+        """Returns the state of the newest channel."""
         return self._now().get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """Of the newest channel."""
+        """Waits until the newest channel changes its state."""
         await self._now().wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
-        """Of the newest channel."""
+        """Waits until the newest channel is connected."""
         await self._now().channel_ready()
 
     async def __aenter__(self) -> RotatingChannel:

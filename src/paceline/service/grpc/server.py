@@ -36,7 +36,7 @@ _CONNECTION_AGE_S = 600
 
 @dataclass(kw_only=True, slots=True)
 class RunningServer:
-    """A server that listens.
+    """Stands for a gRPC server that listens.
 
     Attributes:
         advertise: address or name under which others reach it.

@@ -102,11 +102,11 @@ class TlsIdentity:
     key: bytes | None = field(default=None, repr=False)
 
     def for_channel(self) -> grpc.ChannelCredentials:
-        """For a client."""
+        """Returns the credentials of a client's channel."""
         return grpc.ssl_channel_credentials(self.ca, self.key, self.certificate)
 
     def for_server(self) -> grpc.ServerCertificateConfiguration:
-        """For a server.
+        """Returns the certificates that a server presents and trusts.
 
         Raises:
             EnvironmentLackError: there is no certificate.

@@ -256,7 +256,7 @@ class ControllerLink:
             log.warning("could not say goodbye: %s", error)
 
     async def close(self) -> None:
-        """Closes the connection."""
+        """Closes the connection to the controller."""
         await self._channel.close()
 
     def _require(self) -> Registration:

@@ -56,7 +56,7 @@ class ServiceContext:
             asked.cancel()
 
     def stop(self, reason: str) -> None:
-        """Asks main to return."""
+        """Asks the service's `main` to return."""
         if not self.stopping.is_set():
             log.info("stopping: %s", reason)
             self.stopping.set()

@@ -107,7 +107,7 @@ class HttpServer(socketserver.ThreadingMixIn, WSGIServer):
         log.debug("a call over HTTP from %s failed", client_address, exc_info=True)
 
     def close(self) -> None:
-        """Stops listening."""
+        """Stops listening and ends the server's thread."""
         self.shutdown()
         self.server_close()
         self._thread.join(timeout=_CLOSE_S)

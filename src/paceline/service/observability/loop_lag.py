@@ -21,7 +21,7 @@ _WARN_S = 1.0
 
 
 async def measure_loop_lag(*, interval_s: float = 10.0) -> NoReturn:
-    """Measures until cancelled."""
+    """Measures how late the event loop is, until cancelled."""
     while True:
         worst_s, until = 0.0, time.monotonic() + interval_s
         while time.monotonic() < until:

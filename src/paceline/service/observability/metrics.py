@@ -23,7 +23,7 @@ class MetricKind(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metric:
-    """One exported metric.
+    """Describes a metric that services export.
 
     Attributes:
         name: as Prometheus shows it; counters end in _total.

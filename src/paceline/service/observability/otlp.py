@@ -38,7 +38,7 @@ class CollectorSpanExporter(SpanExporter):
         return result
 
     def shutdown(self) -> None:
-        """Closes the connection."""
+        """Closes the connection to the collector."""
         self._exporter.shutdown()
 
 

@@ -96,7 +96,7 @@ class PrometheusEndpoint:
         self._server = HttpServer(host, port, make_wsgi_app(registry), tls)
 
     def shutdown(self) -> None:
-        """Stops listening."""
+        """Stops listening for scrapes of the metrics."""
         self._server.close()
 
 

@@ -51,7 +51,7 @@ class SpanFileExporter(SpanExporter):
         return SpanExportResult.SUCCESS
 
     def shutdown(self) -> None:
-        """Closes the file."""
+        """Closes the file of the spans."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

@@ -50,12 +50,12 @@ class Telemetry:
         self._lock = Lock()
 
     def record(self, metric: Metric, value: float, labels: Mapping[str, str]) -> None:
-        """Sets a gauge."""
+        """Sets a gauge to a value."""
         if self.meter is not None:
             self._instrument(self.meter, metric).set(value, labels)
 
     def count(self, metric: Metric, amount: float, labels: Mapping[str, str]) -> None:
-        """Adds to a counter."""
+        """Adds an amount to a counter."""
         if self.meter is not None:
             self._instrument(self.meter, metric).add(amount, labels)
 
@@ -218,12 +218,12 @@ def is_measuring() -> bool:
 
 
 def record(metric: Metric, value: float, **labels: str) -> None:
-    """Sets a gauge."""
+    """Sets a gauge of this process to a value."""
     _current.record(metric, value, labels)
 
 
 def count(metric: Metric, amount: float = 1, **labels: str) -> None:
-    """Adds to a counter."""
+    """Adds an amount to a counter of this process."""
     _current.count(metric, amount, labels)
 
 

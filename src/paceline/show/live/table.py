@@ -50,7 +50,7 @@ class LiveView:
             self.phase(step=self._step, phase=text, admitted=0, wanted=0)
 
     def phase(self, *, step: int, phase: str, admitted: int, wanted: int) -> None:
-        """Changes the status line."""
+        """Shows the phase in the status line."""
         if (step, phase) != (self._step, self._phase):
             self._phase_began = time.monotonic()
         self._step, self._phase, self._admitted, self._wanted = step, phase, admitted, wanted

@@ -30,11 +30,11 @@ class View(Protocol):
         ...
 
     def step(self, step: int, metrics: Metrics) -> None:
-        """A step is finished."""
+        """Shows a step that is finished."""
         ...
 
     def notice(self, text: str) -> None:
-        """People should know this."""
+        """Shows what people should know."""
         ...
 
     def pulse(self) -> None:
@@ -42,7 +42,7 @@ class View(Protocol):
         ...
 
     def close(self) -> None:
-        """Nothing more follows."""
+        """Is called when nothing more follows."""
         ...
 
 
@@ -84,11 +84,11 @@ class PlainView:
             self._say(f"{step_line(step, self._total_steps, metrics)}  {self._pace.words()}".rstrip())
 
     def notice(self, text: str) -> None:
-        """Prints a line."""
+        """Prints the notice as a line."""
         self._say(f"note: {text}")
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Does nothing: no line is open."""
 
     def _say(self, line: str) -> None:
         self._last_line_at = time.monotonic()
@@ -126,14 +126,14 @@ class JsonView:
         )
 
     def notice(self, text: str) -> None:
-        """Prints a note."""
+        """Prints the notice as a JSON object."""
         self._say(event="note", text=text)
 
     def pulse(self) -> None:
-        """Does nothing."""
+        """Does nothing: time alone is no event."""
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Does nothing: no line is open."""
 
     def end(self, *, ok: bool, message: str, run_dir: str) -> None:
         """Prints how the run ended."""

@@ -31,7 +31,7 @@ class WatchedView:
         await self._finished.wait()
 
     def milestone(self, text: str) -> None:
-        """Passes it on."""
+        """Passes the milestone on to the view."""
         self._view.milestone(text)
 
     def phase(self, *, step: int, phase: str, admitted: int, wanted: int) -> None:
@@ -49,13 +49,13 @@ class WatchedView:
         self._view.step(step, metrics)
 
     def notice(self, text: str) -> None:
-        """Passes it on."""
+        """Passes the notice on to the view."""
         self._view.notice(text)
 
     def pulse(self) -> None:
-        """Passes it on."""
+        """Passes the pulse on to the view."""
         self._view.pulse()
 
     def close(self) -> None:
-        """Passes it on."""
+        """Passes the end on to the view."""
         self._view.close()

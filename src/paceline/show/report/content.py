@@ -68,7 +68,7 @@ class RunContent:
         return timelines(self.folder / "spans.jsonl", steps)
 
     def config(self) -> str:
-        """config.resolved.yaml without passwords."""
+        """Returns config.resolved.yaml without its passwords."""
         path = self.folder / CONFIG
         return redact(path.read_text(encoding="utf-8")) if path.is_file() else ""
 

@@ -37,7 +37,7 @@ _MAX_FIRINGS = 20_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Note:
-    """An event of note.
+    """Holds an event that the report mentions.
 
     Attributes:
         level: "bad", "warn" or "info".

@@ -46,7 +46,7 @@ class GrowingFile:
                 yield value
 
     def new_lines(self, *, at_most: int | None = None) -> Iterator[bytes]:
-        """Like `new`, as bytes."""
+        """Yields the new lines as bytes."""
         try:
             with self._path.open("rb") as file:
                 self._rewind_if_other(file.fileno())

@@ -33,13 +33,13 @@ _SCRIPTS = ("base", "source", "plot", "curves", "timeline", "fleet", "samples", 
 
 @cache
 def script() -> str:
-    """The page's script."""
+    """Returns the JavaScript of the report's page."""
     parts = [(_FRONT / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS]
     return '"use strict";\n(() => {\n' + "\n".join(parts) + "})();\n"
 
 
 def page(title: str, frozen: Mapping[str, Any] | None = None) -> str:
-    """The page.
+    """Returns the HTML of the report's page.
 
     Args:
         title: of the browser's window.

@@ -30,7 +30,7 @@ class Wandb:
         )
 
     def step(self, step: int, metrics: Mapping[str, float], at: float) -> None:
-        """Logs the metrics."""
+        """Logs the metrics of a step."""
         self._run.log(dict(metrics), step=step)
 
     def samples(self, step: int, rows: Sequence[Row]) -> None:
@@ -40,12 +40,12 @@ class Wandb:
         self._run.log({"val/samples": table}, step=step)
 
     def end(self, *, ok: bool) -> None:
-        """Finishes the run."""
+        """Finishes the run at the tracker."""
         self._run.finish(exit_code=0 if ok else 1)
 
 
 class Tensorboard:
-    """Event files in RUN_DIR/tensorboard."""
+    """Writes event files in RUN_DIR/tensorboard."""
 
     def begin(self, run: TrackedRun) -> None:
         """Opens a new event file; TensorBoard joins those of one folder."""
@@ -75,7 +75,7 @@ class Tensorboard:
         self._write(step, Summary(value=[value]), time.time())
 
     def end(self, *, ok: bool) -> None:
-        """Closes the file."""
+        """Closes the file of the events."""
         self._writer.close()
 
     def _write(self, step: int, summary: Any, at: float) -> None:
@@ -123,7 +123,7 @@ class Mlflow:
 
 
 class Trackio:
-    """Trackio, in TRACKIO_DIR."""
+    """Writes to Trackio's database in TRACKIO_DIR."""
 
     def begin(self, run: TrackedRun) -> None:
         """Opens the run, or goes on with it."""
@@ -134,7 +134,7 @@ class Trackio:
         trackio.init(project=project, name=run.run_id, config=dict(run.config), resume="allow")
 
     def step(self, step: int, metrics: Mapping[str, float], at: float) -> None:
-        """Logs the metrics."""
+        """Logs the metrics of a step."""
         self._trackio.log(dict(metrics), step=step)
 
     def samples(self, step: int, rows: Sequence[Row]) -> None:
@@ -142,7 +142,7 @@ class Trackio:
         self._trackio.log({"val/samples": self._trackio.Markdown(as_markdown(rows))}, step=step)
 
     def end(self, *, ok: bool) -> None:
-        """Finishes the run."""
+        """Finishes the run at the tracker."""
         self._trackio.finish()
 
 

@@ -39,5 +39,5 @@ class Tracker(Protocol):
         ...
 
     def end(self, *, ok: bool) -> None:
-        """Closes the run."""
+        """Closes the run at the tracker."""
         ...

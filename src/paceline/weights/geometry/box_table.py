@@ -18,14 +18,14 @@ class BoxTable:
         self.boxes: list[Box] = []
 
     def add(self, box: Box) -> int:
-        """The box's number."""
+        """Returns the number of a box, a new one if needed."""
         number = self._numbers.setdefault(box, len(self.boxes))
         if number == len(self.boxes):
             self.boxes.append(box)
         return number
 
     def volumes(self) -> IntArray:
-        """Elements of each box."""
+        """Returns the number of elements of each box."""
         return np.array([box.volume for box in self.boxes], dtype=np.int64)
 
     def row_volumes(self) -> IntArray:

@@ -64,7 +64,7 @@ class Cover:
         return self.holders[self.needs[int(self.need[row])].name][int(self.holder[row])][1]
 
     def of_source(self, source: int) -> list[Supply]:
-        """What one source supplies."""
+        """Returns what one of the sources supplies."""
         return [self._supply(row) for row in np.flatnonzero(self.source == source).tolist()]
 
     def _supply(self, row: int) -> Supply:

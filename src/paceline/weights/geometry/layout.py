@@ -64,7 +64,7 @@ class TensorSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """Where a rank runs.
+    """Says on which machine and GPU a rank runs.
 
     Attributes:
         node: id of its machine; ranks of equal ids reach each other without the network. "": unknown.

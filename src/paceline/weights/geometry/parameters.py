@@ -59,5 +59,5 @@ class AddressCache(Generic[T]):
         return self._entry[1]
 
     def clear(self) -> None:
-        """Drops the cached value."""
+        """Drops the value that is cached."""
         self._entry = None

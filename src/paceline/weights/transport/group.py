@@ -424,5 +424,5 @@ class Pending:
         return not self._works
 
     def drop(self) -> None:
-        """Forgets them."""
+        """Forgets the calls that are pending."""
         self._works = []

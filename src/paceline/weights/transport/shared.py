@@ -31,7 +31,7 @@ class Ticket:
     handle: bytes = b""
 
     def to_bytes(self) -> bytes:
-        """For the rendezvous store."""
+        """Encodes the ticket for the rendezvous store."""
         data: bytes = msgpack.packb([self.num_bytes, self.pid, self.descriptor, self.handle])
         return data
 
@@ -60,7 +60,7 @@ class SharedStaging:
 
     @classmethod
     def allocate(cls, num_bytes: int, device: torch.device) -> SharedStaging:
-        """New memory on `device`.
+        """Allocates new staging memory on `device`.
 
         Raises:
             RuntimeError, OSError: there is none.
@@ -77,7 +77,7 @@ class SharedStaging:
 
     @classmethod
     def open(cls, ticket: Ticket, device: torch.device) -> SharedStaging:
-        """Another process's memory.
+        """Opens the staging memory of another process.
 
         Raises:
             WeightSyncError: it cannot be opened from this process.
@@ -107,7 +107,7 @@ class SharedStaging:
         return slots
 
     def close(self) -> None:
-        """Ends this process's access. May be repeated."""
+        """Ends the access of this process. May be repeated."""
         data, self._data = self._data, None
         if data is None:
             return

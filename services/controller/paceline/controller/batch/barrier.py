@@ -124,7 +124,10 @@ class Barrier:
         ]
 
     def judge(self, header: ScoredHeader) -> Verdict:
-        """The verdict on `header`. Changes nothing, so that the journal can be written first."""
+        """Returns the verdict on a trajectory by its header.
+
+        Changes nothing, so that the journal can be written first.
+        """
         key = header.trajectory_id
         if header.policy.version != self.policy.version:
             return Verdict.WRONG_VERSION

@@ -43,7 +43,7 @@ class ClosedChunks:
 
     @classmethod
     def of(cls, config: RunConfig, prompts: Collection[int]) -> ClosedChunks:
-        """As `barrier.work_ahead` says."""
+        """Makes what `barrier.work_ahead` asks for."""
         width = config.prompts_per_chunk
         first_mini_batch = config.actor.ppo_mini_batch_size // width
         takes_gradients = config.barrier.work_ahead == "gradients"

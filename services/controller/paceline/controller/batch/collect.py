@@ -126,7 +126,7 @@ class _Collection:
 
 
 class Collector:
-    """Collects batches.
+    """Collects the scored trajectories of a step's batch.
 
     Args:
         wait_for_services: returns at once while there is a rollout server and a reward service, else when

@@ -16,7 +16,7 @@ from paceline.wire import pack_pixels
 
 
 class PromptImages:
-    """Stores and removes images.
+    """Stores images for prompts, and removes them.
 
     Args:
         reader: makes an image's pixels; None where prompts have no images.

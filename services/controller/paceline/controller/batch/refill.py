@@ -36,7 +36,7 @@ class Replacement:
 
 
 class Refill:
-    """One step's refilling.
+    """Draws further prompts for one step's batch.
 
     Args:
         asked: the prompt ids that the step begins with.

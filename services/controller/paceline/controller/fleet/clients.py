@@ -114,7 +114,7 @@ class Channels:
         return channel
 
     async def close(self) -> None:
-        """Closes every channel."""
+        """Closes the channels to all members."""
         for _, channel in self._channels.values():
             await channel.close(grace=None)
         self._channels.clear()
@@ -156,7 +156,7 @@ class FreedMemory:
 
 
 class LearnerClient:
-    """Calls to the learner.
+    """Calls the learner, each call with a deadline.
 
     Args:
         gone: returns when a member is no longer in the fleet.
@@ -331,7 +331,7 @@ class LearnerClient:
 
 
 class RolloutClient:
-    """Calls to rollout servers."""
+    """Calls rollout servers, each call with a deadline."""
 
     def __init__(self, config: RunConfig, channels: Channels) -> None:
         self._channels, self._timeouts = channels, _Timeouts(config)

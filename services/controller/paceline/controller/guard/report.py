@@ -132,7 +132,7 @@ class Guard:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """For the checkpoint."""
+        """Returns what a checkpoint keeps of the guard."""
         return self._policy.state_dict()
 
     def restore(self, state: Mapping[str, Any]) -> None:

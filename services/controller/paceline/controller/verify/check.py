@@ -22,7 +22,7 @@ _ENDS_OF_STEPS = re.compile(rb'"event": ?"(step|rewind)"')
 
 
 def verify(run_dir: Path) -> Findings:
-    """Checks a run directory.
+    """Checks a run directory against the invariants.
 
     Raises:
         DataError: it holds no run, or one whose journal is too old.

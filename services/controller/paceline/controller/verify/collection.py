@@ -79,7 +79,7 @@ class Collection:
         return [str(entry.get("reason")) for entry in left_out if entry.kind == "group_dropped"]
 
     def admit(self, key: TrajectoryId, entry: JournalEntry) -> None:
-        """Notes an admitted trajectory."""
+        """Notes a trajectory that was admitted."""
         wanted, findings = self.wanted, self._findings
         if key.step != wanted.step:
             findings.add(Invariant.I1, f"{key} was admitted in step {wanted.step}", wanted.entry, entry)
@@ -110,7 +110,7 @@ class Collection:
         self._digests.setdefault(str(entry.get("digest")), key)
 
     def drop(self, entry: JournalEntry) -> None:
-        """Notes a dropped group."""
+        """Notes a prompt group that was dropped."""
         self._leave_out(int(entry["prompt"]), "dropped", entry)
 
     def refill(self, entry: JournalEntry) -> None:

@@ -123,7 +123,7 @@ class Findings:
     counts: Counter[str] = field(default_factory=Counter)
 
     def add(self, invariant: Invariant, sentence: str, *entries: JournalEntry | None) -> None:
-        """Notes a breach."""
+        """Notes a breach of an invariant."""
         shown = tuple(entry for entry in entries if entry is not None)
         self.breaches.append(Breach(invariant=invariant, sentence=sentence, entries=shown))
 

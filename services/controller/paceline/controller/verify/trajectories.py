@@ -47,7 +47,7 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 
 @dataclass(kw_only=True)
 class FileCheck:
-    """One file's check.
+    """Checks one of the trajectory files.
 
     Args:
         run_id, policy: of its trajectories.

@@ -29,7 +29,7 @@ class ValidationCheck:
         self._dropped: set[int] = set()
 
     def admit(self, key: TrajectoryId, entry: JournalEntry) -> None:
-        """Notes an admitted answer."""
+        """Notes an answer that was admitted."""
         findings = self._findings
         is_wanted = key.prompt_id in self._prompts and 0 <= key.sample_index < self._num_samples
         if key.step != self.step or not is_wanted:

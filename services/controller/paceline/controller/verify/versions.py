@@ -70,14 +70,14 @@ class Versions:
         self._went_back[int(entry["step"])] = entry
 
     def rewind(self, to_step: int) -> None:
-        """Makes later versions void."""
+        """Makes the versions of later steps void."""
         self._void |= {v: commit for v, commit in self._commits.items() if v > to_step}
         self._commits = {v: commit for v, commit in self._commits.items() if v <= to_step}
         self._went_back = {v: entry for v, entry in self._went_back.items() if v <= to_step}
         self.newest = max(self._commits, default=-1)
 
     def commit(self, entry: JournalEntry, *, batch: str, due: int) -> None:
-        """Checks a commit.
+        """Checks the commit of a version.
 
         Args:
             batch: digest of the batch that the version was trained on.

@@ -32,7 +32,7 @@ _MOST_UNEXPLAINED: Final = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Epoch:
-    """A formed weight group.
+    """Holds a weight group that has formed.
 
     Attributes:
         owners: the server of each rollout rank.

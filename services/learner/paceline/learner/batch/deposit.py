@@ -22,7 +22,7 @@ class Store(Protocol):
     """Takes blobs by key, as `paceline.broker.blobs.BlobClient` does."""
 
     def put(self, blobs: Mapping[str, bytes]) -> None:
-        """Stores blobs."""
+        """Stores blobs under their keys."""
         ...
 
 

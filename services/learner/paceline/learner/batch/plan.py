@@ -102,7 +102,7 @@ def plan_batch(
     prompts_per_chunk: int,
     make: Callable[[Sequence[RowLength], int], Chunk],
 ) -> BatchPlan:
-    """Plans a step.
+    """Plans the mini-batches of a step.
 
     Args:
         rows: all rows of the step, samples of one prompt next to each other.

@@ -33,7 +33,7 @@ class RowIndex:
         )
 
     def to(self, device: torch.device) -> RowIndex:
-        """The same there."""
+        """Returns the same index on `device`."""
         rows, order, starts = (x.to(device, non_blocking=True) for x in (self.rows, self.order, self.starts))
         return RowIndex(rows=rows, order=order, starts=starts)
 

@@ -18,12 +18,12 @@ class FileRecord:
     digest: str
 
     def to_plain(self) -> dict[str, Any]:
-        """For the manifest."""
+        """Returns the record as the manifest holds it."""
         return {"size": self.size, "blake2b": self.digest}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> FileRecord:
-        """Reads what `to_plain` wrote."""
+        """Reads the record that `to_plain` wrote."""
         return cls(size=int(plain["size"]), digest=str(plain["blake2b"]))
 
 

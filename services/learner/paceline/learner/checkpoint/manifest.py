@@ -50,13 +50,13 @@ class Base:
             )
 
     def to_plain(self) -> dict[str, Any]:
-        """For the manifest."""
+        """Returns the base as the manifest holds it."""
         adapters = None if self.adapters is None else self.adapters.model_dump(mode="json")
         return {"adapters": adapters, "digest": self.digest}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Base:
-        """Reads what `to_plain` wrote."""
+        """Reads the base that `to_plain` wrote."""
         adapters = plain["adapters"]
         return cls(
             adapters=None if adapters is None else LoraConfig.model_validate(adapters),
@@ -78,7 +78,7 @@ UNNAMED_ADAPTERS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """What a checkpoint holds.
+    """Says what a checkpoint holds, file by file.
 
     Attributes:
         kl: state of the KL controller; empty where the coefficient is fixed.
@@ -102,7 +102,7 @@ class Manifest:
     files: Mapping[str, FileRecord] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """The file's text."""
+        """Returns the text of the manifest's file."""
         learner = {
             "version": self.step,
             "world_size": self.world_size,

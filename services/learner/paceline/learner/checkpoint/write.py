@@ -120,7 +120,7 @@ class CheckpointWriter:
         self._writer = ShardWriter(learner.ranks)
 
     def save(self, place: Place, *, step: int, controller_state: bytes) -> Future[float]:
-        """As `ShardWriter.save`.
+        """Begins a checkpoint as `ShardWriter.save` does.
 
         Raises: CommandError: of CheckpointError: the step is not the learner's, or the folder cannot be made.
         """
@@ -129,7 +129,7 @@ class CheckpointWriter:
         return self._writer.save(place, state_of(learner), manifest)
 
     def finish(self) -> None:
-        """As `ShardWriter.finish`."""
+        """Waits for writes as `ShardWriter.finish` does."""
         self._writer.finish()
 
 

@@ -39,7 +39,7 @@ class PassCollectives:
                 module.set_custom_reduce_scatter(self._scatters)  # type: ignore[arg-type]
 
     def begin(self, *, again: bool, still_gathered: bool) -> None:
-        """A pass begins.
+        """Is called when a pass begins.
 
         Args:
             again: the one that failed last, with all weights sharded.

@@ -231,6 +231,6 @@ def form_group(environment: RankEnvironment, store: Store, device: torch.device,
 
 
 def leave_group() -> None:
-    """Destroys all process groups."""
+    """Destroys all process groups of this rank."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -20,7 +20,7 @@ from paceline.learner.model.compiling import TOKEN_MULTIPLE, compile_layers
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerOptions:
-    """Of one network.
+    """Says how the layers of a network compute.
 
     Attributes:
         kept_share: share of the activations that a layer keeps for the backward pass; 0 recomputes all.
@@ -34,12 +34,12 @@ class LayerOptions:
 
     @classmethod
     def of(cls, memory: MemoryConfig, *, compiled: bool = False) -> LayerOptions:
-        """As configured."""
+        """Returns the options that the configuration asks for."""
         return cls(kept_share=memory.kept_share, compiled=compiled, keep_gathered=memory.keeps_gathered)
 
     @classmethod
     def of_actor(cls, actor: ActorConfig) -> LayerOptions:
-        """Of policy and critic."""
+        """Returns the options of policy and critic."""
         return cls.of(actor.memory, compiled=actor.compiles)
 
     @property

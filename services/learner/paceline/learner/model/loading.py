@@ -87,7 +87,7 @@ def load_policy(
     lora: LoraConfig | None = None,
     adapter_seed: int = 0,
 ) -> PolicyNetwork:
-    """A sharded policy.
+    """Loads a policy, sharded over the ranks.
 
     Args:
         folder: in the Hugging Face layout.

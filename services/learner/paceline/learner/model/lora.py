@@ -55,7 +55,7 @@ class LoraLinear(nn.Linear):
         linear.is_adapted = True
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the base class's name
-        """As the class says."""
+        """Computes the sum that the class describes."""
         if not self.is_adapted:
             return F.linear(input, self.weight, self.bias)
         output: Tensor = _Merged.apply(  # type: ignore[no-untyped-call]

@@ -233,7 +233,7 @@ class OutputHead:
 
 
 def output_head(lm: nn.Module) -> OutputHead:
-    """The language-model head.
+    """Returns the head of a language model.
 
     Raises:
         ModelError: it is not a linear layer.
@@ -255,7 +255,7 @@ def output_head(lm: nn.Module) -> OutputHead:
 
 
 def hidden_size(config: Any) -> int:
-    """Width of the states."""
+    """Returns the width of a model's hidden states."""
     return int(config.get_text_config().hidden_size)
 
 

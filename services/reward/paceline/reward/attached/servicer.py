@@ -20,7 +20,7 @@ class GatewayServicer(reward_pb2_grpc.RewardGatewayServicer):
     async def Attach(
         self, messages: AsyncIterator[reward_pb2.ScorerMessage], context: object
     ) -> AsyncIterator[reward_pb2.GatewayMessage]:
-        """One client's stream.
+        """Serves the stream of one client.
 
         Raises:
             EnvironmentLackError: the service is still starting.

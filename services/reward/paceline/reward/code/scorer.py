@@ -64,7 +64,7 @@ class CodeScorer:
         self._is_open = True
 
     async def close(self) -> None:
-        """Takes no more items."""
+        """Takes no more items to score."""
         self._is_open = False
 
     async def score(self, items: Sequence[ScoreItem], *, run_id: str = "", step: int = 0) -> list[Score]:

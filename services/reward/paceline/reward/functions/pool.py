@@ -221,7 +221,7 @@ class FunctionPool:
                 yield Job(request, (place,), (item,))
 
     async def close(self) -> None:
-        """Stops all processes. Calls of `score` that still wait end in a RewardError."""
+        """Stops all processes of the pool. Calls of `score` that still wait end in a RewardError."""
         running = [*self._tasks, *([self._growing] if self._growing else [])]
         for task in running:
             task.cancel()

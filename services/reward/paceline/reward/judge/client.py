@@ -39,7 +39,7 @@ class JudgeOptions:
 
 
 class JudgeClient:
-    """Asks a judge."""
+    """Asks a judge over its chat API."""
 
     def __init__(self, options: JudgeOptions) -> None:
         self._options = options
@@ -47,7 +47,7 @@ class JudgeClient:
         self._http = httpx.AsyncClient(timeout=options.timeout_s, headers=headers, follow_redirects=False)
 
     async def ask(self, question: str) -> str:
-        """The judge's answer.
+        """Returns what the judge answers to a question.
 
         Raises:
             RewardError: TIMEOUT or UNAVAILABLE if another call may succeed, else RAISED or WRONG_TYPE.
@@ -83,7 +83,7 @@ class JudgeClient:
         return _content(text)
 
     async def close(self) -> None:
-        """Closes the connections."""
+        """Closes the connections to the judge."""
         await self._http.aclose()
 
 

@@ -65,7 +65,7 @@ class GradePattern:
         self._words = {word.lower(): value for word, value in words.items()}
 
     def of(self, answer: str) -> float:
-        """The grade.
+        """Returns the grade in a judge's answer.
 
         Raises:
             RewardError: WRONG_TYPE, if the answer has none.

@@ -65,7 +65,7 @@ class JudgeScorer:
         )
 
     async def close(self) -> None:
-        """Closes the connections."""
+        """Closes the connections to the judge."""
         client, self._client = self._client, None
         if client is not None:
             await client.close()

@@ -25,7 +25,7 @@ _LONGEST_PAUSE_S: Final = 30.0
 
 
 class BreakerState(enum.Enum):
-    """Whether calls are made."""
+    """Says whether calls are made at present."""
 
     CLOSED = "closed"
     OPEN = "open"

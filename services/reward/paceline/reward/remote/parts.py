@@ -27,7 +27,7 @@ class CallItems:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cutter:
-    """How items are cut.
+    """Cuts items into calls that a service takes.
 
     Args:
         room: most characters of a call.

@@ -126,7 +126,7 @@ class RemoteScorer:
 
     @classmethod
     def services(cls, settings: ScorerSettings) -> list[Self]:
-        """The same, not shaped.
+        """Returns one scorer per service, not shaped.
 
         Raises:
             ConfigError: as `configured`.
@@ -163,7 +163,7 @@ class RemoteScorer:
             _log.error("%s", error)
 
     async def close(self) -> None:
-        """Closes the connection."""
+        """Closes the connection to the service."""
         channel, self._channel = self._channel, None
         if channel is not None:
             await self._merger.close()

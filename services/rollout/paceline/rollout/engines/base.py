@@ -20,7 +20,7 @@ from paceline.weights.receipt import PushReceipt
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SampleRequest:
-    """One sample to draw.
+    """Says which sample the engine should draw.
 
     `request_id` is unique among the requests under way. `sampling.stop_token_ids` are all the tokens that end
     the response. Requests of different `cache_salt` share no cached prefix. `images` are the prompt's, in the

@@ -33,7 +33,7 @@ class EngineProcesses:
         return [child for child in _children() if child not in self._others]
 
     def descendants(self) -> list[psutil.Process]:
-        """The processes below those."""
+        """Returns all processes below the engine's own."""
         below: list[psutil.Process] = []
         for child in self.children():
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -86,7 +86,10 @@ class RankReceiver:
 
     @torch.no_grad()
     def receive(self, version: int, timeout_s: float) -> PushReceipt:
-        """Receives one push. After an error the model may be a mixture of versions: it must not be served."""
+        """Receives this rank's part of one push.
+
+        After an error the model may be a mixture of versions: it must not be served.
+        """
         group = self._group
         if group is None:
             raise WeightSyncError(f"version {version} cannot be received: no weight group has been joined")

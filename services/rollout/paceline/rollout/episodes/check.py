@@ -17,7 +17,7 @@ from paceline.wire.environment import ENVIRONMENT_CONTRACT
 
 
 def check_episodes(config: RunConfig) -> str:
-    """A line of facts.
+    """Checks what episodes need; returns a line of facts.
 
     Raises:
         PacelineError: the chat template cannot carry several turns, or a tool cannot be used.

@@ -71,7 +71,7 @@ class Session(Protocol):
     """
 
     async def open(self) -> Opening:
-        """Begins the episode."""
+        """Begins the episode in the environment."""
         ...
 
     async def step(self, turn: int, action: Message) -> TurnResult:
@@ -97,10 +97,10 @@ class DrivenSession(Session, Protocol):
 
 
 class EpisodeEnvironment(Protocol):
-    """Where sessions come from."""
+    """Opens sessions for attempts at episodes."""
 
     async def start(self) -> None:
-        """Makes it ready.
+        """Makes the environment ready for sessions.
 
         Raises:
             PacelineError: it cannot be used as it is configured.

@@ -54,14 +54,14 @@ class Slot:
         """The engine is not needed for now."""
 
     def resume(self) -> None:
-        """It is needed again."""
+        """Notes that the engine is needed again."""
 
     def end(self) -> None:
-        """The episode is over."""
+        """Notes that the episode is over."""
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Paused, for the duration."""
+        """Pauses the slot for the duration of the block."""
         self.pause()
         try:
             yield

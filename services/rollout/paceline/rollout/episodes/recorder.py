@@ -48,7 +48,7 @@ class Draw:
 
     @classmethod
     def single(cls, prompt_token_ids: Int32Array, sample: Sample) -> Draw:
-        """A single answer."""
+        """Returns the draw of a single answer."""
         return cls(
             prompt_token_ids=prompt_token_ids,
             token_ids=sample.token_ids,
@@ -74,17 +74,17 @@ class Recorder:
         return [int(token) for part in (self._prompt, *self._token_ids) for token in part.tolist()]
 
     def sampled(self, sample: Sample) -> None:
-        """The policy's turn."""
+        """Records a turn of the policy."""
         self._append(sample.token_ids, sample.log_probs, 1)
         self._finish_reason = sample.finish_reason
 
     def observed(self, token_ids: Sequence[int]) -> None:
-        """What the environment said."""
+        """Records what the environment has said."""
         ids = np.asarray(token_ids, dtype=np.int32)
         self._append(ids, np.zeros(len(ids), dtype=np.float32), 0)
 
     def draw(self, outcome: EpisodeOutcome) -> Draw:
-        """The finished episode."""
+        """Returns the draw of the finished episode."""
         return Draw(
             prompt_token_ids=self._prompt,
             token_ids=np.concatenate(self._token_ids),

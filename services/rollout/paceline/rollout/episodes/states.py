@@ -75,7 +75,7 @@ class EpisodeProgress:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The environment is ready."""
+    """Says that the environment is ready."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

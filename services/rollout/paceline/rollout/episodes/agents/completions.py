@@ -33,7 +33,7 @@ class RefusedRequestError(Exception):
         self.status, self.code = status, code
 
     def body(self) -> dict[str, object]:
-        """In OpenAI's form."""
+        """Returns the refusal in OpenAI's form."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
 
@@ -84,7 +84,7 @@ def read_request(
     temperature: float,
     to_chat: Callable[[Mapping[str, Any]], Mapping[str, Any]] = as_it_is,
 ) -> ChatRequest:
-    """Reads a request's body.
+    """Reads the body of a request.
 
     Args:
         data: JSON.

@@ -87,7 +87,7 @@ class Conversation:
         self._texts[form] = text
 
     def draw(self, outcome: EpisodeOutcome) -> Draw:
-        """The finished episode."""
+        """Returns the draw of the finished episode."""
         return Draw.joined([segment.recorder.draw(outcome) for segment in self.segments])
 
     def _plain(self, message: Message) -> dict[str, object]:

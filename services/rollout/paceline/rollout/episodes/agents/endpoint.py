@@ -66,7 +66,7 @@ class PendingRequest:
             self.answered.set_result(answer)
 
     def refuse(self, refusal: RefusedRequestError) -> None:
-        """Gives none."""
+        """Refuses the request, unless the client has gone."""
         if not self.answered.done():
             self.answered.set_exception(refusal)
 
@@ -86,19 +86,19 @@ class EpisodeInbox:
         return await self._requests.get()
 
     def close(self) -> None:
-        """Takes no more requests."""
+        """Takes no more requests of the agent."""
         if not self._is_closed:
             self._is_closed = True
             self._requests.put_nowait(None)
 
     def refuse_all(self) -> None:
-        """Refuses what still waits."""
+        """Refuses all requests that still wait."""
         self.close()
         for pending in self._waiting:
             pending.refuse(_over())
 
     async def ask(self, pending: PendingRequest) -> ChatAnswer:
-        """The answer.
+        """Returns the episode's answer to a request.
 
         Raises:
             RefusedRequestError: there is none.
@@ -135,7 +135,7 @@ class AgentEndpoint:
         self._base_url = ""
 
     async def start(self) -> None:
-        """Listens.
+        """Begins to listen for agents' requests.
 
         Raises:
             EnvironmentLackError: the port is taken, or the TLS files cannot be used.

@@ -124,7 +124,7 @@ class EnvironmentGatewayServicer(environment_pb2_grpc.EnvironmentGatewayServicer
     async def Attach(
         self, messages: AsyncIterator[pb.PlayerMessage], context: object
     ) -> AsyncIterator[pb.PlayGatewayMessage]:
-        """One client's stream.
+        """Serves the stream of one client.
 
         Raises:
             EnvironmentLackError: the server is still starting, or no environment attaches to this run.

@@ -68,7 +68,7 @@ class RemoteEnvironmentOptions:
     def of(
         cls, config: EnvironmentConfig, *, turn_s: float, credentials: Credentials
     ) -> RemoteEnvironmentOptions:
-        """As configured.
+        """Returns the options that the configuration asks for.
 
         Args:
             turn_s: longest time that a group may be under way.
@@ -97,7 +97,10 @@ class RemoteEnvironment:
         self._channel: grpc.aio.Channel | None = None
 
     async def start(self) -> None:
-        """Connects. A service that cannot be reached now is logged, and may come up later."""
+        """Connects to the service of the environment.
+
+        A service that cannot be reached now is logged, and may come up later.
+        """
         try:
             description = await self.describe()
         except PacelineError as error:
@@ -125,7 +128,7 @@ class RemoteEnvironment:
         )
 
     async def close(self) -> None:
-        """Closes the connection."""
+        """Closes the connection to the service."""
         if self._channel is not None:
             await self._channel.close()
 
@@ -162,7 +165,10 @@ class RemoteSession:
             )
 
     async def step(self, turn: int, action: Message) -> TurnResult:
-        """Answers a turn. A service that neither says anything nor ends the episode breaks the contract."""
+        """Sends a turn and returns the environment's answer.
+
+        A service that neither says anything nor ends the episode breaks the contract.
+        """
         request = pb.StepEpisodeRequest(
             episode=self._episode,
             turn=turn,

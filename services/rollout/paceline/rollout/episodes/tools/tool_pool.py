@@ -177,8 +177,8 @@ class ToolSession:
         )
 
     async def close(self, stop_reason: str) -> Grade:
-        """Tools give no reward."""
+        """Gives no reward: tools have none."""
         return Grade()
 
     async def abandon(self) -> None:
-        """Nothing is held."""
+        """Does nothing: tools hold nothing."""

@@ -39,4 +39,4 @@ class ProcessingInfo(qwen2_5_vl.Qwen2_5_VLProcessingInfo):  # type: ignore[misc]
     dummy_inputs=qwen2_5_vl.Qwen2_5_VLDummyInputsBuilder,
 )
 class Qwen25VL(qwen2_5_vl.Qwen2_5_VLForConditionalGeneration):  # type: ignore[misc]
-    """vLLM's model."""
+    """Extends vLLM's class of this model."""

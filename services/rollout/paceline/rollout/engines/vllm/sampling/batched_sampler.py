@@ -91,11 +91,11 @@ class BatchedSampler(abc.ABC):
         return getattr(self._engines, name)
 
     def take(self, request_ids: Sequence[str], starts: Sequence[int], counts: Sequence[int]) -> Tensor:
-        """See `Places.take`."""
+        """Takes places as `Places.take` does."""
         return self._places.take(request_ids, starts, counts)
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        """See `Places.forget`."""
+        """Forgets requests as `Places.forget` does."""
         self._places.forget(request_ids)
 
     @abc.abstractmethod
@@ -186,7 +186,7 @@ class SecondRunnersSampler(BatchedSampler):
         self._params: dict[int, Any] = {}
 
     def add_request(self, req_idx: int, prompt_len: int, sampling_params: Any) -> None:
-        """vLLM's; remembers the parameters."""
+        """Overrides vLLM's method and remembers the parameters."""
         self._params[req_idx] = sampling_params
         self._engines.add_request(req_idx, prompt_len, sampling_params)
 

@@ -52,7 +52,7 @@ class LogProbs:
         self._aborted += request_ids
 
     async def close(self) -> None:
-        """Fetches no more."""
+        """Fetches no more log-probs from the engine."""
         if self._fetching is not None:
             self._fetching.cancel()
             await asyncio.wait([self._fetching], timeout=_CLOSE_S)

@@ -36,7 +36,7 @@ def engine_arguments(
     load_format: str = "dummy",
     worker_extension: str | None = WORKER_EXTENSION,
 ) -> dict[str, Any]:
-    """Keyword arguments of AsyncEngineArgs.
+    """Returns the keyword arguments of vLLM's AsyncEngineArgs.
 
     Weights come by push alone, so vLLM loads none. Only tests and benchmarks of the engine alone pass another
     `load_format` or a `worker_extension` of None.
