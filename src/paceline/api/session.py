@@ -203,7 +203,7 @@ class LedStep:
         self._prompts: dict[int, Prompt] = {}
 
     async def draw(self) -> list[Prompt]:
-        """Draws the step's prompts."""
+        """Draws the prompts of the step."""
         return [self._known(plain) for plain in await self._call(verb="draw")]
 
     async def prompt(

@@ -12,7 +12,7 @@ from paceline.data.prompts import Prompt
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ScoredSample:
-    """One sample.
+    """Holds one sample with its score.
 
     Attributes:
         prompt: what it answers.

@@ -44,7 +44,7 @@ class ControllerState:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        """As JSON."""
+        """Encodes the state as JSON text."""
         return json.dumps(asdict(self), sort_keys=True).encode()
 
     @classmethod
@@ -146,7 +146,7 @@ def outdated(root: Folder, keep: int) -> list[Folder]:
 
 
 def remove(folders: Sequence[Folder]) -> None:
-    """Removes checkpoints."""
+    """Removes the folders of checkpoints."""
     for folder in folders:
         # The manifest goes first: a folder that is half removed must not look complete.
         folder.remove(MANIFEST)

@@ -25,7 +25,7 @@ async def policy_gradient(step: Verbs) -> None:
 
 
 def load_dataflow(config: RunConfig) -> Dataflow:
-    """Returns the configured dataflow.
+    """Returns the dataflow that the configuration names.
 
     Raises:
         ConfigError: trainer.dataflow names no coroutine function of one argument.

@@ -27,7 +27,7 @@ class Stored(Protocol):
     """What the broker holds of samples."""
 
     async def texts(self, headers: Sequence[ScoredHeader]) -> Sequence[str]:
-        """The responses' texts."""
+        """Returns the texts of the responses."""
         ...
 
     async def trajectories(self, headers: Sequence[ScoredHeader]) -> Sequence[Trajectory | None]:

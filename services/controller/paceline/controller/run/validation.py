@@ -21,7 +21,7 @@ _MAX_ATTEMPTS = 3
 
 
 class Validation:
-    """Validates a run."""
+    """Answers and scores a run's held-out prompts."""
 
     def __init__(
         self, run: Run, progress: Progress, inputs: Inputs, collector: Collector, publication: Publication

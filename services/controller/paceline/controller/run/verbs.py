@@ -391,7 +391,7 @@ class Timer:
 
 @contextmanager
 def timer() -> Iterator[Timer]:
-    """Times the block."""
+    """Measures the seconds that the block takes."""
     measured, began = Timer(), time.monotonic()
     yield measured
     measured.seconds = time.monotonic() - began

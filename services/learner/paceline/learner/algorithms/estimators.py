@@ -92,13 +92,13 @@ def with_critic(function: Callable[..., tuple[Tensor, Tensor]]) -> Estimator:
 
 
 def reinforce_plus_plus(inputs: EstimatorInputs, gamma: float) -> Estimates:
-    """`advantages.reinforce_plus_plus`."""
+    """Calls `advantages.reinforce_plus_plus` with the inputs' tensors."""
     return Estimates(
         advantages.reinforce_plus_plus(inputs.token_rewards, inputs.mask, gamma, shard=inputs.shard)
     )
 
 
 def remax(inputs: EstimatorInputs) -> Estimates:
-    """`advantages.remax`."""
+    """Calls `advantages.remax` with the inputs' tensors."""
     assert inputs.greedy_scores is not None
     return Estimates(advantages.remax(inputs.token_rewards, inputs.mask, inputs.greedy_scores))

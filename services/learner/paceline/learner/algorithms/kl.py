@@ -18,7 +18,7 @@ def k1(difference: Tensor) -> Tensor:
 
 
 def absolute(difference: Tensor) -> Tensor:
-    """|d|."""
+    """Estimates the divergence as |d|."""
     return difference.abs()
 
 
@@ -156,14 +156,14 @@ class FixedKLController:
         self.value = float(kl_coef)
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Does nothing."""
+        """Does nothing: the coefficient is fixed."""
 
     def state_dict(self) -> dict[str, float]:
         """Returns nothing: the coefficient is configuration, which a run that goes on may change."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Does nothing."""
+        """Does nothing: there is no state."""
 
 
 class AdaptiveKLController:

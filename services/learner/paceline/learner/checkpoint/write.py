@@ -58,7 +58,8 @@ class ShardWriter:
             The seconds that the writing takes. The checkpoint counts when they are known; a CheckpointError
             says why it could not be written.
 
-        Raises: CommandError: of CheckpointError: the folder cannot be made.
+        Raises:
+            CommandError: of CheckpointError: the folder cannot be made.
         """
         folder = Folder.at(place)
         self.finish()
@@ -122,7 +123,8 @@ class CheckpointWriter:
     def save(self, place: Place, *, step: int, controller_state: bytes) -> Future[float]:
         """Begins a checkpoint as `ShardWriter.save` does.
 
-        Raises: CommandError: of CheckpointError: the step is not the learner's, or the folder cannot be made.
+        Raises:
+            CommandError: of CheckpointError: the step is not the learner's, or the folder cannot be made.
         """
         learner = self._learner
         manifest = attempt(learner.ranks, lambda: _describe(learner, place, step, controller_state))

@@ -79,11 +79,14 @@ class CommandQueue:
 
 
 class CommandLoop:
-    """One rank's end of the loop.
+    """Runs one rank's end of the loop.
 
-    Args: ranks: the group. prepare: called first, on every rank; returns the handlers by command name, the
-        same names on every rank. commands: rank 0's queue; None elsewhere. keep_alive_s: how often idle ranks
-        exchange a keep-alive. find_silent: names the rank that went silent when a connection broke.
+    Args:
+        ranks: the group.
+        prepare: called first, on every rank; returns the handlers by name, the same on every rank.
+        commands: rank 0's queue; None elsewhere.
+        keep_alive_s: how often idle ranks exchange a keep-alive.
+        find_silent: names the rank that went silent when a connection broke.
     """
 
     def __init__(
@@ -102,8 +105,9 @@ class CommandLoop:
     def run(self) -> None:
         """Prepares, then serves commands until STOP; every rank calls it, in the thread that trains.
 
-        Raises: PeerLostError: another rank died or failed; names the rank and its reason, as far as they are
-            known. Exception: this rank failed. Its reason is in the store.
+        Raises:
+            PeerLostError: another rank died or failed; names the rank and its reason as far as known.
+            Exception: this rank failed. Its reason is in the store.
         """
         try:
             self._handlers = self._prepare()

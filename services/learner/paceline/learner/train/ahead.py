@@ -93,7 +93,7 @@ class WorkAhead:
             self._step, self._policy = step, policy
 
     def forget(self) -> None:
-        """Forgets everything."""
+        """Forgets all work that was done ahead."""
         self.drop_gradient()
         self._chunks, self._seconds, self.peaks = {}, {}, {}
         self._step, self._is_refused = 0, False

@@ -37,7 +37,7 @@ STANDARD_METRICS = ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy")
 
 
 def loss_function(config: RunConfig) -> LossFunction:
-    """The function of `actor.policy_loss`.
+    """Returns the function that `actor.policy_loss` names.
 
     Raises:
         ConfigError: a custom loss is not there or cannot be trained with.

@@ -229,7 +229,7 @@ class Optimizer:
         return StepOutcome(grad_norm=norm, skip_reason=reason, finite=finite)
 
     def scale_gradient(self, factor: float) -> None:
-        """Multiplies the reduced gradient."""
+        """Multiplies the gradient after its reduction."""
         for parameter in self._parameters:
             if (gradient := parameter.grad) is not None:
                 (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(factor)

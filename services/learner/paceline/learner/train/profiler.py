@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class StepProfiler:
-    """Of one rank.
+    """Profiles the steps of one rank.
 
     Args:
         config: which steps and ranks.

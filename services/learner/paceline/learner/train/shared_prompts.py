@@ -51,7 +51,7 @@ class Difference:
 
 
 class SharedPrompts:
-    """A run's decision.
+    """Decides whether a run's rows share their prompts.
 
     Args:
         mode: of `actor.shared_prompts`.
