@@ -25,5 +25,6 @@ async def flow(step):
         verdicts.append(answer.with_reward(agrees == (pupil.reward > 0)))
     step.note("pupil_reward", fmean(a.reward for a in answers))
     step.note("examiner_reward", fmean(v.reward for v in verdicts) if verdicts else 0.0)
+    step.note("always_no", fmean(a.reward <= 0 for a in shown))
     await step.train([*answers, *verdicts])
     await step.publish()

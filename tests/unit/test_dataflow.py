@@ -11,11 +11,13 @@ import pyarrow.parquet
 import pytest
 
 from paceline.broker.memory import MemoryBroker
+from paceline.controller.batch.collect import Batch
+from paceline.controller.batch.dispatch import Order
 from paceline.controller.batch.inputs import Inputs
 from paceline.controller.run.dataflow import load_dataflow
 from paceline.controller.run.rehearsal import rehearse
 from paceline.controller.verify.check import verify
-from paceline.core.errors import ConfigError, DataError, DeadlineError
+from paceline.core.errors import ConfigError, DataError, DeadlineError, LostDataError
 from paceline.core.ids import sample_seed
 from paceline.data.cursor import PromptCursor
 from support.fake_fleet import FakeServices
@@ -261,6 +263,45 @@ async def test_a_dataflow_that_asks_for_something_else_after_a_kill_is_ended(tmp
     settings(tmp_path, REVISE)
     assert await live(cfg, folder, fakes, broker, score)
     assert breaches(folder, cfg) == []
+
+
+async def test_samples_that_are_drawn_anew_may_lead_to_other_prompts(tmp_path: Path) -> None:
+    """The broker loses the step in its second sampling, and the first one's rewards are others after that."""
+    source = """
+        async def flow(step):
+            drafts = await step.sample(step.draw(), "draft")
+            best = [max(group, key=lambda sample: sample.reward) for group in drafts.groups]
+            revised = await step.sample([step.reply(sample, "Again.") for sample in best], "revise")
+            await step.train(revised)
+            await step.publish()
+    """
+    cfg, lost = settings(tmp_path, source, trainer__total_steps=1), list[str]()
+
+    def other_after_loss(group: Any, index: int) -> dict[str, Any]:
+        reward = float(-index if lost else index)
+        return {"reward": reward, "reward_error": None, "components": {"exact_match": reward}}
+
+    async with run_of(cfg, tmp_path) as it:
+        collect = it.sequencer._collector.collect
+
+        async def losing(order: Order, *arguments: Any, **options: Any) -> Batch:
+            if order.asks[0].purpose == "revise" and not lost:
+                lost.append("all")
+                raise LostDataError("the broker was emptied")
+            return await collect(order, *arguments, **options)
+
+        it.sequencer._collector.collect = losing  # type: ignore[method-assign]
+        it.services.writes = True
+        await it.enlist_all()
+        await it.go(other_after_loss)
+    asked = [e["digest"] for e in it.events() if e["event"] == "sampling"]
+    assert len(asked) == len(set(asked)) == 2
+    assert breaches(tmp_path, cfg) == []
+
+
+def test_texts_are_kept_for_a_dataflow(tmp_path: Path) -> None:
+    assert not config(trainer__save_trajectories=False).keeps_texts
+    assert settings(tmp_path, REVISE, trainer__save_trajectories=False).keeps_texts
 
 
 async def test_a_prompt_that_is_too_long_is_left_out_and_counted(tmp_path: Path) -> None:

@@ -65,6 +65,11 @@ class RunConfig(Section):
         """Whether samples are episodes of turns, not single answers."""
         return bool(self.rollout.tools) or self.rollout.environment is not None
 
+    @property
+    def keeps_texts(self) -> bool:
+        """Whether responses' texts stay until their step is finished: files and dataflows read them."""
+        return self.trainer.save_trajectories or self.trainer.dataflow is not None
+
     def with_compile(self, *, on_gpu: bool) -> RunConfig:
         """The same with `actor.compile` chosen, where it is left open."""
         if self.actor.compile != "auto":

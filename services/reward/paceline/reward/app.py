@@ -111,7 +111,7 @@ class RewardApp:
                 # step that has more samples. What a step asks for bounds it.
                 max_stream_length=sys.maxsize,
                 room_timeout_s=config.stall_timeout_s,
-                save_texts=config.trainer.save_trajectories or config.trainer.dataflow is not None,
+                save_texts=config.keeps_texts,
                 max_deliveries=config.reward.max_deliveries,
                 # As many groups as hold the samples of an ordinary batch.
                 max_entries=max(1, MAX_ENTRIES // config.rollout.n)
