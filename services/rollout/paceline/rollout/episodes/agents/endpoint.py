@@ -86,9 +86,11 @@ class EpisodeInbox:
         return await self._requests.get()
 
     def close(self) -> None:
-        """Takes no more requests of the agent."""
+        """Takes no more requests of the agent, and leaves those that nobody has begun to answer."""
         if not self._is_closed:
             self._is_closed = True
+            while not self._requests.empty():
+                self._requests.get_nowait()
             self._requests.put_nowait(None)
 
     def refuse_all(self) -> None:
