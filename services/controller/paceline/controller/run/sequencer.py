@@ -36,9 +36,9 @@ from paceline.controller.guard.report import Guard
 from paceline.controller.phases import Phase
 from paceline.controller.progress import Progress, Run
 from paceline.controller.run.align import Alignment
+from paceline.controller.run.backoff import MemberLossBackoff
 from paceline.controller.run.checkpoints import Checkpoints, ControllerState
 from paceline.controller.run.dataflow import Dataflow, carry_out, policy_gradient
-from paceline.controller.run.losses import Losses
 from paceline.controller.run.metrics import MetricsFile
 from paceline.controller.run.publication import Publication
 from paceline.controller.run.validation import Validation
@@ -106,7 +106,7 @@ class Sequencer:
             ahead=WorkAheadDriver(run, learner, lambda: self._alignment.learner),
             write_metrics=self._write_metrics,
         )
-        self._losses, self._last_loss = Losses(run.config.service.recovery_timeout_s), ""
+        self._backoff, self._last_loss = MemberLossBackoff(run.config.service.recovery_timeout_s), ""
         self._saved = 0
 
     @property
@@ -138,7 +138,7 @@ class Sequencer:
             await self._steps()
         except (PeerLostError, DeadlineError) as error:
             finished = self._run.journal.standing.finished
-            pause_s = self._losses.next_pause(finished, time.monotonic()) if self._is_loss(error) else None
+            pause_s = self._backoff.next_pause(finished, time.monotonic()) if self._is_loss(error) else None
             if pause_s is None:
                 raise
             # What a lost member leads to until it is back is told in other words each time.

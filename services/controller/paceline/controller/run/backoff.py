@@ -5,8 +5,8 @@ from __future__ import annotations
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 5.0
 
 
-class Losses:
-    """The losses since a step was finished.
+class MemberLossBackoff:
+    """Spaces the tries of a run that loses members, and ends them.
 
     A member that stands still is not lost yet, but fails every call at once: tries are bounded by time, not
     by number, and pauses between them double.
