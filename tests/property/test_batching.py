@@ -246,7 +246,7 @@ def test_a_plan_by_hand() -> None:
     assert plan.imbalance == pytest.approx(2 * (9 + 5) / 24 - 1)
 
 
-def test_rows_are_dealt_by_arithmetic_and_not_by_tokens() -> None:
+def test_rows_are_packed_by_arithmetic_and_not_by_tokens() -> None:
     # A row of 8 tokens does 64 pairs, one of 4 does 16: with 4 x 4 tokens the long row waits for nobody.
     rows = rows_of([[(4, 4), (2, 2), (2, 2), (2, 2), (2, 2)]])
     by_pairs = Arithmetic(per_token=0, per_response_token=0, per_pair=1)

@@ -111,10 +111,10 @@ def naive_pack_bins(bundles: Sequence[Bundle], *, multiple: int, budget: int) ->
     """
     filled = _first_fit(bundles, budget)
     count = -(-len(filled) // multiple) * multiple
-    return _deal_evenly(bundles, count, budget) or [*filled, *[()] * (count - len(filled))]
+    return _pack_evenly(bundles, count, budget) or [*filled, *[()] * (count - len(filled))]
 
 
-def _deal_evenly(bundles: Sequence[Bundle], num_bins: int, budget: int) -> list[Bin]:
+def _pack_evenly(bundles: Sequence[Bundle], num_bins: int, budget: int) -> list[Bin]:
     """The costliest bundle first, each to the cheapest bin with room; [] if a bundle finds no room."""
     bins: list[list[Bundle]] = [[] for _ in range(num_bins)]
     costs, room = [0] * num_bins, [budget] * num_bins

@@ -119,7 +119,7 @@ def _pieces(flows: Sequence[NaiveFlow], sizes: Sequence[int], sets: Sequence[Mem
     for flow, size in zip(flows, sizes, strict=True):
         channel = channels.get(flow.members, 0)
         filled: dict[tuple[int, int, int], int] = {}
-        for chunk in deal(flow, size):
+        for chunk in cut(flow, size):
             first_member = flow.members[chunk.member]
             place = (first_member, chunk.round, channel)
             for index, rank in enumerate(flow.members):
@@ -270,7 +270,7 @@ def naive_flows(
     return [flows[key] for key in sorted(flows)]
 
 
-def deal(flow: NaiveFlow, size: int) -> Iterator[Chunk]:
+def cut(flow: NaiveFlow, size: int) -> Iterator[Chunk]:
     """Cuts a flow into chunks of at most `size` elements, along rows; deals them to its members in turn."""
     number, filled, count = 0, 0, len(flow.members)
     for item in flow.cargo:

@@ -20,7 +20,7 @@ import pytest
 
 from paceline.broker.memory import MemoryBroker
 from paceline.controller.batch import collect
-from paceline.controller.run import losses
+from paceline.controller.run import backoff
 from paceline.controller.verify.check import verify
 from paceline.core.guard import Reading
 from paceline.core.members import LearnerState, MemberKind
@@ -123,7 +123,7 @@ def nothing(it: SequencerRun, event: dict[str, Any]) -> None:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collect, "_CHECK_S", 0.03)
     monkeypatch.setattr(collect, "_BLOCK_S", 0.01)
-    monkeypatch.setattr(losses, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(backoff, "_FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(os, "fsync", lambda file: None)
 
 

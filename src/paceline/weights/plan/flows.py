@@ -144,19 +144,19 @@ def gather_flows(
     return Flows(cover=cover, groups=groups, flows=[flow(part) for part in parts])
 
 
-def deal_all(flows: Sequence[Flow], sizes: Sequence[int], boxes: BoxTable) -> list[Chunks]:
+def cut_all(flows: Sequence[Flow], sizes: Sequence[int], boxes: BoxTable) -> list[Chunks]:
     """Cuts each flow into chunks of at most `sizes` elements; flows of the same content are cut once."""
     known: dict[tuple[bytes, int], Chunks] = {}
-    dealt: list[Chunks] = []
+    chunks: list[Chunks] = []
     for flow, size in zip(flows, sizes, strict=True):
         key = (flow.content, size)
         if key not in known:
-            known[key] = _deal(flow, size, boxes)
-        dealt.append(known[key])
-    return dealt
+            known[key] = _cut(flow, size, boxes)
+        chunks.append(known[key])
+    return chunks
 
 
-def _deal(flow: Flow, size: int, boxes: BoxTable) -> Chunks:
+def _cut(flow: Flow, size: int, boxes: BoxTable) -> Chunks:
     """Cuts a flow into chunks of at most `size` elements, along rows, and fills messages with them.
 
     What fits as it is, which is nearly all, is placed in one step per message.

@@ -19,7 +19,7 @@ from paceline.core.errors import WeightSyncError
 from paceline.weights.geometry.box_table import IntArray
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.layout import RankLayout, TensorSlice, expand_all, tensor_shapes
-from paceline.weights.plan.flows import SMALLEST_SHARE, Chunks, Flows, Members, deal_all, gather_flows
+from paceline.weights.plan.flows import SMALLEST_SHARE, Chunks, Flows, Members, cut_all, gather_flows
 from paceline.weights.plan.rounds import chunk_sizes
 
 RELAY_MODES: Final = ("auto", "never", "always")
@@ -333,8 +333,8 @@ def _plan_flows(
     # Elements of earlier sources that come first in what a relay passes on.
     before: dict[tuple[int, int, int], int] = {}
     columns: list[tuple[IntArray, ...]] = []
-    dealt = deal_all(flows.flows, chunk_sizes(flows.flows, capacity), flows.cover.boxes)
-    for index, (flow, chunks) in enumerate(zip(flows.flows, dealt, strict=True)):
+    cut = cut_all(flows.flows, chunk_sizes(flows.flows, capacity), flows.cover.boxes)
+    for index, (flow, chunks) in enumerate(zip(flows.flows, cut, strict=True)):
         count = len(flow.members)
         # Each source begins with another member: this spreads the remainders of the last round.
         first = np.array(flow.members)[(chunks.number + flow.source) % count]
