@@ -13,7 +13,7 @@ import pytest
 
 from paceline.service import process_ends
 from paceline.service.process import STARTED_AS
-from support.launched_run import DEAF, HANG_S, LEAVES, MARK, WELL, Run
+from support.launched_run import DEAF, HANG_S, LEAVES, MARK, SSH, WELL, Run
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -42,6 +42,32 @@ def test_a_killed_service_is_started_again_without_its_children(tmp_path: Path) 
     assert len(run.alive() & before) == 1, "only the reward service is the same"
     run.wait_for_another_pid("rollout-0", first)
     assert psutil.pid_exists(run.pids["rollout-0"])
+    run.process.send_signal(signal.SIGTERM)
+    run.finish()
+
+
+@pytest.mark.parametrize("what_ends", ["process", "connection"])
+def test_the_end_of_a_process_on_another_host_is_reported_with_its_start(
+    tmp_path: Path, what_ends: str
+) -> None:
+    """The mark is in the process beyond the shell; the end of the shell is all that is seen on this host."""
+    run = Run(tmp_path, "wait", {"rollout-0": WELL, "reward": WELL}, shells={"rollout-0": SSH})
+    run.wait_for_pids(2)
+    run.wait_for_state("running")
+    run.tell_states("rollout-0 serving\nreward serving\n")
+    run.tell_states("rollout-0 serving\nreward serving \n")
+    shell = psutil.Process(run.pids["rollout-0"])
+    (process,) = shell.children()
+    mark = process.environ()[STARTED_AS]
+    (process if what_ends == "process" else shell).kill()
+    run.wait_for_calls(1)
+    outcome = f"exit code {128 + signal.SIGKILL}" if what_ends == "process" else "killed by SIGKILL"
+    assert run.calls.read_text() == f"end rollout-0 {mark}: {outcome}\n"
+    run.read_until("starting rollout-0 again")
+    run.wait_for_pids(3)
+    run.wait_for_another_pid("rollout-0", shell.pid)
+    (again,) = psutil.Process(run.pids["rollout-0"]).children()
+    assert again.environ()[STARTED_AS] != mark
     run.process.send_signal(signal.SIGTERM)
     run.finish()
 
@@ -216,8 +242,12 @@ def test_all_ranks_of_a_learner_start_again_with_a_new_port(tmp_path: Path) -> N
     run.wait_for_pids(4)
     run.wait_for_state("running")
     before, (port_0, port_1) = dict(run.pids), ports()
+    marks = [psutil.Process(before[name]).environ()[STARTED_AS] for name in ("learner-0", "learner-1")]
     os.kill(before["learner-1"], signal.SIGKILL)
     assert "learner-1 ended unexpectedly (killed by SIGKILL)" in run.read_until("starting the learner again")
+    # The controller hears of the one member that the ranks are, and which of them was the first to end.
+    run.wait_for_calls(1)
+    assert run.calls.read_text() == f"end learner-0 {' '.join(marks)}: learner-1 killed by SIGKILL\n"
     run.wait_for_pids(6)
     run.wait_for_another_pid("learner-1", before["learner-1"])
     after = run.pids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -50,6 +51,7 @@ def members(config, machine, *, controller_address, master_port):
     roles = {name: Role("reward-model" if "model" in name else name.split("-")[0]) for name in job["members"]}
     return [ProcessSpec(name=name, role=roles[name], command=(sys.executable, "-c", text),
                         member_id="learner-0" if roles[name] is Role.LEARNER else name,
+                        shell=tuple(job.get("shells", {}).get(name, ())),
                         env={"MASTER_PORT": str(master_port), "REWARD_PORT": str(config.service.reward_port)})
             for name, text in job["members"].items()]
 
@@ -58,6 +60,11 @@ outcome = asyncio.run(launch(config, run_dir, PlainView(2), planner=planner))
 print("OUTCOME", json.dumps([outcome.ok, outcome.exit_code, outcome.message]), flush=True)
 """
 
+# As ssh: nothing of this environment gets to the other side but the way to Python and its packages.
+SSH = (
+    "env", "-i", f"PATH={os.environ['PATH']}", f"PYTHONPATH={os.environ.get('PYTHONPATH', '')}",
+    sys.executable, "-m", "paceline.cli.launch.remote",
+)  # fmt: skip
 MARK = "import os, pathlib; pathlib.Path({folder!r}, f'{{os.getpid()}}.pid').touch();"
 WELL = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); signal.pause()"
 NOTES = (
@@ -149,7 +156,7 @@ class Run:
             time.sleep(0.02)
 
     def wait_for_calls(self, count: int) -> None:
-        """Waits until the fake controller has been asked so often to end the run."""
+        """Waits until the fake controller has got so many calls of those that it writes down."""
         deadline = time.monotonic() + HANG_S
         while not self.calls.exists() or len(self.calls.read_text().splitlines()) < count:
             assert time.monotonic() < deadline
