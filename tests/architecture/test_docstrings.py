@@ -10,6 +10,28 @@ from support import source
 
 SHORTEST = 5
 Documented = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+# What a sentence begins with that goes on from the name above it.
+_GOES_ON = frozenset(
+    {
+        "Also",
+        "As",
+        "At",
+        "By",
+        "For",
+        "From",
+        "In",
+        "It",
+        "Its",
+        "Like",
+        "Of",
+        "On",
+        "See",
+        "That",
+        "Those",
+        "To",
+        "With",
+    }
+)
 # `Args: ranks: the group. ...`: a section that was wrapped as if it were prose.
 _WRAPPED_SECTION = re.compile(r"^ *(Args|Attributes|Raises|Returns|Yields): +\S", re.MULTILINE)
 
@@ -47,6 +69,18 @@ def test_a_first_sentence_says_something() -> None:
         and len((sentence := _first_sentence(docstring)).split()) < SHORTEST
     ]
     assert short == [], "a first sentence has a verb and reads without the name above it"
+
+
+def test_a_first_sentence_reads_without_the_name() -> None:
+    """`From the checkpoint.` is no sentence, and neither is `That of the policy.`"""
+    fragments = [
+        f"{place}: {docstring.splitlines()[0]}"
+        for place, node in _everything()
+        if not _is_property(node)
+        and (docstring := ast.get_docstring(node))
+        and docstring.split()[0].rstrip(":,") in _GOES_ON
+    ]
+    assert fragments == []
 
 
 def test_every_entry_of_a_section_has_its_line() -> None:

@@ -97,7 +97,7 @@ def split(url: str) -> SplitResult:
 
 
 def tls_options(url: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """For the client of a rediss:// address: the files of PACELINE_TLS_DIR, read anew by each connection."""
+    """Returns the options of a rediss:// client: the files of PACELINE_TLS_DIR, read by each connection."""
     folder = environ.get(TLS_DIR)
     if scheme_of(url) != "rediss" or not folder:
         return {}

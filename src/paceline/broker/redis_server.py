@@ -150,7 +150,10 @@ class RedisServer:
         return self._process is not None and self._process.poll() is None
 
     def exit_code(self) -> int:
-        """That of a process that has just ended, a negative one is a signal's number; 0 for a stopped one."""
+        """Returns the exit code of a process that has just ended; 0 for a stopped one.
+
+        A negative one is a signal's number.
+        """
         return 0 if self._process is None else self._process.wait(_EXIT_S)
 
     def restart(self, *, keep_data: bool = True, timeout_s: float = 15.0) -> None:

@@ -59,7 +59,7 @@ class Proxy:
             writer.transport.abort()
 
     def swallow(self) -> None:
-        """From now on no byte arrives; nobody is told."""
+        """Lets no byte arrive from now on; nobody is told."""
         self._open.clear()
 
     def release(self) -> None:

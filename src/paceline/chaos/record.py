@@ -46,7 +46,7 @@ class FaultRecovery:
         return max(self.step_s, self.ready_s)
 
     def to_json(self) -> str:
-        """As a line of chaos.jsonl."""
+        """Returns the fault and its recovery as a line of chaos.jsonl."""
         return json.dumps(
             {
                 "n": self.number,

@@ -40,7 +40,7 @@ _WEIGHTS = ("*.safetensors", "model.safetensors.index.json")
 
 
 def quick_check(config: RunConfig, *, here: bool = True) -> None:
-    """Those checks of `paceline check` that take no time, before `paceline train` creates anything.
+    """Runs those checks of `paceline check` that take no time, before `paceline train` creates anything.
 
     It loads no tokenizer: data and prompts are the controller's to check.
 

@@ -77,7 +77,7 @@ class PPOClip(ClippedLoss):
     type: Literal["ppo_clip"] = "ppo_clip"
 
     def arguments(self, default: Clip) -> dict[str, Any]:
-        """Also `dual_clip_c`, which is set at `actor.*` alone."""
+        """Returns also `dual_clip_c`, which is set at `actor.*` alone."""
         chosen = super().arguments(default) | {"dual_clip_c": default.dual_clip_c}
         bound = 1 + chosen["clip_high"]
         if default.dual_clip_c is not None and default.dual_clip_c <= bound:

@@ -41,7 +41,7 @@ class Hello:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
-    """From now on a client takes this many tasks at a time."""
+    """Tells a client to take this many tasks at a time."""
 
     window: int
 

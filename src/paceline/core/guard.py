@@ -31,7 +31,7 @@ class Action(enum.Enum):
 
 
 class Sense(enum.Enum):
-    """On which side of a bound a rule fires; the value is the word in sentences."""
+    """Says on which side of a bound a rule fires; the value is the word in sentences."""
 
     ABOVE = "above"
     BELOW = "at or below"

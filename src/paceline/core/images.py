@@ -68,7 +68,7 @@ class ImageSpec:
 
     @classmethod
     def of(cls, config: Any) -> ImageSpec:
-        """From the transformers configuration of a model with a vision tower."""
+        """Reads the sizes from the transformers configuration of a model with a vision tower."""
         vision = config.vision_config
         return cls(
             token_id=int(config.image_token_id),

@@ -30,7 +30,7 @@ class Scale:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Scale:
-        """That of at least one value."""
+        """Computes the scale of at least one value."""
         unit = max(map(abs, values)) or 1.0
         scaled = [value / unit for value in values]
         mean = math.fsum(scaled) / len(scaled)

@@ -36,7 +36,7 @@ def read_rows(files: Sequence[str | Path], required: Iterable[str] = ()) -> list
 
 
 def rows_with_folders(files: Sequence[str | Path], required: Iterable[str] = ()) -> list[tuple[Row, Path]]:
-    """As `read_rows`; each row with the folder of its file."""
+    """Reads as `read_rows` does; each row with the folder of its file."""
     wanted = tuple(required)
     rows = [(row, Path(file).parent) for file in files for row in _read_file(Path(file), wanted)]
     if not rows:

@@ -18,7 +18,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent() -> None:
-    """With PACELINE_DIE_WITH_PARENT=1 this process gets SIGTERM when its parent ends, for whatever reason."""
+    """Has this process end by SIGTERM when its parent ends, if PACELINE_DIE_WITH_PARENT is 1."""
     if os.environ.get(DIE_WITH_PARENT) != "1":
         return
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

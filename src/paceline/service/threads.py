@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 async def in_thread(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Like `asyncio.to_thread`, but a cancelled caller waits for the thread too, however often it is told.
+    """Calls like `asyncio.to_thread`, but a caller that is cancelled still waits for the thread.
 
     What the function uses is therefore never closed, removed or used again while it still runs.
     """

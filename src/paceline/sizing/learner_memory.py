@@ -66,7 +66,7 @@ class LearnerMemory:
 
     @classmethod
     def of(cls, config: RunConfig, shape: ModelShape, totals: Collection[int] = ()) -> LearnerMemory:
-        """Of a run, whose micro-batches are taken to be as large as its settings allow.
+        """Plans the memory of a run, whose micro-batches are taken to be as large as its settings allow.
 
         Args:
             config: of the run.

@@ -120,7 +120,7 @@ class MemoryPlan:
         engine_gpus: Sequence[int],
         totals: Mapping[int, int],
     ) -> MemoryPlan:
-        """From the configuration and who has which GPU."""
+        """Plans from the configuration and who has which GPU."""
         return cls(
             config=config,
             learner=LearnerMemory.of(config, shape, [totals[gpu] for gpu in learner_gpus if gpu in totals]),

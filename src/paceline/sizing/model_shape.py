@@ -31,7 +31,9 @@ class TowerShape:
 
     @classmethod
     def of(cls, tree: Mapping[str, Any]) -> TowerShape:
-        """From the `vision_config` of config.json; what may be left out there is as transformers has it.
+        """Reads the tower from the `vision_config` of config.json.
+
+        What may be left out there is as transformers has it.
 
         Raises:
             KeyError, TypeError, ValueError: it names its sizes otherwise.
@@ -172,7 +174,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, tree: Mapping[str, Any]) -> ModelShape | None:
-        """From config.json; None if it names its sizes otherwise."""
+        """Reads the shape from config.json; None if it names its sizes otherwise."""
         vision = tree.get("vision_config")
         if vision and tree.get("model_type") not in MODELS_WITH_IMAGES:
             return None

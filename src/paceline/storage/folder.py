@@ -124,7 +124,7 @@ class Folder:
     # --- the folder
 
     def names(self) -> list[str]:
-        """Its files, sorted; none where it does not exist."""
+        """Returns the names of its files, sorted; none where it does not exist."""
         return self._list("file")
 
     def folders(self) -> list[str]:

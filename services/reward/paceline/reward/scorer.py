@@ -14,7 +14,7 @@ from paceline.service.identity.credentials import Credentials
 
 
 def to_nobody(message: str) -> None:
-    """For scorers whose messages nobody follows."""
+    """Drops the messages of scorers that nobody follows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ from paceline.wire.protobuf import policy_tag_from_proto
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
-    """See rollout.proto for what each method promises."""
+    """Answers calls; rollout.proto says what each method promises."""
 
     def __init__(self, server: RolloutServer) -> None:
         self._server = server

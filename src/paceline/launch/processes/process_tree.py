@@ -44,7 +44,7 @@ class ProcessTree:
         return process
 
     def end_forking(self) -> None:
-        """From now on every process is a program of its own."""
+        """Makes every process from now on a program of its own."""
         forking, self._forking = self._forking, None
         if forking is not None:
             forking.close()

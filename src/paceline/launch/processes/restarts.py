@@ -41,7 +41,7 @@ def judge(exit_codes: Collection[int]) -> End:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestartRule:
-    """At most `max_restarts` in any `window_s` seconds, with pauses that double from `first_pause_s` on."""
+    """Allows at most `max_restarts` in any `window_s` seconds; pauses double from `first_pause_s` on."""
 
     max_restarts: int
     window_s: float

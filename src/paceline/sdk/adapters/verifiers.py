@@ -62,7 +62,7 @@ def verifiers_environment(environment: Any, *, timeout_s: float = 600.0) -> Call
 
 
 def verifiers_rows(environment: Any, split: str = "train") -> Iterator[dict[str, Any]]:
-    """Its rows as `data.train_files` has them.
+    """Yields the rows of an environment as `data.train_files` has them.
 
     With `data.extra_keys: [example_id, info]`, or `[task]` for an environment of `verifiers.v1`.
 

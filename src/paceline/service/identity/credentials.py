@@ -146,7 +146,7 @@ class LatestTls:
 
 
 def server_credentials(files: TlsFiles, *, asks_callers: bool) -> grpc.ServerCredentials:
-    """For a server; each new connection gets the files of then.
+    """Returns credentials for a server; each new connection gets the files of then.
 
     `asks_callers`: every caller must have a certificate of the same authority.
 
@@ -197,11 +197,11 @@ class Credentials:
         )
 
     def for_outside_callers(self) -> Self:
-        """Of a reward service: over TLS its callers prove a token, and no certificate."""
+        """Returns the credentials of a reward service: its callers prove a token, no certificate."""
         return replace(self, asks_callers=False)
 
     def for_own_machine(self) -> Self:
-        """For calls to an address of this machine, which do not leave it."""
+        """Returns credentials for calls to an address of this machine, which do not leave it."""
         return replace(self, insecure=True)
 
     def with_token(self, token: str) -> Self:

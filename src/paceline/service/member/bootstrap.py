@@ -231,7 +231,7 @@ class MemberSession:
             self._link.poke()
 
     def notify(self, message: str) -> None:
-        """As `ControllerLink.notify`, once `join` has returned."""
+        """Notifies as `ControllerLink.notify` does, once `join` has returned."""
         self.link.notify(message)
 
     def spawn(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

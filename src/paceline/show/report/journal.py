@@ -117,7 +117,7 @@ class JournalView:
             self._notes.append(_note(event, name, self._step, level, _details(event)))
 
     def content(self, ends: Iterable[ProcessEnd]) -> dict[str, Any]:
-        """For JSON; `ends` are the processes' ends, which are notes, too."""
+        """Returns what JSON takes; `ends` are the processes' ends, which are notes, too."""
         notes = list(self._notes)
         notes += [
             Note(time=end.time, step=end.step, name="process", text=str(end), level="bad") for end in ends

@@ -57,7 +57,7 @@ def page(title: str, frozen: Mapping[str, Any] | None = None) -> str:
 
 
 def to_json(value: Any) -> str:
-    """As browsers read it: a number that is not finite is null."""
+    """Encodes values as browsers read it: a number that is not finite is null."""
     try:
         return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     except ValueError:

@@ -34,7 +34,7 @@ class ServedRun:
         self._asked_at, self._now = float("-inf"), dict[str, Any]()
 
     def head(self) -> dict[str, Any]:
-        """For the list of runs."""
+        """Returns the run's head for the list of runs."""
         note = run_dirs.read_note(self._folder)
         with self._lock:
             return {**self._content.head(), "state": "running" if note and note.alive else ""}

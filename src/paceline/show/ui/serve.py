@@ -28,7 +28,7 @@ class Listen:
 
     @classmethod
     def of(cls, args: argparse.Namespace, prefix: str) -> Listen:
-        """From the options that `add_listen` has added."""
+        """Reads the address from the options that `add_listen` has added."""
         name = prefix.removeprefix("--").replace("-", "_")
         return cls(host=getattr(args, f"{name}host"), port=getattr(args, f"{name}port"), prefix=prefix)
 

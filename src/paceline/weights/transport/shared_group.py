@@ -84,7 +84,7 @@ class SharedGroup(WeightGroup):
         return super().staging_bytes + sum(behind.staging.ticket.num_bytes for behind in self._behind)
 
     def abort(self) -> None:
-        """As every group; closes the memory that is shared."""
+        """Aborts as every group does; closes the memory that is shared."""
         super().abort()
         signals, self._signals = self._signals, None
         if signals is not None:

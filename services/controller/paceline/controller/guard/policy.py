@@ -186,7 +186,7 @@ class GuardPolicy:
     # --- checkpoint
 
     def state_dict(self) -> dict[str, Any]:
-        """For the checkpoint, as plain values."""
+        """Returns what a checkpoint keeps, as plain values."""
         return {
             "adjustments": asdict(self.adjustments),
             "num_rollbacks": self.num_rollbacks,
@@ -196,7 +196,7 @@ class GuardPolicy:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """From the checkpoint; {} changes nothing."""
+        """Restores what a checkpoint kept; {} changes nothing."""
         if not state:
             return
         self.adjustments = Adjustments(**state["adjustments"])

@@ -32,7 +32,7 @@ class Finished(NamedTuple):
     guard: str
 
     def entry(self, number: int) -> JournalEntry:
-        """Its dispatch, without the prompts."""
+        """Returns the step's dispatch, without the prompts."""
         return JournalEntry(line=self.line, event={"n": self.n, "event": "dispatch", "step": number})
 
 
@@ -124,10 +124,10 @@ class StepHistory:
 
 
 def plain_digest(plain: object) -> str:
-    """Of what JSON can say."""
+    """Returns the digest of what JSON can say."""
     return digest_of(json.dumps(plain, sort_keys=True).encode())
 
 
 def asked_digest(wanted: Wanted) -> str:
-    """Of what a step asked for at first."""
+    """Returns the digest of what a step asked for at first."""
     return plain_digest([wanted.prompts, wanted.counts])

@@ -70,7 +70,7 @@ class Term:
         return cls(**{**known, "is_recorded": True})
 
     def to_plain(self) -> dict[str, Any]:
-        """As it stands in the journal."""
+        """Returns the term as it stands in the journal."""
         plain = asdict(self)
         del plain["is_recorded"]
         return plain

@@ -36,7 +36,7 @@ class Versions:
         self.newest = -1
 
     def digest(self, version: int) -> str | None:
-        """That of a committed version; None where it was not committed, or is void."""
+        """Returns the digest of a committed version; None where it was not committed, or is void."""
         commit = self._commits.get(version)
         return None if commit is None else commit.digest
 

@@ -70,7 +70,7 @@ class Estimator:
 
 
 def of_groups(function: Callable[..., Tensor]) -> Estimator:
-    """From `f(scores, mask, group_ids, **options, shard)`, which compares the samples of a group."""
+    """Makes an estimator from `f(scores, mask, group_ids, **options, shard)`, of a group's samples."""
 
     def call(inputs: EstimatorInputs, **options: Any) -> Estimates:
         return Estimates(
@@ -81,7 +81,10 @@ def of_groups(function: Callable[..., Tensor]) -> Estimator:
 
 
 def with_critic(function: Callable[..., tuple[Tensor, Tensor]]) -> Estimator:
-    """From `f(token_rewards, values, mask, **options) -> (advantages, returns)`; whitens the advantages."""
+    """Makes an estimator from `f(token_rewards, values, mask, **options) -> (advantages, returns)`.
+
+    Whitens the advantages.
+    """
 
     def call(inputs: EstimatorInputs, **options: Any) -> Estimates:
         raw, returns = function(inputs.token_rewards, inputs.values, inputs.mask, **options)

@@ -98,7 +98,9 @@ class GroupScores:
 
     @classmethod
     def gather(cls, scores: Tensor, mask: Tensor, group_ids: Tensor, shard: RowShard) -> GroupScores:
-        """From this rank's scores (B,), mask (B, T) and group ids (B,); ranks exchange a few bytes per row.
+        """Gathers the scores of all ranks from this rank's scores (B,), mask (B, T) and group ids (B,).
+
+        Ranks exchange a few bytes per row.
 
         Raises:
             NumericsError: shapes do not fit, or there are no sequences.

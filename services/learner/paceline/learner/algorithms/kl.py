@@ -200,7 +200,7 @@ class AdaptiveKLController:
         self.value *= 1.0 + error * n_steps / self.horizon
 
     def state_dict(self) -> dict[str, float]:
-        """For the checkpoint: the value only; target and horizon are configuration."""
+        """Returns what a checkpoint keeps: the value only; target and horizon are configuration."""
         return {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:

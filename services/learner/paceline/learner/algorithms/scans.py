@@ -36,7 +36,7 @@ def discounted_sums(terms: Tensor, mask: Tensor, factor: float | Tensor) -> Tens
 
 
 def next_unmasked(x: Tensor, mask: Tensor) -> Tensor:
-    """At each position the entry of `x` at the next position with mask 1, 0 where none follows; (B, T)."""
+    """Returns, per position, `x` at the next position with mask 1; 0 where none follows; (B, T)."""
     length = x.shape[-1]
     places = torch.where(mask.bool(), torch.arange(length, device=x.device), length)
     nearest = places.flip(-1).cummin(-1).values.flip(-1)  # at or after each position

@@ -67,7 +67,7 @@ class PaddedSequences:
 
     @classmethod
     def of(cls, blocks: Sequence[SequenceBlock], device: torch.device) -> PaddedSequences:
-        """From all runs of equal length and prefix."""
+        """Pads the sequences of all runs of equal length and prefix."""
         order = np.empty(max(block.stop for block in blocks), np.int64)
         causal: dict[tuple[int, int], Tensor] = {}
         batches, all_queries, all_keys, place = [], [], [], 0

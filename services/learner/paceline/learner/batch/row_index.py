@@ -24,7 +24,7 @@ class RowIndex:
 
     @classmethod
     def of(cls, rows: Tensor, num_rows: int) -> RowIndex:
-        """From `rows`, on their device."""
+        """Makes an index from `rows`, on their device."""
         counts = torch.bincount(rows, minlength=num_rows)
         return cls(
             rows=rows,
@@ -38,7 +38,7 @@ class RowIndex:
         return RowIndex(rows=rows, order=order, starts=starts)
 
     def followed_by(self, rows: Tensor) -> RowIndex:
-        """With rows behind the N, in order, each taken once."""
+        """Returns the index with rows behind the N, in order, each taken once."""
         places = torch.arange(len(self.rows), len(self.rows) + len(rows), device=rows.device)
         return RowIndex(
             rows=torch.cat([self.rows, rows]),

@@ -143,7 +143,7 @@ class PackedSequences:
         )
 
     def followed_by(self, length: int) -> PackedSequences:
-        """With one more sequence at the end, which has no prefix."""
+        """Returns the sequences with one more sequence at the end, which has no prefix."""
         start = self.blocks[-1].stop
         keys = self.keys
         if keys is not None:

@@ -42,7 +42,10 @@ class EngineSize:
     def of(
         cls, config: RunConfig, num_parameters: int, gpu_bytes: int, measured_bytes: int = 0
     ) -> EngineSize:
-        """Of a run's engines, on GPUs of this size; `measured_bytes` if an engine was seen to take them."""
+        """Returns the size of a run's engines, on GPUs of this size.
+
+        `measured_bytes` are what an engine was seen to take; 0 if none was.
+        """
         rollout, width = config.rollout, 2 if config.model.dtype == "bfloat16" else 4
         weights = num_parameters * width // rollout.tensor_model_parallel_size
         if measured_bytes:
@@ -55,7 +58,7 @@ class EngineSize:
         )
 
     def bytes_of(self, parts: Collection[EnginePart]) -> int:
-        """Of some parts, with a margin."""
+        """Returns the bytes of some parts, with a margin."""
         weights = self.weights if EnginePart.WEIGHTS in parts else 0
         return weights + (self.kv_cache if EnginePart.KV_CACHE in parts else 0) + self.margin
 

@@ -29,7 +29,7 @@ _KEY = "paceline/beat/{rank}"
 
 
 class Silence:
-    """For how many turns each rank has been silent.
+    """Counts for how many turns each rank has been silent.
 
     Args:
         others: the ranks to look for.

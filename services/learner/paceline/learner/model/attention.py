@@ -42,7 +42,7 @@ def register() -> None:
 
 
 def keep_out_of_graphs() -> None:
-    """From now on compiled layers call the attention as it is, and know how wide its output is.
+    """Lets compiled layers call the attention as it is from now on, and know how wide its output is.
 
     Left alone, the compiler takes heads and their size there for unknown, as it does the number of tokens.
     """

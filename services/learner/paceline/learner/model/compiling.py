@@ -91,7 +91,7 @@ def _leave_cpu_kernels_plain() -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compilations:
-    """Of this process, since it was last asked.
+    """Counts the compilations of this process since it was last asked.
 
     Attributes:
         count: of graphs, backward ones included.
@@ -129,7 +129,7 @@ class CompileClock:
         self.take()
 
     def take(self) -> Compilations:
-        """Those since the last call."""
+        """Returns the compilations since the last call."""
         from torch._dynamo import utils
 
         phases = {name: sum(times) for name, times in utils.compilation_time_metrics.items()}

@@ -168,7 +168,7 @@ class Kind:
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float | None) -> Kind:
-        """That of a call of `attend`."""
+        """Returns the kind of a call of `attend`."""
         return cls(
             heads=q.shape[1],
             groups=k.shape[1],

@@ -110,7 +110,7 @@ class PolicyLoss:
         return total, torch.cat([sums, torch.stack(extra).detach().double()])
 
     def scaling(self, counted: Denominators, actual: Denominators) -> Scaling:
-        """From shares of a mini-batch that has the counts `counted` to shares of one that has `actual`."""
+        """Returns what turns shares of a mini-batch with counts `counted` into those of `actual`."""
         per_token = counted.num_tokens / actual.num_tokens
         per_sequence = counted.num_sequences / actual.num_sequences
         loss = per_token if self._actor.aggregation == TOKEN_MEAN else per_sequence

@@ -99,7 +99,7 @@ class Schedule:
         return self.peak * (self.min_ratio + (1.0 - self.min_ratio) * share)
 
     def state_dict(self) -> dict[str, Any]:
-        """For the checkpoint: all of it, so that a run that goes on can tell what has changed."""
+        """Returns what a checkpoint keeps: all, so that a run that goes on can tell what has changed."""
         return asdict(self) | {"warmup": self._warmup}
 
     def load_state_dict(self, state: Mapping[str, Any], *, step: int) -> None:

@@ -44,7 +44,10 @@ class _State(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """Of the shared form from the unshared one, over all ranks: mean per token, and share of the norm."""
+    """Measures the difference of the shared form from the unshared one, over all ranks.
+
+    Mean per token, and share of the norm.
+    """
 
     log_probs: float
     gradient: float

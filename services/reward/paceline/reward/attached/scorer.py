@@ -59,7 +59,7 @@ class AttachedScorer:
         return self.gateway.version
 
     async def start(self) -> None:
-        """From now on it can be asked; clients attach when they like."""
+        """Can be asked from now on; clients attach when they like."""
         self._is_open = True
 
     async def score(self, items: Sequence[ScoreItem], *, run_id: str = "", step: int = 0) -> list[Score]:

@@ -86,7 +86,7 @@ class Handshake:
         self._described = self._asking = None
 
     def refused(self, items: Sequence[ScoreItem]) -> dict[str, RewardError]:
-        """By trajectory id, why items are not sent: they are of data sources that it does not score."""
+        """Says, by trajectory id, why items are not sent: they are of data sources that it does not score."""
         sources = self._described.data_sources if self._described is not None else frozenset()
         if not sources:
             return {}

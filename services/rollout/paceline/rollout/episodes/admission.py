@@ -70,7 +70,7 @@ class AdmittedConversation:
         self._admission, self._key = admission, key
 
     def grow(self, num_tokens: int) -> None:
-        """It has so many tokens now."""
+        """Notes that the conversation has so many tokens now."""
         self._admission.grow(self._key, num_tokens)
 
 

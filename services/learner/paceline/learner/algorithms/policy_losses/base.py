@@ -75,7 +75,10 @@ class LossFunction:
     def of_tensors(
         cls, function: Callable[..., LossOutputs], *metrics: str, selects_tokens: bool = False
     ) -> LossFunction:
-        """From `f(log_probs, old_log_probs, advantages, mask, **options)`, with `selected=` if it selects."""
+        """Makes a loss from `f(log_probs, old_log_probs, advantages, mask, **options)`.
+
+        With `selected=`, if it selects tokens.
+        """
 
         def call(inputs: LossInputs, **options: Any) -> LossOutputs:
             chosen = {"selected": inputs.selected} if selects_tokens else {}

@@ -100,7 +100,7 @@ class VllmEngine(Engine):
         return engine
 
     async def batch_draws(self) -> None:
-        """From now on a batch's tokens are drawn at once, and log-probs are fetched when samples end."""
+        """Has a batch's tokens drawn at once from now on, and log-probs fetched when samples end."""
 
         async def fetch(ids: list[str], starts: list[int], counts: list[int], aborted: list[str]) -> bytes:
             args = (ids, starts, counts, aborted)

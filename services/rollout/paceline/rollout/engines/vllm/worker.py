@@ -176,7 +176,7 @@ class PacelineWorkerExtension:
 
     @_answering
     def paceline_batch_draws(self) -> Reply:
-        """From now on a batch's tokens are drawn at once; see `batched_sampler`."""
+        """Draws a batch's tokens at once from now on; see `batched_sampler`."""
         replace_sampler(self.model_runner)
         return {}
 

@@ -28,7 +28,7 @@ from paceline.wire.playing import play_gateway_message_to_proto, player_message_
 
 
 class AttachedEnvironment:
-    """An `Environment` whose episodes are played by attached clients.
+    """An `EpisodeEnvironment` whose episodes are played by attached clients.
 
     Args:
         name: that clients attach as.

@@ -87,7 +87,7 @@ class RemoteEnvironmentOptions:
 
 
 class RemoteEnvironment:
-    """An `Environment` behind an address."""
+    """An `EpisodeEnvironment` behind an address."""
 
     call_names: Sequence[str] = ()
 

@@ -31,7 +31,7 @@ CHILD_MODULE = "paceline.rollout.episodes.tools.tool_child"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolLimits:
-    """Of every call: seconds, bytes of the process's memory; and how many processes there are."""
+    """Holds the limits of every call, and how many processes there are."""
 
     call_s: float
     memory_bytes: int
@@ -39,7 +39,7 @@ class ToolLimits:
 
 
 class ToolPool:
-    """An `Environment` whose episodes end with the first turn without a tool call; it gives no reward.
+    """An `EpisodeEnvironment` whose episodes end with the first turn without a tool call; it gives no reward.
 
     Args:
         references: `module:function` or `path/to/file.py:function`.

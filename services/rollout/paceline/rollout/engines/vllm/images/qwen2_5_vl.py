@@ -21,11 +21,11 @@ class ProcessingInfo(qwen2_5_vl.Qwen2_5_VLProcessingInfo):  # type: ignore[misc]
     """Says how many tokens an image may have; nothing is processed here, and videos are not taken."""
 
     def get_supported_mm_limits(self) -> dict[str, int | None]:
-        """As many images as a prompt has room for."""
+        """Allows as many images as a prompt has room for."""
         return {"image": None}
 
     def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Any) -> dict[str, int]:
-        """Of the largest image that the model's image processor makes, or that a sequence has room for."""
+        """Returns the tokens of the largest image that the image processor makes, or a sequence holds."""
         processor = AutoImageProcessor.from_pretrained(
             self.ctx.model_config.model, backend="pil", local_files_only=True
         )

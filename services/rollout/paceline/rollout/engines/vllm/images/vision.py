@@ -119,7 +119,7 @@ class ImageSender:
             return await llm.add_request(request_id, prompt, params)
 
     def forget(self, llm: Any) -> None:
-        """From now on each image is sent again: after a failure it is not known what the other side has."""
+        """Has each image sent again from now on: after a failure it is not known what the other side has."""
         llm.renderer.clear_mm_cache()
 
 

@@ -155,7 +155,7 @@ class BatchedSampler(abc.ABC):
 
 
 class FirstRunnersSampler(BatchedSampler):
-    """For vLLM's `v1.worker.gpu_model_runner`, and its runner for CPUs."""
+    """Serves vLLM's `v1.worker.gpu_model_runner`, and its runner for CPUs."""
 
     def __call__(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         """A token per row, as vLLM's sampler gives them, without log-probabilities."""
@@ -176,7 +176,7 @@ class FirstRunnersSampler(BatchedSampler):
 
 
 class SecondRunnersSampler(BatchedSampler):
-    """For vLLM's `v1.worker.gpu.model_runner`, which it takes for some architectures.
+    """Serves vLLM's `v1.worker.gpu.model_runner`, which it takes for some architectures.
 
     That one forgets requests that give way to others, and adds them again.
     """

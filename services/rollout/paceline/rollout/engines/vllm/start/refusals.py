@@ -135,7 +135,7 @@ def check(config: RunConfig) -> None:
 
 
 def check_on_cpu(config: RunConfig) -> None:
-    """Like `check`, for what is refused on a CPU alone."""
+    """Checks, like `check`, for what is refused on a CPU alone."""
     kwargs = config.rollout.engine_kwargs
     _refuse(config, {name: reason for name, reason in ON_CPU.items() if kwargs.get(name)})
 

@@ -82,7 +82,7 @@ def _drop_unknown(arguments: dict[str, Any], kind: Any) -> None:
 
 
 def in_daemon(work: Callable[[], None]) -> asyncio.Future[None]:
-    """Like `asyncio.to_thread`, but neither the loop's end nor the interpreter's waits for the thread."""
+    """Calls in a thread, for which neither the loop's end nor the interpreter's waits."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
 
