@@ -33,7 +33,7 @@ import numpy as np
 from paceline.config.load import dump_yaml, parse
 from paceline.config.run import RunConfig
 from paceline.controller.batch.collect import Batch
-from paceline.controller.batch.training_batch import rows
+from paceline.controller.batch.training_rows import rows
 from paceline.controller.run.trajectories import TrajectoryFile
 from paceline.controller.verify import recomputed
 from paceline.controller.verify.digests import digest_of
@@ -280,8 +280,8 @@ def lines_of(folder: Path, num_steps: int) -> Iterator[str]:
         yield f"| {name} | {num_steps:,} | {seconds:.1f} | {per_step:.2f} | {rss / 1e6:.0f} |"
 
 
-def main() -> None:
-    """Prints the table."""
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command's arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--steps", default="2000,20000", help="lengths of runs, with commas between")
     parser.add_argument("--prompts", type=int, default=4, help="per step")
@@ -290,7 +290,12 @@ def main() -> None:
     parser.add_argument(
         "--keep", type=Path, help="folder for the runs, which stay; left out: a temporary one"
     )
-    options = parser.parse_args()
+    return parser.parse_args(given)
+
+
+def main() -> None:
+    """Prints the table."""
+    options = arguments()
     print(
         f"{options.prompts} x {options.samples} samples a step, files of trajectories: {options.files}; "
         f"{platform.machine()}, {os.cpu_count()} cores"

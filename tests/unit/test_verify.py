@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import json
 import shutil
 import time
@@ -23,6 +25,7 @@ from paceline.core.errors import DataError
 from paceline.service import process_ends
 from paceline.service.process_ends import ProcessEnd
 from support.journals import RecordedRun, admit_twice, sound_run
+from support.source import ROOT
 
 
 def test_a_sound_run_has_no_breach_and_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,6 +154,19 @@ def test_no_event_goes_through_the_steps_before_it(tmp_path: Path) -> None:
     history.follow(read(tmp_path / "events.jsonl", findings))
     assert (len(steps), len(commits), findings.breaches) == (21, 21, [])
     assert (steps.walks, commits.walks) == (0, 0)
+
+
+def test_a_run_that_is_drawn_for_the_record_is_sound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first steps of what `benchmarks/long_run.py` measures."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    long_run = importlib.import_module("long_run")
+    options = long_run.arguments(["--files", "--prompts", "2", "--samples", "3"])
+    asyncio.run(long_run.DrawnRun(tmp_path / "run", options, 12).write())
+    findings = verify(tmp_path / "run")
+    assert findings.breaches == []
+    assert findings.unseen == {}
+    counts = ("steps finished", "rows trained", "digests of trajectories recomputed")
+    assert [findings.counts[name] for name in counts] == [13, 72, 72]
 
 
 def test_a_last_line_that_was_cut_off_is_no_breach(tmp_path: Path) -> None:
