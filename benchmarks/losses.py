@@ -5,7 +5,7 @@
     python benchmarks/losses.py --device cpu --tokens 512 --vocab 8192 --hidden 256 --repeats 3
 
 One line per form. `plain` makes all logits at once, casts them to float32 and leaves the rest to autograd;
-`chunked` is what the learner runs (`paceline.learner.algorithms.log_probs`), by rows of logits in memory at
+`chunked` is what the learner runs (`paceline.learner.logits.log_probs`), by rows of logits in memory at
 once. `forward` computes log-probs without a graph, as for old log-probs. `update` computes log-probs and
 entropy, the clipped loss with an entropy bonus, and its gradients by hidden states and head. Times are
 medians in milliseconds; `extra` is the peak memory beyond inputs and gradients. `share of matrix products` is
@@ -27,9 +27,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from paceline.learner.algorithms.aggregation import aggregate
-from paceline.learner.algorithms.log_probs import chunked_log_probs, token_log_probs
-from paceline.learner.algorithms.policy_losses import ppo_clip
+from paceline.algorithms.aggregation import aggregate
+from paceline.algorithms.policy_losses import ppo_clip
+from paceline.learner.logits.log_probs import chunked_log_probs, token_log_probs
 
 ENTROPY_COEFF = 0.01
 CHECKED_ROWS = 64

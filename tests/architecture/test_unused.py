@@ -38,7 +38,7 @@ def _read_names() -> set[str]:
         for node in ast.walk(source.tree(path)):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                 names.add(node.attr)
-            elif isinstance(node, ast.arg) and name.startswith("paceline.learner.algorithms."):
+            elif isinstance(node, ast.arg) and name.startswith("paceline.algorithms."):
                 names.add(node.arg)
     return names
 

@@ -57,7 +57,7 @@ def project(tmp_path: Path, model: Path) -> Path:
         "import a_library_that_is_not_there\n\ndef f(response, ground_truth): ...\n"
     )
     (tmp_path / "losses.py").write_text(
-        "from paceline.learner.algorithms.policy_losses import LossOutputs\n\n"
+        "from paceline.algorithms.policy_losses import LossOutputs\n\n"
         "def plain(inputs):\n    return LossOutputs(-inputs.advantages * inputs.log_probs)\n\n"
         "def detached(inputs):\n    return LossOutputs(-inputs.advantages)\n"
     )

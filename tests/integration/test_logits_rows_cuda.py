@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.learner.algorithms.log_probs import chunked_log_probs, token_log_probs
+from paceline.learner.logits.log_probs import chunked_log_probs, token_log_probs
 
 pytestmark = [
     pytest.mark.gpu,

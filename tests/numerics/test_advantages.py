@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from paceline.algorithms import advantages
 from paceline.core.errors import ConfigError, NumericsError
-from paceline.learner.algorithms import advantages
 
 pytestmark = pytest.mark.torch
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from paceline.algorithms.aggregation import MODES, aggregate
 from paceline.core.errors import ConfigError, NumericsError
-from paceline.learner.algorithms.aggregation import MODES, aggregate
 
 pytestmark = pytest.mark.torch
 

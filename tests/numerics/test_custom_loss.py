@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from paceline.algorithms.policy_losses import custom
 from paceline.core.errors import ConfigError
-from paceline.learner.algorithms.policy_losses import custom
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.train.learner import Learner
 from support.learner_fakes import run_config
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.torch
 
 HEAD = """
 import torch
-from paceline.learner.algorithms.policy_losses import LossInputs, LossOutputs, ppo_clip
-from paceline.learner.algorithms.statistics import masked_mean
+from paceline.algorithms.policy_losses import LossInputs, LossOutputs, ppo_clip
+from paceline.algorithms.statistics import masked_mean
 """
 # The page's own example, docs/add-an-algorithm.md.
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "add-an-algorithm.md"

@@ -16,16 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from paceline.algorithms import advantages, registry
+from paceline.algorithms import rollout_correction as correction
+from paceline.algorithms.aggregation import MODES, aggregate
+from paceline.algorithms.estimators import EstimatorInputs
+from paceline.algorithms.kl import kl_estimate, token_rewards
+from paceline.algorithms.policy_losses import LossInputs, highest_covariance
+from paceline.algorithms.statistics import ALL_ROWS, RowShard, masked_mean
+from paceline.algorithms.value_losses import clipped_value_loss
 from paceline.config.actor import ActorConfig
 from paceline.config.algorithm import AlgorithmConfig
-from paceline.learner.algorithms import advantages, registry
-from paceline.learner.algorithms import rollout_correction as correction
-from paceline.learner.algorithms.aggregation import MODES, aggregate
-from paceline.learner.algorithms.estimators import EstimatorInputs
-from paceline.learner.algorithms.kl import kl_estimate, token_rewards
-from paceline.learner.algorithms.policy_losses import LossInputs, highest_covariance
-from paceline.learner.algorithms.statistics import ALL_ROWS, RowShard, masked_mean
-from paceline.learner.algorithms.value_losses import clipped_value_loss
 
 pytestmark = pytest.mark.torch
 

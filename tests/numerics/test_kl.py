@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from paceline.algorithms import kl
 from paceline.core.errors import ConfigError, NumericsError
-from paceline.learner.algorithms import kl
 
 pytestmark = pytest.mark.torch
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.learner.algorithms.policy_losses import highest_covariance
+from paceline.algorithms.policy_losses import highest_covariance
 from paceline.learner.batch.minibatch import MiniBatch
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.train.learner import Learner

@@ -15,11 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.algorithms.aggregation import MODES
+from paceline.algorithms.estimators import Estimator, EstimatorInputs
+from paceline.algorithms.registry import POLICY_LOSSES
 from paceline.config.run import RunConfig
 from paceline.core.guard import Adjustments
-from paceline.learner.algorithms.aggregation import MODES
-from paceline.learner.algorithms.estimators import Estimator, EstimatorInputs
-from paceline.learner.algorithms.registry import POLICY_LOSSES
 from paceline.learner.batch.arithmetic import Arithmetic, RowLength
 from paceline.learner.batch.minibatch import Denominators, MiniBatch, cut_mini_batches
 from paceline.learner.batch.pack import pack

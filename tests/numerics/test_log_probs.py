@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.core.errors import ConfigError, NumericsError
-from paceline.learner.algorithms.log_probs import chunked_log_probs, token_log_probs
+from paceline.learner.logits.log_probs import chunked_log_probs, token_log_probs
 
 pytestmark = pytest.mark.torch
 

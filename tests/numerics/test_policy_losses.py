@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
+from paceline.algorithms import policy_losses
+from paceline.algorithms.policy_losses import highest_covariance
 from paceline.core.errors import ConfigError, NumericsError
-from paceline.learner.algorithms import policy_losses
-from paceline.learner.algorithms.policy_losses import highest_covariance
 
 pytestmark = pytest.mark.torch
 

@@ -10,16 +10,16 @@ from typing import get_args
 import pytest
 import torch
 
+from paceline.algorithms import advantages, kl, policy_losses, registry
+from paceline.algorithms.estimators import EstimatorInputs, of_groups
+from paceline.algorithms.policy_losses import custom
+from paceline.algorithms.statistics import masked_whiten
 from paceline.config.actor import ActorConfig
 from paceline.config.algorithm import AlgorithmConfig, KLKind
 from paceline.config.estimators import ADV_ESTIMATORS
 from paceline.config.load import section_types
 from paceline.config.policy_losses import CovarianceLoss
 from paceline.core.errors import ConfigError
-from paceline.learner.algorithms import advantages, kl, policy_losses, registry
-from paceline.learner.algorithms.estimators import EstimatorInputs, of_groups
-from paceline.learner.algorithms.policy_losses import custom
-from paceline.learner.algorithms.statistics import masked_whiten
 
 pytestmark = pytest.mark.torch
 
@@ -30,7 +30,7 @@ OPTIONS_OF_LOSSES = section_types(ActorConfig.model_fields["policy_loss"])
 def test_every_loss_has_its_options_and_every_option_its_loss():
     """What docs/add-an-algorithm.md asks for: a function, its options model and a registry line."""
     missing = OPTIONS_OF_LOSSES.keys() - {"custom"} - registry.POLICY_LOSSES.keys()
-    assert not missing, f"learner/algorithms/registry.py: POLICY_LOSSES has no line for {missing}"
+    assert not missing, f"paceline/algorithms/registry.py: POLICY_LOSSES has no line for {missing}"
     missing = registry.POLICY_LOSSES.keys() - OPTIONS_OF_LOSSES.keys()
     assert not missing, f"config/policy_losses.py: PolicyLossConfig has no options model for {missing}"
 
@@ -61,7 +61,7 @@ def test_the_configuration_lists_the_kinds_of_kl():
 def test_every_estimator_has_its_line_in_both_tables():
     """What docs/add-an-algorithm.md asks for: a function and a line in each."""
     missing = ADV_ESTIMATORS.keys() - registry.ADV_ESTIMATORS.keys()
-    assert not missing, f"learner/algorithms/registry.py: ADV_ESTIMATORS has no line for {missing}"
+    assert not missing, f"paceline/algorithms/registry.py: ADV_ESTIMATORS has no line for {missing}"
     missing = registry.ADV_ESTIMATORS.keys() - ADV_ESTIMATORS.keys()
     assert not missing, f"config/estimators.py: ADV_ESTIMATORS has no line for {missing}"
 

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from paceline.algorithms import rollout_correction as correction
 from paceline.core.errors import ConfigError, NumericsError
-from paceline.learner.algorithms import rollout_correction as correction
 
 pytestmark = pytest.mark.torch
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from paceline.algorithms import shaping
 from paceline.core.errors import ConfigError, NumericsError
-from paceline.learner.algorithms import shaping
 
 pytestmark = pytest.mark.torch
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from paceline.algorithms import statistics
+from paceline.algorithms.checks import require_range
 from paceline.core.errors import ConfigError, NumericsError
-from paceline.learner.algorithms import statistics
-from paceline.learner.algorithms.checks import require_range
 
 pytestmark = pytest.mark.torch
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from paceline.algorithms.value_losses import clipped_value_loss
 from paceline.core.errors import ConfigError
-from paceline.learner.algorithms.value_losses import clipped_value_loss
 
 pytestmark = pytest.mark.torch
 

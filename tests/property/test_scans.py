@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.learner.algorithms.advantages import gae, return_to_go
+from paceline.algorithms.advantages import gae, return_to_go
 
 pytestmark = pytest.mark.torch
 

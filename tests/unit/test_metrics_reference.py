@@ -17,7 +17,7 @@ _KEY = re.compile(
     r"(actor|ahead|algorithm|barrier|critic|dataflow|dynamic_sampling|episode|groups|guard|overlong|perf|resample"
     r"|response_length|reward|rollout|timing_s|val|weights)(/[\w]+|/NAME)+"
 )
-_LOSSES = "paceline.learner.algorithms.registry"
+_LOSSES = "paceline.algorithms.registry"
 _OF_EACH_NETWORK = ("grad_norm", "lr", "skipped_updates")
 
 

@@ -2,7 +2,7 @@
 
 B counts the rows of a micro-batch, R is their longest response, T all their tokens, n their response tokens.
 The model sees (1, T). Its numbers per response token are flat, (n,); `MicroBatch.table` spreads them over
-(B, R) for `paceline.learner.algorithms`, whose functions need complete sequences.
+(B, R) for `paceline.algorithms`, whose functions need complete sequences.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from paceline.config.memory import KEPT_LOGITS_SHARE
 from paceline.core.errors import ModelError
-from paceline.learner.algorithms.log_probs import bounded, chunked_log_probs, token_log_probs
 from paceline.learner.batch.types import MicroBatch, PackedImages
+from paceline.learner.logits.log_probs import bounded, chunked_log_probs, token_log_probs
 from paceline.learner.model.architectures import logit_scale, logit_softcap
 from paceline.learner.model.rows import take_rows
 

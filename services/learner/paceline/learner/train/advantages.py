@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.algorithms import kl, registry
+from paceline.algorithms.estimators import EstimatorInputs
+from paceline.algorithms.statistics import RowShard, masked_mean
 from paceline.config.algorithm import KLKind
 from paceline.config.run import RunConfig
-from paceline.learner.algorithms import kl, registry
-from paceline.learner.algorithms.estimators import EstimatorInputs
-from paceline.learner.algorithms.statistics import RowShard, masked_mean
 from paceline.learner.batch.types import ScoredBatch
 from paceline.learner.distributed.ranks import Ranks
 

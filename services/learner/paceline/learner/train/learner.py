@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from paceline.algorithms.kl import AdaptiveKLController, FixedKLController, KLController
 from paceline.config.actor import OptimConfig
 from paceline.config.algorithm import KLControlConfig
 from paceline.config.run import RunConfig
 from paceline.core.guard import Histories
 from paceline.core.images import MODELS_WITH_IMAGES, ImageSpec
-from paceline.learner.algorithms.kl import AdaptiveKLController, FixedKLController, KLController
 from paceline.learner.distributed.catching_up import count_collectives
 from paceline.learner.distributed.collectives import broadcast_bytes
 from paceline.learner.distributed.host_memory import host_mesh

@@ -11,21 +11,21 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from paceline.config.policy_losses import CustomLoss
-from paceline.config.run import RunConfig
-from paceline.core.errors import ConfigError, NumericsError
-from paceline.core.guard import Adjustments
-from paceline.learner.algorithms import kl, registry
-from paceline.learner.algorithms.aggregation import TOKEN_MEAN, aggregate
-from paceline.learner.algorithms.policy_losses import custom
-from paceline.learner.algorithms.policy_losses.base import (
+from paceline.algorithms import kl, registry
+from paceline.algorithms.aggregation import TOKEN_MEAN, aggregate
+from paceline.algorithms.policy_losses import custom
+from paceline.algorithms.policy_losses.base import (
     LossFunction,
     LossInputs,
     log_ratio_and_advantages,
     ppo_kl,
 )
-from paceline.learner.algorithms.statistics import masked_sum
-from paceline.learner.algorithms.value_losses import clipped_value_loss
+from paceline.algorithms.statistics import masked_sum
+from paceline.algorithms.value_losses import clipped_value_loss
+from paceline.config.policy_losses import CustomLoss
+from paceline.config.run import RunConfig
+from paceline.core.errors import ConfigError, NumericsError
+from paceline.core.guard import Adjustments
 from paceline.learner.batch.minibatch import Denominators
 from paceline.learner.batch.types import MicroBatch, TrainingBatch
 from paceline.learner.model.experts import balance_by_row, recorded_choices, routers

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from paceline.algorithms import rollout_correction
+from paceline.algorithms.policy_losses import highest_covariance
+from paceline.algorithms.shaping import overlong_penalty, resample_indices
 from paceline.config.actor import ActorConfig
 from paceline.config.policy_losses import CovarianceLoss
 from paceline.config.run import RunConfig
 from paceline.config.shaping import RolloutCorrectionConfig
 from paceline.core.training import BatchRow
-from paceline.learner.algorithms import rollout_correction
-from paceline.learner.algorithms.policy_losses import highest_covariance
-from paceline.learner.algorithms.shaping import overlong_penalty, resample_indices
 from paceline.learner.batch.minibatch import MiniBatch
 from paceline.learner.batch.types import MicroBatch, OldLogProbs, ScoredBatch, TrainingBatch
 from paceline.learner.distributed.ranks import Ranks

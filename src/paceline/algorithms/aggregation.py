@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from paceline.algorithms.checks import require_same_shape
+from paceline.algorithms.statistics import EPS, keep
 from paceline.core.errors import ConfigError, NumericsError
-from paceline.learner.algorithms.checks import require_same_shape
-from paceline.learner.algorithms.statistics import EPS, keep
 
 TOKEN_MEAN = "token-mean"
 SEQ_MEAN_TOKEN_SUM = "seq-mean-token-sum"

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from paceline.algorithms.checks import require_range
+from paceline.algorithms.statistics import full_precision
 from paceline.core.errors import NumericsError
-from paceline.learner.algorithms import logits_rows
-from paceline.learner.algorithms.checks import require_range
-from paceline.learner.algorithms.statistics import full_precision
+from paceline.learner.logits import logits_rows
 
 
 def token_log_probs(

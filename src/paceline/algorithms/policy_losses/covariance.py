@@ -11,15 +11,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from paceline.learner.algorithms.checks import require_range, require_same_shape
-from paceline.learner.algorithms.policy_losses.base import (
+from paceline.algorithms.checks import require_range, require_same_shape
+from paceline.algorithms.policy_losses.base import (
     LossOutputs,
     log_ratio_and_advantages,
     ppo_kl,
     share,
 )
-from paceline.learner.algorithms.policy_losses.clipped_ratio import ppo_clip
-from paceline.learner.algorithms.statistics import AllReduce, keep, masked_sums, mean_from_sums
+from paceline.algorithms.policy_losses.clipped_ratio import ppo_clip
+from paceline.algorithms.statistics import AllReduce, keep, masked_sums, mean_from_sums
 
 
 def highest_covariance(

@@ -12,16 +12,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.core.errors import NumericsError
-from paceline.learner.algorithms.checks import (
+from paceline.algorithms.checks import (
     require_positions,
     require_range,
     require_rows,
     require_same_shape,
 )
-from paceline.learner.algorithms.groups import GroupScores
-from paceline.learner.algorithms.scans import discounted_sums, next_unmasked
-from paceline.learner.algorithms.statistics import ALL_ROWS, RowShard, full_precision, keep, masked_whiten
+from paceline.algorithms.groups import GroupScores
+from paceline.algorithms.scans import discounted_sums, next_unmasked
+from paceline.algorithms.statistics import ALL_ROWS, RowShard, full_precision, keep, masked_whiten
+from paceline.core.errors import NumericsError
 
 
 def gae(

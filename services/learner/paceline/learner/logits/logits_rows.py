@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.learner.algorithms.statistics import full_precision
+from paceline.algorithms.statistics import full_precision
 
 # Far enough below the logsumexp that the probability is exactly 0, and still finite: 0 * -inf would be NaN.
 FLOOR = 1e4
@@ -37,7 +37,7 @@ def leaves_logits(logits: Tensor) -> bool:
 def score(logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool) -> RowScores:
     """Log-probs of the targets under softmax(logits / temperature); may write into `logits`."""
     if leaves_logits(logits):
-        from paceline.learner.algorithms import logits_rows_kernel
+        from paceline.learner.logits import logits_rows_kernel
 
         log_probs, log_norms, entropy = logits_rows_kernel.score(logits, targets, temperature, with_entropy)
         return RowScores(log_probs=log_probs, log_norms=log_norms, entropy=entropy)
@@ -70,7 +70,7 @@ def gradient(
         grad_entropy: None for zeros; otherwise the scores have an entropy.
     """
     if leaves_logits(logits):
-        from paceline.learner.algorithms import logits_rows_kernel
+        from paceline.learner.logits import logits_rows_kernel
 
         return logits_rows_kernel.gradient(
             logits,

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from paceline.learner.algorithms.checks import require_range, require_same_shape
-from paceline.learner.algorithms.statistics import full_precision, keep, masked_mean
+from paceline.algorithms.checks import require_range, require_same_shape
+from paceline.algorithms.statistics import full_precision, keep, masked_mean
 
 LOG_RATIO_BOUND = 20.0
 

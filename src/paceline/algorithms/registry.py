@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from paceline.learner.algorithms import advantages, estimators
-from paceline.learner.algorithms.estimators import Estimator, of_groups, with_critic
-from paceline.learner.algorithms.policy_losses import clipped_ratio, covariance, reinforce, soft_gate
-from paceline.learner.algorithms.policy_losses.base import LossFunction
+from paceline.algorithms import advantages, estimators
+from paceline.algorithms.estimators import Estimator, of_groups, with_critic
+from paceline.algorithms.policy_losses import clipped_ratio, covariance, reinforce, soft_gate
+from paceline.algorithms.policy_losses.base import LossFunction
 
 ADV_ESTIMATORS: Mapping[str, Estimator] = {
     "gae": with_critic(advantages.gae),

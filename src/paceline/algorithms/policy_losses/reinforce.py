@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from paceline.learner.algorithms.policy_losses.base import (
+from paceline.algorithms.policy_losses.base import (
     LossOutputs,
     check_clip,
     log_ratio_and_advantages,
     ppo_kl,
     share,
 )
-from paceline.learner.algorithms.statistics import keep
+from paceline.algorithms.statistics import keep
 
 
 def gpg(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> LossOutputs:

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from paceline.algorithms.checks import require_same_shape
 from paceline.core.errors import NumericsError
-from paceline.learner.algorithms.checks import require_same_shape
 
 EPS = 1e-8
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.learner.algorithms.checks import require_range
-from paceline.learner.algorithms.policy_losses.base import LossOutputs, log_ratio_and_advantages, ppo_kl
+from paceline.algorithms.checks import require_range
+from paceline.algorithms.policy_losses.base import LossOutputs, log_ratio_and_advantages, ppo_kl
 
 
 def sapo(

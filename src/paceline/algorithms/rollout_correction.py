@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from paceline.algorithms.checks import require_range, require_same_shape
+from paceline.algorithms.statistics import keep, masked_mean, masked_sum
 from paceline.core.errors import ConfigError
-from paceline.learner.algorithms.checks import require_range, require_same_shape
-from paceline.learner.algorithms.statistics import keep, masked_mean, masked_sum
 
 LOG_WEIGHT_BOUND = 20.0
 LEVELS = ("token", "sequence", "geometric")

@@ -10,11 +10,11 @@ left out, the tokens are chosen among those that are passed. `gspo` and `geo_mea
 row.
 """
 
-from paceline.learner.algorithms.policy_losses.base import LossInputs, LossOutputs
-from paceline.learner.algorithms.policy_losses.clipped_ratio import geo_mean, gspo, ppo_clip
-from paceline.learner.algorithms.policy_losses.covariance import clip_cov, highest_covariance, kl_cov
-from paceline.learner.algorithms.policy_losses.reinforce import cispo, gpg
-from paceline.learner.algorithms.policy_losses.soft_gate import sapo
+from paceline.algorithms.policy_losses.base import LossInputs, LossOutputs
+from paceline.algorithms.policy_losses.clipped_ratio import geo_mean, gspo, ppo_clip
+from paceline.algorithms.policy_losses.covariance import clip_cov, highest_covariance, kl_cov
+from paceline.algorithms.policy_losses.reinforce import cispo, gpg
+from paceline.algorithms.policy_losses.soft_gate import sapo
 
 __all__ = [
     "LossInputs",

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.learner.algorithms.statistics import keep
+from paceline.algorithms.statistics import keep
 
 
 def discounted_sums(terms: Tensor, mask: Tensor, factor: float | Tensor) -> Tensor:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.learner.algorithms.checks import require_range
-from paceline.learner.algorithms.policy_losses.base import (
+from paceline.algorithms.checks import require_range
+from paceline.algorithms.policy_losses.base import (
     LossOutputs,
     check_clip,
     log_ratio_and_advantages,
     ppo_kl,
     share,
 )
-from paceline.learner.algorithms.statistics import keep, masked_mean
+from paceline.algorithms.statistics import keep, masked_mean
 
 
 def ppo_clip(

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from paceline.algorithms.checks import require_range, require_rows, require_same_shape
+from paceline.algorithms.statistics import full_precision, keep
 from paceline.core.errors import ConfigError, NumericsError
-from paceline.learner.algorithms.checks import require_range, require_rows, require_same_shape
-from paceline.learner.algorithms.statistics import full_precision, keep
 
 
 def k1(difference: Tensor) -> Tensor:

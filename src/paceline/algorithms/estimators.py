@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from paceline.algorithms import advantages
+from paceline.algorithms.statistics import ALL_ROWS, RowShard, keep, masked_whiten
 from paceline.core.errors import ConfigError
-from paceline.learner.algorithms import advantages
-from paceline.learner.algorithms.statistics import ALL_ROWS, RowShard, keep, masked_whiten
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.learner.algorithms.checks import require_range, require_same_shape
-from paceline.learner.algorithms.statistics import full_precision, keep, masked_mean
+from paceline.algorithms.checks import require_range, require_same_shape
+from paceline.algorithms.statistics import full_precision, keep, masked_mean
 
 
 def clipped_value_loss(

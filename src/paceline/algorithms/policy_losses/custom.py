@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.algorithms.policy_losses.base import LossFunction, LossInputs, LossOutputs
 from paceline.core.errors import ConfigError
 from paceline.core.text import one_line
 from paceline.core.user_function import find_function
-from paceline.learner.algorithms.policy_losses.base import LossFunction, LossInputs, LossOutputs
 
 RESERVED_METRICS = frozenset(
     {
@@ -62,7 +62,7 @@ def _call(path: str, user_function: Callable[..., object], inputs: LossInputs, *
     if not isinstance(outputs, LossOutputs):
         raise ConfigError(
             f"policy loss {path!r} returned {type(outputs).__name__}; return LossOutputs(loss, metrics) of "
-            "paceline.learner.algorithms.policy_losses"
+            "paceline.algorithms.policy_losses"
         )
     loss = outputs.loss
     if not isinstance(loss, Tensor) or loss.shape != inputs.mask.shape or not loss.is_floating_point():

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paceline.algorithms.checks import require_positions, require_rows
+from paceline.algorithms.statistics import RowShard, full_precision
 from paceline.core.errors import NumericsError
-from paceline.learner.algorithms.checks import require_positions, require_rows
-from paceline.learner.algorithms.statistics import RowShard, full_precision
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

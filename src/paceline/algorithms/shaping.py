@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from paceline.algorithms.checks import require_range
+from paceline.algorithms.groups import Groups
+from paceline.algorithms.statistics import full_precision
 from paceline.core.errors import ConfigError, NumericsError
-from paceline.learner.algorithms.checks import require_range
-from paceline.learner.algorithms.groups import Groups
-from paceline.learner.algorithms.statistics import full_precision
 
 RESAMPLING_METHODS = ("pow", "max_min")
 

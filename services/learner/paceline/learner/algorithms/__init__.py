@@ -1,1 +1,0 @@
-"""The numbers: pure functions from tensors to tensors, without configuration objects or globals."""

@@ -1,0 +1,1 @@
+"""From logits to log-probs and entropies, row by row, on the CPU and in kernels."""
