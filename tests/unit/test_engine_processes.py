@@ -30,6 +30,66 @@ SCRIPT = textwrap.dedent(
 )
 
 
+STOPPED = textwrap.dedent(
+    """
+    import multiprocessing, os, signal, time
+    import psutil
+    from multiprocessing import forkserver
+    from paceline.rollout.engines.processes import EngineProcesses, end_all_children
+
+    def be_core(pids):
+        worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        worker.start()
+        pids.send(worker.pid)
+        time.sleep(60)
+
+    def send(pid, number, status):
+        os.kill(pid, number)
+        while (psutil.Process(pid).status() == psutil.STATUS_STOPPED) is not status:
+            pass
+
+    if __name__ == "__main__":
+        engine, (ours, theirs) = EngineProcesses(), multiprocessing.Pipe()
+        core = multiprocessing.get_context("forkserver").Process(target=be_core, args=(theirs,))
+        core.start()
+        worker = ours.recv()
+        engine.settle()
+        own = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        own.start()
+        send(own.pid, signal.SIGSTOP, True)  # a tool's, say: no part of the engine
+        now = 1000.0
+        for pid in (core.pid, worker, forkserver._forkserver._forkserver_pid):
+            looks = []
+            # The second look comes late: this process may have been stopped, too.
+            for wait in (1.0, 500.0, 1.5, 1.0, 1.0):
+                send(pid, signal.SIGSTOP, True)
+                looks.append(engine.stopped(now := now + wait))
+            said = (looks[-1] or "").split(" ", 1)
+            print(looks[:-1], said[:1] == [str(pid)], said[1:] == ["(the fork server)"])
+            send(pid, signal.SIGCONT, False)
+            print(engine.stopped(now := now + 1.0))
+        end_all_children()
+    """
+)
+
+
+def test_a_process_that_stays_stopped_is_named(tmp_path: object) -> None:
+    """Engine core, worker and fork server, after five seconds in which somebody could have continued it."""
+    script = f"{tmp_path}/script.py"
+    with open(script, "w", encoding="utf-8") as file:
+        file.write(STOPPED)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
+    none_yet = "[None, None, None, None]"
+    assert done.stdout.splitlines() == [
+        f"{none_yet} True False",
+        "None",
+        f"{none_yet} True False",
+        "None",
+        f"{none_yet} True True",
+        "None",
+    ], done.stderr
+
+
 def test_what_a_fork_server_started_counts_and_everything_ends(tmp_path: object) -> None:
     script = f"{tmp_path}/script.py"
     with open(script, "w", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""The processes that an engine has started, and their end."""
+"""The processes that an engine has started, whether they are stopped, and their end."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from multiprocessing import forkserver
 
 import psutil
 
+# A process may be stopped with this one and continued after it: of the time between two looks, which this
+# one may have missed, no more than this counts.
+_STOPPED_S = 5.0
+_LONGEST_LOOK_S = 2.0
 _ROUNDS = 3
 _WAIT_S = 1.0
 
@@ -21,10 +25,29 @@ class EngineProcesses:
     def __init__(self) -> None:
         self._others = set(_children())
         self._settled: list[psutil.Process] | None = None
+        self._watched: list[psutil.Process] = []
+        self._looked, self._stopped_s = 0.0, dict[int, float]()
 
     def settle(self) -> None:
         """The engine has started: children that come from now on are not its own."""
         self._settled = self.children()
+        self._watched = [*_fork_servers(), *self._settled, *self.descendants()]
+
+    def stopped(self, now: float) -> str | None:
+        """Names a process that a signal has stopped for seconds, and nobody continues; None if there is none.
+
+        That is certain, where silence may be long work: of SIGSTOP and its like, not of a debugger.
+        """
+        elapsed_s, self._looked = min(now - self._looked, _LONGEST_LOOK_S), now
+        before, self._stopped_s = self._stopped_s, {}
+        for process in self._watched:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.status() == psutil.STATUS_STOPPED:
+                    seconds = before[process.pid] + elapsed_s if process.pid in before else 0.0
+                    self._stopped_s[process.pid] = seconds
+                    if seconds >= _STOPPED_S:
+                        return f"{process.pid} ({_title(process)})"
+        return None
 
     def children(self) -> list[psutil.Process]:
         """The processes that the engine has started, themselves or through multiprocessing's fork server."""
@@ -57,6 +80,19 @@ def kill(processes: Sequence[psutil.Process]) -> None:
             if not _is_tracker(process):
                 process.kill()
     psutil.wait_procs(processes, timeout=_WAIT_S)
+
+
+def _fork_servers() -> list[psutil.Process]:
+    """multiprocessing's fork server in this process, if it runs."""
+    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    return [child for child in psutil.Process().children() if child.pid == pid]
+
+
+def _title(process: psutil.Process) -> str:
+    """What a process calls itself, short."""
+    if process in _fork_servers():
+        return "the fork server"
+    return " ".join(process.cmdline())[:40].strip()
 
 
 def _children() -> list[psutil.Process]:

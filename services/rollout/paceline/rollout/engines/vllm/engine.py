@@ -249,6 +249,13 @@ class VllmEngine(Engine):
             raise self._unusable
         if self._llm is None or self._llm.errored:
             raise calls.engine_died()
+        if stopped := self._processes.stopped(time.monotonic()):
+            self._unusable = PeerLostError(
+                f"process {stopped} of the inference engine is stopped, as by SIGSTOP, and nobody continues "
+                "it; the engine must be restarted",
+                peer=LocalPart.ENGINE,
+            )
+            raise self._unusable
 
     async def shutdown(self) -> None:
         """Ends every process of the engine, within a few seconds."""
