@@ -31,6 +31,20 @@ def test_everything_ends_in_order(tmp_path: Path) -> None:
     assert calls.stat().st_mtime_ns > order.stat().st_mtime_ns, "the controller is the last"
 
 
+@pytest.mark.parametrize(("free", "says_so"), [(4096, True), (1 << 30, False)])
+def test_a_run_that_ends_on_a_full_disk_says_so(tmp_path: Path, free: int, says_so: bool) -> None:
+    """Whatever failed first: its log lies on the same disk."""
+    run = Run(tmp_path, "fail", {"rollout-0": WELL}, free=free)
+    full = (
+        f" (the disk of {run.run_dir} is full (4096 bytes are free): make room there, and the same command "
+        "goes on with the run)"
+    )
+    ok, code, message = run.finish()
+    assert (ok, code) == (False, 1)
+    assert message == "COLLECT: the barrier is stuck" + full * says_so
+    assert run.note.message == message
+
+
 def test_members_start_beside_the_controller_and_end_with_it(tmp_path: Path) -> None:
     """A controller that refuses the run ends them at once, and the message is its own."""
     told = tmp_path / "told"

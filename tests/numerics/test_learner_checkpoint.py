@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -305,13 +306,18 @@ def test_a_checkpoint_that_cannot_be_written_does_not_count_and_the_next_one_doe
 
     def full(*arguments: Any, **keywords: Any) -> Any:
         honest(*arguments, **keywords)
-        raise OSError(28, "No space left on device")
+        raise OSError(28, "No space\n left on a device")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(write, "save_shards", full)
-        failed = writer.save(tmp_path / "0", step=0, controller_state=b"{}")
-        with pytest.raises(CheckpointError, match=r"writing .*0 failed: .*No space left.*is the disk full"):
-            failed.result(timeout=120)
+    for free, reason in (
+        (1 << 30, r"\[Errno 28\] No space left on a device; is the disk full or read-only\?"),
+        (4096, r"the disk of .*/0 is full \(4096 bytes are free\): make room there, and the same command .*"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(write, "save_shards", full)
+            patch.setattr(shutil, "disk_usage", lambda folder, free=free: SimpleNamespace(free=free))
+            failed = writer.save(tmp_path / "0", step=0, controller_state=b"{}")
+            with pytest.raises(CheckpointError, match=rf"^writing .*0 failed: {reason}$"):
+                failed.result(timeout=120)
     with pytest.raises(CheckpointError, match="is no complete checkpoint"):
         Manifest.read(tmp_path / "0")
     assert take_step(learner, 1).step == 1

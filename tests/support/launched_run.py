@@ -21,8 +21,9 @@ BUDGET_S = 60
 
 # A launcher in a process of its own: it adopts orphans and ends all its descendants.
 DRIVER = """
-import asyncio, json, sys
+import asyncio, json, shutil, sys
 from pathlib import Path
+from types import SimpleNamespace
 from paceline.runs import run_dir as run_dirs
 from paceline.launch.launcher import Planner, launch
 from paceline.launch.plan import ProcessSpec, Role
@@ -31,6 +32,8 @@ from paceline.config.load import parse
 from paceline.config.run import RunConfig
 
 job = json.loads(sys.argv[1])
+if "free" in job:
+    shutil.disk_usage = lambda folder: SimpleNamespace(free=job["free"])
 tree = {"data": {"train_files": ["x.parquet"]}, "model": {"path": "m"},
         "reward": {"functions": [{"name": "exact_match"}], "models": job.get("models", [])},
         "trainer": {"total_steps": 2, "run_dir": job["run_dir"]}, "broker": {"url": job.get("broker", "memory://")},

@@ -28,7 +28,10 @@ _BY_CODE: Final = {
         state="is a replica that has lost its primary", remedy="promote it, or start the primary again"
     ),
     "NOREPLICAS": Trouble(state="has too few replicas to write", remedy="start its replicas again"),
-    "MISCONF": Trouble(state="cannot write its data to disk", remedy="make room on its disk; see its log"),
+    "MISCONF": Trouble(
+        state="cannot write its data to disk",
+        remedy="make room on its disk, which is the run directory's if it is the run's own; see its log",
+    ),
     "BUSY": Trouble(state="is busy with a script", remedy="wait, or end the script with SCRIPT KILL"),
 }
 # The client takes the code off the text of errors that it has a class for.

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.config.run import RunConfig
-from paceline.core.errors import DeadlineError, PacelineError, exit_code
+from paceline.core.errors import DeadlineError, EnvironmentLackError, PacelineError, exit_code
 from paceline.core.run_events import EndEvent
 from paceline.launch import joining, plan
 from paceline.launch.liveness import Liveness
@@ -39,6 +39,7 @@ from paceline.runs import run_dir as run_dirs
 from paceline.runs.controller_client import ControllerClient
 from paceline.service import process_ends
 from paceline.service.addresses import announced
+from paceline.service.disk import DISK_IS_FULL, full_disk
 from paceline.service.identity.credentials import TOKEN, Credentials
 from paceline.service.process import BROKER_URL, adopt_orphans
 from paceline.service.process_ends import ProcessEnd
@@ -158,6 +159,7 @@ class _Launcher:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            outcome = self._with_full_disk(outcome)
             await self._stop(outcome)
         return replace(outcome, began=self._began)
 
@@ -427,6 +429,11 @@ class _Launcher:
         loss = self._services.recent_loss(_RECENT_S)
         return failed(f"{outcome.message} ({loss})") if loss else outcome
 
+    def _with_full_disk(self, outcome: LaunchOutcome) -> LaunchOutcome:
+        """The outcome with what may have caused it: a process says nothing whose log lies on a full disk."""
+        full = "" if outcome.ok or DISK_IS_FULL in outcome.message else full_disk(self._run_dir)
+        return replace(outcome, message=f"{outcome.message} ({full})") if full else outcome
+
     # --- stop
 
     async def _stop(self, outcome: LaunchOutcome) -> None:
@@ -450,7 +457,8 @@ class _Launcher:
             for process in self._tree.sweep():
                 log.warning("killed a process that was left behind: %s", process)
             self._scratch.remove()
-            run_dirs.end_note(self._run_dir, self._note, outcome.message)
+            with contextlib.suppress(EnvironmentLackError):  # the disk is full, as the outcome says
+                run_dirs.end_note(self._run_dir, self._note, outcome.message)
 
     async def _ask_to_stop(self, outcome: LaunchOutcome) -> None:
         """Tells the controller, so that its journal ends with the reason and its members leave."""

@@ -19,6 +19,7 @@ from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, EnvironmentLackError
 from paceline.core.manifest import MANIFEST
 from paceline.data.hub import pinned_run
+from paceline.service.disk import writing
 from paceline.service.process import write_atomically
 from paceline.storage.places import checkpoints_of
 
@@ -288,7 +289,8 @@ def new_note(run_dir: Path, token: str) -> RunNote:
 
 def write_note(run_dir: Path, note: RunNote) -> None:
     """Writes run.json, readable by its owner only: it holds the token."""
-    write_atomically(run_dir / NOTE, json.dumps(asdict(note), indent=1), mode=0o600)
+    with writing(run_dir):
+        write_atomically(run_dir / NOTE, json.dumps(asdict(note), indent=1), mode=0o600)
 
 
 def end_note(run_dir: Path, note: RunNote, message: str) -> None:

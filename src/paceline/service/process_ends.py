@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from paceline.service.disk import writing
+
 FILE = "ends.jsonl"
 
 
@@ -49,7 +51,7 @@ class ProcessEnd:
 
 def append(run_dir: Path, end: ProcessEnd) -> None:
     """Adds a line, after a torn one too."""
-    with (run_dir / FILE).open("a+b") as file:
+    with writing(run_dir), (run_dir / FILE).open("a+b") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - 1))
         begin = b"\n" if file.read(1) not in (b"", b"\n") else b""

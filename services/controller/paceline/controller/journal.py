@@ -52,6 +52,7 @@ from typing import Any
 from paceline.controller.standing import Standing
 from paceline.core.clock import Clock
 from paceline.core.errors import CheckpointError, ConfigError
+from paceline.service.disk import writing
 
 Event = Mapping[str, Any]
 
@@ -97,7 +98,11 @@ class Journal:
         self.record_all([{"event": event, **fields}])
 
     def record_all(self, events: Iterable[Event]) -> None:
-        """Appends several events in one write."""
+        """Appends several events in one write.
+
+        Raises:
+            EnvironmentLackError: the disk is full.
+        """
         lines, to_disk = [], False
         for event in events:
             stamped = {"n": self._next, "time": round(self._clock.wall(), 6), **event}
@@ -105,10 +110,11 @@ class Journal:
             self._next += 1
             to_disk = to_disk or event["event"] in _TO_DISK
             self.standing.note(event)
-        if lines:
-            _write_all(self._file, "".join(lines).encode())
-        if to_disk:
-            os.fsync(self._file)
+        with writing(self._path.parent):
+            if lines:
+                _write_all(self._file, "".join(lines).encode())
+            if to_disk:
+                os.fsync(self._file)
 
     def close(self) -> None:
         """Closes the file and gives up the lock."""

@@ -21,7 +21,7 @@ from paceline.launch import dry_run
 from paceline.launch.launcher import ProcessPlanner, launch
 from paceline.runs import run_dir as run_dirs
 from paceline.service.grpc.server import check_port
-from paceline.service.observability.logs import LineFormatter
+from paceline.service.observability.logs import LineHandler
 from paceline.service.process import die_with_parent
 from paceline.show.live.table import LiveView
 from paceline.show.live.view import JsonView, PlainView, View
@@ -180,7 +180,6 @@ def export_model(config: RunConfig, run_dir: Path) -> str:
 
 def log_to(file: Path) -> None:
     """Sends the launcher's log to a file, as the view uses the screen."""
-    handler = logging.FileHandler(file)
-    handler.setFormatter(LineFormatter("launcher"))
+    handler = LineHandler("launcher", file.open("a", encoding="utf-8"))
     logging.basicConfig(handlers=[handler], force=True, level="WARNING")
     logging.getLogger("paceline").setLevel("INFO")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from typing import TextIO
 
 
 class LineFormatter(logging.Formatter):
@@ -17,11 +18,22 @@ class LineFormatter(logging.Formatter):
         self.converter = time.gmtime
 
 
+class LineHandler(logging.StreamHandler[TextIO]):
+    """Writes records as lines; those that a full disk or a closed terminal cannot take are lost."""
+
+    def __init__(self, name: str, stream: TextIO) -> None:
+        super().__init__(stream)
+        self.setFormatter(LineFormatter(name))
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Prints a traceback, as the base class does, unless the record could not be written."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
 def setup_logging(name: str, level: str = "INFO") -> None:
     """Sends this process's records to standard error, instead of to earlier handlers."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(LineFormatter(name))
-    logging.basicConfig(handlers=[handler], force=True)
+    logging.basicConfig(handlers=[LineHandler(name, sys.stderr)], force=True)
     set_level(level)
 
 

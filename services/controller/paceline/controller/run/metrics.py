@@ -16,6 +16,7 @@ from paceline.controller.batch.collect import Batch, reward_components, share_wi
 from paceline.controller.verify.digests import digest_of
 from paceline.core.step_metrics import TIME
 from paceline.core.trajectory import ScoredHeader
+from paceline.service.disk import writing
 
 _REJECTED = (Verdict.WRONG_VERSION, Verdict.WRONG_DIGEST, Verdict.UNKNOWN, Verdict.ABORTED)
 
@@ -180,7 +181,7 @@ class MetricsFile:
         row: dict[str, float | int | None] = {"step": step, TIME: round(time.time(), 3)}
         row |= {key: (value if math.isfinite(value) else None) for key, value in sorted(metrics.items())}
         line = json.dumps(row)
-        with self._path.open("a", encoding="utf-8") as file:
+        with writing(self._path.parent), self._path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
             file.flush()
             os.fsync(file.fileno())

@@ -17,6 +17,7 @@ from paceline.core.episode import EpisodeOutcome
 from paceline.core.errors import CheckpointError, GuardError
 from paceline.core.trajectory import Float32Array, ScoredHeader, Trajectory
 from paceline.data.prompts import Prompt
+from paceline.service.disk import writing
 from paceline.service.threads import in_thread
 
 _PORTION = 256
@@ -64,7 +65,7 @@ class TrajectoryFile:
 
         self._path.parent.mkdir(parents=True, exist_ok=True)
         partial, schema = self._path.with_suffix(".partial"), pyarrow.schema(_columns(self._with_tokens))
-        with pyarrow.parquet.ParquetWriter(partial, schema) as writer:
+        with writing(self._path.parent), pyarrow.parquet.ParquetWriter(partial, schema) as writer:
             for start in range(0, len(samples), _PORTION):
                 portion = samples[start : start + _PORTION]
                 texts = await stored.texts(portion)

@@ -13,6 +13,7 @@ import logging
 import os
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from paceline.core.errors import CheckpointError, DeadlineError
 from paceline.core.manifest import MANIFEST
 from paceline.core.members import MemberKind, RankRef
+from paceline.core.text import one_line
 from paceline.learner.checkpoint.files import FileRecord, measure
 from paceline.learner.checkpoint.manifest import Manifest
 from paceline.learner.checkpoint.shards import writer
@@ -28,6 +30,7 @@ from paceline.learner.checkpoint.state import HostCopy, State, base_of, state_of
 from paceline.learner.distributed.collectives import CommandError, attempt, broadcast_bytes, gather_bytes
 from paceline.learner.distributed.ranks import WRITE_TIMEOUT_S, Ranks
 from paceline.learner.train.learner import Learner
+from paceline.service.disk import full_disk
 from paceline.storage.folder import Folder, Place, is_url, reason
 
 log = logging.getLogger(__name__)
@@ -184,7 +187,13 @@ def _write_shards(state: State, folder: Folder, ranks: Ranks) -> dict[str, FileR
             own.append(".metadata")
         return {name: measure(folder, name) for name in own}
     except (CheckpointException, OSError) as error:
-        raise CheckpointError(f"writing {folder} failed: {error}; is the disk full or read-only?") from error
+        raise CheckpointError(f"writing {folder} failed: {_reason(error, folder)}") from error
+
+
+def _reason(error: BaseException, folder: Folder) -> str:
+    """What went wrong on the disk, on one line: torch's own error has the tracebacks of all ranks."""
+    full = "" if is_url(folder.address) else full_disk(Path(folder.address))
+    return full or f"{one_line(str(error))}; is the disk full or read-only?"
 
 
 def _commit(folder: Folder, manifest: Manifest, ranks: Ranks) -> None:

@@ -160,7 +160,7 @@ class Engine(Protocol):
         ...
 
     async def check_health(self) -> None:
-        """Raises PeerLostError if the engine has died or must be restarted."""
+        """Raises PeerLostError if the engine has died, is stopped, or must be restarted."""
         ...
 
     async def shutdown(self) -> None:

@@ -1,0 +1,45 @@
+"""A full disk: the one sentence that is said of it, by whom it stops and by who looks why a run has ended."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from paceline.core.errors import EnvironmentLackError
+
+DISK_IS_FULL = "is full ("
+"""In every sentence on a full disk"""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_LEAST_BYTES = 1 << 20
+
+
+def full_disk(folder: Path) -> str:
+    """The sentence on the disk of a folder, if there is next to no room on it; else ""."""
+    free = shutil.disk_usage(folder).free
+    return _sentence(folder, free) if free < _LEAST_BYTES else ""
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Within the block files of a folder are written.
+
+    Raises:
+        EnvironmentLackError: its disk, or what its user may have of it, is full.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise EnvironmentLackError(_sentence(folder, shutil.disk_usage(folder).free)) from None
+
+
+def _sentence(folder: Path, free: int) -> str:
+    return (
+        f"the disk of {folder} {DISK_IS_FULL}{free} bytes are free): make room there, and the same command "
+        "goes on with the run"
+    )
