@@ -25,7 +25,7 @@ import asyncio, json, shutil, sys
 from pathlib import Path
 from types import SimpleNamespace
 from paceline.runs import run_dir as run_dirs
-from paceline.launch.launcher import Planner, launch
+from paceline.launch.launcher import ProcessPlanner, launch
 from paceline.launch.plan import ProcessSpec, Role
 from paceline.show.live.view import PlainView
 from paceline.config.load import parse
@@ -58,7 +58,7 @@ def members(config, machine, *, controller_address, master_port):
                         env={"MASTER_PORT": str(master_port), "REWARD_PORT": str(config.service.reward_port)})
             for name, text in job["members"].items()]
 
-planner = Planner(controller=controller, members=members)
+planner = ProcessPlanner(controller=controller, members=members)
 outcome = asyncio.run(launch(config, run_dir, PlainView(2), planner=planner))
 print("OUTCOME", json.dumps([outcome.ok, outcome.exit_code, outcome.message]), flush=True)
 """
