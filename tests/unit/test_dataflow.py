@@ -220,6 +220,11 @@ FAULTY = {
         ConfigError,
         r"calls sample\(\) while sample\(\) is under way",
     ),
+    "swallowed at the end": (
+        "step.draw()\n    try: step.draw()\n    except Exception: pass",
+        ConfigError,
+        "draws prompts twice",
+    ),
     "swallowed": (
         "step.draw()\n    try: step.draw()\n    except Exception: pass\n    await step.sample([])",
         ConfigError,
@@ -263,6 +268,19 @@ async def test_a_dataflow_that_asks_for_something_else_after_a_kill_is_ended(tmp
     settings(tmp_path, REVISE)
     assert await live(cfg, folder, fakes, broker, score)
     assert breaches(folder, cfg) == []
+
+
+async def test_a_first_sampling_for_something_else_after_a_kill_is_ended(tmp_path: Path) -> None:
+    cfg, fakes, broker = settings(tmp_path, REVISE, reward__max_dropped_share=0.9), writing(), MemoryBroker()
+    (tmp_path / "calm").mkdir()
+    assert await live(cfg, tmp_path / "calm", writing(), MemoryBroker(), score)
+    at = next(e["n"] for e in events(tmp_path / "calm") if e["event"] == "dispatch")
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    assert not await live(cfg, folder, fakes, broker, score, (at, True))
+    changed = settings(tmp_path, REVISE.replace('"draft"', '"sketch"'))
+    with pytest.raises(ConfigError, match="step 1 goes on, and its sampling 1 asks for something else"):
+        await live(changed, folder, fakes, broker, score)
 
 
 async def test_samples_that_are_drawn_anew_may_lead_to_other_prompts(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -110,3 +112,14 @@ async def test_the_learners_log_probs_are_read_and_cleaned_up() -> None:
     assert others == [None, None]
     await mailboxes.clean_up(version=3, position="0-0", blob_keys=[*blob_keys(header), *blob_keys(cut)])
     assert await mailboxes.learner_log_probs([header, cut]) == [None, None]
+
+
+async def test_a_text_that_was_stored_and_is_gone_is_lost_data_for_who_needs_it() -> None:
+    broker = MemoryBroker()
+    mailboxes = await opened(broker, own_server=True)
+    await broker.put_blob("text", b"here")
+    stored, gone = replace(scored(1), text_key="text"), replace(scored(2), text_key="gone")
+    assert await mailboxes.texts([stored, gone, scored(3)]) == ["here", "", ""]
+    assert await mailboxes.texts([stored, scored(3)], required=True) == ["here", ""]
+    with pytest.raises(LostDataError, match="has lost texts"):
+        await mailboxes.texts([stored, gone], required=True)

@@ -13,7 +13,7 @@ import pytest
 
 from paceline.api.session import LedRun, LedStep
 from paceline.broker.memory import MemoryBroker
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, PeerLostError
 from paceline.data.scripted import FLOW, SOCKET
 from support.fake_fleet import FakeServices
 from support.killed_sequencer import breaches_of, journal_events, live, metrics_lines
@@ -139,6 +139,32 @@ async def test_a_controller_killed_in_any_verb_is_told_again_what_the_script_sai
             assert await leading in ([1, 2, 3], [1, 2, 2, 3]), number
         assert fakes.trained == undisturbed.trained, number
         assert breaches_of(folder, cfg) == [], number
+
+
+async def test_a_script_whose_samples_are_drawn_anew_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The controller dies, the broker with it, and the samples are other ones after that."""
+    cfg, fakes = config(**CHANGES, algorithm__adv_estimator="rloo"), writing()
+
+    def other(group: Any, index: int) -> dict[str, Any]:
+        return score(group, 7 - index)
+
+    async with led(tmp_path, monkeypatch) as (run, process):
+        leading = asyncio.create_task(lead(run))
+        recorded = tmp_path / "events.jsonl"
+        at = 60
+        assert not await live(cfg, tmp_path, fakes, MemoryBroker(), score, (at, True), keep={leading})
+        assert "sampling" in recorded.read_text()
+        async with run_of(cfg, tmp_path, fakes) as it:
+            await it.enlist_all()
+            going = asyncio.create_task(it.go(other))
+            with pytest.raises(PeerLostError, match=r"its sample\(\) gives something else now"):
+                await leading
+            process.said.put(None)
+            await run.leave(None)
+            with pytest.raises(ConfigError, match="the script has left in step"):
+                await going
 
 
 async def test_leaving_the_loop_ends_the_run_with_its_step(
