@@ -20,11 +20,11 @@ from paceline.config.load import dump_yaml, parse
 from paceline.config.run import SftRunConfig
 from paceline.core.errors import CheckpointError, DataError, ModelError
 from paceline.learner.checkpoint.state import State
-from paceline.learner.checkpoint.tuning import TuningCheckpoints
+from paceline.learner.checkpoint.tuning_checkpoints import TuningCheckpoints
 from paceline.learner.distributed.ranks import RankEnvironment, Ranks, leave_group
 from paceline.learner.model.loading import Precision, load_policy
+from paceline.learner.pair_training import batch_indices, form_ranks, take_steps
 from paceline.learner.sft import Pair, SftTrainer, read_pairs, train
-from paceline.learner.tuning import batch_indices, form_ranks, take_steps
 from support.byte_tokenizer import save_tokenizer
 from support.learner_fakes import VOCAB_SIZE, write_model
 from support.learner_ranks import alone

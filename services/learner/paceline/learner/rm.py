@@ -24,7 +24,7 @@ from paceline.core.errors import DataError
 from paceline.core.trajectory import Int32Array
 from paceline.data.prompts import Tokenizer, encode_exchange, last_message, load_tokenizer
 from paceline.data.rows import Row, read_rows
-from paceline.learner import tuning
+from paceline.learner import pair_training
 from paceline.learner.batch.arithmetic import RowLength
 from paceline.learner.batch.types import MicroBatch, PackedRow
 from paceline.learner.distributed.ranks import RankEnvironment, Ranks, leave_group
@@ -102,7 +102,7 @@ class RmTrainer:
 
     def __init__(self, config: RmRunConfig, network: ValueNetwork, ranks: Ranks) -> None:
         self._config, self._network, self._ranks = config, network, ranks
-        self.tuner = tuning.Tuner(config.rm, network, ranks)
+        self.tuner = pair_training.Tuner(config.rm, network, ranks)
 
     def step(self, step: int, pairs: Sequence[Comparison]) -> RmProgress:
         """Takes one optimizer step; `step` counts from 1.
@@ -140,7 +140,7 @@ class RmTrainer:
             )
             for index, pair in enumerate(pairs)
         ]
-        return tuning.cut(
+        return pair_training.cut(
             lengths,
             lambda index: _rows(index, pairs[index]),
             network=self._network,
@@ -188,8 +188,8 @@ def train(config: RmRunConfig, environment: RankEnvironment) -> None:
         DataError, ModelError, ConfigError: the data, the model or the configuration is unusable.
         NumericsError: training diverged.
     """
-    ranks = tuning.form_ranks(config.learner, environment)
-    tuning.check(config)
+    ranks = pair_training.form_ranks(config.learner, environment)
+    pair_training.check(config)
     model, rm = config.model, config.rm
     require_text_alone(read_config(model.path))
     network = load_critic(
@@ -203,7 +203,7 @@ def train(config: RmRunConfig, environment: RankEnvironment) -> None:
     )
     pairs, num_left_out = read_comparisons(config, rm.train_files)
     val = read_comparisons(config, rm.val_files)[0] if rm.val_files else []
-    tuning.say(
+    pair_training.say(
         ranks,
         f"rm: {num_parameters(network):,} parameters, {len(pairs):,} pairs ({num_left_out} over-long left "
         f"out), {rm.steps} steps of {rm.batch_size} on {ranks.world_size} {ranks.device.type} ranks",
@@ -218,12 +218,14 @@ def train(config: RmRunConfig, environment: RankEnvironment) -> None:
             f"grad_norm {progress.grad_norm:.3f} lr {progress.lr:.2e}"
         )
 
-    checkpoints = tuning.take_steps(config, rm, trainer.tuner, len(pairs), take_step, name="rm", ranks=ranks)
+    checkpoints = pair_training.take_steps(
+        config, rm, trainer.tuner, len(pairs), take_step, name="rm", ranks=ranks
+    )
     if val:
-        tuning.say(ranks, f"rm: accuracy {trainer.accuracy(val):.4f} on {len(val):,} held-out pairs")
+        pair_training.say(ranks, f"rm: accuracy {trainer.accuracy(val):.4f} on {len(val):,} held-out pairs")
     _write(config, network, ranks)
     checkpoints.remove()
-    tuning.say(ranks, f"rm: wrote {rm.output} after {time.monotonic() - began:.1f} s")
+    pair_training.say(ranks, f"rm: wrote {rm.output} after {time.monotonic() - began:.1f} s")
     leave_group()
 
 
@@ -239,14 +241,14 @@ def _write(config: RmRunConfig, network: ValueNetwork, ranks: Ranks) -> None:
             dtype=DTYPES[model.dtype],
             is_reward_model=True,
         )
-        tuning.replace_folder(Path(config.rm.output), write_folder_to, key="rm.output")
+        pair_training.replace_folder(Path(config.rm.output), write_folder_to, key="rm.output")
 
     write_from_ranks(network, ranks, write)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Reads the command line and trains; returns the exit code."""
-    return tuning.run_rank("rm", RmRunConfig, train, argv)
+    return pair_training.run_rank("rm", RmRunConfig, train, argv)
 
 
 if __name__ == "__main__":

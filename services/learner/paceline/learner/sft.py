@@ -23,7 +23,7 @@ from paceline.core.errors import DataError, ModelError
 from paceline.core.trajectory import Int32Array
 from paceline.data.prompts import encode_prompt, load_tokenizer
 from paceline.data.rows import read_rows
-from paceline.learner import tuning
+from paceline.learner import pair_training
 from paceline.learner.batch.arithmetic import RowLength
 from paceline.learner.batch.types import MicroBatch, PackedRow
 from paceline.learner.distributed.ranks import RankEnvironment, Ranks, leave_group
@@ -107,7 +107,7 @@ class SftTrainer:
 
     def __init__(self, config: SftRunConfig, network: PolicyNetwork, ranks: Ranks) -> None:
         self._config, self._network, self._ranks = config, network, ranks
-        self.tuner = tuning.Tuner(config.sft, network, ranks)
+        self.tuner = pair_training.Tuner(config.sft, network, ranks)
 
     def step(self, step: int, pairs: Sequence[Pair]) -> SftProgress:
         """Takes one optimizer step; `step` counts from 1.
@@ -135,7 +135,7 @@ class SftTrainer:
             RowLength(prompt_id=i, num_prompt_tokens=len(pair.prompt), num_response_tokens=len(pair.answer))
             for i, pair in enumerate(pairs)
         ]
-        return tuning.cut(
+        return pair_training.cut(
             lengths,
             lambda index: [_row(index, pairs[index])],
             network=self._network,
@@ -161,8 +161,8 @@ def train(config: SftRunConfig, environment: RankEnvironment) -> None:
         DataError, ModelError, ConfigError: the data, the model or the configuration is unusable.
         NumericsError: training diverged.
     """
-    ranks = tuning.form_ranks(config.learner, environment)
-    tuning.check(config)
+    ranks = pair_training.form_ranks(config.learner, environment)
+    pair_training.check(config)
     model = config.model
     network = load_policy(
         model.path,
@@ -172,7 +172,7 @@ def train(config: SftRunConfig, environment: RankEnvironment) -> None:
         random_seed=config.seed if model.load_format == "random" else None,
     )
     pairs, num_left_out = read_pairs(config, config.sft.train_files)
-    tuning.say(
+    pair_training.say(
         ranks,
         f"sft: {num_parameters(network):,} parameters, {len(pairs):,} pairs ({num_left_out} over-long left "
         f"out), {config.sft.steps} steps of {config.sft.batch_size} on {ranks.world_size} "
@@ -193,14 +193,14 @@ def train(config: SftRunConfig, environment: RankEnvironment) -> None:
             f"{rate:,.0f} tokens/s"
         )
 
-    checkpoints = tuning.take_steps(
+    checkpoints = pair_training.take_steps(
         config, config.sft, trainer.tuner, len(pairs), take_step, name="sft", ranks=ranks
     )
     if val:
-        tuning.say(ranks, f"sft: loss {trainer.loss(val):.4f} on {len(val):,} held-out pairs")
+        pair_training.say(ranks, f"sft: loss {trainer.loss(val):.4f} on {len(val):,} held-out pairs")
     _write(config, network, ranks)
     checkpoints.remove()
-    tuning.say(ranks, f"sft: wrote {config.sft.output} after {time.monotonic() - began:.1f} s")
+    pair_training.say(ranks, f"sft: wrote {config.sft.output} after {time.monotonic() - began:.1f} s")
     leave_group()
 
 
@@ -215,7 +215,7 @@ def _write(config: SftRunConfig, network: PolicyNetwork, ranks: Ranks) -> None:
             tokenizer_source=Path(model.tokenizer_path) if model.tokenizer_path else None,
             dtype=DTYPES[model.dtype],
         )
-        tuning.replace_folder(Path(config.sft.output), write_folder_to, key="sft.output")
+        pair_training.replace_folder(Path(config.sft.output), write_folder_to, key="sft.output")
 
     write_from_ranks(network, ranks, write)
 
@@ -233,7 +233,7 @@ def _row(index: int, pair: Pair) -> PackedRow:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Reads the command line and trains; returns the exit code."""
-    return tuning.run_rank("sft", SftRunConfig, train, argv)
+    return pair_training.run_rank("sft", SftRunConfig, train, argv)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from paceline.learner.batch.pack import pack
 from paceline.learner.batch.plan import effective_budget, plan_chunk
 from paceline.learner.batch.types import MicroBatch, PackedRow
 from paceline.learner.checkpoint.state import State, state_of_trainable
-from paceline.learner.checkpoint.tuning import TuningCheckpoints
+from paceline.learner.checkpoint.tuning_checkpoints import TuningCheckpoints
 from paceline.learner.distributed.catching_up import count_collectives
 from paceline.learner.distributed.host_memory import host_mesh
 from paceline.learner.distributed.ranks import (
