@@ -57,7 +57,7 @@ class Service:
 
 
 def merger(service: Service, **options: int) -> Merger:
-    return Merger(service.make, **({"concurrency": 1, "max_items": 4, "room": 1000} | options))
+    return Merger(service.make, **({"concurrency": 1, "max_items": 4, "max_chars": 1000} | options))
 
 
 async def settle() -> None:
@@ -109,7 +109,7 @@ async def test_while_turns_are_free_each_request_is_a_call() -> None:
         (request("3", is_cut=True), {}),
         (request("3", is_alone=True), {}),
         (request("2"), {}),  # the same trajectory, delivered again
-        (request("3", response="x" * 60), {"room": 50}),
+        (request("3", response="x" * 60), {"max_chars": 50}),
         (request("3"), {"max_items": 0}),
         (request("3", "4", "5", "6"), {}),
     ],

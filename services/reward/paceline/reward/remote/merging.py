@@ -70,7 +70,7 @@ class Merger:
         make: makes one call: a result for each item.
         concurrency: calls at once.
         max_items: largest merged call; 0: none is merged.
-        room: most characters of a merged call.
+        max_chars: most characters of a merged call.
     """
 
     def __init__(
@@ -79,9 +79,14 @@ class Merger:
         *,
         concurrency: int,
         max_items: int,
-        room: int,
+        max_chars: int,
     ) -> None:
-        self._make, self._concurrency, self._max_items, self._room = make, concurrency, max_items, room
+        self._make, self._concurrency, self._max_items, self._max_chars = (
+            make,
+            concurrency,
+            max_items,
+            max_chars,
+        )
         self._queue: list[_Waiting] = []
         self._calls: set[asyncio.Task[None]] = set()
 
@@ -142,7 +147,7 @@ class Merger:
             not any(part.is_cut or part.is_alone for part in (request.part, first.part))
             and (request.run_id, request.step) == (first.run_id, first.step)
             and sum(len(each.part.items) for each in together) <= self._max_items
-            and sum(each.num_chars for each in together) <= self._room
+            and sum(each.num_chars for each in together) <= self._max_chars
             and all(request.ids.isdisjoint(each.ids) for each in requests)
         )
 

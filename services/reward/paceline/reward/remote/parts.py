@@ -30,20 +30,20 @@ class Cutter:
     """Cuts items into calls that a service takes.
 
     Args:
-        room: most characters of a call.
+        max_chars: most characters of a call.
         by_group: whether items of a group stay together.
     """
 
-    room: int
+    max_chars: int
     by_group: bool = False
 
     def cut(self, items: Sequence[Placed], size: int, *, is_cut: bool = False) -> list[CallItems]:
         """Parts of at most `size` items, where a group does not have more."""
         parts: list[list[Placed]] = []
-        chars = self.room + 1
+        chars = self.max_chars + 1
         for unit in self.units(items):
             unit_chars = sum(item.num_chars for _, item in unit)
-            if chars + unit_chars > self.room or len(parts[-1]) + len(unit) > size:
+            if chars + unit_chars > self.max_chars or len(parts[-1]) + len(unit) > size:
                 parts.append([])
                 chars = 0
             parts[-1] += unit

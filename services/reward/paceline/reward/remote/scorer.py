@@ -103,14 +103,14 @@ class RemoteScorer:
         self.options = options
         self._peer = f"reward service {options.name} at {options.address}"
         self._channel: grpc.aio.Channel | None = None
-        room = int(options.max_message_bytes * _MESSAGE_SHARE)
-        self._cutter = Cutter(room=room, by_group=options.shape.group)
+        max_chars = int(options.max_message_bytes * _MESSAGE_SHARE)
+        self._cutter = Cutter(max_chars=max_chars, by_group=options.shape.group)
         self._merger = Merger(
             self._ask,
             concurrency=options.concurrency,
             # What a bad item did to the others of its call can only be mended by further calls.
             max_items=options.max_items_per_call if options.retry_for_s else 0,
-            room=room,
+            max_chars=max_chars,
         )
         self._breaker = Breaker(self._peer, notify)
         self._handshake = Handshake(self._peer, options.shape, timeout_s=options.timeout_s)
