@@ -75,15 +75,15 @@ class TestAppendAndRead:
         watch = Stopwatch()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(soon(0.15, broker, messages(stream, ["late"])))
-            entries = await broker.read(stream, G, "a", max_entries=5, block_s=60)
+            entries = await broker.read(stream, G, "a", max_entries=5, block_s=600)
         assert payloads(entries) == ["late"]
-        assert 0.1 < watch.seconds < 40
+        assert 0.1 < watch.seconds < 300
 
     async def test_a_reader_of_nothing_gives_up_after_its_wait(self, broker: Broker, stream: str) -> None:
         await fill(broker, stream, 0)
         watch = Stopwatch()
         assert await broker.read(stream, G, "a", max_entries=5, block_s=0.2) == []
-        assert 0.15 < watch.seconds < 40
+        assert 0.15 < watch.seconds < 300
         assert await broker.read(stream, G, "a", max_entries=5, block_s=0) == []
 
 
@@ -219,10 +219,10 @@ class TestLog:
         ids = await fill(broker, stream, 1)
         watch = Stopwatch()
         assert await broker.read_log(stream, after=ids[0], max_entries=5, block_s=0.2) == []
-        assert 0.15 < watch.seconds < 40
+        assert 0.15 < watch.seconds < 300
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(soon(0.1, broker, messages(stream, ["late"])))
-            entries = await broker.read_log(stream, after=ids[0], max_entries=5, block_s=60)
+            entries = await broker.read_log(stream, after=ids[0], max_entries=5, block_s=600)
         assert payloads(entries) == ["late"]
 
     async def test_a_stream_that_is_not_there_yet_is_waited_for(self, broker: Broker, stream: str) -> None:

@@ -170,7 +170,7 @@ async def test_a_request_that_fails_in_the_engine_hurts_no_other_call(subject: S
     assert not failing.done()
     await subject.fail(doomed[1].request_id)
     with pytest.raises(PacelineError, match=f"the engine has ended request {doomed[1].request_id} .*error"):
-        await asyncio.wait_for(failing, 30)
+        await asyncio.wait_for(failing, 120)
     check_same(await beside, expected)
     await subject.engine.check_health()
     # A receive is refused while anything is under way: the others of the failed call are aborted.
@@ -206,8 +206,8 @@ async def test_an_engine_that_hangs_is_noticed_by_two_deadlines_that_say_so(subj
             PeerLostError,
             match="the engine hangs: prompt 7 was not drawn within 1 s, and a single token not within 0.5 s",
         ):
-            await asyncio.wait_for(sessions[0], 30)
-        assert 1.5 <= time.monotonic() - began < 25
+            await asyncio.wait_for(sessions[0], 120)
+        assert 1.5 <= time.monotonic() - began < 100
     finally:
         subject.freeze(False)
         await sampler.close()
@@ -391,8 +391,8 @@ async def test_a_dead_engine_is_noticed_and_shutdown_leaves_no_process(
     began = time.monotonic()
     subject.kill()
     with pytest.raises(PeerLostError, match="has died"):
-        await asyncio.wait_for(task, 30)
-    assert time.monotonic() - began < 25
+        await asyncio.wait_for(task, 120)
+    assert time.monotonic() - began < 100
     with pytest.raises(PeerLostError):
         await engine.check_health()
     with pytest.raises(PeerLostError):

@@ -91,7 +91,7 @@ async def test_two_survivors_take_a_dead_consumers_entries_once_each(broker: Bro
                 taken.extend(payloads(entries))
                 await box.done(entries)
 
-    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
         for name in ("b", "c"):
             tasks.create_task(survive(name))
     assert sorted(taken, key=int) == [str(number) for number in range(20)]

@@ -40,7 +40,7 @@ async def test_a_killed_process_keeps_its_entries_while_it_lives_and_no_longer(s
     )
     try:
         assert victim.stdout is not None
-        async with asyncio.timeout(40):
+        async with asyncio.timeout(120):
             assert await victim.stdout.readline() == b"5\n"
         async with Mailbox(broker, "s", G, "survivor", lease_s=3.6) as box:
             rest = await box.take()

@@ -51,7 +51,7 @@ async def test_nothing_acknowledged_is_lost_with_the_servers_process(server: Red
 async def test_a_reader_waits_through_a_restart(server: RedisServer) -> None:
     broker = open_broker(server.url)
     await broker.ensure_group("s", G)
-    reading = asyncio.create_task(broker.read("s", G, "a", max_entries=1, block_s=40))
+    reading = asyncio.create_task(broker.read("s", G, "a", max_entries=1, block_s=120))
     await asyncio.sleep(0.1)
     kill(server)
     await asyncio.to_thread(server.restart)
@@ -71,7 +71,7 @@ async def test_a_server_that_stays_away_is_named_without_its_password(server: Re
         match=rf"INFO: broker redis://\*\*\*@127.0.0.1:{server.port}/0 cannot .* commands wait 0.5 s",
     ) as caught:
         await broker.ping()
-    assert 0.4 < watch.seconds < 30
+    assert 0.4 < watch.seconds < 200  # and not the 300 s of the default
     assert server.url.split(":")[2].split("@")[0] not in str(caught.value)
     with BlobClient(server.url, outage_timeout_s=0.5) as reader, pytest.raises(BrokerError, match="MGET"):
         reader.get(["k"])
@@ -111,7 +111,7 @@ async def test_waiting_through_an_outage_can_be_cancelled(server: RedisServer) -
         for task in commands:
             task.cancel()
         await asyncio.wait(commands)
-    assert watch.seconds < 30  # leaving gives back what it has, but not at the price of a long wait
+    assert watch.seconds < 200  # leaving gives back what it has, but not at the price of a long wait
     await broker.close()
 
 

@@ -29,11 +29,14 @@ async def test_a_full_server_makes_writers_wait_until_something_drains(server: R
         for key in some:
             await broker.append([Outgoing(stream="s", payload=b"", blobs={key: blob})])
 
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         await write(keys[:6])
         with redis.Redis.from_url(server.url) as admin:
-            # Connections' buffers count as used memory: with 3 MiB less it is full whatever they hold.
-            admin.config_set("maxmemory", int(admin.info("memory")["used_memory"]) - 3 * 2**20)
+            # Connections' buffers count as used memory: with 3 MiB less it is full whatever they hold. What
+            # waits for the disk does not count, and may be much while that is slow.
+            memory = admin.info("memory")
+            counted = int(memory["used_memory"]) - int(memory["mem_not_counted_for_evict"])
+            admin.config_set("maxmemory", counted - 3 * 2**20)
             writing = asyncio.create_task(write(keys[6:]))
             await notices.wait_for(1)
             assert "is full: it has used its maxmemory, takes no more messages" in notices[0]
@@ -60,7 +63,7 @@ async def test_a_full_server_that_never_drains_ends_in_an_error(server: RedisSer
     watch = Stopwatch()
     with pytest.raises(BrokerError, match=r"is full.*nothing drains, for .* raise its maxmemory"):
         await broker.append(messages("s", ["0"]))
-    assert 0.4 < watch.seconds < 30
+    assert 0.4 < watch.seconds < 200  # and not the 300 s of the default
     await broker.close()
 
 
@@ -78,7 +81,7 @@ async def test_a_replica_is_waited_for_until_it_is_promoted(server: RedisServer,
         await asyncio.sleep(0.5)
         assert not commands.done()
         admin.replicaof("NO", "ONE")
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             await commands
         await broker.close()
 
@@ -97,7 +100,7 @@ async def test_after_a_failover_the_address_is_looked_up_again(server: RedisServ
         assert not appending.done()
         link.unlink()
         link.symlink_to(second)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             await appending
         with redis.Redis(unix_socket_path=str(second)) as admin:
             assert admin.xlen("s") == 1
@@ -199,7 +202,7 @@ async def test_a_blob_client_stores_what_it_is_given_and_waits_for_no_full_serve
 ) -> None:
     broker = open_broker(server.url)
     blobs = {f"b{number}": bytes([number]) for number in range(150)}
-    with BlobClient(server.url, outage_timeout_s=60.0) as client:
+    with BlobClient(server.url, outage_timeout_s=600.0) as client:
         client.put(blobs)
         assert client.get(list(blobs)) == list(blobs.values())
         assert await broker.get_blobs(["b0", "b149"]) == [b"\0", bytes([149])]
@@ -208,5 +211,5 @@ async def test_a_blob_client_stores_what_it_is_given_and_waits_for_no_full_serve
         began = time.monotonic()
         with pytest.raises(BrokerError, match="did not store blobs.*maxmemory"):
             client.put({"c": b"x"})
-        assert time.monotonic() - began < 40
+        assert time.monotonic() - began < 300
     await broker.close()

@@ -110,7 +110,7 @@ def running() -> list[int]:
 
 async def all_have_ended() -> None:
     """The kernel ends what a program has started; on a busy machine that takes a moment."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while running():  # noqa: ASYNC110  a test's own look
             await asyncio.sleep(0.05)
 
@@ -133,9 +133,9 @@ async def all_have_ended() -> None:
 async def test_a_program_ends_with_all_that_it_started(program: str, ending: Ending, code: int) -> None:
     started = time.monotonic()
     # What ends by itself has as long as it takes, interpreter and namespaces included.
-    outcome = await run(program, seconds=3.0 if ending is Ending.TIMED_OUT else 40.0)
+    outcome = await run(program, seconds=3.0 if ending is Ending.TIMED_OUT else 400.0)
     assert (outcome.ending, outcome.code) == (ending, code), outcome
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 200
     if program is BOMB:
         assert int(outcome.stdout) <= 8
     await all_have_ended()

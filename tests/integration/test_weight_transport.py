@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
@@ -38,8 +39,8 @@ from support.weight_layouts import DenseModel, fsdp_layout, tp_layout
 pytestmark = pytest.mark.torch
 CPU = torch.device("cpu")
 # What has to end without waiting for the group's deadline ends long before it, however slow the machine is.
-LONG_S = 300.0
-AT_ONCE_S = 45.0
+LONG_S = 500.0
+AT_ONCE_S = 150.0
 
 
 def dense(**changes: object) -> DenseModel:
@@ -147,7 +148,7 @@ def start_all(*calls: Callable[[], Any]) -> list[Future[Any]]:
 
 
 def run_all(*calls: Callable[[], Any]) -> list[Any]:
-    return [future.result(30) for future in start_all(*calls)]
+    return [future.result(120) for future in start_all(*calls)]
 
 
 def check_parameters(fleet: Fleet, model: DenseModel, dtype: torch.dtype = torch.float32) -> None:
@@ -223,7 +224,7 @@ def test_a_rank_that_waits_for_an_absent_one_names_it() -> None:
     spec = fleet.spec(timeout_s=3.0)
     waiting = start_all(lambda: fleet.publisher.join(spec), lambda: fleet.receivers[0].join(spec, 1, 3.0))
     for future in waiting:
-        error = future.exception(30)
+        error = future.exception(120)
         assert isinstance(error, DeadlineError), error
         assert (error.phase, error.peer) == ("weight group join", RankRef(MemberKind.ROLLOUT, 1))
 
@@ -348,8 +349,8 @@ def test_a_relay_that_stalls_is_named_by_its_receiver() -> None:
         lambda: fleet.publisher.publish(1), lambda: fleet.receivers[0].receive(1, 5.0)
     )
     arriving.wait(Deadline("first round", 20))
-    assert sending.result(30).version == 1
-    error = waiting.exception(30)
+    assert sending.result(120).version == 1
+    error = waiting.exception(120)
     assert isinstance(error, DeadlineError)
     assert error.peer == RankRef(MemberKind.ROLLOUT, 1)
     assert time.monotonic() - began > 4.9
@@ -413,15 +414,15 @@ def test_a_loader_that_stops_early_is_an_error() -> None:
         lambda: fleet.publisher.publish(1, timeout_s=20), lambda: fleet.receivers[0].receive(1, 20.0)
     )
     with pytest.raises(WeightSyncError, match=r"took 1 of \d+ tensors"):
-        futures[1].result(30)
-    assert isinstance(futures[0].exception(30), PeerLostError)
+        futures[1].result(120)
+    assert isinstance(futures[0].exception(120), PeerLostError)
 
 
 def test_an_absent_member_costs_the_deadline_and_the_rest_form_a_new_group() -> None:
     fleet = Fleet(dense(), 2)
     spec = fleet.spec(timeout_s=2.0)
     futures = start_all(lambda: fleet.publisher.join(spec), lambda: fleet.receivers[0].join(spec, 1, 2.0))
-    errors = [future.exception(30) for future in futures]
+    errors = [future.exception(120) for future in futures]
     for error in errors:
         assert isinstance(error, DeadlineError | PeerLostError), error
     fleet.receivers.pop()
@@ -595,17 +596,22 @@ def test_shared_memory_is_gone_when_the_group_is_left() -> None:
     before = staging_files()
     for _ in range(2):
         fleet.join(fleet.spec(shared=True))
-        assert len(staging_files()) == len(before) + 2
+        assert len(staging_files() - before) == 2
         fleet.push(1)
     fleet.publisher.leave()
     for receiver in fleet.receivers:
         receiver.leave()
-    assert staging_files() == before
+    assert staging_files() <= before  # others' may be gone, too
 
 
-def staging_files() -> list[str]:
-    links = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.islink(entry.path)]
-    return [link for link in links if "paceline-staging" in link]
+def staging_files() -> set[int]:
+    """The staging that this process has open, as numbers of files; other threads close files meanwhile."""
+    files = set()
+    for entry in os.scandir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if "paceline-staging" in os.readlink(entry.path):
+                files.add(os.stat(entry.path).st_ino)
+    return files
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -251,9 +251,9 @@ class Ranks:
 
     def _exchange(self, rank: int, x: Tensor) -> list[Tensor]:
         self._slots[rank] = x
-        self._barrier.wait(timeout=30)
+        self._barrier.wait(timeout=120)
         everything = list(self._slots)
-        self._barrier.wait(timeout=30)
+        self._barrier.wait(timeout=120)
         return everything
 
     def all_reduce(self, rank: int) -> Callable[[Tensor], Tensor]:

@@ -260,7 +260,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(
     take_step(learner, 1)
     saved, disk, writer = tensors(learner), SlowDisk(monkeypatch), CheckpointWriter(learner)
     written = writer.save(tmp_path / "c", step=1, controller_state=b"{}")
-    assert disk.entered.wait(30)
+    assert disk.entered.wait(120)
     uninterrupted = train(learner, 2, 3)
     assert not same(tensors(learner), saved)
     assert not written.done()
@@ -282,11 +282,11 @@ def test_the_next_checkpoint_waits_for_the_one_before(
     train(learner, 1, 1)
 
     def save_next() -> None:
-        later.set_result(writer.save(tmp_path / "1", step=1, controller_state=b"{}").result(20))
+        later.set_result(writer.save(tmp_path / "1", step=1, controller_state=b"{}").result(120))
 
     thread = threading.Thread(target=save_next)
     thread.start()
-    assert disk.entered.wait(30)
+    assert disk.entered.wait(120)
     assert not later.done()
     disk.release.set()
     thread.join(timeout=120)

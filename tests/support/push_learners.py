@@ -69,7 +69,7 @@ class LearnerGroup:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            process.join(30)
+            process.join(120)
             if process.is_alive():
                 process.kill()
         self._threads.shutdown()

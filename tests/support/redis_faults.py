@@ -21,7 +21,7 @@ class Notices(list[str]):
 
     async def wait_for(self, count: int) -> None:
         """Returns when there are so many."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while len(self) < count:  # noqa: ASYNC110 - a list has no event for it
                 await asyncio.sleep(0.02)
 

@@ -53,7 +53,7 @@ def config(**changes: Any) -> RunConfig:
         "rollout": {"n": 2, "replicas": 2},
         "trainer": {"total_steps": 2, "save_freq": 1},
         "barrier": {"stall_timeout_s": 30.0},
-        "service": {"startup_timeout_s": 30.0},
+        "service": {"startup_timeout_s": 300.0},
     }
     for key, value in changes.items():
         section, _, name = key.partition("__")

@@ -81,7 +81,7 @@ class Run:
         return asyncio.create_task(attachment.run())
 
     async def clients(self, number: int) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while self.scorer.gateway.num_clients != number:  # noqa: ASYNC110  a test's own look
                 await asyncio.sleep(0.01)
 
@@ -132,14 +132,14 @@ async def test_one_client_scores_for_several_reward_services() -> None:
         await first_run.clients(1)
         await second_run.clients(1)
         first = asyncio.create_task(first_run.scorer.score(items("a")))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while not asked[0]:  # noqa: ASYNC110  the function runs in another thread
                 await asyncio.sleep(0.01)
         rest = [
             asyncio.create_task(first_run.scorer.score(items("bb", "ccc"))),
             asyncio.create_task(second_run.scorer.score(items("dddd"))),
         ]
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while len(attachment._batches._waiting) < 3:  # type: ignore[union-attr]  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         started.set()
@@ -186,7 +186,7 @@ async def test_a_client_attaches_to_every_address_of_a_name(listed: set[str]) ->
             for service in (first, second):
                 assert [score.reward for score in await service.scorer.score(items("a", "bb"))] == [1.0, 2.0]
         listed -= {"127.0.0.2"}
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while len(client._clients) > 1:  # noqa: ASYNC110  a test's own look
                 await asyncio.sleep(0.01)
         assert client.is_attached
@@ -196,7 +196,7 @@ async def test_a_client_attaches_to_every_address_of_a_name(listed: set[str]) ->
             await second.clients(1)
             await second.scorer.gateway.close(Leave(reason="the run is over", for_good=True))
             await first.scorer.gateway.close(Leave(reason="the run is over", for_good=True))
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120):
                 await running
 
 
@@ -216,7 +216,7 @@ async def test_a_server_that_is_still_asked_is_not_left_when_its_name_is_unknown
             assert [score.reward for score in await service.scorer.score(items(response))] == [1.0]
         assert list(service.scorer.gateway._streams) == [stream]
         client.stop()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             await running
 
 
@@ -299,7 +299,7 @@ class RawClient:
         self._says.put_nowait(message)
 
     async def next(self) -> ToClient[ScoreItem]:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             return gateway_message_from_proto(await anext(self.hears))
 
     async def hello(self, *, window: int = 16) -> None:
@@ -413,18 +413,18 @@ async def test_a_batch_leaves_out_what_nobody_waits_for() -> None:
         await gone.clients(1)
         await stays.clients(1)
         first = asyncio.create_task(stays.scorer.score(items("a")))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             await began.wait()
         lost = asyncio.create_task(gone.scorer.score(items("b")))
         kept = asyncio.create_task(stays.scorer.score(items("c")))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while len(attachment._batches._waiting) < 2:  # noqa: ASYNC110  a test's own look
                 await asyncio.sleep(0.01)
             await gone.server.stop(grace_s=0)
             while not any(done.cancelled() for _, done in attachment._batches._waiting):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         go_on.set()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             assert [score.reward for score in (*await first, *await kept)] == [1.0, 1.0]
         assert batches == [["a"], ["c"]]
         lost.cancel()
@@ -489,7 +489,7 @@ async def test_an_item_that_is_answered_late_goes_to_another_and_counts_once(clo
             asyncio.create_task(service.scorer.score(items("ab"))),
             asyncio.create_task(slow.work()),
         )
-        await asyncio.wait({scoring, work}, timeout=20, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({scoring, work}, timeout=120, return_when=asyncio.FIRST_COMPLETED)
         clock.advance(30.0)
         (score,) = await scoring
         assert score.reward == 2.0
@@ -684,7 +684,7 @@ async def test_a_client_that_is_stopped_answers_what_it_has() -> None:
 
     def slow(response: str, ground_truth: str) -> float:
         began.release()
-        may_end.wait(30)
+        may_end.wait(120)
         return 5.0
 
     async with run() as service:
@@ -693,7 +693,7 @@ async def test_a_client_that_is_stopped_answers_what_it_has() -> None:
         await service.clients(1)
         scoring = asyncio.create_task(service.scorer.score(items("a", "b")))
         for _ in range(2):
-            assert await asyncio.to_thread(began.acquire, timeout=20)
+            assert await asyncio.to_thread(began.acquire, timeout=120)
         attachment.stop()
         may_end.set()
         async with asyncio.timeout(120):
@@ -730,12 +730,12 @@ async def test_the_end_of_the_run_ends_a_client_that_is_still_at_work_when_the_s
     async with run() as service:
         client = service.attach(endless)
         scoring = asyncio.create_task(service.scorer.score(items("a")))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             await began.wait()
         await service.scorer.gateway.close(Leave(reason="the run is over", for_good=True))
         assert not client.done()
         await service.server.stop(grace_s=0)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             await client
         await scoring
 
@@ -743,10 +743,10 @@ async def test_the_end_of_the_run_ends_a_client_that_is_still_at_work_when_the_s
 async def test_a_stream_that_the_run_ends_leaves_no_task_behind() -> None:
     async with run() as it:
         before = asyncio.all_tasks()
-        client = it.attach(patience_s=30)
+        client = it.attach(patience_s=600)
         await it.clients(1)
         await it.server.stop(grace_s=0)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             # What reads the client's messages for gRPC ends by itself, and is not left to the collector.
             while any(  # noqa: ASYNC110  a test's own look
                 "consume_request_iterator" in repr(task) for task in asyncio.all_tasks() - before

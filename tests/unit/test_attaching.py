@@ -87,7 +87,7 @@ async def test_answers_that_are_ready_go_in_order_in_messages_of_a_size_and_befo
         said.extend([message async for message in messages])
 
     it = client(stream, answer)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         await it.run()
     assert isinstance(said[0], Hello)
     answers = [message.answers for message in said if isinstance(message, Answers)]
@@ -113,7 +113,7 @@ async def test_a_gateway_that_leaves_gets_what_is_under_way_and_nothing_else() -
         may_answer.set()
         said.extend([message async for message in messages])
 
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         await client(stream, answer).run()
     answers = [pair for message in said[1:] if isinstance(message, Answers) for pair in message.answers]
     assert answers == [(1, "answer 1"), (2, "answer 2")]

@@ -45,7 +45,7 @@ async def status(server: RunningServer, credentials: Credentials, *, role: str =
     try:
         stub = controller_pb2_grpc.ControllerServiceStub(channel)
         reply = await channels.call(
-            stub.GetStatus, pb.GetStatusRequest(), timeout_s=5, phase="STATUS", peer="the controller"
+            stub.GetStatus, pb.GetStatusRequest(), timeout_s=60, phase="STATUS", peer="the controller"
         )
     finally:
         await channel.close()
@@ -99,7 +99,7 @@ async def test_certificates_are_replaced_amid_calls_and_the_old_ones_expire(fold
 
     async def ask() -> str:
         reply = await channels.call(
-            stub.GetStatus, pb.GetStatusRequest(), timeout_s=5, phase="STATUS", peer="c", wait_for_ready=True
+            stub.GetStatus, pb.GetStatusRequest(), timeout_s=60, phase="STATUS", peer="c", wait_for_ready=True
         )
         return str(reply.run_id)
 
@@ -198,7 +198,7 @@ async def test_calls_go_on_while_the_files_are_replaced_again_and_again(
     async def call() -> None:
         nonlocal done
         while done < 60:
-            await channels.call(stub.GetStatus, pb.GetStatusRequest(), timeout_s=5, phase="S", peer="c")
+            await channels.call(stub.GetStatus, pb.GetStatusRequest(), timeout_s=60, phase="S", peer="c")
             done += 1
 
     async def rotate() -> None:

@@ -171,7 +171,7 @@ async def test_a_checkpoint_that_is_being_removed_is_waited_for(
     def remove(folders: Sequence[Folder]) -> None:
         if folders:
             began.set()
-            goes_on.wait(30)
+            goes_on.wait(120)
             honest(folders)
             ended.append("removed")
 

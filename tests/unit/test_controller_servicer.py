@@ -53,40 +53,46 @@ class Bench:
     ) -> pb.RegisterResponse:
         given = {"incarnation": "a", "address": "h:1", **fields}
         request = pb.RegisterRequest(kind=kind, member_id=member_id, **given)
-        return await channels.call(self._stub.Register, request, timeout_s=5, phase="R", peer="controller")
+        return await channels.call(self._stub.Register, request, timeout_s=60, phase="R", peer="controller")
 
     async def beat(self, member_id: str, state: str, **fields: object) -> pb.HeartbeatResponse:
         request = pb.HeartbeatRequest(member_id=member_id, incarnation="a", state=state, **fields)  # type: ignore[arg-type]
-        return await channels.call(self._stub.Heartbeat, request, timeout_s=5, phase="H", peer="controller")
+        return await channels.call(self._stub.Heartbeat, request, timeout_s=60, phase="H", peer="controller")
 
     async def leave(self, member_id: str, reason: str) -> None:
         request = pb.LeaveRequest(member_id=member_id, incarnation="a", reason=reason)
-        await channels.call(self._stub.Leave, request, timeout_s=5, phase="L", peer="controller")
+        await channels.call(self._stub.Leave, request, timeout_s=60, phase="L", peer="controller")
 
     async def report_end(self, member_id: str, *incarnations: str) -> None:
         request = pb.ReportEndRequest(member_id=member_id, incarnations=incarnations, reason="killed")
-        await channels.call(self._stub.ReportEnd, request, timeout_s=5, phase="E", peer="controller")
+        await channels.call(self._stub.ReportEnd, request, timeout_s=60, phase="E", peer="controller")
 
     async def stop(self, reason: str, *, after_step: bool = False) -> None:
         request = pb.StopRunRequest(reason=reason, after_step=after_step)
-        await channels.call(self._stub.StopRun, request, timeout_s=5, phase="S", peer="controller")
+        await channels.call(self._stub.StopRun, request, timeout_s=60, phase="S", peer="controller")
 
     async def scale_rates(self, lr_scale: float) -> int:
         request = pb.SetRatesRequest(lr_scale=lr_scale)
-        call = channels.call(self._stub.SetRates, request, timeout_s=5, phase="S", peer="controller")
+        call = channels.call(self._stub.SetRates, request, timeout_s=60, phase="S", peer="controller")
         return (await call).from_step
 
     async def drain(self, member_id: str) -> None:
         request = pb.DrainRequest(member_id=member_id)
-        await channels.call(self._stub.Drain, request, timeout_s=5, phase="D", peer="controller")
+        await channels.call(self._stub.Drain, request, timeout_s=60, phase="D", peer="controller")
 
     async def follow(self, from_step: int) -> list[pb.WatchEvent]:
         request = pb.WatchRequest(from_step=from_step)
-        answers = channels.stream(self._stub.Watch, request, phase="W", peer="controller", timeout_s=5)
+        answers = channels.stream(self._stub.Watch, request, phase="W", peer="controller", timeout_s=60)
         return [event async for event in answers]
 
+    async def followers(self, count: int) -> None:
+        """Returns when so many follow the run: a notice reaches those who do."""
+        async with asyncio.timeout(120):
+            while len(self.events._queues) < count:  # noqa: ASYNC110  a test's own look
+                await asyncio.sleep(0.01)
+
     async def status(self) -> dict[str, str]:
-        call = channels.call(self._stub.GetStatus, pb.GetStatusRequest(), timeout_s=5, phase="S", peer="c")
+        call = channels.call(self._stub.GetStatus, pb.GetStatusRequest(), timeout_s=60, phase="S", peer="c")
         return {member.member_id: member.state for member in (await call).members}
 
 
@@ -143,7 +149,7 @@ async def test_a_heartbeat_brings_state_and_policy(bench: Bench) -> None:
 async def test_a_members_notice_is_shown_to_the_user(bench: Bench) -> None:
     await bench.register(common_pb2.MEMBER_KIND_LEARNER, "learner-0")
     following = asyncio.create_task(bench.follow(from_step=1))
-    await asyncio.sleep(0.1)
+    await bench.followers(1)
     await bench.beat("learner-0", "loading", notice="a checkpoint is damaged")
     bench.events.end(ok=True, message="done")
     assert [event.notice.message for event in await following if event.HasField("notice")] == [
@@ -364,7 +370,7 @@ async def test_a_follower_gets_the_steps_it_missed_and_everything_until_the_end(
         bench.events.step(step, {"m": step / 2})
     bench.events.phase(step=3, phase="collect", admitted=4, wanted=8)
     following = asyncio.create_task(bench.follow(from_step=2))
-    await asyncio.sleep(0.2)
+    await bench.followers(1)
     bench.events.notice("rollout-1 is dead")
     bench.events.end(ok=True, message="3 steps done")
     bench.events.end(ok=False, message="too late")

@@ -709,7 +709,7 @@ async def test_a_run_frees_its_episode_when_the_caller_goes_away_or_another_atte
     sessions, key = Sessions(Patient, 4), ("r", "train:1:7:0")
 
     async def begin(attempt: int, token: str) -> asyncio.Task[str]:
-        await sessions.open(key, attempt, {}, task_seed=0, episode_seed=0, lease_s=60.0)
+        await sessions.open(key, attempt, {}, task_seed=0, episode_seed=0, lease_s=600.0)
         running = asyncio.create_task(sessions.run(key, attempt, base_url="", token=token, model=""))
         await asyncio.sleep(0.01)
         return running
@@ -722,7 +722,7 @@ async def test_a_run_frees_its_episode_when_the_caller_goes_away_or_another_atte
         await begin(1, "again")
     second = await begin(2, "second")
     third = await begin(3, "third")
-    await asyncio.wait([second], timeout=30)
+    await asyncio.wait([second], timeout=120)
     assert ended[2:] == ["second", "released"]
     assert sessions.num_open == 1
     third.cancel()

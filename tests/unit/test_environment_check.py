@@ -18,6 +18,7 @@ from paceline.rollout.episodes.environments.remote import RemoteEnvironment, Rem
 from paceline.rpc.v1 import environment_pb2 as pb
 from paceline.sdk import Environment, EnvironmentServer, RewardServer, environment_server
 from paceline.service.identity.credentials import Credentials
+from paceline.sizing.machine import free_port
 from paceline.wire.environment import ENVIRONMENT_CONTRACT
 from support.cli_configs import config
 
@@ -77,7 +78,7 @@ async def test_a_token_that_is_refused_is_the_files_to_name(tmp_path: Path) -> N
 
 
 async def test_an_environment_that_starts_beside_the_run_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     refused = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -85,9 +86,10 @@ async def test_an_environment_that_starts_beside_the_run_is_waited_for(
     monkeypatch.setattr(
         preflight.time, "sleep", lambda seconds: (loop.call_soon_threadsafe(refused.set), sleep(seconds))
     )
-    asking = asyncio.create_task(said_of(address=f"127.0.0.1:{unused_tcp_port}"))
+    port = free_port()
+    asking = asyncio.create_task(said_of(address=f"127.0.0.1:{port}"))
     await refused.wait()
-    async with EnvironmentServer(Guess, port=unused_tcp_port):
+    async with EnvironmentServer(Guess, port=port):
         assert (await asking).startswith("Guess at ")
 
 

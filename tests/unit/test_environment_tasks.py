@@ -18,6 +18,7 @@ from paceline.core.errors import ConfigError, DataError, PacelineError, PeerLost
 from paceline.data.rows import read_rows
 from paceline.sdk import EnvironmentServer
 from paceline.service.identity.credentials import Credentials
+from paceline.sizing.machine import free_port
 from support.environments import Guess
 
 CREDENTIALS = Credentials(token="secret")
@@ -67,13 +68,14 @@ async def test_a_start_that_broke_off_asks_again(tmp_path: Path) -> None:
 
 
 async def test_an_environment_that_comes_up_late_is_waited_for(
-    tmp_path: Path, unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tasks, "_PAUSE_S", 0.1)
-    asking = asyncio.create_task(with_tasks(config(f"127.0.0.1:{unused_tcp_port}"), tmp_path, CREDENTIALS))
+    port = free_port()
+    asking = asyncio.create_task(with_tasks(config(f"127.0.0.1:{port}"), tmp_path, CREDENTIALS))
     await asyncio.sleep(0.5)
     assert not asking.done()
-    async with EnvironmentServer(Guess, token="secret", tasks=rows, port=unused_tcp_port):
+    async with EnvironmentServer(Guess, token="secret", tasks=rows, port=port):
         asked = await asking
     assert len(read_rows(asked.data.train_files)) == 3
     monkeypatch.setattr(tasks, "_PATIENCE_S", 0.0)

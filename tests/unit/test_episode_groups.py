@@ -169,7 +169,8 @@ async def test_a_push_empties_the_line_too() -> None:
 async def test_a_lost_environment_drops_its_group_with_the_reason() -> None:
     lost = EnvironmentLostError("nobody answers", peer="environment")
     echo = Echo(losses=[lost] * 99)
-    async with bench(engine=Brief(vocab_size=VOCAB), episodes=with_(echo, retries=0)) as b:
+    limits = replace(LIMITS, lease_s=1.5)
+    async with bench(engine=Brief(vocab_size=VOCAB), limits=limits, episodes=with_(echo, retries=0)) as b:
         await b.push(V0)
         await b.ask(group(7, samples=1))
         [refusal] = await b.refusals(1)

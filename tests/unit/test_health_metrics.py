@@ -127,7 +127,7 @@ async def test_mailboxes_are_measured(tmp_path: Path) -> None:
             for stream, number in ((names.trajectories(RUN), 3), (names.prompts(RUN, 0), 2)):
                 await it.broker.append([Outgoing(stream=stream, payload=b"x")] * number)
             measuring = asyncio.create_task(measure_mailboxes(it.broker, RUN, it.sequencer.progress))
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120):
                 while len(read(metrics.MAILBOX_ENTRIES)) < 3:  # noqa: ASYNC110  a test's own look
                     await asyncio.sleep(0.01)
             measuring.cancel()

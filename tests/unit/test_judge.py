@@ -127,7 +127,7 @@ async def test_an_answer_that_comes_byte_by_byte_has_one_deadline() -> None:
         port = server.sockets[0].getsockname()[1]
         client = JudgeClient(JudgeOptions(address=f"http://127.0.0.1:{port}/v1", model="m", timeout_s=0.3))
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120):
                 with pytest.raises(RewardError, match=r"no answer within 0\.3 s") as caught:
                     await client.ask("?")
         finally:

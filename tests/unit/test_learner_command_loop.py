@@ -67,15 +67,15 @@ def test_commands_run_in_order_and_refusals_do_not_end_the_group(ranks: Ranks) -
 
     queue, thread, died = running(ranks, {"count": count})
     futures = [queue.submit("count", {"number": number}) for number in (1, 2, 3)]
-    assert futures[0].result(timeout=30) == 1
+    assert futures[0].result(timeout=120) == 1
     with pytest.raises(VersionMismatchError, match="not this one"):
-        futures[1].result(timeout=30)
-    assert futures[2].result(timeout=30) == 6
-    assert queue.submit(STOP, {}).result(timeout=30) is None
-    thread.join(timeout=30)
+        futures[1].result(timeout=120)
+    assert futures[2].result(timeout=120) == 6
+    assert queue.submit(STOP, {}).result(timeout=120) is None
+    thread.join(timeout=120)
     assert (seen, died) == ([1, 2, 3], [])
     with pytest.raises(PacelineError, match="the learner group has stopped"):
-        queue.submit("count", {"number": 4}).result(timeout=30)
+        queue.submit("count", {"number": 4}).result(timeout=120)
 
 
 def test_any_other_error_ends_the_group_and_is_told_to_all_who_wait(ranks: Ranks) -> None:
@@ -84,11 +84,11 @@ def test_any_other_error_ends_the_group_and_is_told_to_all_who_wait(ranks: Ranks
 
     queue, thread, died = running(ranks, {"explode": explode})
     with pytest.raises(PacelineError, match="ZeroDivisionError: by nothing"):
-        queue.submit("explode", {}).result(timeout=30)
-    thread.join(timeout=30)
+        queue.submit("explode", {}).result(timeout=120)
+    thread.join(timeout=120)
     assert isinstance(died[0], ZeroDivisionError)
     with pytest.raises(PacelineError, match="ZeroDivisionError: by nothing"):
-        queue.submit("explode", {}).result(timeout=30)
+        queue.submit("explode", {}).result(timeout=120)
     # The reason lies where the other ranks look for it.
     assert ranks.store.get("paceline/failure/0") == b"ZeroDivisionError: by nothing"
 
@@ -101,7 +101,7 @@ def test_an_error_while_loading_ends_the_group_with_its_own_words(ranks: Ranks) 
     with pytest.raises(ModelError, match="no such folder"):
         CommandLoop(ranks, prepare, queue).run()
     with pytest.raises(ModelError, match="no such folder"):
-        queue.submit("train", {}).result(timeout=30)
+        queue.submit("train", {}).result(timeout=120)
 
 
 def test_bytes_pass_through_a_group_of_one(ranks: Ranks) -> None:

@@ -28,7 +28,7 @@ CONFIG = {
     "reward": {"functions": [{"name": "exact_match"}]},
     "trainer": {"total_steps": 1},
 }
-DEADLINE_S = 40.0
+DEADLINE_S = 400.0
 
 
 class SilentServices(FakeServices):

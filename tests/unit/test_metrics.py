@@ -31,7 +31,7 @@ _WHO = {"service_name", "service_instance_id"}
 
 
 def scrape(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=120) as answer:
         return str(answer.read().decode())
 
 
@@ -120,8 +120,9 @@ async def test_a_mailbox_counts_what_it_takes_and_what_comes_again() -> None:
 
 def test_the_endpoint_is_on_loopback_unless_asked_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     assert prometheus.wanted_host() == "127.0.0.1"
-    with socket.create_server(("127.0.0.2", 0)) as other:
-        chosen = other.getsockname()[1]
+    # None of the ports that the system gives away: another program's server would answer in its place.
+    chosen = free_port()
+    with socket.create_server(("127.0.0.2", chosen)):
         telemetry.setup("reward", run_dir=None, prometheus_port=chosen)
         assert "paceline_process" in scrape(chosen)
     telemetry.shutdown()

@@ -123,7 +123,7 @@ class Bench:
     async def scored(self, count: int) -> list[bytes]:
         payloads: list[bytes] = []
         async with Mailbox(self.broker, names.scored(RUN), names.CONTROLLER_GROUP, "controller") as box:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120):
                 while len(payloads) < count:
                     entries = await box.take()
                     payloads += [entry.payload for entry in entries]
@@ -284,7 +284,7 @@ async def test_what_ends_a_start_for_good_does_not_end_a_run_that_has_worked(
     bench.scorer.fail = kind("no room")
     await bench.broker.append([finished_sample(RUN, 1, tokens("a"))])
     with pytest.raises(RewardError, match="^scoring has ended: no room$") as caught:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             await bench.consumer.run()
     assert exit_code(caught.value) == EXIT_FAILED
 
@@ -333,7 +333,7 @@ async def test_without_saved_trajectories_no_text_is_stored(bench: Bench) -> Non
 async def test_a_slow_batch_does_not_hold_up_the_next(bench: Bench) -> None:
     async with bench.working():
         await bench.broker.append([finished_sample(RUN, 1, tokens("wait"))])
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             await bench.scorer.asked.wait()
         await bench.broker.append([finished_sample(RUN, 2, tokens("ab"))])
         assert [header.trajectory_id.prompt_id for header in await bench.headers(1)] == [2]
@@ -345,7 +345,7 @@ async def test_a_slow_batch_does_not_hold_up_the_next(bench: Bench) -> None:
 async def test_a_service_that_leaves_scores_what_it_has_and_takes_no_more(bench: Bench) -> None:
     async with bench.working() as work:
         await bench.broker.append([finished_sample(RUN, 1, tokens("wait"))])
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             await bench.scorer.asked.wait()
         bench.consumer.stop()
         await asyncio.sleep(1.2)  # an empty mailbox is asked for a second
@@ -353,7 +353,7 @@ async def test_a_service_that_leaves_scores_what_it_has_and_takes_no_more(bench:
         assert not work.done()
         bench.scorer.release.set()
         assert [header.trajectory_id.prompt_id for header in await bench.headers(1)] == [1]
-        await asyncio.wait_for(work, 30)
+        await asyncio.wait_for(work, 120)
     async with bench.working(bench.make_consumer("reward-1")):
         assert [header.scorer for header in await bench.headers(1)] == ["reward-1"]
 
@@ -362,7 +362,7 @@ async def test_what_a_dead_service_held_is_scored_by_another(bench: Bench) -> No
     other = bench.make_consumer("reward-1", lease_s=0.2)
     await bench.broker.append([finished_sample(RUN, 1, tokens("wait"))])
     async with bench.working(bench.make_consumer("reward-0", lease_s=0.2)):
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             await bench.scorer.asked.wait()
     # It ended in the middle; nothing was acknowledged, so the sample is delivered again.
     bench.scorer.release.set()
@@ -377,7 +377,7 @@ async def test_a_scorer_that_is_beyond_repair_ends_the_service_and_acknowledges_
     await bench.broker.append([finished_sample(RUN, 1, tokens("a"))])
     async with bench.working() as task:
         with pytest.raises(ExceptionGroup) as caught:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120):
                 await task
     assert caught.group_contains(RewardError, match="no reward processes")
     assert await bench.pending() == 1
@@ -389,7 +389,7 @@ async def test_a_consumer_that_is_stopped_ends_after_the_thread_that_decodes(ben
 
     def slow(token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         began.set()
-        goes_on.wait(30)
+        goes_on.wait(120)
         ended.set()
         return decode(token_ids, skip_special_tokens=skip_special_tokens)
 

@@ -234,7 +234,7 @@ class Described(OddServer):
 
     async def asked(self, times: int) -> None:
         """Returns when it was asked so often."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while self.num_described < times:  # noqa: ASYNC110  a test's own look
                 await asyncio.sleep(0.01)
 
@@ -305,7 +305,7 @@ async def test_scores_of_another_version_of_a_service_are_not_remembered() -> No
         assert len(first.calls) == 1
     second = OddServer(description=reward_pb2.RewardDescription(contract=2, version="2"))
     async with serving(second, port=int(address.rpartition(":")[2])):
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while not second.calls:  # until the client hears that the connection is lost
                 await cached.score(items("a"))
                 await asyncio.sleep(0.01)
@@ -383,7 +383,7 @@ async def test_a_service_that_hangs_costs_its_timeout_a_few_times_and_is_then_sp
         assert all("no answer from reward service judge" in score.error[1] for score in scores if score.error)
         # 16 calls of 32 at once; the breaker opens, and lets single calls through.
         assert len(server.calls) <= 16 + 4
-        assert time.monotonic() - started < 30
+        assert time.monotonic() - started < 200
         server.mode = "right"
         async with asyncio.timeout(60):  # a busy machine may be late with a good answer, too
             while kinds(await remote.score(items("a"))) != ["1.0"]:
@@ -491,7 +491,7 @@ async def test_calls_are_repeated_for_as_long_as_the_service_allows(monkeypatch:
     await remote.start()
     started = time.monotonic()
     assert kinds(await remote.score(items("a"))) == ["unavailable"]
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 200
     await remote.close()
 
 
@@ -511,7 +511,7 @@ async def test_a_service_that_is_not_there_is_unavailable_after_the_retries(
     started = time.monotonic()
     scores = await remote.score(items("a"))
     assert kinds(scores) == ["unavailable"]
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 200
     assert scores[0].error is not None
     assert "judge at 127.0.0.1:1 cannot be reached" in scores[0].error[1]
     await remote.close()

@@ -14,7 +14,7 @@ from paceline.core.errors import InvalidMessageError, LostDataError
 from paceline.core.images import Image
 from paceline.rollout.images import Images
 from paceline.wire import image_of, pack_pixels
-from support.rollout_bench import RUN, V0, bench, group
+from support.rollout_bench import LIMITS, RUN, V0, bench, group
 
 
 class CountingBroker(MemoryBroker):
@@ -56,7 +56,7 @@ async def test_a_group_is_drawn_with_its_images_and_the_trajectory_names_them() 
 
 
 async def test_a_group_whose_image_is_gone_is_given_back_and_others_are_drawn() -> None:
-    async with bench() as b:
+    async with bench(limits=replace(LIMITS, lease_s=1.5)) as b:
         await b.push(V0)
         lost = image_of(pixels(1), (1, 2, 2))
         await b.ask(group(1, images=(lost,)), group(2))

@@ -98,7 +98,7 @@ async def test_a_drained_server_finishes_its_groups_and_begins_no_more() -> None
         assert b.server.standing.policy == V0
         await b.ask(group(2))
         b.engine.release()
-        await asyncio.wait_for(draining, 30)
+        await asyncio.wait_for(draining, 120)
         headers = await b.headers(4)
         assert {h.trajectory_id.prompt_id for h in headers} <= {1, 2}
         assert b.engine.named("abort") == []
@@ -122,7 +122,7 @@ async def test_a_drained_server_that_is_full_begins_nothing_when_room_comes() ->
         draining = asyncio.create_task(b.server.drain())
         await asyncio.sleep(0.01)
         b.engine.release()
-        await asyncio.wait_for(draining, 30)
+        await asyncio.wait_for(draining, 120)
         assert len(b.engine.named("generate")) == 4
         await b.headers(16)
         assert await b.left_over(0) == 2
@@ -135,7 +135,7 @@ async def test_what_a_draining_server_takes_last_goes_back_at_once() -> None:
         draining = asyncio.create_task(b.server.drain())
         await asyncio.sleep(0.01)
         await b.ask(group(1))
-        await asyncio.wait_for(draining, 30)
+        await asyncio.wait_for(draining, 120)
         assert b.engine.named("generate") == []
         assert await b.left_over(0) == 1
 

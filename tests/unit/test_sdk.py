@@ -83,7 +83,7 @@ async def test_a_missing_column_is_named() -> None:
 
 
 async def test_plain_and_async_functions_work_side_by_side() -> None:
-    together, together_async, running, most = threading.Barrier(8, timeout=20), asyncio.Barrier(8), 0, 0
+    together, together_async, running, most = threading.Barrier(8, timeout=120), asyncio.Barrier(8), 0, 0
 
     def enter() -> None:
         nonlocal running, most
@@ -106,7 +106,7 @@ async def test_plain_and_async_functions_work_side_by_side() -> None:
 
     async def waits(response: str, ground_truth: str) -> float:
         enter()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await together_async.wait()
         leave()
         return 2.0

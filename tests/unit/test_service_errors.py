@@ -71,7 +71,7 @@ async def raiser() -> AsyncIterator[tuple[Raiser, RunningServer]]:
 
 
 async def ask(
-    server: RunningServer, *, token: str = "secret", timeout_s: float = 5.0, **options: Any
+    server: RunningServer, *, token: str = "secret", timeout_s: float = 60.0, **options: Any
 ) -> None:
     channel = channels.connect(server.address, credentials=Credentials(token=token), **options)
     try:
@@ -205,7 +205,7 @@ async def test_a_controller_of_an_earlier_term_gives_no_orders() -> None:
     channel = channels.connect(server.address, credentials=SECRET, term=3)
     stub = controller_pb2_grpc.ControllerServiceStub(channel)
     with pytest.raises(ProtocolError, match="term is 3"):
-        async for _ in channels.stream(stub.Watch, pb.WatchRequest(), phase="WATCH", peer="c", timeout_s=5):
+        async for _ in channels.stream(stub.Watch, pb.WatchRequest(), phase="WATCH", peer="c", timeout_s=60):
             pass
     await channel.close()
     assert servicer.num_calls == 3
@@ -236,7 +236,7 @@ async def test_a_method_that_is_not_served(raiser: tuple[Raiser, RunningServer])
     channel = channels.connect(server.address, credentials=SECRET)
     stub = controller_pb2_grpc.ControllerServiceStub(channel)
     with pytest.raises(ProtocolError, match="does not serve this method"):
-        await channels.call(stub.Register, pb.RegisterRequest(), timeout_s=5, phase="R", peer="controller")
+        await channels.call(stub.Register, pb.RegisterRequest(), timeout_s=60, phase="R", peer="controller")
     await channel.close()
 
 
@@ -247,7 +247,7 @@ async def test_messages_above_the_default_cap_pass_and_above_ours_are_explained(
     for cap, fits in ((8_000_000, True), (1_000_000, False)):
         channel = channels.connect(server.address, credentials=SECRET, max_message_bytes=cap)
         stub = controller_pb2_grpc.ControllerServiceStub(channel)
-        asking = channels.call(stub.GetStatus, pb.GetStatusRequest(), timeout_s=5, phase="S", peer="c")
+        asking = channels.call(stub.GetStatus, pb.GetStatusRequest(), timeout_s=60, phase="S", peer="c")
         if fits:
             assert len((await asking).phase) == 5_000_000
         else:
@@ -312,10 +312,10 @@ async def test_an_answer_that_cannot_be_parsed_is_a_protocol_error() -> None:
     stub = controller_pb2_grpc.ControllerServiceStub(channel)
     with pytest.raises(ProtocolError, match="STATUS: rollout-7 sent an answer that cannot be parsed"):
         await channels.call(
-            stub.GetStatus, pb.GetStatusRequest(), timeout_s=5, phase="STATUS", peer="rollout-7"
+            stub.GetStatus, pb.GetStatusRequest(), timeout_s=60, phase="STATUS", peer="rollout-7"
         )
     with pytest.raises(ProtocolError, match="cannot be parsed"):
-        async for _ in channels.stream(stub.Watch, pb.WatchRequest(), phase="WATCH", peer="c", timeout_s=5):
+        async for _ in channels.stream(stub.Watch, pb.WatchRequest(), phase="WATCH", peer="c", timeout_s=60):
             pass
     await channel.close()
     await server.stop(0)

@@ -224,7 +224,7 @@ async def test_a_signal_makes_a_member_unhealthy_at_once_and_leaves_it_its_grace
             assert not leaving.done()
         assert not leaving.done()
         await leaving
-        assert 3.9 < time.monotonic() - began < 40
+        assert 3.9 < time.monotonic() - began < 300
 
     await run(address, work)
     assert (unfinished.finished, unfinished.cut) == (False, True)
@@ -242,7 +242,7 @@ async def test_a_drained_member_finishes_however_long_it_takes_and_leaves(
         await fake.heard.wait()
         fake.drain = True
         session.poke()
-        async with asyncio.timeout(40):
+        async with asyncio.timeout(120):
             while await _is_serving(session):  # noqa: ASYNC110  a test's own look
                 await asyncio.sleep(0.02)
         await asyncio.sleep(0.2)  # twice the grace that a signal would have left it
@@ -260,14 +260,14 @@ async def test_when_the_run_is_over_nothing_is_finished(controller: tuple[FakeCo
     unfinished = Work()
 
     async def work(session: MemberSession) -> None:
-        leaving = asyncio.create_task(until_left(session, unfinished, grace_s=30))
+        leaving = asyncio.create_task(until_left(session, unfinished, grace_s=600))
         await fake.heard.wait()
         session.context.stop("SIGTERM")
         await asyncio.sleep(0.1)
         assert not leaving.done()
         fake.run_over = True
         session.poke()
-        await asyncio.wait_for(leaving, 30)
+        await asyncio.wait_for(leaving, 120)
 
     await run(address, work)
     assert (unfinished.finished, unfinished.cut) == (False, True)
@@ -279,7 +279,7 @@ async def test_a_member_that_hears_of_the_end_does_not_begin_to_finish(
     fake, address = controller
     unfinished = Work()
     fake.run_over = True
-    await run(address, lambda session: until_left(session, unfinished, grace_s=30))
+    await run(address, lambda session: until_left(session, unfinished, grace_s=600))
     assert not unfinished.began
 
 
@@ -315,7 +315,7 @@ async def test_a_member_that_is_told_to_stop_does_not_wait_for_a_controller() ->
         asyncio.get_running_loop().call_later(0.1, session.context.stop, "SIGTERM")
         await join(session)
 
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         await run("127.0.0.1:1", work)
 
 

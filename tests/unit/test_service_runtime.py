@@ -108,14 +108,14 @@ def test_a_spawned_task_that_dies_takes_the_service_down() -> None:
 
 
 def test_main_that_does_not_listen_is_cancelled_after_its_grace() -> None:
-    process = start("print('up', flush=True)\nawait asyncio.sleep(100)", grace_s=0.3)
+    process = start("print('up', flush=True)\nawait asyncio.sleep(1000)", grace_s=0.3)
     assert read_line(process) == "up"
     process.send_signal(signal.SIGTERM)
     began = time.monotonic()
     code, out, err = end(process)
     assert (code, out) == (1, ENDED)
     assert "not stopped within 0.3 s" in err
-    assert time.monotonic() - began < 30  # and not the hundred seconds of its sleep
+    assert time.monotonic() - began < 300  # and not the thousand seconds of its sleep
 
 
 async def test_shutdown_steps_run_in_reverse_and_do_not_stop_at_a_failure() -> None:
@@ -162,7 +162,7 @@ async def test_a_blocked_event_loop_is_measured_and_told(
     monkeypatch.setattr(loop_lag, "asyncio", SimpleNamespace(sleep=sleep))
     monkeypatch.setattr(telemetry, "record", lambda metric, value: recorded.append((metric, value)))
     measuring = asyncio.create_task(measure_loop_lag(interval_s=0.5))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         await ended.wait()
     measuring.cancel()
     assert [metric.name for metric, _ in recorded] == ["paceline_event_loop_lag_seconds"] * 2

@@ -252,8 +252,8 @@ def test_a_waiting_process_says_what_it_waits_for(remote: Folder, monkeypatch: p
     with cache._lock(path, cache.fcntl.LOCK_EX):
         thread = threading.Thread(target=lambda: fetch(remote, Fetch(max_bytes=1 << 30, tell=tell)))
         thread.start()
-        assert waited.wait(30)
-    thread.join(30)
+        assert waited.wait(120)
+    thread.join(120)
     assert told[0] == f"another process copies {remote} to this machine"
     assert (path / "config.json").is_file()
 

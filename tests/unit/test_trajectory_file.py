@@ -69,7 +69,7 @@ async def test_a_writer_is_not_closed_while_a_thread_writes(
     class Writer(pyarrow.parquet.ParquetWriter):  # type: ignore[misc]
         def write_table(self, table: pyarrow.Table, *args: Any, **options: Any) -> None:
             began.set()
-            goes_on.wait(30)
+            goes_on.wait(120)
             super().write_table(table, *args, **options)
             calls.append("written")
 

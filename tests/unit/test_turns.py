@@ -185,7 +185,7 @@ def server(it: SequencerRun, member_id: str) -> Member:
 
 async def until_started(it: SequencerRun, member_id: str) -> None:
     """What the server does: it asks with its heartbeats, starts its engine, and is stale."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while it.supervisor.fleet.get(member_id) is None or not it.turns.may_start(  # noqa: ASYNC110
             server(it, member_id)
         ):
@@ -219,7 +219,7 @@ async def test_the_learners_turn_begins_when_a_server_that_starts_is_up(tmp_path
         # Granted once, it stays granted: the answer may have been lost.
         assert it.turns.may_start(server(it, "rollout-2"))
         await report(it, "rollout-2", EngineReady())
-        await asyncio.wait_for(taking, 30)
+        await asyncio.wait_for(taking, 120)
         assert sorted(c for c in it.services.calls if c.startswith("sleep")) == [
             f"sleep rollout-{i}" for i in range(3)
         ]
@@ -230,7 +230,7 @@ async def test_a_server_that_never_gets_up_does_not_hold_the_learner_for_ever(tm
         await it.enlist_all()
         await it.enlist("rollout-2", MemberKind.ROLLOUT, RolloutState.JOINING)
         assert it.turns.may_start(server(it, "rollout-2"))
-        await asyncio.wait_for(it.turns.take(Turn.LEARNER), 30)
+        await asyncio.wait_for(it.turns.take(Turn.LEARNER), 120)
         assert "holds up the learner's turn: not ready within 0.1 s" in server(it, "rollout-2").failure
 
 

@@ -279,7 +279,7 @@ async def test_following_survives_a_restart_of_the_stream() -> None:
     server = await serve(fake, token="t")
     view = Recorder()
     following = asyncio.create_task(follow(server.address, Credentials(token="t"), view, patience_s=60))
-    await asyncio.wait_for(view.news.wait(), 30)
+    await asyncio.wait_for(view.news.wait(), 120)
     # The stream was cut after step 1; the next one begins where it ended.
     fake.script = [
         step_event(2),
@@ -298,11 +298,11 @@ async def test_following_a_controller_that_was_started_again() -> None:
     server = await serve(first, token="t")
     port, view = int(server.address.rpartition(":")[2]), Recorder()
     following = asyncio.create_task(follow(server.address, Credentials(token="t"), view, patience_s=60))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while len(view.told) < 3:  # noqa: ASYNC110  a test's own look
             await asyncio.sleep(0.01)
     await server.stop(0)
-    await asyncio.wait_for(view.away.wait(), 30)
+    await asyncio.wait_for(view.away.wait(), 120)
     second = FakeController()
     second.script = [step_event(2), step_event(3), end_event(ok=True, message="3 steps done")]
     server = await serve(second, token="t", port=port)

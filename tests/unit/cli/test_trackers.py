@@ -168,7 +168,7 @@ def test_a_tracker_that_hangs_is_left_after_a_while(run_dir: Path, monkeypatch: 
 
     class Hanging(Notebook):
         def begin(self, run: TrackedRun) -> None:
-            release.wait(20)
+            release.wait(120)
 
     monkeypatch.setitem(adapters.TRACKERS, "wandb", Hanging)
     monkeypatch.setattr(sink, "_LAST_WAIT_S", 0.05)
@@ -187,7 +187,7 @@ def test_a_past_run_is_read_no_faster_than_it_is_sent(
 
     class Hanging(Notebook):
         def step(self, step: int, metrics: Mapping[str, float], at: float) -> None:
-            release.wait(30)
+            release.wait(120)
 
     def lines(path: Path) -> Iterator[dict[str, float]]:
         for step in range(50):

@@ -176,7 +176,9 @@ async def test_beyond_loopback_it_wants_tls(
     context.check_hostname = False
 
     def read(path: str) -> int:
-        connection = http.client.HTTPSConnection("127.0.0.1", server.server_port, timeout=30, context=context)
+        connection = http.client.HTTPSConnection(
+            "127.0.0.1", server.server_port, timeout=120, context=context
+        )
         connection.request("GET", path)
         status = connection.getresponse().status
         connection.close()
