@@ -80,7 +80,7 @@ class TrainingRows:
         self, key: TrajectoryId, sample: ScoredSample, chosen: Mapping[TrajectoryId, ScoredSample]
     ) -> None:
         known = self._known.get(key)
-        if known is None or known.header != sample.header:
+        if known is None or known.header is not sample.header:
             raise ConfigError(f"the dataflow trains {key}, which is no sample of this step")
         if key in chosen:
             raise ConfigError(f"the dataflow trains {key} twice; each sample is trained once")
@@ -89,10 +89,11 @@ class TrainingRows:
                 f"the dataflow trains {key}, and samples for {key.purpose!r} are never trained; sample for "
                 "a purpose of another name"
             )
-        numbers = (sample.reward, 0.0 if sample.baseline is None else sample.baseline)
-        if not all(map(math.isfinite, numbers)):
+        baseline = 0.0 if sample.baseline is None else sample.baseline
+        if not (math.isfinite(sample.reward) and math.isfinite(baseline)):
             raise ConfigError(
-                f"the dataflow gives {key} the reward and the baseline {numbers}; give finite ones"
+                f"the dataflow gives {key} the reward {sample.reward} and the baseline {baseline}; give "
+                "finite ones"
             )
 
 
@@ -129,8 +130,7 @@ def _listed(sample: ScoredSample) -> list[Any]:
 
 
 def _sample_row(sample: ScoredSample) -> BatchRow:
-    row = _row(sample.header, None)
-    row = replace(row, greedy_score=sample.baseline, num_greedy_tokens=sample.num_baseline_tokens)
+    row = _row(sample.header, sample.baseline, sample.num_baseline_tokens)
     # A reward of the dataflow's has no parts.
     return replace(row, reward=sample.reward, token_rewards=()) if sample.is_given else row
 
@@ -138,16 +138,22 @@ def _sample_row(sample: ScoredSample) -> BatchRow:
 def rows(batch: Batch) -> tuple[BatchRow, ...]:
     """Returns all samples of a batch as rows, in batch order, with their greedy answers as baselines."""
     greedy = batch.greedy
-    return tuple(_row(header, greedy.get(header.trajectory_id.prompt_id)) for header in batch.samples)
+    return tuple(_against(header, greedy.get(header.trajectory_id.prompt_id)) for header in batch.samples)
 
 
 def group_rows(group: Sequence[ScoredHeader]) -> list[BatchRow]:
     """The rows of a complete prompt group, of which a greedy answer is none."""
     greedy = next((h for h in group if h.trajectory_id.purpose == Purpose.GREEDY), None)
-    return [_row(header, greedy) for header in group if header is not greedy]
+    return [_against(header, greedy) for header in group if header is not greedy]
 
 
-def _row(header: ScoredHeader, greedy: ScoredHeader | None) -> BatchRow:
+def _against(header: ScoredHeader, greedy: ScoredHeader | None) -> BatchRow:
+    if greedy is None:
+        return _row(header, None, 0)
+    return _row(header, greedy.reward or 0.0, greedy.num_sampled_tokens)
+
+
+def _row(header: ScoredHeader, baseline: float | None, num_baseline_tokens: int) -> BatchRow:
     return BatchRow(
         trajectory_id=header.trajectory_id,
         blob_key=header.blob_key,
@@ -156,8 +162,8 @@ def _row(header: ScoredHeader, greedy: ScoredHeader | None) -> BatchRow:
         num_prompt_tokens=header.num_prompt_tokens,
         num_response_tokens=header.num_response_tokens,
         num_sampled_tokens=header.num_sampled_tokens,
-        greedy_score=None if greedy is None else greedy.reward or 0.0,
+        greedy_score=baseline,
         token_rewards=header.token_rewards,
         num_patches=header.num_patches,
-        num_greedy_tokens=0 if greedy is None else greedy.num_sampled_tokens,
+        num_greedy_tokens=num_baseline_tokens,
     )
