@@ -154,6 +154,21 @@ def test_what_has_worked_or_fails_in_another_way_is_started_again(
     run.finish()
 
 
+def test_a_reward_model_is_started_again_whatever_it_says(tmp_path: Path) -> None:
+    """Nobody says whether one has worked; each of two answers may have taken too long for it."""
+    fails, name = FAILS.format(error="'too long'", folder=str(tmp_path)), "reward-model-rm-0"
+    run = Run(tmp_path, "idle", {"reward": WELL, name: fails}, models=[{"name": "rm", "path": "x"}])
+    run.wait_for_state("running")
+    for number in (1, 2):
+        run.wait_for_pids(number, suffix=".ready", folder=tmp_path)
+        pid = run.pids[name]
+        os.kill(pid, signal.SIGUSR1)
+        run.read_until(f"starting {name} again ({number} of at most 2")
+        run.wait_for_another_pid(name, pid)
+    run.process.send_signal(signal.SIGTERM)
+    run.finish()
+
+
 def fail_twice(run: Run, name: str, folder: Path) -> None:
     """Has a service of FAILS fail once it is ready, and its successor, too."""
     run.wait_for_pids(1, suffix=".ready", folder=folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -193,6 +194,25 @@ async def test_an_engine_that_does_not_answer_ends_its_server(monkeypatch: pytes
     with pytest.raises(PeerLostError, match="paceline_join: no answer from the engine") as caught:
         await subject.check_health()
     assert caught.value.peer is LocalPart.ENGINE
+
+
+async def test_an_engine_with_a_stopped_process_ends_its_server() -> None:
+    """The look takes the time of now; what it has seen once is not taken back by a SIGCONT on the way out."""
+    processes, looks, answers = EngineProcesses(), list[float](), iter([None, "77 (VLLM::Worker)"])
+
+    def stopped(now: float) -> str | None:
+        looks.append(now)
+        return next(answers)
+
+    processes.stopped = stopped  # type: ignore[method-assign]
+    subject, before = VllmEngine(FakeLlm([]), processes), time.monotonic()
+    await subject.check_health()
+    for _ in range(2):
+        with pytest.raises(
+            PeerLostError, match=r"process 77 \(VLLM::Worker\) of the inference engine is stopped"
+        ):
+            await subject.check_health()
+    assert before <= looks[0] <= looks[1] <= time.monotonic()
 
 
 async def test_an_engine_whose_loader_is_broken_ends_its_server() -> None:
