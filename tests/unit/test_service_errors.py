@@ -193,13 +193,13 @@ async def test_a_wrong_token_is_refused_before_the_method(raiser: tuple[Raiser, 
 
 
 async def test_a_controller_of_an_earlier_term_gives_no_orders() -> None:
-    servicer, terms = Raiser(), TermFence()
-    server = await start_server(ADD, servicer, credentials=SECRET, terms=terms)
-    terms.note(2)
+    servicer, fence = Raiser(), TermFence()
+    server = await start_server(ADD, servicer, credentials=SECRET, fence=fence)
+    fence.note(2)
     await ask(server)  # no controller
     await ask(server, term=2)
     await ask(server, term=4)
-    assert (servicer.num_calls, terms.highest) == (3, 4)
+    assert (servicer.num_calls, fence.highest) == (3, 4)
     with pytest.raises(ProtocolError, match="term is 3, and this member follows the controller of term 4"):
         await ask(server, term=3)
     channel = channels.connect(server.address, credentials=SECRET, term=3)
@@ -210,7 +210,7 @@ async def test_a_controller_of_an_earlier_term_gives_no_orders() -> None:
     await channel.close()
     assert servicer.num_calls == 3
     with pytest.raises(ProtocolError, match=r"paceline-term must be a whole number, got 'x'"):
-        terms.check([("paceline-term", "x")])
+        fence.check([("paceline-term", "x")])
     await server.stop(0)
 
 
