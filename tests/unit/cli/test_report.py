@@ -24,6 +24,7 @@ from paceline.show import metrics
 from paceline.show.live.table import LiveView
 from paceline.show.live.view import step_line
 from paceline.show.metrics import ShownMetric
+from paceline.show.report import lines as report_lines
 from paceline.show.report.content import RunContent
 from paceline.show.report.firings import fired_rules
 from paceline.show.report.lines import GrowingFile, read_jsonl
@@ -241,6 +242,34 @@ def test_lines_that_come_while_a_long_file_is_read_are_not_lost(tmp_path: Path) 
     assert seen[-2:] == [999, 1000]
 
 
+def test_a_journal_shows_the_same_whatever_portions_it_is_read_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[dict[str, Any]] = [{"event": "run", "step": 0}]
+    for step in range(1, 6):
+        servers = ["rollout-0", "rollout-1"] if step % 2 else ["rollout-1"]
+        events += [{"event": "phase", "step": step}, {"event": "trajectory", "verdict": "admitted"}]
+        events += [{"event": "commit", "version": step, "digest": "d", "servers": servers}]
+        events += [{"event": "member", "member": "rollout-1", "what": "dead", "reason": '"event":"run"'}]
+    events += [{"event": "step", "step": 6}, {"event": "trajectory", "verdict": "duplicate"}]
+    events += [{"event": "commit", "version": 6, "digest": "d", "servers": ["rollout-1"]}]
+    lines = [
+        json.dumps({"n": n, "time": 5.0 + n, **event}, separators=(",", ":"))
+        for n, event in enumerate(events)
+    ]
+    (tmp_path / "events.jsonl").write_text("\n".join(lines) + '\n{"event":"end","ok":tr')
+    shown = RunContent(tmp_path).journal()
+    assert {member["name"]: member["version"] for member in shown["fleet"]} == {
+        "rollout-0": 5,
+        "rollout-1": 6,
+    }
+    assert shown["verdicts"] == {"admitted": 5, "duplicate": 1}
+    deaths = [note for note in shown["notes"] if note["name"] == "member"]
+    assert [note["step"] for note in deaths] == [1, 2, 3, 4, 5]
+    monkeypatch.setattr(report_lines, "_PORTION_BYTES", 1)
+    assert RunContent(tmp_path).journal() == shown
+
+
 def test_a_long_journal_is_not_parsed_line_by_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[dict[str, Any]] = [{"event": "run", "step": 0}]
     for step in range(1, 200):
@@ -253,7 +282,7 @@ def test_a_long_journal_is_not_parsed_line_by_line(tmp_path: Path, monkeypatch: 
     loads = json.loads
     monkeypatch.setattr(json, "loads", lambda line: (parsed.append(line), loads(line))[1])
     shown = RunContent(tmp_path).journal()
-    assert len(parsed) == 3  # run, the last line with a step, lost
+    assert len(parsed) == 2  # run, lost
     assert shown["verdicts"] == {"admitted": 597, "duplicate": 1}
     assert [(note["name"], note["step"]) for note in shown["notes"]] == [("run", 0), ("lost", 199)]
     assert shown["began"] == 5.0

@@ -97,10 +97,10 @@ class RunContent:
                 self._table, generation = StepTable(), self._metrics.generation
             self._table.add([row])
         generation = self._journal.generation
-        for line in self._journal.new_lines():
+        for lines in self._journal.new_portions():
             if self._journal.generation != generation:
                 self._view, generation = JournalView(), self._journal.generation
-            self._view.add(line)
+            self._view.add(lines)
 
 
 def is_run(folder: Path) -> bool:

@@ -14,7 +14,7 @@ from paceline.show.report.firings import QUIET, fired_rules, ranges
 
 Row = Mapping[str, Any]
 
-_ROUTINE = {
+_ROUTINE = (
     "phase",
     "dispatch",
     "commit",
@@ -24,13 +24,15 @@ _ROUTINE = {
     "trained",
     "step",
     "guard_summary",
-}
-_ROUTINE |= {"checkpoint_removed", "epoch"}
+    "checkpoint_removed",
+    "epoch",
+)
 _QUIET_CHANGES = {"registered", "alive"}
 _BAD = {"lost", "rewind", "recollect", "rollback", "group_dropped", "process"}
-_EVENT = re.compile(rb'"event": ?"(\w+)"')
-_VERDICT = re.compile(rb'"verdict": ?"(\w+)"')
-_STEP = b'"step":'
+_NOTED = re.compile(rb'"event": ?"(?!(?:%s)")' % "|".join(_ROUTINE).encode())
+_VERDICT = re.compile(rb'"event": ?"trajectory".*?"verdict": ?"(\w+)"')
+_COMMIT = re.compile(rb'"event": ?"commit".*?"version": ?(\d+).*?"servers": ?(\[.*?\])')
+_STEP = re.compile(rb'"step": ?(\d+)')
 _MAX_NOTES = 3000
 _MAX_FIRINGS = 20_000
 
@@ -70,26 +72,36 @@ class JournalView:
     def __init__(self) -> None:
         self._notes: deque[Note] = deque(maxlen=_MAX_NOTES)
         self._firings: deque[Row] = deque(maxlen=_MAX_FIRINGS)
-        self._verdicts: Counter[str] = Counter()
+        self._verdicts: Counter[bytes] = Counter()
+        self._commits: dict[bytes, bytes] = {}
         self._fleet: dict[str, FleetMember] = {}
         self._step, self._began = 0, 0.0
-        self._last_with_step = b""
         self.end: str | None = None
 
-    def add(self, line: bytes) -> None:
-        """Takes the next line; of most events of a long run, only what is needed is parsed."""
-        match = _EVENT.search(line)
-        name = match[1].decode() if match else ""
-        if name in _ROUTINE and name != "commit" and self._began:
-            if _STEP in line:
-                self._last_with_step = line
-            if name == "trajectory":
-                verdict = _VERDICT.search(line)
-                self._verdicts[verdict[1].decode() if verdict else "None"] += 1
-            return
-        for event in (self._last_with_step, line):
-            self._take(event)
-        self._last_with_step = b""
+    def add(self, lines: bytes) -> None:
+        """Takes the next lines, each with its end; of most events, only what is needed is parsed."""
+        start = 0
+        while start < len(lines) and not self._began:
+            end = lines.index(b"\n", start) + 1
+            self._take(lines[start:end])
+            start = end
+        self._verdicts.update(_VERDICT.findall(lines, start))
+        for commit in _COMMIT.finditer(lines, start):
+            # The newest one of these servers comes last.
+            self._commits.pop(commit[2], None)
+            self._commits[commit[2]] = commit[1]
+        for noted in _NOTED.finditer(lines, start):
+            first, end = lines.rfind(b"\n", 0, noted.start()) + 1, lines.index(b"\n", noted.end()) + 1
+            self._pass(lines, start, first)
+            self._take(lines[first:end])
+            start = end
+        self._pass(lines, start, len(lines))
+
+    def _pass(self, lines: bytes, start: int, end: int) -> None:
+        """Notes the last step that a part of the lines names."""
+        place = lines.rfind(b'"step":', start, end)
+        if place >= 0 and (match := _STEP.match(lines, place)):
+            self._step = int(match[1])
 
     def _take(self, line: bytes) -> None:
         try:
@@ -102,12 +114,12 @@ class JournalView:
         self._began = self._began or _time(event)
         if isinstance(event.get("step"), int):
             self._step = event["step"]
-        if name == "trajectory" and line is not self._last_with_step:
-            self._verdicts[str(event.get("verdict"))] += 1
+        if name == "trajectory":
+            self._verdicts[str(event.get("verdict")).encode()] += 1
         elif name == "member":
             self._member(event)
         elif name == "commit":
-            self._commit(event)
+            self._commit(event.get("servers") or (), event.get("version"))
         elif name == "guard":
             self._guard(event)
         elif name in ("run", "end"):
@@ -118,6 +130,9 @@ class JournalView:
 
     def content(self, ends: Iterable[ProcessEnd]) -> dict[str, Any]:
         """Returns what JSON takes; `ends` are the processes' ends, which are notes, too."""
+        for servers, version in self._commits.items():
+            self._commit(json.loads(servers), int(version))
+        self._commits.clear()
         notes = list(self._notes)
         notes += [
             Note(time=end.time, step=end.step, name="process", text=str(end), level="bad") for end in ends
@@ -126,7 +141,7 @@ class JournalView:
             "began": self._began,
             "notes": [asdict(note) for note in sorted(notes, key=lambda note: note.time)],
             "fleet": [asdict(member) for member in sorted(self._fleet.values(), key=lambda m: m.name)],
-            "verdicts": dict(sorted(self._verdicts.items())),
+            "verdicts": {verdict.decode(): count for verdict, count in sorted(self._verdicts.items())},
             "guard": [
                 {**asdict(rule), "steps": ranges(rule.steps)} for rule in fired_rules(list(self._firings))
             ],
@@ -149,10 +164,10 @@ class JournalView:
             text = " ".join(filter(None, (member_id, what, str(event.get("reason") or ""))))
             self._notes.append(_note(event, "member", self._step, level, text))
 
-    def _commit(self, event: Row) -> None:
-        for server in event.get("servers") or ():
+    def _commit(self, servers: Iterable[object], version: int | None) -> None:
+        for server in servers:
             member = self._fleet.setdefault(str(server), FleetMember(name=str(server)))
-            member.version = event.get("version")
+            member.version = version
 
     def _guard(self, event: Row) -> None:
         self._firings.append(event)

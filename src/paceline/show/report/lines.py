@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 _VALIDATION = b'"val/'
 _NUM_AT_ENDS = 50
+_PORTION_BYTES = 2**20
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
@@ -41,12 +42,6 @@ class GrowingFile:
             at_most: of more lines, this many, evenly apart, likewise of those with validations, and the first
                 and the last ones: parsing every line of a long run takes a minute.
         """
-        for line in self.new_lines(at_most=at_most):
-            if (value := _object(line)) is not None:
-                yield value
-
-    def new_lines(self, *, at_most: int | None = None) -> Iterator[bytes]:
-        """Yields the new lines as bytes."""
         try:
             with self._path.open("rb") as file:
                 self._rewind_if_other(file.fileno())
@@ -54,8 +49,22 @@ class GrowingFile:
                 count, wanted = (None, None) if at_most is None else _thinned(_lines(file, start), at_most)
                 for number, line in enumerate(islice(_lines(file, start), count)):
                     self._offset += len(line)
-                    if wanted is None or number in wanted:
-                        yield line
+                    if (wanted is None or number in wanted) and (value := _object(line)) is not None:
+                        yield value
+        except OSError:
+            return
+
+    def new_portions(self) -> Iterator[bytes]:
+        """Reads as `new` does; yields bytes of many complete lines."""
+        try:
+            with self._path.open("rb") as file:
+                self._rewind_if_other(file.fileno())
+                file.seek(self._offset)
+                while portion := file.read(_PORTION_BYTES) + file.readline():
+                    complete = portion[: portion.rfind(b"\n") + 1]
+                    self._offset += len(complete)
+                    if complete:
+                        yield complete
         except OSError:
             return
 
