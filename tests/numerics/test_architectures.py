@@ -12,8 +12,8 @@ import torch
 
 from paceline.core.errors import ModelError
 from paceline.learner.model import self_test
-from paceline.learner.model.architectures import ARCHITECTURES
 from paceline.learner.model.self_test import check_model
+from paceline.models.facts import ARCHITECTURES
 from paceline.rollout.engines.vllm.scoring import read_rows
 from support.architectures import documented_pushes, table, tiny_config
 from support.source import ROOT

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from paceline.core.errors import WeightSyncError
+from paceline.models.model_shape import ModelShape
 from paceline.rollout.engines.vllm.sampling.draw import SLICE, draw, uniforms
 from paceline.rollout.engines.vllm.sampling.log_probs import LogProbs
 from paceline.rollout.engines.vllm.sampling.places import Places
 from paceline.sizing.memory_plan import EngineMemory
-from paceline.sizing.model_shape import ModelShape
 from support.cli_configs import config
 from support.live_bytes import LiveBytes
 

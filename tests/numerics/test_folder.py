@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.core.errors import ModelError
 from paceline.learner.distributed.ranks import Ranks
-from paceline.learner.model.architectures import ARCHITECTURES, model_class
+from paceline.learner.model.architectures import model_class
 from paceline.learner.model.folder import write_folder, write_from_ranks
 from paceline.learner.model.loading import (
     Precision,
@@ -27,6 +27,7 @@ from paceline.learner.model.loading import (
     stored_tensors,
 )
 from paceline.learner.model.self_test import check_models
+from paceline.models.facts import ARCHITECTURES
 from paceline.storage.weight_files import INDEX
 from paceline.weights import corrections
 from support.architectures import tiny_config

@@ -28,9 +28,9 @@ from paceline.learner.model.architectures import require_text_alone
 from paceline.learner.model.layers import LayerOptions
 from paceline.learner.model.loading import Precision, as_fsdp, load_critic, load_policy, local_rows
 from paceline.learner.model.networks import body_of, vision_tower
+from paceline.models.model_shape import ModelShape, TowerShape
 from paceline.rollout.engines.vllm.weights.checkpoint import learner_shapes
 from paceline.sizing.learner_memory import LearnerMemory
-from paceline.sizing.model_shape import ModelShape, TowerShape
 from support.architectures import tiny_config
 from support.image_ranks import (
     SAMPLES,

@@ -14,7 +14,7 @@ from paceline.learner.batch.pack import pack
 from paceline.learner.batch.types import PackedRow
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.loading import Precision, empty_lm, load_policy
-from paceline.sizing.model_shape import ModelShape
+from paceline.models.model_shape import ModelShape
 from support.architectures import tiny_config
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ranks")]

@@ -136,8 +136,8 @@ def features(model_type: str) -> str:
     """What is special about an architecture, read from its tiny model: what the learner must not miss."""
     import torch
 
-    from paceline.core.images import MODELS_WITH_IMAGES
     from paceline.learner.model.architectures import logit_scale, logit_softcap, model_class
+    from paceline.models.facts import MODELS_WITH_IMAGES
     from paceline.weights.corrections import BUFFER
 
     config = tiny_config(model_type)
@@ -165,7 +165,7 @@ def features(model_type: str) -> str:
 
 def table(pushes: Mapping[str, str]) -> str:
     """The table of docs/models.md; `pushes` says how each kind is pushed into vLLM."""
-    from paceline.learner.model.architectures import ARCHITECTURES
+    from paceline.models.facts import ARCHITECTURES
 
     rows = sorted((name, kind, features(kind), pushes[kind]) for kind, name in ARCHITECTURES.items())
     head = "| family | `model_type` | what its own form has beyond the plain decoder | push |\n"

@@ -88,9 +88,9 @@ def compare(model_type: str) -> dict[str, Any]:
     """How vLLM's model of this kind gets a push, and whether that gives what loading the export gives."""
     import torch
 
+    from paceline.models.model_shape import ModelShape
     from paceline.rollout.engines.vllm.weights.layout import describe_model
     from paceline.rollout.engines.vllm.weights.trace import recall
-    from paceline.sizing.model_shape import ModelShape
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -173,7 +173,7 @@ def main(kinds: list[str]) -> int:
     import torch
 
     torch.accelerator.empty_cache = lambda: None  # vLLM's worker on a CPU does so too
-    from paceline.learner.model.architectures import ARCHITECTURES
+    from paceline.models.facts import ARCHITECTURES
     from paceline.rollout.engines.vllm import worker  # noqa: F401  it makes vLLM's loading traced
 
     outcomes = [compare(kind) for kind in kinds or ARCHITECTURES]

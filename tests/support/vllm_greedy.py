@@ -134,8 +134,7 @@ def main(kinds: list[str]) -> int:
 
     os.environ.update(environment.in_this_process())
     environment.prepare_cpu()
-    from paceline.core.images import MODELS_WITH_IMAGES
-    from paceline.learner.model.architectures import ARCHITECTURES
+    from paceline.models.facts import ARCHITECTURES, MODELS_WITH_IMAGES
 
     num_wrong = 0
     for kind in kinds or [kind for kind in ARCHITECTURES if kind not in MODELS_WITH_IMAGES]:

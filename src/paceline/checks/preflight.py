@@ -18,15 +18,15 @@ from paceline.config.model import ModelConfig
 from paceline.config.policy_losses import CustomLoss
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, DataError, EnvironmentLackError, ModelError
-from paceline.core.images import MODELS_WITH_IMAGES
 from paceline.core.reward_function import check_extra_keys
+from paceline.models.facts import family_of
+from paceline.models.model_shape import ModelShape
 from paceline.service.addresses import split
 from paceline.service.observability.gpu_metrics import gpu_memory
 from paceline.show.trackers.adapters import check_installed
 from paceline.sizing.gpus import share_gpus
 from paceline.sizing.machine import Machine, lacking_library
 from paceline.sizing.memory_plan import MemoryPlan
-from paceline.sizing.model_shape import ModelShape
 from paceline.storage.folder import Folder, is_url
 from paceline.storage.hub import is_named
 from paceline.storage.models import local_model
@@ -231,7 +231,7 @@ def _critic_of_images(config: RunConfig) -> None:
         kind = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")).get("model_type")
     except (OSError, ValueError, AttributeError):
         return  # the self-test says what is wrong with it
-    if kind not in MODELS_WITH_IMAGES:
+    if not family_of(kind).takes_images:
         raise ModelError(
             f"critic.path={folder} ({kind}) takes no images, and data.image_key={config.data.image_key} "
             "gives some: leave it out, so that the critic begins as the policy, or name such a model"

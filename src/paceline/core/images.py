@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from paceline.core.errors import DataError
-
-MODELS_WITH_IMAGES: Final = ("qwen2_5_vl",)
-"""By `model_type` of config.json: a vision tower turns the prompt's images into states of tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

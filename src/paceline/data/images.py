@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from paceline.core.errors import DataError, EnvironmentLackError, ModelError
-from paceline.core.images import MODELS_WITH_IMAGES, LoadedImage
+from paceline.core.images import LoadedImage
 from paceline.data.rows import Row, value_at
+from paceline.models.facts import MODELS_WITH_IMAGES, family_of
 from paceline.wire import DEFAULT_LIMITS, image_of
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class ImageReader:
         path = Path(folder)
         tree = json.loads((path / "config.json").read_text(encoding="utf-8"))
         kind = tree.get("model_type")
-        if "vision_config" not in tree or kind not in MODELS_WITH_IMAGES:
+        if "vision_config" not in tree or not family_of(kind).takes_images:
             what = "has no vision tower" if "vision_config" not in tree else "is not supported with images"
             raise ModelError(
                 f"data.image_key is {config.image_key!r}, and the model in {path} ({kind}) {what}; "

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.config.memory import KEPT_LOGITS_SHARE
 from paceline.config.run import RunConfig
-from paceline.sizing.model_shape import ModelShape
+from paceline.models.model_shape import ModelShape
 
 GIB = 1 << 30
 CONTEXT = 3 * GIB // 2

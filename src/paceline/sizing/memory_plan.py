@@ -12,8 +12,8 @@ from typing import Any
 
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
+from paceline.models.model_shape import ModelShape
 from paceline.sizing.learner_memory import CONTEXT, GIB, LearnerMemory, Parts, has_images, longest_row
-from paceline.sizing.model_shape import ModelShape
 
 ENGINE_ASLEEP = 2 * GIB
 """What an engine that sleeps keeps: its context and its captured graphs."""

@@ -17,6 +17,7 @@ from paceline.config.memory import MemoryConfig
 from paceline.config.model import ModelConfig
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
+from paceline.models.model_shape import ModelShape
 from paceline.service.observability.gpu_metrics import gpu_memory
 from paceline.sizing.colocation import (
     SHARED_MEMORY,
@@ -29,7 +30,6 @@ from paceline.sizing.gpus import gpus_to_share, share_gpus
 from paceline.sizing.machine import Machine
 from paceline.sizing.memory_choice import LEAST, UpdateChoice, choose_update
 from paceline.sizing.memory_plan import MemoryPlan
-from paceline.sizing.model_shape import ModelShape
 from paceline.storage.models import local_model
 
 

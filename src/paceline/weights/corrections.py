@@ -14,6 +14,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from paceline.models.facts import family_of
+
 BUFFER: Final = ".e_score_correction_bias"
 """How a correction's name ends in checkpoints."""
 
@@ -23,17 +25,14 @@ PARTS: Final = ".e_score_correction_parts"
 NUM_PARTS: Final = 3
 """Eight bits each: a float32 number has 24."""
 
-_ROUTING: Final = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-
 
 def missing_keys(config: Mapping[str, Any]) -> dict[str, str]:
     """Keys of config.json by which vLLM knows a model with corrections; transformers does not write them.
 
     Without them vLLM would choose experts by softmax, and without a correction.
     """
-    if config.get("model_type") != "deepseek_v3":
-        return {}
-    return {key: value for key, value in _ROUTING.items() if key not in config}
+    keys = family_of(config.get("model_type")).keys_for_vllm
+    return {key: value for key, value in keys if key not in config}
 
 
 def split(correction: Tensor) -> Tensor:

@@ -9,9 +9,9 @@ import pytest
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
+from paceline.models.model_shape import ModelShape
 from paceline.sizing.learner_memory import GIB, LearnerMemory
 from paceline.sizing.memory_choice import LEAST, choose_update
-from paceline.sizing.model_shape import ModelShape
 
 SEVEN = {
     "model_type": "qwen2",

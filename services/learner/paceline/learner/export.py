@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from paceline.config.load import load
 from paceline.config.run import RunConfig
 from paceline.core.errors import CheckpointError, PacelineError
-from paceline.core.images import MODELS_WITH_IMAGES
 from paceline.learner.checkpoint import files
 from paceline.learner.checkpoint.manifest import UNNAMED_ADAPTERS, Base, Manifest
 from paceline.learner.checkpoint.shards import reader
@@ -31,6 +30,7 @@ from paceline.learner.model.folder import by_layer, write_adapters, write_folder
 from paceline.learner.model.loading import digest_of_frozen, empty_lm, frozen, read_config, stored_tensors
 from paceline.learner.model.lora import merged
 from paceline.learner.train.learner import DTYPES
+from paceline.models.facts import family_of
 from paceline.storage.folder import Folder
 from paceline.storage.models import local_model
 from paceline.storage.places import checkpoints_of
@@ -72,7 +72,7 @@ def export(run_dir: Path, step: int, out: Path, *, dtype: torch.dtype | None = N
             f"the checkpoint's model started from {source}, which is gone; put that folder back for its "
             "config and tokenizer"
         )
-    has_frozen = lora is None and read_config(source).model_type in MODELS_WITH_IMAGES
+    has_frozen = lora is None and family_of(read_config(source).model_type).takes_images
     if has_frozen and source == Path(model.path):
         source = Path(local_model(config.model, "learner").path)
     tokenizer = Path(model.tokenizer_path) if model.tokenizer_path else None

@@ -1,63 +1,20 @@
-"""Which architectures the learner trains right: a table, what it changes in a model, what it refuses and why.
-
-docs/models.md shows the table; a test makes it from a tiny model of each kind.
-"""
+"""What the learner changes in a model, and which models it refuses and why."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from paceline.core.errors import ModelError
-from paceline.core.images import MODELS_WITH_IMAGES
+from paceline.models.facts import ARCHITECTURES, family_of
 
 log = logging.getLogger(__name__)
 
-ARCHITECTURES: Mapping[str, str] = {
-    "arcee": "Arcee",
-    "cohere": "Cohere (Command R)",
-    "cohere2": "Cohere 2 (Command R7B)",
-    "deepseek_v2": "DeepSeek-V2",
-    "deepseek_v3": "DeepSeek-V3",
-    "ernie4_5": "ERNIE 4.5",
-    "exaone4": "EXAONE 4",
-    "gemma": "Gemma",
-    "gemma2": "Gemma 2",
-    "gemma3_text": "Gemma 3, text",
-    "glm": "GLM-4-9B",
-    "glm4": "GLM-4-0414",
-    "granite": "Granite",
-    "helium": "Helium",
-    "hunyuan_v1_dense": "Hunyuan, dense",
-    "llama": "Llama",
-    "ministral3": "Ministral 3",
-    "mistral": "Mistral",
-    "mixtral": "Mixtral",
-    "olmo": "OLMo",
-    "olmo2": "OLMo 2",
-    "olmo3": "OLMo 3",
-    "phi": "Phi-1, Phi-2",
-    "phi3": "Phi-3, Phi-4",
-    "qwen2": "Qwen 2, Qwen 2.5",
-    "qwen2_5_vl": "Qwen 2.5 VL",
-    "qwen2_moe": "Qwen 2 MoE",
-    "qwen3": "Qwen 3",
-    "qwen3_moe": "Qwen 3 MoE",
-    "seed_oss": "Seed-OSS",
-    "smollm3": "SmolLM3",
-    "starcoder2": "StarCoder 2",
-}
-"""Names by `model_type` of config.json."""
-
 _ROPE_BY_LENGTH = ("longrope", "dynamic")
 """Kinds of rotary embedding whose frequencies follow the longest sequence of a forward pass."""
-
-OTHER_WINDOW_IN_VLLM = ("cohere2",)
-"""Kinds whose sliding windows vLLM counts in another way than transformers: a token more."""
 
 
 def require_known(config: Any, *, trust_architecture: bool) -> None:
@@ -81,7 +38,7 @@ def require_text_alone(config: Any) -> None:
     Raises:
         ModelError: with what to do.
     """
-    if config.model_type in MODELS_WITH_IMAGES:
+    if family_of(config.model_type).takes_images:
         raise ModelError(
             f"{config.model_type} takes images, too, and transformers has no reward model of this kind; take "
             "a model of text alone (docs/models.md)"
@@ -90,7 +47,7 @@ def require_text_alone(config: Any) -> None:
 
 def model_class(config: Any) -> Any:
     """The class of transformers that makes a model of this kind: a body with a language-model head."""
-    return AutoModelForImageTextToText if config.model_type in MODELS_WITH_IMAGES else AutoModelForCausalLM
+    return AutoModelForImageTextToText if family_of(config.model_type).takes_images else AutoModelForCausalLM
 
 
 def require_length(config: Any, longest: int) -> None:
@@ -103,7 +60,7 @@ def require_length(config: Any, longest: int) -> None:
         ModelError: with the length that is allowed.
     """
     text = config.get_text_config()
-    if config.model_type in OTHER_WINDOW_IN_VLLM and longest > text.sliding_window:
+    if family_of(config.model_type).has_longer_window_in_vllm and longest > text.sliding_window:
         raise ModelError(
             f"{config.model_type} attends to a window of {text.sliding_window} tokens, which vLLM counts in "
             "another way than transformers, so engine and learner differ in longer rows; lower "
@@ -171,7 +128,7 @@ def logit_scale(config: Any) -> float:
         return float(factor)
     if divisor is None:
         return 1.0
-    return float(divisor) if text.model_type == "hyperclovax" else 1.0 / float(divisor)
+    return float(divisor) if family_of(text.model_type).multiplies_logits else 1.0 / float(divisor)
 
 
 def logit_softcap(config: Any) -> float | None:

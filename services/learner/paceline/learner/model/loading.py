@@ -23,7 +23,6 @@ from transformers import AutoConfig
 
 from paceline.config.model import LoraConfig
 from paceline.core.errors import ModelError
-from paceline.core.images import MODELS_WITH_IMAGES
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model import architectures, attention
 from paceline.learner.model.compiling import take_numbers_as_known
@@ -39,6 +38,7 @@ from paceline.learner.model.networks import (
     hidden_size,
     vision_tower,
 )
+from paceline.models.facts import family_of
 from paceline.storage.weight_files import require_plain_weights, weight_files
 from paceline.weights import corrections
 
@@ -240,7 +240,7 @@ def empty_lm(config: Any) -> Any:
     """
     attention.register()
     implementation: Any = attention.PACKED_ATTENTION
-    if config.model_type in MODELS_WITH_IMAGES:
+    if family_of(config.model_type).takes_images:
         # The tower attends within an image, to what follows, too.
         implementation = {"text_config": implementation, "vision_config": "sdpa"}
     try:

@@ -24,12 +24,12 @@ from torch import Tensor
 
 from paceline.config.run import RunConfig
 from paceline.core.errors import ModelError
-from paceline.core.images import MODELS_WITH_IMAGES
 from paceline.learner.batch.pack import pack
 from paceline.learner.batch.types import PackedRow, PromptImage
 from paceline.learner.model import architectures
 from paceline.learner.model.loading import check_stored, draw_normal, empty_lm, give_storage, read_config
 from paceline.learner.model.networks import PolicyNetwork
+from paceline.models.facts import family_of
 from paceline.weights import corrections
 
 TOLERANCE = 1e-4
@@ -187,13 +187,13 @@ def shrink(config: Any) -> Any:
     text.num_hidden_layers = len(chosen)
     for name, most in _SMALL.items():
         value = getattr(text, name, None)
-        if name == "sliding_window" and config.model_type in architectures.OTHER_WINDOW_IN_VLLM:
+        if name == "sliding_window" and family_of(config.model_type).has_longer_window_in_vllm:
             continue  # no row of a run is longer
         if isinstance(value, int) and value > most:
             setattr(text, name, most)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(text, name, None)
-    if config.model_type in MODELS_WITH_IMAGES:
+    if family_of(config.model_type).takes_images:
         _shrink_tower(small)
     return small
 
@@ -241,7 +241,7 @@ def _reference(lm: Any, config: Any) -> Any:
 
 def _rows(config: Any) -> list[PackedRow]:
     rng, vocab_size = np.random.default_rng(0), config.get_text_config().vocab_size
-    has_images = config.model_type in MODELS_WITH_IMAGES
+    has_images = family_of(config.model_type).takes_images
     if has_images:
         vocab_size = config.video_token_id  # below the ids that stand for images
     rows = [

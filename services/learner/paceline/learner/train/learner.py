@@ -16,7 +16,7 @@ from paceline.config.actor import OptimConfig
 from paceline.config.algorithm import KLControlConfig
 from paceline.config.run import RunConfig
 from paceline.core.guard import Histories
-from paceline.core.images import MODELS_WITH_IMAGES, ImageSpec
+from paceline.core.images import ImageSpec
 from paceline.learner.distributed.catching_up import count_collectives
 from paceline.learner.distributed.collectives import broadcast_bytes
 from paceline.learner.distributed.host_memory import host_mesh
@@ -40,6 +40,7 @@ from paceline.learner.train.losses import loss_function
 from paceline.learner.train.memory import MemoryRoom
 from paceline.learner.train.optimizer import N, Optimizer, Schedule, Trainable
 from paceline.learner.train.shared_prompts import SharedPrompts
+from paceline.models.facts import family_of
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ class Learner:
     def image_spec(self) -> ImageSpec | None:
         """What the policy takes of images; None if it takes text alone."""
         config: Any = self.actor.network.lm.config
-        return ImageSpec.of(config) if config.model_type in MODELS_WITH_IMAGES else None
+        return ImageSpec.of(config) if family_of(config.model_type).takes_images else None
 
     @contextmanager
     def reference_present(self) -> Iterator[None]:

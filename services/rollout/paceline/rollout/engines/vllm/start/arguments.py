@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from paceline.config.run import RunConfig
+from paceline.models.facts import family_of
 from paceline.rollout.engines.vllm.images import vision
 from paceline.rollout.engines.vllm.start import refusals
 from paceline.weights import corrections
@@ -21,8 +22,6 @@ GRAPHS_ALONE: Final[Mapping[str, object]] = {"mode": 0, "cudagraph_mode": "FULL_
 _CPU_PREFILL_TOKENS = 4096
 # vLLM's block of the KV cache on a CPU, in tokens.
 _CPU_BLOCK = 128
-# Models whose layers all keep keys and values of every token.
-_UNIFORM = {"llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}
 # Arguments with which the size of the KV cache is not ours to choose.
 _OTHER_CACHE = {"block_size", "kv_cache_dtype", "kv_cache_memory_bytes", "num_gpu_blocks_override"}
 # Parameters of the layers of a dense model of that depth and width. Measured: 0.5B below, 7B above.
@@ -136,7 +135,8 @@ def _cache_bytes_per_token(tree: Mapping[str, Any]) -> int:
     """Of keys and values in float32; 0 for a model whose layers do not all keep them alike."""
     kinds = set(tree.get("layer_types") or ()) - {"full_attention"}
     has_window = bool(tree.get("sliding_window")) and tree.get("use_sliding_window", True)
-    if kinds or has_window or tree.get("kv_lora_rank") or tree["model_type"] not in _UNIFORM:
+    is_uniform = family_of(tree["model_type"]).has_uniform_cache
+    if kinds or has_window or tree.get("kv_lora_rank") or not is_uniform:
         return 0
     num_heads = int(tree["num_attention_heads"])
     num_kept = int(tree.get("num_key_value_heads") or num_heads)

@@ -8,21 +8,12 @@ from typing import Any
 
 import torch
 
-from paceline.core.images import MODELS_WITH_IMAGES
+from paceline.models.facts import family_of
 from paceline.weights import corrections
 
 logger = logging.getLogger(__name__)
 
 _GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
-
-
-_MIXTRAL = (
-    (".mlp.", ".block_sparse_moe."),
-    (".gate_proj.weight", ".w1.weight"),
-    (".down_proj.weight", ".w2.weight"),
-    (".up_proj.weight", ".w3.weight"),
-)
-"""Mixtral's checkpoints have their own names for blocks and experts."""
 
 
 def learner_shapes(config: Any) -> dict[str, tuple[int, ...]]:
@@ -33,7 +24,7 @@ def learner_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     kind: Any = (
-        AutoModelForImageTextToText if config.model_type in MODELS_WITH_IMAGES else AutoModelForCausalLM
+        AutoModelForImageTextToText if family_of(config.model_type).takes_images else AutoModelForCausalLM
     )
     try:
         with torch.device("meta"):
@@ -53,7 +44,7 @@ def checkpoint_tensors(
     tensors: Iterable[tuple[str, torch.Tensor]], *, model_type: str = ""
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors as a checkpoint has them, one after another; `model_type` as in its config.json."""
-    renamed = _MIXTRAL if model_type == "mixtral" else ()
+    renamed = family_of(model_type).stored_names
     for name, tensor in corrections.as_stored(tensors):
         for stored, part in _split_experts(name, tensor):
             for live, own in renamed:

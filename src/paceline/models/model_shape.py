@@ -6,13 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.core.images import MODELS_WITH_IMAGES
-
-_WITH_BIAS = ("qwen2", "qwen2_moe", "qwen2_5_vl", "qwen2_5_vl_text")
-"""By `model_type`: the projections to queries, keys and values have one"""
-
-_WITH_HEAD_NORMS = ("qwen3", "qwen3_moe")
-"""By `model_type`: queries and keys are normalised, head by head"""
+from paceline.models.facts import family_of
 
 _FLOAT32_STATES = 9
 """Tensors of the states' width that the tower's rotary embedding makes in float32"""
@@ -176,11 +170,12 @@ class ModelShape:
     def of(cls, tree: Mapping[str, Any]) -> ModelShape | None:
         """Reads the shape from config.json; None if it names its sizes otherwise."""
         vision = tree.get("vision_config")
-        if vision and tree.get("model_type") not in MODELS_WITH_IMAGES:
+        if vision and not family_of(tree.get("model_type")).takes_images:
             return None
         is_tied = tree.get("tie_word_embeddings")
         tree = tree.get("text_config", tree)
         is_tied = tree.get("tie_word_embeddings", False) if is_tied is None else is_tied
+        family = family_of(tree.get("model_type"))
         try:
             hidden, heads = int(tree["hidden_size"]), int(tree["num_attention_heads"])
             head_dim = int(tree.get("head_dim") or hidden // heads)
@@ -199,14 +194,14 @@ class ModelShape:
                 kv_width=int(tree.get("num_key_value_heads") or heads) * head_dim,
                 vocab=int(tree["vocab_size"]),
                 tied=bool(is_tied),
-                has_bias=tree.get("model_type") in _WITH_BIAS,
+                has_bias=family.has_projection_bias,
                 num_experts=num_experts,
                 num_chosen=_number(tree, "num_experts_per_tok"),
                 shared=shared,
-                weighs_shared=tree.get("model_type") == "qwen2_moe",
+                weighs_shared=family.weighs_shared_expert,
                 num_dense=_num_dense(tree, num_layers) if num_experts else 0,
                 dense=dense,
-                head_norms=2 * head_dim if tree.get("model_type") in _WITH_HEAD_NORMS else 0,
+                head_norms=2 * head_dim if family.has_head_norms else 0,
                 latent=LatentShape.of(tree) if latent else None,
                 tower=TowerShape.of(vision) if vision else None,
             )

@@ -1,0 +1,106 @@
+"""What is known of each family of models, by `model_type` of config.json; docs/models.md shows the table.
+
+What config.json says itself (experts, windows, softcaps, a tied head) is read from there, not repeated here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+_MIXTRAL_NAMES = (
+    (".mlp.", ".block_sparse_moe."),
+    (".gate_proj.weight", ".w1.weight"),
+    (".down_proj.weight", ".w2.weight"),
+    (".up_proj.weight", ".w3.weight"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFamily:
+    """What learner, engine, sizing and checks know of a family beside its config.json.
+
+    Attributes:
+        name: for people.
+        is_tested: the learner trains it without `model.trust_architecture`.
+        takes_images: a vision tower turns the prompt's images into states of tokens.
+        has_projection_bias: the projections to queries, keys and values have one.
+        has_head_norms: queries and keys are normalised, head by head.
+        weighs_shared_expert: a token has a weight for the MLP that all tokens meet, as for its experts.
+        multiplies_logits: `logits_scaling` is a factor of the logits; elsewhere their divisor.
+        stored_names: pairs of what the names of tensors contain in transformers' model and in checkpoints.
+        keys_for_vllm: keys with values that vLLM needs in config.json and transformers does not write there.
+        has_uniform_cache: in vLLM all layers keep keys and values of every token.
+        has_longer_window_in_vllm: vLLM's sliding windows are a token longer than transformers'.
+    """
+
+    name: str = ""
+    is_tested: bool = True
+    takes_images: bool = False
+    has_projection_bias: bool = False
+    has_head_norms: bool = False
+    weighs_shared_expert: bool = False
+    multiplies_logits: bool = False
+    stored_names: tuple[tuple[str, str], ...] = ()
+    keys_for_vllm: tuple[tuple[str, str], ...] = ()
+    has_uniform_cache: bool = False
+    has_longer_window_in_vllm: bool = False
+
+
+FAMILIES: Final[Mapping[str, ModelFamily]] = {
+    "arcee": ModelFamily(name="Arcee"),
+    "cohere": ModelFamily(name="Cohere (Command R)"),
+    "cohere2": ModelFamily(name="Cohere 2 (Command R7B)", has_longer_window_in_vllm=True),
+    "deepseek_v2": ModelFamily(name="DeepSeek-V2"),
+    "deepseek_v3": ModelFamily(
+        name="DeepSeek-V3", keys_for_vllm=(("topk_method", "noaux_tc"), ("scoring_func", "sigmoid"))
+    ),
+    "ernie4_5": ModelFamily(name="ERNIE 4.5"),
+    "exaone4": ModelFamily(name="EXAONE 4"),
+    "gemma": ModelFamily(name="Gemma"),
+    "gemma2": ModelFamily(name="Gemma 2"),
+    "gemma3_text": ModelFamily(name="Gemma 3, text"),
+    "glm": ModelFamily(name="GLM-4-9B"),
+    "glm4": ModelFamily(name="GLM-4-0414"),
+    "granite": ModelFamily(name="Granite"),
+    "helium": ModelFamily(name="Helium"),
+    "hunyuan_v1_dense": ModelFamily(name="Hunyuan, dense"),
+    "hyperclovax": ModelFamily(name="HyperCLOVA X", is_tested=False, multiplies_logits=True),
+    "llama": ModelFamily(name="Llama", has_uniform_cache=True),
+    "ministral3": ModelFamily(name="Ministral 3"),
+    "mistral": ModelFamily(name="Mistral", has_uniform_cache=True),
+    "mixtral": ModelFamily(name="Mixtral", has_uniform_cache=True, stored_names=_MIXTRAL_NAMES),
+    "olmo": ModelFamily(name="OLMo"),
+    "olmo2": ModelFamily(name="OLMo 2", has_uniform_cache=True),
+    "olmo3": ModelFamily(name="OLMo 3"),
+    "phi": ModelFamily(name="Phi-1, Phi-2"),
+    "phi3": ModelFamily(name="Phi-3, Phi-4", has_uniform_cache=True),
+    "qwen2": ModelFamily(name="Qwen 2, Qwen 2.5", has_projection_bias=True, has_uniform_cache=True),
+    "qwen2_5_vl": ModelFamily(name="Qwen 2.5 VL", has_projection_bias=True, takes_images=True),
+    "qwen2_5_vl_text": ModelFamily(name="Qwen 2.5 VL's decoder", has_projection_bias=True, is_tested=False),
+    "qwen2_moe": ModelFamily(
+        name="Qwen 2 MoE", has_projection_bias=True, has_uniform_cache=True, weighs_shared_expert=True
+    ),
+    "qwen3": ModelFamily(name="Qwen 3", has_head_norms=True, has_uniform_cache=True),
+    "qwen3_moe": ModelFamily(name="Qwen 3 MoE", has_head_norms=True, has_uniform_cache=True),
+    "seed_oss": ModelFamily(name="Seed-OSS"),
+    "smollm3": ModelFamily(name="SmolLM3"),
+    "starcoder2": ModelFamily(name="StarCoder 2"),
+}
+"""By `model_type`"""
+
+ARCHITECTURES: Final[Mapping[str, str]] = {
+    kind: family.name for kind, family in FAMILIES.items() if family.is_tested
+}
+"""Names of the families that the learner is tested with, by `model_type`."""
+
+MODELS_WITH_IMAGES: Final = tuple(kind for kind, family in FAMILIES.items() if family.takes_images)
+"""By `model_type`"""
+
+_UNKNOWN = ModelFamily(is_tested=False)
+
+
+def family_of(model_type: Any) -> ModelFamily:
+    """Returns what is known of the `model_type` of a config.json; an unknown one is the plain decoder."""
+    return FAMILIES.get(str(model_type), _UNKNOWN)
