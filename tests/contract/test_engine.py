@@ -286,7 +286,7 @@ async def test_a_receive_beside_running_requests_is_refused(subject: Subject) ->
             await subject.engine.generate(requests(f"running {number}", LONG, count=64))
 
     running = asyncio.create_task(generate())
-    await asyncio.sleep(0.1)
+    await subject.engine.generate(requests("begun after them"))
     with pytest.raises(WeightSyncError, match="arrived while requests were running"):
         await subject.learner.push(subject.engine, version=7)
     assert not running.done()

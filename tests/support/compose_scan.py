@@ -77,7 +77,7 @@ def gateway(network: str) -> str:
 
 def answers_here(host: str, port: int) -> bool:
     try:
-        socket.create_connection((host, port), timeout=5).close()
+        socket.create_connection((host, port), timeout=60).close()
     except OSError:
         return False
     return True

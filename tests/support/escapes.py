@@ -67,7 +67,7 @@ def set_user_bit():
 
 def run_setuid():
     words = ["/bin/su", "-c", "id -u", "root"]
-    return subprocess.run(words, capture_output=True, stdin=subprocess.DEVNULL, timeout=30).returncode == 0
+    return subprocess.run(words, capture_output=True, stdin=subprocess.DEVNULL, timeout=60).returncode == 0
 
 
 def signal_others():

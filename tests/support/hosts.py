@@ -78,7 +78,7 @@ class Host:
         for process in self.processes.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait(10)
+            process.wait(60)
 
 
 class Network:
@@ -148,5 +148,5 @@ def _add(host: Host, switch: str) -> None:
 
 
 def _ip(*words: str) -> str:
-    done = subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=60)
     return done.stdout

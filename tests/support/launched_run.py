@@ -116,7 +116,7 @@ class Run:
         """Waits until `count` fake services are up."""
         deadline = time.monotonic() + HANG_S
         while len(list((folder or self.pids_dir).glob(f"*{suffix}"))) < count:
-            assert time.monotonic() < deadline, self.process.communicate(timeout=1)
+            assert time.monotonic() < deadline, self.process.communicate(timeout=60)
             assert self.process.poll() is None, self.process.communicate()
             time.sleep(0.02)
 

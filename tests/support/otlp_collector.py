@@ -89,7 +89,7 @@ def collector(*, hangs: bool = False, host: str = "127.0.0.1") -> Iterator[Colle
         yield kept
     finally:
         kept.closing.set()
-        server.stop(0).wait(5)
+        server.stop(0).wait(60)
 
 
 def _value(value: Any) -> Any:

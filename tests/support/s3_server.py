@@ -77,7 +77,7 @@ def s3_server() -> Iterator[S3Server]:
     finally:
         server.shutdown()
         server.server_close()
-        thread.join(30)
+        thread.join(60)
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -164,7 +164,7 @@ class SequencerRun:
         for i in range(2):
             await self.enlist(f"rollout-{i}", MemberKind.ROLLOUT, RolloutState.STALE)
 
-    async def go(self, answer: Answer = score_all, *, timeout_s: float = 50) -> None:
+    async def go(self, answer: Answer = score_all, *, timeout_s: float = 300) -> None:
         answering = asyncio.create_task(
             answer_prompts(self.broker, RUN, self.services, answer, lambda: self.may_answer())
         )

@@ -248,7 +248,10 @@ async def test_a_controller_that_is_away_longer_than_the_dead_is_waited_for(
     running = asyncio.create_task(link.run(lambda: MemberReport(state=RolloutState.SERVING)))
     await heard(fake, 1)
     await server.stop(0)
-    await asyncio.sleep(0.6)
+    async with asyncio.timeout(120):
+        while "is away" not in caplog.text:  # noqa: ASYNC110  a test's own look
+            await asyncio.sleep(0.02)
+    await asyncio.sleep(0.6)  # three times as long as until a silent member counts as dead
     again = await serve(fake, port=server.port)
     await heard(fake, len(fake.heartbeats) + 1)
     assert not running.done()

@@ -238,7 +238,7 @@ async def test_servers_that_slept_get_the_policy_again_where_a_step_is_collected
     tmp_path: Path,
 ) -> None:
     """The broker has lost the trajectories when the learner fetches them; the servers sleep."""
-    async with run(tmp_path, **TURNS, barrier__stall_timeout_s=8.0) as it:
+    async with run(tmp_path, **TURNS, barrier__stall_timeout_s=300.0) as it:
         await it.enlist_all()
         asked = iter([False])
         it.services.has_blob = lambda key: next(asked, True)
@@ -259,7 +259,7 @@ async def test_servers_that_slept_get_the_policy_again_where_a_step_is_collected
 
 async def test_a_server_that_comes_back_asleep_is_woken_before_it_gets_weights(tmp_path: Path) -> None:
     """It is put out in the learner's turn, and registers again when the others sample for step 2."""
-    async with run(tmp_path, **TURNS, barrier__stall_timeout_s=8.0) as it:
+    async with run(tmp_path, **TURNS, barrier__stall_timeout_s=300.0) as it:
         await it.enlist_all()
         train, collector = it.services.learner.train, it.sequencer._collector
         collect, place = collector.collect, 0

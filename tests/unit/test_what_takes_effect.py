@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import pytest
 from paceline.broker import names
 from paceline.broker.base import Outgoing
 from paceline.broker.memory import MemoryBroker, MemoryStore
+from paceline.controller.batch import collect
 from paceline.controller.run.checkpoints import ControllerState
 from paceline.core.errors import DeadlineError, LostDataError, PeerLostError, RewardError
 from paceline.core.guard import Reading
@@ -168,7 +171,7 @@ async def collecting(it: SequencerRun) -> None:
 
 async def test_junk_is_no_progress_of_a_collection(tmp_path: Path) -> None:
     """Samples of a policy that is none arrive all the time; the collection stalls all the same."""
-    async with run(tmp_path, **CALM, barrier__stall_timeout_s=0.4, barrier__collect_timeout_s=30.0) as it:
+    async with run(tmp_path, **CALM, barrier__stall_timeout_s=0.4, barrier__collect_timeout_s=300.0) as it:
         await it.enlist_all()
         it.may_answer = lambda: False
         running = asyncio.create_task(it.go())
@@ -183,7 +186,7 @@ async def test_junk_is_no_progress_of_a_collection(tmp_path: Path) -> None:
 
 
 async def test_a_collection_ends_at_its_deadline(tmp_path: Path) -> None:
-    async with run(tmp_path, **CALM, barrier__stall_timeout_s=60.0, barrier__collect_timeout_s=0.5) as it:
+    async with run(tmp_path, **CALM, barrier__stall_timeout_s=300.0, barrier__collect_timeout_s=0.5) as it:
         await it.enlist_all()
         it.may_answer = lambda: False
         running = asyncio.create_task(it.go())
@@ -192,17 +195,23 @@ async def test_a_collection_ends_at_its_deadline(tmp_path: Path) -> None:
             await running
 
 
-async def test_the_time_in_which_services_are_waited_for_does_not_count(tmp_path: Path) -> None:
+async def test_the_time_in_which_services_are_waited_for_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The servers are gone for longer than a collection may be without progress."""
-    async with run(tmp_path, **CALM, barrier__stall_timeout_s=4.0, trainer__total_steps=1) as it:
+    passed_s = 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s)
+    monkeypatch.setattr(collect, "time", clock)
+    async with run(tmp_path, **CALM, barrier__stall_timeout_s=300.0, trainer__total_steps=1) as it:
         await it.enlist_all()
         answers: list[bool] = []
         it.may_answer = lambda: bool(answers)
         wait = it.wait_for_services
 
         async def absent() -> None:
+            nonlocal passed_s
             if not answers:
-                await asyncio.sleep(6.0)
+                passed_s = 400.0
                 answers.append(True)
             await wait()
 
