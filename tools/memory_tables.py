@@ -9,8 +9,8 @@ from typing import Any
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.models.model_shape import ModelShape
+from paceline.sizing.engine_memory import EngineMemory
 from paceline.sizing.learner_memory import GIB, LearnerMemory
-from paceline.sizing.memory_plan import EngineMemory
 
 _RANKS = (1, 2, 4, 8)
 _ENGINE_GIB = 80

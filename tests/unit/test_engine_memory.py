@@ -11,15 +11,13 @@ import torch
 from paceline.core.members import EnginePart
 from paceline.learner.distributed import engine_memory
 from paceline.learner.distributed.engine_memory import (
-    MARGIN,
-    MEASURED_MARGIN,
-    EngineSize,
     GpuMemory,
     ReleasedMemory,
     release_if_short,
     release_memory,
 )
 from paceline.learner.distributed.ranks import Ranks
+from paceline.sizing.engine_memory import MARGIN, MEASURED_MARGIN, EngineSize
 from support.cli_configs import config
 from support.learner_ranks import alone
 

@@ -10,9 +10,9 @@ from typing import Any, Final
 from paceline.config.run import RunConfig
 from paceline.models.model_shape import ModelShape
 from paceline.service.observability.gpu_metrics import gpu_memory
+from paceline.sizing.engine_memory import EngineMemory, engine_budget
 from paceline.sizing.learner_memory import LearnerMemory
 from paceline.sizing.memory_choice import fits_awake
-from paceline.sizing.memory_plan import EngineMemory, engine_budget
 
 SHARED_MEMORY: Final = 0.4
 """Share of a GPU's memory that an engine may take where a learner rank shares it, and neither sleeps."""

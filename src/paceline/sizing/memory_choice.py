@@ -9,8 +9,8 @@ from typing import Literal
 from paceline.config.memory import MemoryConfig
 from paceline.config.run import RunConfig
 from paceline.models.model_shape import ModelShape
+from paceline.sizing.engine_memory import engine_budget, engine_while_training
 from paceline.sizing.learner_memory import LearnerMemory, longest_row
-from paceline.sizing.memory_plan import engine_budget, engine_while_training
 
 USABLE_SHARE = 0.92
 """Of what is free on a GPU: the plan is an estimate, and torch's allocator leaves gaps."""

@@ -23,7 +23,6 @@ from paceline.learner.checkpoint.write import CheckpointWriter
 from paceline.learner.distributed.collectives import CommandError, attempt, gather_bytes
 from paceline.learner.distributed.command_loop import Arguments, Handler
 from paceline.learner.distributed.engine_memory import (
-    EngineSize,
     GpuMemory,
     ReleasedMemory,
     release_if_short,
@@ -38,6 +37,7 @@ from paceline.learner.train.learner import Learner
 from paceline.learner.train.profiler import StepProfiler
 from paceline.learner.train.step import train_step
 from paceline.learner.train.work_ahead import work_ahead
+from paceline.sizing.engine_memory import EngineSize
 from paceline.weights.plan.spec import WeightGroupSpec
 from paceline.weights.receipt import PushReceipt
 from paceline.wire.training import decode_chunk, decode_order

@@ -6,20 +6,15 @@ Giving memory back takes tenths of a second, and so does taking it again in the 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from paceline.config.run import RunConfig
 from paceline.core.members import EnginePart
 from paceline.learner.distributed.collectives import gather_bytes
 from paceline.learner.distributed.ranks import Ranks
-
-MARGIN = 3 << 30
-"""Bytes beside weights and KV cache: the engine's activations, and what its libraries allocate."""
-MEASURED_MARGIN = 512 << 20
-"""Bytes beside what an engine was seen to take."""
+from paceline.sizing.engine_memory import MARGIN, EngineSize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,39 +23,6 @@ class ReleasedMemory:
 
     freed_bytes: int
     has_room: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineSize:
-    """Bytes that an engine takes on one GPU when it wakes; the margin comes with either part."""
-
-    weights: int
-    kv_cache: int
-    margin: int = MARGIN
-
-    @classmethod
-    def of(
-        cls, config: RunConfig, num_parameters: int, gpu_bytes: int, measured_bytes: int = 0
-    ) -> EngineSize:
-        """Returns the size of a run's engines, on GPUs of this size.
-
-        `measured_bytes` are what an engine was seen to take; 0 if none was.
-        """
-        rollout, width = config.rollout, 2 if config.model.dtype == "bfloat16" else 4
-        weights = num_parameters * width // rollout.tensor_model_parallel_size
-        if measured_bytes:
-            # Activations come with the cache: nothing is computed before it is there.
-            return cls(weights=weights, kv_cache=max(0, measured_bytes - weights), margin=MEASURED_MARGIN)
-        cache = rollout.engine_kwargs.get("kv_cache_memory_bytes")
-        return cls(
-            weights=weights,
-            kv_cache=cache if isinstance(cache, int) else int(rollout.gpu_memory_utilization * gpu_bytes),
-        )
-
-    def bytes_of(self, parts: Collection[EnginePart]) -> int:
-        """Returns the bytes of some parts, with a margin."""
-        weights = self.weights if EnginePart.WEIGHTS in parts else 0
-        return weights + (self.kv_cache if EnginePart.KV_CACHE in parts else 0) + self.margin
 
 
 class GpuMemory:
