@@ -66,7 +66,7 @@ print("OUTCOME", json.dumps([outcome.ok, outcome.exit_code, outcome.message]), f
 # As ssh: nothing of this environment gets to the other side but the way to Python and its packages.
 SSH = (
     "env", "-i", f"PATH={os.environ['PATH']}", f"PYTHONPATH={os.environ.get('PYTHONPATH', '')}",
-    sys.executable, "-m", "paceline.cli.launch.remote",
+    sys.executable, "-m", "paceline.launch.remote",
 )  # fmt: skip
 MARK = "import os, pathlib; pathlib.Path({folder!r}, f'{{os.getpid()}}.pid').touch();"
 WELL = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); signal.pause()"

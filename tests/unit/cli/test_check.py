@@ -41,14 +41,15 @@ def test_check_names_every_fault_once(project: Path, capsys: pytest.CaptureFixtu
     assert lines[6].startswith("FAULT reward functions: there is no built-in reward function 'exact_macth'")
     assert lines[7] == "ok    episodes: none"
     assert lines[8] == "ok    policy loss: ppo_clip"
-    assert lines[9] == "ok    engine: vllm"
-    assert lines[10].startswith("ok    devices: CPU, ")
-    assert lines[11] == "ok    reward models: none"
-    assert lines[12] == "ok    reward services: none"
-    assert lines[13] == "ok    environment: none"
-    assert lines[14] == "ok    memory: CPU, nothing to plan"
-    assert lines[15] == "ok    trackers: none"
-    assert lines[16] == "ok    engine's log-probs: the line of the engine"
+    assert lines[9] == "ok    dataflow: built-in"
+    assert lines[10] == "ok    engine: vllm"
+    assert lines[11].startswith("ok    devices: CPU, ")
+    assert lines[12] == "ok    reward models: none"
+    assert lines[13] == "ok    reward services: none"
+    assert lines[14] == "ok    environment: none"
+    assert lines[15] == "ok    memory: CPU, nothing to plan"
+    assert lines[16] == "ok    trackers: none"
+    assert lines[17] == "ok    engine's log-probs: the line of the engine"
     assert lines[-1] == "3 fault(s); nothing was started"
 
 
