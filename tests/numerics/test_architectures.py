@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import PretrainedConfig
 
 from paceline.core.errors import ModelError
 from paceline.learner.model import self_test
+from paceline.learner.model.architectures import logit_scale
 from paceline.learner.model.self_test import check_model
 from paceline.models.facts import ARCHITECTURES
 from paceline.rollout.engines.vllm.scoring import read_rows
@@ -63,6 +65,13 @@ def test_rows_beyond_a_window_that_vllm_counts_otherwise_are_refused(tmp_path: P
         check(tmp_path, config, longest=21)
     assert self_test.shrink(config).sliding_window == 20  # so the engine is compared within it, too
     assert self_test.shrink(tiny_config("mistral", sliding_window=20)).sliding_window == 8
+
+
+@pytest.mark.parametrize(("model_type", "scale"), [("granite", 0.25), ("hyperclovax", 4.0)])
+def test_a_scaling_of_logits_divides_them_unless_the_family_multiplies(model_type: str, scale: float) -> None:
+    config = PretrainedConfig(logits_scaling=4.0)
+    config.model_type = model_type
+    assert logit_scale(config) == scale
 
 
 @pytest.mark.parametrize(
