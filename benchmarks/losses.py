@@ -28,7 +28,7 @@ from rich.table import Table
 from torch import Tensor
 
 from paceline.algorithms.aggregation import aggregate
-from paceline.algorithms.policy_losses import ppo_clip
+from paceline.algorithms.policy_losses import LossInputs, ppo_clip
 from paceline.learner.logits.log_probs import chunked_log_probs, token_log_probs
 
 ENTROPY_COEFF = 0.01
@@ -148,8 +148,13 @@ def update(form: Form, batch: Batch) -> None:
     log_probs, entropy = form(batch.hidden, batch.head, batch.targets, True)
     assert entropy is not None
     mask = torch.ones_like(batch.targets, dtype=torch.bool).unsqueeze(0)
-    row = [x.unsqueeze(0) for x in (log_probs, batch.old_log_probs, batch.advantages)]
-    loss, _ = ppo_clip(*row, mask, 0.2, 0.28)
+    inputs = LossInputs(
+        log_probs=log_probs.unsqueeze(0),
+        old_log_probs=batch.old_log_probs.unsqueeze(0),
+        advantages=batch.advantages.unsqueeze(0),
+        mask=mask,
+    )
+    loss, _ = ppo_clip(inputs, 0.2, 0.28)
     total = aggregate(loss, mask, "token-mean") - ENTROPY_COEFF * aggregate(
         entropy.unsqueeze(0), mask, "token-mean"
     )

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from paceline.algorithms import advantages
+from paceline.algorithms.rows import SampleRows
+from paceline.algorithms.statistics import masked_whiten
 from paceline.core.errors import ConfigError, NumericsError
 
 pytestmark = pytest.mark.torch
@@ -19,6 +21,23 @@ MASK = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [1, 0, 1], [1, 1, 1], [1, 
 ROOT_HALF = 1 / math.sqrt(2)
 
 
+def of_groups(estimator, scores, mask, group_ids, **options):
+    rows = SampleRows(scores=scores, token_rewards=torch.zeros(mask.shape), mask=mask, group_ids=group_ids)
+    return estimator(rows, **options).advantages
+
+
+def of_tokens(estimator, token_rewards, mask, *, values=None, greedy_scores=None, **options):
+    rows = SampleRows(
+        scores=token_rewards.sum(-1),
+        token_rewards=token_rewards,
+        mask=mask,
+        group_ids=torch.arange(len(mask)),
+        values=values,
+        greedy_scores=greedy_scores,
+    )
+    return estimator(rows, **options)
+
+
 def per_sequence(result: torch.Tensor) -> list[float]:
     """The one advantage of each sequence, after a look that it is on its tokens and nowhere else."""
     assert torch.equal(result != 0, (result[:, :1] != 0) & MASK.bool())
@@ -26,7 +45,7 @@ def per_sequence(result: torch.Tensor) -> list[float]:
 
 
 def test_gae_of_three_tokens():
-    result, returns = advantages.gae(
+    result, returns = advantages.generalized_advantages(
         torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[0.1, 0.2, 0.3]]), torch.ones(1, 3), gamma=1.0, lam=0.5
     )
     assert result.tolist()[0] == pytest.approx([0.325, 0.45, 0.7])
@@ -36,7 +55,9 @@ def test_gae_of_three_tokens():
 def test_gae_steps_over_a_hole_and_over_padding():
     rewards = torch.tensor([[0.5, NAN, 1.0, NAN]])
     values = torch.tensor([[0.2, NAN, 0.4, NAN]])
-    result, returns = advantages.gae(rewards, values, torch.tensor([[1, 0, 1, 0]]), gamma=0.9, lam=0.5)
+    result, returns = advantages.generalized_advantages(
+        rewards, values, torch.tensor([[1, 0, 1, 0]]), gamma=0.9, lam=0.5
+    )
     assert result.tolist()[0] == pytest.approx([0.93, 0.6, 0.6, 0.0])  # under the mask: carried through
     assert returns[0, [0, 2]].tolist() == pytest.approx([1.13, 1.0])
 
@@ -44,7 +65,7 @@ def test_gae_steps_over_a_hole_and_over_padding():
 @pytest.mark.parametrize("lam", [0.0, 1.0])
 def test_gae_at_the_ends_of_lambda(lam):
     rewards, values = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.5, 0.25]])
-    result, returns = advantages.gae(rewards, values, torch.ones(1, 2), gamma=0.5, lam=lam)
+    result, returns = advantages.generalized_advantages(rewards, values, torch.ones(1, 2), gamma=0.5, lam=lam)
     monte_carlo, one_step = [1.5, 1.75], [1 + 0.125 - 0.5, 1.75]
     assert result.tolist()[0] == pytest.approx(monte_carlo if lam else one_step)
     assert torch.equal(returns, result + values)
@@ -52,9 +73,11 @@ def test_gae_at_the_ends_of_lambda(lam):
 
 def test_gae_takes_a_lambda_for_each_sequence():
     rewards, values = torch.randn(2, 4), torch.randn(2, 4)
-    both, _ = advantages.gae(rewards, values, torch.ones(2, 4), 0.9, torch.tensor([0.3, 0.8]))
+    both, _ = advantages.generalized_advantages(
+        rewards, values, torch.ones(2, 4), 0.9, torch.tensor([0.3, 0.8])
+    )
     for row, lam in enumerate((0.3, 0.8)):
-        alone, _ = advantages.gae(rewards, values, torch.ones(2, 4), 0.9, lam)
+        alone, _ = advantages.generalized_advantages(rewards, values, torch.ones(2, 4), 0.9, lam)
         torch.testing.assert_close(both[row], alone[row])
 
 
@@ -69,48 +92,50 @@ def test_vapo_uses_one_lambda_for_the_policy_and_one_for_the_critic():
     torch.manual_seed(0)
     rewards, values, mask = torch.randn(2, 50), torch.randn(2, 50), torch.ones(2, 50)
     mask[1, 40:] = 0
-    result, returns = advantages.vapo(rewards, values, mask, 1.0)
+    result, returns = of_tokens(advantages.vapo, rewards, mask, gamma=1.0, values=values)
     adaptive = torch.tensor([1 - 1 / 2.5, 1 - 1 / 2.0])
-    torch.testing.assert_close(result, advantages.gae(rewards, values, mask, 1.0, adaptive)[0])
-    torch.testing.assert_close(returns, advantages.gae(rewards, values, mask, 1.0, 1.0)[1])
-    fixed, _ = advantages.vapo(rewards, values, mask, 1.0, lam_policy=0.95)
-    torch.testing.assert_close(fixed, advantages.gae(rewards, values, mask, 1.0, 0.95)[0])
+    raw, _ = advantages.generalized_advantages(rewards, values, mask, 1.0, adaptive)
+    torch.testing.assert_close(result, masked_whiten(raw, mask) * mask)
+    torch.testing.assert_close(returns, advantages.generalized_advantages(rewards, values, mask, 1.0, 1.0)[1])
+    fixed, _ = of_tokens(advantages.vapo, rewards, mask, gamma=1.0, values=values, lam_policy=0.95)
+    raw, _ = advantages.generalized_advantages(rewards, values, mask, 1.0, 0.95)
+    torch.testing.assert_close(fixed, masked_whiten(raw, mask) * mask)
 
 
 def test_grpo():
-    result = per_sequence(advantages.grpo(SCORES, MASK, GROUPS))
+    result = per_sequence(of_groups(advantages.grpo, SCORES, MASK, GROUPS))
     assert result == pytest.approx([-ROOT_HALF, ROOT_HALF, -1.0, 0.0, 1.0, 7.0], abs=1e-5)
 
 
 def test_dr_grpo_leaves_out_the_division():
-    result = per_sequence(advantages.grpo(SCORES, MASK, GROUPS, normalize_by_std=False))
+    result = per_sequence(of_groups(advantages.grpo, SCORES, MASK, GROUPS, normalize_by_std=False))
     assert result == pytest.approx([-1.0, 1.0, -1.0, 0.0, 1.0, 7.0])
 
 
 def test_rloo():
-    result = per_sequence(advantages.rloo(SCORES, MASK, GROUPS))
+    result = per_sequence(of_groups(advantages.rloo, SCORES, MASK, GROUPS))
     assert result == pytest.approx([-2.0, 2.0, -1.5, 0.0, 1.5, 7.0])
 
 
 def test_opo_weighs_the_baseline_by_length():
     # lengths 3, 1 | 2, 2, 3 | 1: baselines (3 + 3) / 4 and (0 + 2 + 6) / 7
-    result = per_sequence(advantages.opo(SCORES, MASK, GROUPS))
+    result = per_sequence(of_groups(advantages.opo, SCORES, MASK, GROUPS))
     assert result == pytest.approx([-0.5, 1.5, -8 / 7, -1 / 7, 6 / 7, 7.0])
 
 
 def test_gpg_scales_by_the_share_of_scores_that_say_something():
-    result = per_sequence(advantages.gpg(SCORES, MASK, GROUPS))
+    result = per_sequence(of_groups(advantages.gpg, SCORES, MASK, GROUPS))
     assert result == pytest.approx([x * 6 / 5 for x in (-1.0, 1.0, -1.0, 0.0, 1.0, 7.0)])
-    assert advantages.gpg(torch.zeros(6), MASK, GROUPS).abs().sum() == 0
+    assert of_groups(advantages.gpg, torch.zeros(6), MASK, GROUPS).abs().sum() == 0
 
 
 def test_pass_at_k_rewards_the_best_alone():
     scores, groups = SCORES[:5], GROUPS[:5]
-    result = advantages.pass_at_k(scores, MASK[:5], groups)
+    result = of_groups(advantages.pass_at_k, scores, MASK[:5], groups)
     assert result[:, 0].tolist() == pytest.approx([0.0, 2 / math.sqrt(2), 0.0, 0.0, 1.0], abs=1e-5)
     assert result[4].tolist() == pytest.approx([1.0, 1.0, 1.0], abs=1e-5)
     with pytest.raises(NumericsError, match=r"a group has one sample; set rollout\.n to 2 or more"):
-        advantages.pass_at_k(SCORES, MASK, GROUPS)
+        of_groups(advantages.pass_at_k, SCORES, MASK, GROUPS)
 
 
 def test_reinforce_plus_plus_discounts_tokens_and_not_holes():
@@ -118,7 +143,7 @@ def test_reinforce_plus_plus_discounts_tokens_and_not_holes():
     mask = torch.tensor([[1, 0, 1, 0], [1, 1, 1, 1]])
     to_go = advantages.return_to_go(rewards, mask, 0.5)
     assert to_go[mask.bool()].tolist() == pytest.approx([0.5, 1.0, 0.5, 1.0, 2.0, 0.0])
-    result = advantages.reinforce_plus_plus(rewards, mask, 0.5)
+    result = of_tokens(advantages.reinforce_plus_plus, rewards, mask, gamma=0.5).advantages
     mean, std = 5 / 6, math.sqrt((0.25 + 1 + 0.25 + 1 + 4 - 25 / 6) / 5)
     expected = [(x - mean) / std for x in (0.5, 1.0, 0.5, 1.0, 2.0, 0.0)]
     assert result[mask.bool()].tolist() == pytest.approx(expected)
@@ -129,14 +154,14 @@ def test_reinforce_plus_plus_baseline_whitens_over_tokens():
     scores, groups = torch.tensor([1.0, 3.0]), torch.tensor([0, 0])
     mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
     # -1 on three tokens and 1 on one: mean -1/2, unbiased variance 1
-    result = advantages.reinforce_plus_plus_baseline(scores, mask, groups)
+    result = of_groups(advantages.reinforce_plus_plus_baseline, scores, mask, groups)
     torch.testing.assert_close(result, torch.tensor([[-0.5, -0.5, -0.5], [1.5, 0.0, 0.0]]))
 
 
 def test_remax_takes_the_greedy_score_off_every_token():
     rewards = torch.tensor([[-0.1, NAN, 1.0], [0.0, 0.5, 0.0]])
     mask = torch.tensor([[1, 0, 1], [1, 1, 0]])
-    result = advantages.remax(rewards, mask, torch.tensor([0.25, 1.0]))
+    result = of_tokens(advantages.remax, rewards, mask, greedy_scores=torch.tensor([0.25, 1.0])).advantages
     torch.testing.assert_close(result, torch.tensor([[0.65, 0.0, 0.75], [-0.5, -0.5, 0.0]]))
 
 
@@ -146,46 +171,49 @@ def test_groups_with_equal_scores_give_exactly_nothing(name):
     # advantage.
     scores, groups = torch.full((7,), 0.1), torch.tensor([0, 0, 0, 1, 1, 1, 1])
     mask = torch.tensor([[1, 1]] * 3 + [[1, 0]] * 4)
-    assert getattr(advantages, name)(scores, mask, groups).tolist() == [[0.0, 0.0]] * 7
+    assert of_groups(getattr(advantages, name), scores, mask, groups).tolist() == [[0.0, 0.0]] * 7
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg", "pass_at_k", "reinforce_plus_plus_baseline"])
 def test_nothing_to_estimate_is_an_error_that_says_so(name):
     estimator = getattr(advantages, name)
     with pytest.raises(NumericsError, match="all tokens are masked"):
-        estimator(SCORES[:5], torch.zeros(5, 3), GROUPS[:5])
+        of_groups(estimator, SCORES[:5], torch.zeros(5, 3), GROUPS[:5])
     with pytest.raises(NumericsError, match="the batch is empty"):
-        estimator(torch.zeros(0), torch.zeros(0, 3), torch.zeros(0, dtype=torch.long))
+        of_groups(estimator, torch.zeros(0), torch.zeros(0, 3), torch.zeros(0, dtype=torch.long))
     with pytest.raises(NumericsError, match=r"group_ids must be a vector of integers"):
-        estimator(SCORES[:5], MASK[:5], GROUPS[:5].float())
+        of_groups(estimator, SCORES[:5], MASK[:5], GROUPS[:5].float())
     with pytest.raises(NumericsError, match=r"scores must have shape \(6,\)"):
-        estimator(SCORES[:5], MASK, GROUPS)
+        of_groups(estimator, SCORES[:5], MASK, GROUPS)
 
 
 def test_one_sequence_of_one_token():
     ones = torch.ones(1, 1)
-    assert advantages.grpo(torch.tensor([2.0]), ones, torch.tensor([0])).item() == pytest.approx(
+    assert of_groups(advantages.grpo, torch.tensor([2.0]), ones, torch.tensor([0])).item() == pytest.approx(
         2.0, rel=1e-5
     )
-    assert advantages.rloo(torch.tensor([2.0]), ones, torch.tensor([0])).item() == 2.0
-    assert advantages.opo(torch.tensor([2.0]), ones, torch.tensor([0])).item() == 2.0
-    assert [x.item() for x in advantages.gae(2 * ones, 0.5 * ones, ones, 0.9, 0.9)] == [1.5, 2.0]
+    assert of_groups(advantages.rloo, torch.tensor([2.0]), ones, torch.tensor([0])).item() == 2.0
+    assert of_groups(advantages.opo, torch.tensor([2.0]), ones, torch.tensor([0])).item() == 2.0
+    assert [x.item() for x in advantages.generalized_advantages(2 * ones, 0.5 * ones, ones, 0.9, 0.9)] == [
+        1.5,
+        2.0,
+    ]
     with pytest.raises(NumericsError, match="one token is unmasked"):
-        advantages.reinforce_plus_plus(ones, ones, 1.0)
+        of_tokens(advantages.reinforce_plus_plus, ones, ones, gamma=1.0)
 
 
 def test_options_out_of_range():
     ones = torch.ones(1, 1)
     with pytest.raises(ConfigError, match=r"gamma is 1\.1"):
-        advantages.gae(ones, ones, ones, 1.1, 0.9)
+        advantages.generalized_advantages(ones, ones, ones, 1.1, 0.9)
     with pytest.raises(ConfigError, match=r"lam is -0\.1"):
-        advantages.gae(ones, ones, ones, 1.0, -0.1)
+        advantages.generalized_advantages(ones, ones, ones, 1.0, -0.1)
     with pytest.raises(NumericsError, match="T at least 1"):
         advantages.return_to_go(torch.ones(2, 0), torch.ones(2, 0), 1.0)
 
 
 def test_advantages_carry_no_gradient():
     values = torch.ones(1, 2, requires_grad=True)
-    result, returns = advantages.gae(torch.ones(1, 2), values, torch.ones(1, 2), 1.0, 1.0)
+    result, returns = advantages.generalized_advantages(torch.ones(1, 2), values, torch.ones(1, 2), 1.0, 1.0)
     assert not result.requires_grad
     assert not returns.requires_grad

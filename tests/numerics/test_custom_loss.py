@@ -1,4 +1,4 @@
-"""A policy loss of the user's own: through the learner's step, and the errors of one that cannot train."""
+"""A loss, an estimator or an algorithm of the user's own: through the learner's step, and the errors."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from paceline.algorithms.policy_losses import custom
+from paceline.algorithms.policy_losses import LossInputs
 from paceline.core.errors import ConfigError
 from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.train.algorithm import algorithm_of, try_algorithm
 from paceline.learner.train.learner import Learner
 from support.learner_fakes import run_config
 from support.learner_scenarios import numbers, take_step
@@ -25,7 +27,7 @@ from paceline.algorithms.statistics import masked_mean
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "add-an-algorithm.md"
 SAME_AS_PPO_CLIP = """
 def same(inputs: LossInputs, clip: float) -> LossOutputs:
-    return ppo_clip(inputs.log_probs, inputs.old_log_probs, inputs.advantages, inputs.mask, clip, clip, 3.0)
+    return ppo_clip(inputs, clip, clip, 3.0)
 """
 READS_EVERYTHING = """
 def reads(inputs: LossInputs) -> LossOutputs:
@@ -46,6 +48,11 @@ def write(folder: Path, text: str) -> Path:
     file = folder / "my_loss.py"
     file.write_text(HEAD + text)
     return file
+
+
+def try_own(path: str, options: dict[str, float]) -> None:
+    loss = {"type": "custom", "path": path, "options": options}
+    try_algorithm(run_config(Path("m"), algorithm=GROUPS, actor={"policy_loss": loss}))
 
 
 def two_steps(model: Path, ranks: Ranks, **actor: Any) -> list[dict[str, float]]:
@@ -82,7 +89,7 @@ def test_its_own_metrics_and_what_it_may_read_reach_the_step(
 
 def test_the_pages_loss_trains(tmp_path: Path, model: Path, ranks: Ranks) -> None:
     page = PAGE.read_text(encoding="utf-8")
-    code = page.split("```python\n")[1].split("```")[0]
+    code = next(part for part in page.split("```python\n") if "def my_loss(" in part).split("```")[0]
     (tmp_path / "my_page_loss.py").write_text(code)
     loss = {"type": "custom", "path": f"{tmp_path}/my_page_loss.py:my_loss", "options": {"beta": 0.5}}
     metrics = two_steps(model, ranks, policy_loss=loss)[1]
@@ -137,7 +144,7 @@ def test_the_pages_loss_trains(tmp_path: Path, model: Path, ranks: Ranks) -> Non
 def test_a_loss_that_cannot_be_trained_with_is_one_sentence(tmp_path: Path, body: str, said: str) -> None:
     path = f"{write(tmp_path, body)}:my_loss"
     with pytest.raises(ConfigError, match=said) as caught:
-        custom.load(path, {}, with_reference=False)
+        try_own(path, {})
     assert "\n" not in str(caught.value)
     assert str(caught.value).startswith(f"policy loss {path!r}")
 
@@ -145,7 +152,7 @@ def test_a_loss_that_cannot_be_trained_with_is_one_sentence(tmp_path: Path, body
 def test_an_unknown_option_is_named(tmp_path: Path) -> None:
     path = f"{write(tmp_path, SAME_AS_PPO_CLIP)}:same"
     with pytest.raises(ConfigError, match="unexpected keyword argument 'clipp'"):
-        custom.load(path, {"clipp": 0.1}, with_reference=False)
+        try_own(path, {"clipp": 0.1})
 
 
 def test_names_of_metrics_that_change_from_call_to_call(tmp_path: Path, model: Path, ranks: Ranks) -> None:
@@ -153,3 +160,156 @@ def test_names_of_metrics_that_change_from_call_to_call(tmp_path: Path, model: P
     path = f"{write(tmp_path, body)}:my_loss"
     with pytest.raises(ConfigError, match="return the same names at every call"):
         two_steps(model, ranks, policy_loss={"type": "custom", "path": path})
+
+
+ALGORITHMS = """
+import torch
+from paceline.algorithms import advantages
+from paceline.algorithms.algorithm import Algorithm
+from paceline.algorithms.policy_losses import LossInputs, LossOutputs, ppo_clip
+from paceline.algorithms.rows import Estimates, SampleRows
+
+def grouped(rows, eps=1e-6):
+    return advantages.grpo(rows, eps=eps)
+
+class Same(Algorithm):
+    scalable = ("clip",)
+    def advantages(self, rows):
+        return advantages.grpo(rows)
+    def loss(self, inputs):
+        return ppo_clip(inputs, self.options["clip"], self.options["clip"], 3.0)
+
+class Gap(Algorithm):
+    def advantages(self, rows):
+        assert sorted(rows.log_probs) == ["old", "rollout"]
+        return Estimates(rows.log_probs["old"] - rows.log_probs["rollout"])
+"""
+
+
+def own(folder: Path, name: str, **keys: Any) -> dict[str, Any]:
+    file = folder / "my_algorithms.py"
+    file.write_text(ALGORITHMS)
+    path = f"{file}:{name}"
+    return {
+        **GROUPS,
+        **({"type": "custom", "path": path} if name[0].isupper() else {"adv_estimator": path}),
+        **keys,
+    }
+
+
+def steps_of(model: Path, ranks: Ranks, algorithm: dict[str, Any], **actor: Any) -> list[dict[str, float]]:
+    learner = Learner.build(run_config(model, algorithm=algorithm, actor=actor), ranks)
+    return [numbers(take_step(learner, step)) for step in (1, 2)]
+
+
+def test_an_own_estimator_and_algorithm_equal_to_the_built_in_ones_give_their_numbers_to_the_bit(
+    tmp_path: Path, model: Path, ranks: Ranks
+) -> None:
+    actor = {"clip_ratio": 0.01, "ppo_epochs": 2}
+    built_in = without_audit(steps_of(model, ranks, GROUPS, **actor))
+    assert built_in[1]["actor/pg_clipfrac"] > 0
+    assert without_audit(steps_of(model, ranks, own(tmp_path, "grouped"), **actor)) == built_in
+    same = own(tmp_path, "Same", options={"clip": 0.01})
+    assert without_audit(steps_of(model, ranks, same, ppo_epochs=2)) == built_in
+
+
+def without_audit(steps: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Without the numbers of a first mini-batch that was scored, which an own estimator has in every step."""
+    return [
+        {name: value for name, value in step.items() if not name.startswith("actor/first_")} for step in steps
+    ]
+
+
+def test_an_algorithm_reads_the_log_probs_by_name(tmp_path: Path, model: Path, ranks: Ranks) -> None:
+    metrics = steps_of(model, ranks, own(tmp_path, "Gap"))[0]
+    # The sampled log-probs of the made-up batch are far from the learner's.
+    assert abs(metrics["critic/advantages/mean"]) > 0.1
+    assert metrics["actor/grad_norm"] > 0
+
+
+def test_the_guard_scales_what_is_declared_and_nothing_else(tmp_path: Path) -> None:
+    config = run_config(Path("m"), algorithm=own(tmp_path, "Same", options={"clip": 0.2}))
+    ones = torch.ones(1, 2)
+    inputs = LossInputs(log_probs=ones * 0.15, old_log_probs=0 * ones, advantages=ones, mask=ones.bool())
+    clipped = [
+        float(algorithm_of(config, clip_scale=scale).loss(inputs).metrics["pg_clipfrac"])
+        for scale in (1.0, 0.5)
+    ]
+    assert clipped == [0.0, 1.0]
+    path = f"{write(tmp_path, READS_CLIP)}:reads_clip"
+    seen = []
+    for scalable in ((), ("clip_low",)):
+        loss = {"type": "custom", "path": path, "options": {"clip_low": 0.5}, "scalable": scalable}
+        config = run_config(Path("m"), algorithm=GROUPS, actor={"policy_loss": loss})
+        seen.append(float(algorithm_of(config, clip_scale=0.5).loss(inputs).metrics["clip"]))
+    assert seen == [0.5, 0.25]
+
+
+READS_CLIP = """
+def reads_clip(inputs: LossInputs, clip_low: float) -> LossOutputs:
+    return LossOutputs(-inputs.log_probs, {"clip": clip_low})
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("return rows.scores", r"returned Tensor; return Estimates\(advantages, returns\)"),
+        ("return Estimates(rows.scores)", r"returned advantages of \(4,\) torch.float32; .*here \(4, 3\)"),
+        ("return Estimates(rows.token_rewards / 0)", r"its advantages are not finite"),
+        (
+            "return Estimates(rows.token_rewards - rows.scores.mean())",
+            r"are others when the rows lie on two ranks",
+        ),
+        ("return Estimates(rows.log_probs['teacher'])", r"raised KeyError: 'teacher'.*has old, rollout"),
+        (
+            "return Estimates(rows.token_rewards, rows.token_rewards)",
+            r"returned some returns, and the run has no",
+        ),
+    ],
+)
+def test_an_estimator_that_cannot_be_trained_with_is_one_sentence(
+    tmp_path: Path, body: str, said: str
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(f"from paceline.algorithms.rows import Estimates\ndef mine(rows):\n    {body}\n")
+    config = run_config(Path("m"), algorithm={**GROUPS, "adv_estimator": f"{file}:mine"})
+    with pytest.raises(ConfigError, match=said) as caught:
+        try_algorithm(config)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"advantage estimator '{file}:mine'")
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("loss = x - x.mean(0)", r"its loss is another when two sequences are passed one by one"),
+        ("loss = x / inputs.mask.sum()", r"its loss is another"),
+        ("loss = x\n    metrics = {'most': x.min()}", r"its metric 'most' is another"),
+    ],
+)
+def test_a_loss_that_depends_on_the_cut_is_refused(tmp_path: Path, body: str, said: str) -> None:
+    head = "def cut(inputs):\n    x, metrics = inputs.log_probs, {}\n"
+    text = f"{head}    {body}\n    return LossOutputs(loss, metrics)"
+    with pytest.raises(ConfigError, match=said):
+        try_own(f"{write(tmp_path, text)}:cut", {})
+
+
+@pytest.mark.parametrize(
+    ("head", "said"),
+    [
+        (
+            "needs = ('critic', 'greedy')",
+            r"needs critic, greedy, .* write algorithm.needs: \[critic, greedy\]",
+        ),
+        ("networks = {'teacher': Frozen('t')}", r"names the networks teacher"),
+    ],
+)
+def test_an_algorithm_says_what_the_run_lacks(tmp_path: Path, head: str, said: str) -> None:
+    file = tmp_path / "lacks.py"
+    file.write_text(
+        f"from paceline.algorithms.algorithm import Algorithm, Frozen\nclass Lacks(Algorithm):\n    {head}\n"
+    )
+    config = run_config(Path("m"), algorithm={**GROUPS, "type": "custom", "path": f"{file}:Lacks"})
+    with pytest.raises(ConfigError, match=said):
+        try_algorithm(config)

@@ -16,21 +16,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.algorithms import advantages, registry
+from paceline.algorithms import advantages, policy_losses
 from paceline.algorithms import rollout_correction as correction
 from paceline.algorithms.aggregation import MODES, aggregate
-from paceline.algorithms.estimators import EstimatorInputs
 from paceline.algorithms.kl import kl_estimate, token_rewards
 from paceline.algorithms.policy_losses import LossInputs, highest_covariance
+from paceline.algorithms.rows import SampleRows
 from paceline.algorithms.statistics import ALL_ROWS, RowShard, masked_mean
 from paceline.algorithms.value_losses import clipped_value_loss
 from paceline.config.actor import ActorConfig
 from paceline.config.algorithm import AlgorithmConfig
+from paceline.config.estimators import ADV_ESTIMATORS
+from paceline.config.load import section_types
 
 pytestmark = pytest.mark.torch
 
 FEW = settings(max_examples=20, deadline=None)
 CONSTANT = 7.0
+POLICY_LOSSES = sorted(section_types(ActorConfig.model_fields["policy_loss"]).keys() - {"custom"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,8 +112,7 @@ def policy_loss(
         mask=batch.mask,
         selected=selected,
     )
-    loss, metrics = registry.POLICY_LOSSES[name].function(inputs, **arguments(name))
-    assert tuple(metrics) == registry.POLICY_LOSSES[name].metrics
+    loss, metrics = getattr(policy_losses, name)(inputs, **arguments(name))
     total = aggregate(loss, batch.mask, mode, constant=CONSTANT, **denominators)
     return total.detach(), torch.autograd.grad(total, log_probs)[0], metrics
 
@@ -131,7 +133,7 @@ def select(batch: Batch) -> Tensor:
 
 
 def estimate(name: str, batch: Batch, shard: RowShard = ALL_ROWS) -> tuple[Tensor, Tensor | None]:
-    inputs = EstimatorInputs(
+    inputs = SampleRows(
         scores=torch.where(batch.mask, batch.rewards, 0.0).sum(-1),
         token_rewards=batch.rewards,
         mask=batch.mask,
@@ -141,10 +143,10 @@ def estimate(name: str, batch: Batch, shard: RowShard = ALL_ROWS) -> tuple[Tenso
         shard=shard,
     )
     algorithm = AlgorithmConfig(adv_estimator=name, gamma=0.9, lam=0.8)
-    return registry.ADV_ESTIMATORS[name](inputs, algorithm.estimator_arguments)
+    return getattr(advantages, name)(inputs, **algorithm.estimator_arguments)
 
 
-@pytest.mark.parametrize("name", registry.POLICY_LOSSES)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
 @FEW
 @given(batch=batches(), data=st.data())
 def test_policy_loss_does_not_depend_on_micro_batches(name: str, batch: Batch, data: st.DataObject) -> None:
@@ -172,7 +174,7 @@ def test_policy_loss_does_not_depend_on_micro_batches(name: str, batch: Batch, d
     assert means == pytest.approx({key: float(value) for key, value in metrics.items()}, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", registry.POLICY_LOSSES)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
 @FEW
 @given(batch=batches(), data=st.data())
 def test_policy_loss_does_not_depend_on_padding_nor_order(
@@ -190,7 +192,7 @@ def test_policy_loss_does_not_depend_on_padding_nor_order(
         close(its_metrics[key], value)
 
 
-@pytest.mark.parametrize("name", registry.ADV_ESTIMATORS)
+@pytest.mark.parametrize("name", ADV_ESTIMATORS)
 @FEW
 @given(batch=batches(), data=st.data())
 def test_advantages_do_not_depend_on_padding_nor_order(name: str, batch: Batch, data: st.DataObject) -> None:
@@ -212,11 +214,15 @@ def test_advantages_do_not_depend_on_padding_nor_order(name: str, batch: Batch, 
 @given(batch=batches())
 def test_token_estimators_step_over_holes_as_if_they_were_not_there(batch: Batch) -> None:
     adaptive = advantages.length_adaptive_lambda(batch.mask.sum(-1).double(), 0.5)
-    result, returns = advantages.gae(batch.rewards, batch.values, batch.mask, 0.9, adaptive)
+    result, returns = advantages.generalized_advantages(
+        batch.rewards, batch.values, batch.mask, 0.9, adaptive
+    )
     to_go = advantages.return_to_go(batch.rewards, batch.mask, 0.9)
     for row, kept in enumerate(batch.mask):
         rewards, values = batch.rewards[row, kept][None], batch.values[row, kept][None]
-        alone = advantages.gae(rewards, values, torch.ones_like(rewards), 0.9, float(adaptive[row]))
+        alone = advantages.generalized_advantages(
+            rewards, values, torch.ones_like(rewards), 0.9, float(adaptive[row])
+        )
         close(result[row, kept], alone[0][0])
         close(returns[row, kept], alone[1][0])
         close(to_go[row, kept], advantages.return_to_go(rewards, torch.ones_like(rewards), 0.9)[0])
@@ -227,18 +233,15 @@ def test_token_estimators_step_over_holes_as_if_they_were_not_there(batch: Batch
 def test_group_advantages_sum_to_zero_and_rloo_is_leave_one_out(batch: Batch) -> None:
     scores = batch.rewards.sum(-1)
     ones = torch.ones(scores.numel(), 1)
+    rows = SampleRows(scores=scores, token_rewards=ones, mask=ones, group_ids=batch.group_ids)
+    rloo = advantages.rloo(rows)
     for group in batch.group_ids.unique():
         members = (batch.group_ids == group).nonzero().flatten()
-        for result in (
-            advantages.grpo(scores, ones, batch.group_ids),
-            advantages.gpg(scores, ones, batch.group_ids),
-            advantages.rloo(scores, ones, batch.group_ids),
-        ):
-            close(result[members].sum(), torch.zeros(()).double())
-        rloo = advantages.rloo(scores, ones, batch.group_ids)
+        for result in (advantages.grpo(rows), advantages.gpg(rows), rloo):
+            close(result.advantages[members].sum(), torch.zeros(()).double())
         for member in members:
             others = scores[members[members != member]]
-            close(rloo[member, 0], scores[member] - others.mean())
+            close(rloo.advantages[member, 0], scores[member] - others.mean())
 
 
 class Ranks:
@@ -267,7 +270,7 @@ class Ranks:
             return torch.cat(list(pool.map(work, range(self.number))))
 
 
-@pytest.mark.parametrize("name", registry.ADV_ESTIMATORS)
+@pytest.mark.parametrize("name", ADV_ESTIMATORS)
 @settings(max_examples=8, deadline=None)
 @given(batch=batches(), cut=st.tuples(st.integers(0, 9), st.integers(0, 9)))
 def test_advantages_do_not_depend_on_ranks(name: str, batch: Batch, cut: tuple[int, int]) -> None:

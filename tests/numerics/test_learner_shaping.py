@@ -16,8 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.algorithms.aggregation import MODES
-from paceline.algorithms.estimators import Estimator, EstimatorInputs
-from paceline.algorithms.registry import POLICY_LOSSES
+from paceline.algorithms.algorithm import Algorithm
+from paceline.algorithms.rows import SampleRows
+from paceline.config.actor import ActorConfig
+from paceline.config.load import section_types
 from paceline.config.run import RunConfig
 from paceline.core.guard import Adjustments
 from paceline.learner.batch.arithmetic import Arithmetic, RowLength
@@ -39,6 +41,7 @@ from support.learner_variants import GROUPS, NO_KL
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ranks")]
 
 
+POLICY_LOSSES = sorted(section_types(ActorConfig.model_fields["policy_loss"]).keys() - {"custom"})
 OVERLONG = {"algorithm": {**GROUPS, "overlong": {"enable": True, "buffer_length": 4, "factor": 0.5}}}
 
 
@@ -147,14 +150,14 @@ class TestPlacedRewards:
         self, model: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """In the second step, as in the first the policy is the reference."""
-        seen: list[EstimatorInputs] = []
-        honest = Estimator.__call__
+        seen: list[SampleRows] = []
+        honest = Algorithm.advantages
 
-        def recording(self: Estimator, inputs: EstimatorInputs, options: Any) -> Any:
-            seen.append(inputs)
-            return honest(self, inputs, options)
+        def recording(self: Algorithm, rows: SampleRows) -> Any:
+            seen.append(rows)
+            return honest(self, rows)
 
-        monkeypatch.setattr(Estimator, "__call__", recording)
+        monkeypatch.setattr(Algorithm, "advantages", recording)
         kl = {"use_kl_in_reward": True, "kl_ctrl": {"type": "fixed", "kl_coef": 10.0}}
         learner = Learner.build(run_config(model, algorithm={**kl, "adv_estimator": "grpo"}), ranks)
         for step in (1, 2):
@@ -213,7 +216,7 @@ class TestValuePreTraining:
 
 
 def packed_rows(count: int = 6) -> list[PackedRow]:
-    """Rows of a made-up batch, with a hole in each mask that is long enough for one."""
+    """SampleRows of a made-up batch, with a hole in each mask that is long enough for one."""
     rows, blobs = make_batch(step=1, seed=4, num_prompts=count // 2, num_samples=2)
     packed = []
     for index, row in enumerate(rows):
@@ -326,7 +329,7 @@ class TestResampling:
     @given(
         counts=st.lists(st.integers(0, 4), min_size=6, max_size=6).filter(any),
         mode=st.sampled_from(MODES),
-        name=st.sampled_from(sorted(POLICY_LOSSES)),
+        name=st.sampled_from(POLICY_LOSSES),
         cov_fraction=st.sampled_from([0.0, 0.1, 0.5]),
     )
     def test_whatever_is_drawn(self, counts: list[int], mode: str, name: str, cov_fraction: float) -> None:

@@ -8,12 +8,19 @@ import pytest
 import torch
 
 from paceline.algorithms import policy_losses
-from paceline.algorithms.policy_losses import highest_covariance
+from paceline.algorithms.policy_losses import LossInputs, highest_covariance
 from paceline.core.errors import ConfigError, NumericsError
 
 pytestmark = pytest.mark.torch
 
 LN2 = math.log(2.0)
+
+
+def call(loss_function, log_probs, old_log_probs, advantages, mask, *options, selected=None, **keywords):
+    inputs = LossInputs(
+        log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages, mask=mask, selected=selected
+    )
+    return loss_function(inputs, *options, **keywords)
 
 
 def run(loss_function, log_ratios, advantages, *options, log_probs=None, **keywords):
@@ -23,7 +30,7 @@ def run(loss_function, log_ratios, advantages, *options, log_probs=None, **keywo
     old = new - log_ratios
     new.requires_grad_()
     advantages = torch.tensor([advantages], dtype=torch.float64)
-    loss, metrics = loss_function(new, old, advantages, torch.ones_like(new), *options, **keywords)
+    loss, metrics = call(loss_function, new, old, advantages, torch.ones_like(new), *options, **keywords)
     loss.sum().backward()
     return loss[0].tolist(), new.grad[0].tolist(), {name: value.item() for name, value in metrics.items()}
 
@@ -176,8 +183,8 @@ def test_an_infinite_log_ratio_gives_finite_losses_and_gradients(name):
     new = torch.tensor([[-1.0, -1.0, -400.0]], requires_grad=True)
     old = torch.tensor([[-math.inf, -500.0, -1.0]])
     for sign in (1.0, -1.0):
-        loss, metrics = getattr(policy_losses, name)(
-            new, old, torch.full((1, 3), sign), torch.ones(1, 3), *ALL[name]
+        loss, metrics = call(
+            getattr(policy_losses, name), new, old, torch.full((1, 3), sign), torch.ones(1, 3), *ALL[name]
         )
         (gradient,) = torch.autograd.grad(loss.sum(), new)
         assert torch.isfinite(loss).all()
@@ -188,8 +195,8 @@ def test_an_infinite_log_ratio_gives_finite_losses_and_gradients(name):
 @pytest.mark.parametrize("name", ALL)
 def test_all_masked_gives_zeros_for_a_micro_batch_of_padding(name):
     new = torch.full((2, 3), math.nan, requires_grad=True)
-    loss, metrics = getattr(policy_losses, name)(
-        new, new.detach(), new.detach(), torch.zeros(2, 3), *ALL[name]
+    loss, metrics = call(
+        getattr(policy_losses, name), new, new.detach(), new.detach(), torch.zeros(2, 3), *ALL[name]
     )
     loss.sum().backward()
     assert loss.tolist() == [[0.0] * 3] * 2
@@ -207,7 +214,7 @@ def test_gradcheck(name):
     keywords = {"selected": torch.rand(3, 5) > 0.7} if name.endswith("cov") else {}
     function = getattr(policy_losses, name)
     assert torch.autograd.gradcheck(
-        lambda x: function(x, old, advantages, mask, *ALL[name], **keywords)[0], (new,)
+        lambda x: call(function, x, old, advantages, mask, *ALL[name], **keywords)[0], (new,)
     )
 
 
@@ -216,8 +223,8 @@ def test_on_policy_every_loss_has_the_gradient_of_reinforce(name):
     advantages = torch.tensor([[0.5, -1.5], [2.0, 0.0]])
     new = torch.tensor([[-1.0, -2.0], [-0.1, -3.0]], requires_grad=True)
     keywords = {"selected": torch.zeros(2, 2)} if name.endswith("cov") else {}
-    loss, metrics = getattr(policy_losses, name)(
-        new, new.detach(), advantages, torch.ones(2, 2), *ALL[name], **keywords
+    loss, metrics = call(
+        getattr(policy_losses, name), new, new.detach(), advantages, torch.ones(2, 2), *ALL[name], **keywords
     )
     loss.sum().backward()
     torch.testing.assert_close(new.grad, -advantages)
@@ -227,10 +234,10 @@ def test_on_policy_every_loss_has_the_gradient_of_reinforce(name):
 def test_wrong_options_and_shapes():
     ones = torch.ones(1, 2)
     with pytest.raises(ConfigError, match="dual_clip_c is 1; it must be a finite number above 1"):
-        policy_losses.ppo_clip(ones, ones, ones, ones, 0.2, 0.2, 1.0)
+        call(policy_losses.ppo_clip, ones, ones, ones, ones, 0.2, 0.2, 1.0)
     with pytest.raises(ConfigError, match=r"clip_low is 1\.2"):
-        policy_losses.gspo(ones, ones, ones, ones, 1.2, 0.2)
+        call(policy_losses.gspo, ones, ones, ones, ones, 1.2, 0.2)
     with pytest.raises(ConfigError, match="tau_negative is 0"):
-        policy_losses.sapo(ones, ones, ones, ones, 1.0, 0.0)
+        call(policy_losses.sapo, ones, ones, ones, ones, 1.0, 0.0)
     with pytest.raises(NumericsError, match=r"advantages \(1,\)"):
-        policy_losses.gpg(ones, ones, torch.ones(1), ones)
+        call(policy_losses.gpg, ones, ones, torch.ones(1), ones)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.algorithms.advantages import gae, return_to_go
+from paceline.algorithms.advantages import generalized_advantages, return_to_go
 
 pytestmark = pytest.mark.torch
 
@@ -41,7 +41,7 @@ def test_gae_is_the_loop(seed: int, length: int, density: float, gamma: float, l
     rewards, values = (torch.randn(3, length, generator=draw) for _ in range(2))
     mask = torch.rand(3, length, generator=draw) < density
     rewards[~mask] = values[~mask] = torch.nan
-    advantages, returns = gae(rewards, values, mask, gamma, torch.tensor(lam))
+    advantages, returns = generalized_advantages(rewards, values, mask, gamma, torch.tensor(lam))
     expected = torch.tensor(loop(rewards, values, mask, gamma, lam))
     torch.testing.assert_close(advantages, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(returns[mask], (advantages + values)[mask])

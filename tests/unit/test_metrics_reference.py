@@ -17,25 +17,33 @@ _KEY = re.compile(
     r"(actor|ahead|algorithm|barrier|critic|dataflow|dynamic_sampling|episode|groups|guard|overlong|perf|resample"
     r"|response_length|reward|rollout|timing_s|val|weights)(/[\w]+|/NAME)+"
 )
-_LOSSES = "paceline.algorithms.registry"
+_LOSSES = "paceline.algorithms.policy_losses"
 _OF_EACH_NETWORK = ("grad_norm", "lr", "skipped_updates")
 
 
 def _named() -> Iterator[str]:
     for module, path in source.modules().items():
+        if module.startswith(_LOSSES):
+            yield from _of_losses(path)
         if not re.match(r"paceline\.(controller|learner)\b", module):
             continue
         for node in ast.walk(source.tree(path)):
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("stopwatch.phase"):
                 yield f"timing_s/{ast.literal_eval(node.args[0])}"
-            if module == _LOSSES and isinstance(node, ast.Call) and "of_tensors" in ast.unparse(node.func):
-                yield from (f"actor/{ast.literal_eval(word)}" for word in node.args[1:])
             if isinstance(node, ast.Dict):
                 yield from (key for key in map(_text, node.keys) if key and _KEY.fullmatch(key))
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
                 key = _text(node.targets[0].slice)
                 if key and _KEY.fullmatch(key):
                     yield key
+
+
+def _of_losses(path: Path) -> Iterator[str]:
+    for node in ast.walk(source.tree(path)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "LossOutputs":
+            metrics = node.args[1]
+            assert isinstance(metrics, ast.Dict)
+            yield from (f"actor/{ast.literal_eval(key)}" for key in metrics.keys if key is not None)
 
 
 def _text(node: ast.AST | None) -> str:

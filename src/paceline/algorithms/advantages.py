@@ -3,8 +3,9 @@
 B sequences, T positions, mask 1 on tokens of the policy. A hole in the mask (a tool's tokens) is skipped as
 if it were not there. No result carries a gradient.
 
-An estimator that looks beyond its own row takes `shard`: with the batch on several ranks, each rank passes
-its rows and gets its rows of what the whole batch would give.
+Every estimator is called `f(rows: SampleRows, **options)` and returns `Estimates`. One that looks beyond its
+own row does so through `rows.shard`: with the batch on several ranks, each rank passes its rows and gets its
+rows of what the whole batch would give.
 """
 
 from __future__ import annotations
@@ -19,12 +20,30 @@ from paceline.algorithms.checks import (
     require_same_shape,
 )
 from paceline.algorithms.groups import GroupScores
+from paceline.algorithms.rows import Estimates, SampleRows
 from paceline.algorithms.scans import discounted_sums, next_unmasked
-from paceline.algorithms.statistics import ALL_ROWS, RowShard, full_precision, keep, masked_whiten
+from paceline.algorithms.statistics import full_precision, keep, masked_whiten
 from paceline.core.errors import NumericsError
 
+__all__ = [
+    "dr_grpo",
+    "gae",
+    "generalized_advantages",
+    "gpg",
+    "grpo",
+    "length_adaptive_lambda",
+    "opo",
+    "pass_at_k",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "return_to_go",
+    "rloo",
+    "vapo",
+]
 
-def gae(
+
+def generalized_advantages(
     token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (arXiv:1506.02438, eq. 16), from the last token to the first.
@@ -56,6 +75,16 @@ def gae(
     return advantages, advantages + values
 
 
+def gae(rows: SampleRows, gamma: float, lam: float) -> Estimates:
+    """`generalized_advantages`, whitened over the batch, and the critic's targets."""
+    raw, returns = generalized_advantages(rows.token_rewards, rows.critic_values, rows.mask, gamma, lam)
+    return Estimates(_whitened(raw, rows), returns)
+
+
+def _whitened(advantages: Tensor, rows: SampleRows) -> Tensor:
+    return keep(masked_whiten(advantages, rows.mask, rows.shard.all_reduce), rows.mask)
+
+
 def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
     """VAPO's lambda of a sequence, 1 - 1 / (alpha l) (arXiv:2504.05118), kept in [0, 1]; (B,) to (B,).
 
@@ -66,100 +95,86 @@ def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
 
 
 def vapo(
-    token_rewards: Tensor,
-    values: Tensor,
-    mask: Tensor,
+    rows: SampleRows,
     gamma: float = 1.0,
     lam_policy: float | None = None,
     lam_critic: float = 1.0,
     alpha: float = 0.05,
-) -> tuple[Tensor, Tensor]:
+) -> Estimates:
     """Decoupled and length-adaptive GAE (VAPO, arXiv:2504.05118; VC-PPO, arXiv:2503.01491).
 
     `lam_policy`, or if None each response's `length_adaptive_lambda`, gives the advantages, `lam_critic` the
-    critic's targets. Shapes and the rest as `gae`.
+    critic's targets. The rest as `gae`.
     """
+    values, mask = rows.critic_values, rows.mask
     lam: float | Tensor
     if lam_policy is None:
         lam = length_adaptive_lambda(mask.bool().sum(-1).to(full_precision(values).dtype), alpha)
     else:
         lam = lam_policy
-    advantages, _ = gae(token_rewards, values, mask, gamma, lam)
-    _, returns = gae(token_rewards, values, mask, gamma, lam_critic)
-    return advantages, returns
+    raw, _ = generalized_advantages(rows.token_rewards, values, mask, gamma, lam)
+    _, returns = generalized_advantages(rows.token_rewards, values, mask, gamma, lam_critic)
+    return Estimates(_whitened(raw, rows), returns)
 
 
-def grpo(
-    scores: Tensor,
-    mask: Tensor,
-    group_ids: Tensor,
-    normalize_by_std: bool = True,
-    eps: float = 1e-6,
-    *,
-    shard: RowShard = ALL_ROWS,
-) -> Tensor:
+def grpo(rows: SampleRows, normalize_by_std: bool = True, eps: float = 1e-6) -> Estimates:
     """(s - mean_g) / (std_g + eps) on every token (GRPO, arXiv:2402.03300, section 4.1.2).
 
     Args:
-        scores: (B,).
-        mask: (B, T).
-        group_ids: (B,) integers: equal for samples of one prompt, and meaning the same on every rank.
+        rows: of which it reads scores, mask and group_ids.
         normalize_by_std: False leaves out the division: Dr. GRPO (arXiv:2503.20783).
         eps: added to the unbiased standard deviation.
-        shard: this rank's rows of the batch.
 
     Returns:
-        (B, T), 0 under the mask. A group of one keeps its score (mean 0, std 1).
+        Advantages, 0 under the mask. A group of one keeps its score (mean 0, std 1).
 
     Raises:
         NumericsError: no sequences, everything is masked, or shapes do not fit.
     """
-    batch = GroupScores.gather(scores, mask, group_ids, shard)
+    batch = GroupScores.gather(rows.scores, rows.mask, rows.group_ids, rows.shard)
     if not normalize_by_std:
-        return batch.spread(batch.deviation)
+        return Estimates(batch.spread(batch.deviation))
     require_range("eps", eps, above=0.0)
-    return batch.spread(batch.deviation / (batch.std + eps))
+    return Estimates(batch.spread(batch.deviation / (batch.std + eps)))
 
 
-def dr_grpo(scores: Tensor, mask: Tensor, group_ids: Tensor, *, shard: RowShard = ALL_ROWS) -> Tensor:
+def dr_grpo(rows: SampleRows) -> Estimates:
     """s - mean_g on every token: `grpo` without the division (Dr. GRPO, arXiv:2503.20783)."""
-    return grpo(scores, mask, group_ids, normalize_by_std=False, shard=shard)
+    return grpo(rows, normalize_by_std=False)
 
 
-def rloo(scores: Tensor, mask: Tensor, group_ids: Tensor, *, shard: RowShard = ALL_ROWS) -> Tensor:
+def rloo(rows: SampleRows) -> Estimates:
     """The score minus the mean of the others, (s - mean_g) n / (n - 1) (RLOO, arXiv:2402.14740).
 
     Arguments and results as `grpo`.
     """
-    batch = GroupScores.gather(scores, mask, group_ids, shard)
+    batch = GroupScores.gather(rows.scores, rows.mask, rows.group_ids, rows.shard)
     sizes = batch.groups.sizes[batch.groups.row]
     # A group of one has mean 0, and 1 / 1 as its factor.
-    return batch.spread(batch.deviation * (sizes / (sizes - 1).clamp(min=1)))
+    return Estimates(batch.spread(batch.deviation * (sizes / (sizes - 1).clamp(min=1))))
 
 
-def opo(scores: Tensor, mask: Tensor, group_ids: Tensor, *, shard: RowShard = ALL_ROWS) -> Tensor:
+def opo(rows: SampleRows) -> Estimates:
     """The score minus the group's mean weighted by length (OPO, arXiv:2505.23585).
 
     Arguments and results as `grpo`.
     """
-    batch = GroupScores.gather(scores, mask, group_ids, shard)
+    batch = GroupScores.gather(rows.scores, rows.mask, rows.group_ids, rows.shard)
     baseline = batch.groups.mean(batch.scores, batch.lengths.to(batch.scores.dtype))
-    return batch.spread(batch.scores - baseline[batch.groups.row])
+    return Estimates(batch.spread(batch.scores - baseline[batch.groups.row]))
 
 
-def gpg(scores: Tensor, mask: Tensor, group_ids: Tensor, *, shard: RowShard = ALL_ROWS) -> Tensor:
+def gpg(rows: SampleRows) -> Estimates:
     """(B / number of non-zero scores) (s - mean_g), over all ranks' sequences (GPG, arXiv:2504.02546).
 
     Scores that are all 0 give 0. Arguments and results as `grpo`.
     """
-    batch = GroupScores.gather(scores, mask, group_ids, shard)
+    batch = GroupScores.gather(rows.scores, rows.mask, rows.group_ids, rows.shard)
     num_signals = torch.count_nonzero(batch.scores).clamp(min=1)
-    return batch.spread(batch.deviation * (batch.scores.numel() / num_signals))
+    return Estimates(batch.spread(batch.deviation * (batch.scores.numel() / num_signals)))
 
 
-def pass_at_k(
-    scores: Tensor, mask: Tensor, group_ids: Tensor, eps: float = 1e-6, *, shard: RowShard = ALL_ROWS
-) -> Tensor:
+def pass_at_k(rows: SampleRows, eps: float = 1e-6) -> Estimates:
     """The group's best gets (best - second best) / (std_g + eps), the rest 0 (arXiv:2503.19595).
 
     Arguments and results as `grpo`.
@@ -168,7 +183,7 @@ def pass_at_k(
         NumericsError: a group of one.
     """
     require_range("eps", eps, above=0.0)
-    batch = GroupScores.gather(scores, mask, group_ids, shard)
+    batch = GroupScores.gather(rows.scores, rows.mask, rows.group_ids, rows.shard)
     groups = batch.groups
     if int(groups.sizes.min().item()) < 2:
         raise NumericsError(
@@ -177,18 +192,15 @@ def pass_at_k(
         )
     best, place = groups.table(batch.scores, -torch.inf).topk(2, dim=-1)
     gain = (best[:, 0] - best[:, 1]) / (groups.std(batch.scores) + eps)
-    return batch.spread(torch.where(groups.column == place[groups.row, 0], gain[groups.row], 0.0))
+    return Estimates(batch.spread(torch.where(groups.column == place[groups.row, 0], gain[groups.row], 0.0)))
 
 
-def reinforce_plus_plus_baseline(
-    scores: Tensor, mask: Tensor, group_ids: Tensor, *, shard: RowShard = ALL_ROWS
-) -> Tensor:
+def reinforce_plus_plus_baseline(rows: SampleRows) -> Estimates:
     """whiten((s - mean_g) mask) mask over the batch's tokens (REINFORCE++-baseline, arXiv:2501.03262).
 
     Arguments and results as `grpo`.
     """
-    deviation = dr_grpo(scores, mask, group_ids, shard=shard)
-    return keep(masked_whiten(deviation, mask, shard.all_reduce), mask)
+    return Estimates(_whitened(dr_grpo(rows).advantages, rows))
 
 
 def return_to_go(token_rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
@@ -199,38 +211,22 @@ def return_to_go(token_rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     return discounted_sums(full_precision(token_rewards.detach()), mask, gamma)
 
 
-def reinforce_plus_plus(
-    token_rewards: Tensor, mask: Tensor, gamma: float, *, shard: RowShard = ALL_ROWS
-) -> Tensor:
+def reinforce_plus_plus(rows: SampleRows, gamma: float) -> Estimates:
     """Return-to-go, whitened over the batch, times mask (REINFORCE++, arXiv:2501.03262).
 
     Args:
-        token_rewards: (B, T), usually with the KL in the reward.
-        mask: (B, T).
+        rows: of which it reads token_rewards, usually with the KL in the reward, and mask.
         gamma: discount per token, in [0, 1].
-        shard: this rank's rows of the batch.
-
-    Returns:
-        (B, T), 0 under the mask.
 
     Raises:
         NumericsError: fewer than two tokens are unmasked.
     """
-    returns = return_to_go(token_rewards, mask, gamma)
-    return keep(masked_whiten(returns, mask, shard.all_reduce), mask)
+    return Estimates(_whitened(return_to_go(rows.token_rewards, rows.mask, gamma), rows))
 
 
-def remax(token_rewards: Tensor, mask: Tensor, greedy_scores: Tensor) -> Tensor:
-    """Undiscounted return-to-go minus the score of the prompt's greedy rollout (ReMax, arXiv:2310.10505).
-
-    Args:
-        token_rewards: (B, T).
-        mask: (B, T).
-        greedy_scores: (B,).
-
-    Returns:
-        (B, T), 0 under the mask.
-    """
-    require_rows(mask.shape[0], greedy_scores=greedy_scores)
+def remax(rows: SampleRows) -> Estimates:
+    """Undiscounted return-to-go minus the score of the prompt's greedy rollout (ReMax, arXiv:2310.10505)."""
+    greedy_scores = rows.scores_of_greedy
+    require_rows(rows.mask.shape[0], greedy_scores=greedy_scores)
     baseline = full_precision(greedy_scores.detach()).unsqueeze(-1)
-    return keep(return_to_go(token_rewards, mask, 1.0) - baseline, mask)
+    return Estimates(keep(return_to_go(rows.token_rewards, rows.mask, 1.0) - baseline, rows.mask))

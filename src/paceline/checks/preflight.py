@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.checks.service_checks import check_policy_loss, engine_log_probs, self_test, try_dataflow
+from paceline.checks.service_checks import check_algorithm, engine_log_probs, self_test, try_dataflow
 from paceline.config.model import ModelConfig
 from paceline.config.policy_losses import CustomLoss
 from paceline.config.run import RunConfig
@@ -324,12 +324,14 @@ def _check_question(prompt_file: str, pattern: str) -> None:
     GradePattern(pattern, {})
 
 
-def _policy_loss(config: RunConfig) -> str:
-    loss = config.actor.policy_loss
-    if not isinstance(loss, CustomLoss):
-        return loss.type
-    check_policy_loss(config)
-    return f"{loss.path}, called on two short sequences"
+def _algorithm(config: RunConfig) -> str:
+    loss, algorithm = config.actor.policy_loss, config.algorithm
+    own = [loss.path] if isinstance(loss, CustomLoss) else []
+    own += [algorithm.name] if algorithm.is_own else []
+    if not own:
+        return f"{algorithm.name}, {loss.type}"
+    check_algorithm(config)
+    return f"{', '.join(own)}, called on a few short sequences"
 
 
 def _dataflow(config: RunConfig) -> str:
@@ -477,7 +479,7 @@ _PARTS: tuple[tuple[str, Callable[[RunConfig], str]], ...] = (
     ("validation prompts", lambda config: _prompts(config, "val")),
     ("reward functions", _rewards),
     ("episodes", _episodes),
-    ("policy loss", _policy_loss),
+    ("algorithm", _algorithm),
     ("dataflow", _dataflow),
     ("engine", _engine),
 )

@@ -17,13 +17,13 @@ from paceline.storage.models import local_model
 _CHECK_S = 300.0
 
 
-def check_policy_loss(config: RunConfig) -> None:
-    """Has the learner call a custom policy loss.
+def check_algorithm(config: RunConfig) -> None:
+    """Has the learner call a user's own algorithm, estimator and policy loss.
 
     Raises:
-        ConfigError: with its reason, if the loss has a fault.
+        ConfigError: with its reason, if one has a fault.
     """
-    _learner_check(config, "actor.policy_loss", ConfigError)
+    _learner_check(config, "the algorithm", ConfigError)
 
 
 def try_dataflow(config: RunConfig) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from paceline.config.base import OneOf, Section
+from paceline.config.base import OneOf, OwnOptions, Section, own_path
 from paceline.config.estimators import ADV_ESTIMATORS, EstimatorTraits
 from paceline.config.shaping import OverlongConfig, ResampleConfig, RolloutCorrectionConfig
 
@@ -67,11 +67,28 @@ class DynamicSamplingConfig(Section):
     )
 
 
+Need = Literal["critic", "greedy", "group"]
+
+
 class AlgorithmConfig(Section):
     """Sets how rewards become advantages."""
 
-    adv_estimator: Annotated[str, OneOf(tuple(ADV_ESTIMATORS))] = Field(
-        "grpo", description="gae and vapo need a critic; the others do without."
+    type: Literal["built_in", "custom"] = Field(
+        "built_in", description="custom: the class that `path` names; docs/add-an-algorithm.md."
+    )
+    path: Annotated[str, AfterValidator(own_path)] | None = Field(
+        None, description="custom: path/to/file.py:Class or module:Class, as the learner's processes find it."
+    )
+    options: OwnOptions = Field({}, description="Keyword arguments of an estimator or algorithm of your own.")
+    needs: tuple[Need, ...] = Field(
+        (),
+        description="What an estimator or algorithm of your own needs of a run: critic, greedy (the score of "
+        "a greedy answer to each prompt), group (rollout.n of 2 or more).",
+    )
+    adv_estimator: Annotated[str, OneOf(tuple(ADV_ESTIMATORS), or_own=True)] = Field(
+        "grpo",
+        description="gae and vapo need a critic; the others do without. Or a function of your own: "
+        "path/to/file.py:function.",
     )
     gamma: float = Field(1.0, gt=0, le=1, description="Discount per token.")
     lam: float = Field(1.0, ge=0, le=1, description="gae: lambda.")
@@ -93,6 +110,17 @@ class AlgorithmConfig(Section):
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
 
     @model_validator(mode="after")
+    def _is_own_or_not(self) -> AlgorithmConfig:
+        if (self.type == "custom") != (self.path is not None):
+            raise ValueError("type: custom and path: path/to/file.py:Class belong together; write both")
+        if not self.is_own and (self.options or self.needs):
+            raise ValueError(
+                f"options and needs are those of an estimator or algorithm of your own, and "
+                f"{self.adv_estimator} is built in; leave them out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _steers_something(self) -> AlgorithmConfig:
         if self.kl_ctrl.type == "adaptive" and not self.use_kl_in_reward:
             raise ValueError(
@@ -102,9 +130,25 @@ class AlgorithmConfig(Section):
         return self
 
     @property
+    def is_own(self) -> bool:
+        """Whether the advantages are made by the user's own estimator or algorithm."""
+        return self.path is not None or ":" in self.adv_estimator
+
+    @property
+    def name(self) -> str:
+        """What makes the advantages, for people."""
+        return self.path or self.adv_estimator
+
+    @property
     def estimator(self) -> EstimatorTraits:
-        """What adv_estimator needs."""
-        return ADV_ESTIMATORS[self.adv_estimator]
+        """What the advantages need."""
+        if not self.is_own:
+            return ADV_ESTIMATORS[self.adv_estimator]
+        return EstimatorTraits(
+            needs_critic="critic" in self.needs,
+            needs_greedy="greedy" in self.needs,
+            compares_samples="group" in self.needs,
+        )
 
     @property
     def estimator_arguments(self) -> dict[str, Any]:

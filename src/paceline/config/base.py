@@ -17,11 +17,33 @@ class Section(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """Annotates a value that must be one of these names, which a table elsewhere holds."""
+    """Annotates a value that must be one of these names, which a table elsewhere holds; `or_own`: or
+    the path of what is the user's own."""
 
     names: tuple[str, ...]
+    or_own: bool = False
 
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
     ) -> core_schema.CoreSchema:
-        return core_schema.literal_schema(list(self.names))
+        literal = core_schema.literal_schema(list(self.names))
+        if not self.or_own:
+            return literal
+        own = core_schema.no_info_after_validator_function(own_path, core_schema.str_schema())
+
+        def kind(value: object) -> str:
+            return "own" if ":" in str(value) else "literal"
+
+        return core_schema.tagged_union_schema({"own": own, "literal": literal}, discriminator=kind)
+
+
+OwnOptions = dict[str, bool | int | float | str | None]
+"""Keyword arguments of what is the user's own."""
+
+
+def own_path(path: str) -> str:
+    """The path of what is the user's own, if it has both parts."""
+    place, _, name = path.rpartition(":")
+    if not place or not name:
+        raise ValueError("write path/to/file.py:name or module:name")
+    return path

@@ -1,4 +1,4 @@
-"""`algorithm.adv_estimator`: what each advantage estimator needs; the learner has the functions."""
+"""`algorithm.adv_estimator`: what each needs; `paceline.algorithms.advantages` has a function of its name."""
 
 from __future__ import annotations
 

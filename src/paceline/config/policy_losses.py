@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from paceline.config.base import Section
+from paceline.config.base import OwnOptions, Section, own_path
 
 GSPO_CLIP_BOUND = 0.05
 """A larger range on a sequence's mean log-ratio is a token's range by mistake."""
@@ -33,6 +33,11 @@ class PolicyLossOptions(Section):
     aggregation: ClassVar[Aggregation] = "token-mean"
     """How the loss's tokens become one number where actor.loss_agg_mode does not say."""
 
+    @property
+    def scalable_options(self) -> tuple[str, ...]:
+        """The arguments that are clip ranges, which the guard may scale."""
+        return ()
+
     def arguments(self, default: Clip) -> dict[str, Any]:
         """The keyword arguments of the loss's function; `default` is the clip of `actor.*`.
 
@@ -49,6 +54,11 @@ class ClippedLoss(PolicyLossOptions):
         None, gt=0, le=1, description="Lower clip range; null: the actor's. 1 leaves it open."
     )
     clip_ratio_high: float | None = Field(None, gt=0, description="Upper clip range; null: the actor's.")
+
+    @property
+    def scalable_options(self) -> tuple[str, ...]:
+        """Both ends of the range."""
+        return "clip_low", "clip_high"
 
     def arguments(self, default: Clip) -> dict[str, Any]:
         """Returns the options with `clip_low` and `clip_high`."""
@@ -183,20 +193,26 @@ class CustomLoss(PolicyLossOptions):
     """A function of your own, `f(inputs: LossInputs, **options) -> LossOutputs`: docs/add-an-algorithm.md."""
 
     type: Literal["custom"] = "custom"
-    path: str = Field(
+    path: Annotated[str, AfterValidator(own_path)] = Field(
         description="path/to/file.py:function or module:function, as the learner's processes find it."
     )
-    options: dict[str, bool | int | float | str | None] = Field(
-        {}, description="Keyword arguments of every call."
+    options: OwnOptions = Field({}, description="Keyword arguments of every call.")
+    scalable: tuple[str, ...] = Field(
+        (), description="Options that are clip ranges, which the guard's lower_clip may scale."
     )
 
-    @field_validator("path")
-    @classmethod
-    def _has_both_parts(cls, path: str) -> str:
-        place, _, name = path.rpartition(":")
-        if not place or not name:
-            raise ValueError("write path/to/file.py:function or module:function")
-        return path
+    @model_validator(mode="after")
+    def _scales_its_options(self) -> CustomLoss:
+        for name in self.scalable:
+            value = self.options.get(name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ValueError(f"scalable names {name!r}, and options has no number of that name; add it")
+        return self
+
+    @property
+    def scalable_options(self) -> tuple[str, ...]:
+        """Those that `scalable` names."""
+        return self.scalable
 
     def arguments(self, default: Clip) -> dict[str, Any]:
         """The options as they are."""

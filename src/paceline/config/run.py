@@ -102,6 +102,7 @@ class RunConfig(Section):
             or algorithm.rollout_correction.method != "none"
             or algorithm.resample.method != "none"
             or isinstance(self.actor.policy_loss, CovarianceLoss)
+            or algorithm.is_own
         )
 
     @property
@@ -124,7 +125,7 @@ class RunConfig(Section):
         """What cannot do with one sample of a prompt; "" if nothing."""
         algorithm = self.algorithm
         if algorithm.estimator.compares_samples:
-            return f"algorithm.adv_estimator={algorithm.adv_estimator} compares the samples of a group"
+            return f"algorithm.adv_estimator={algorithm.name} compares the samples of a group"
         if algorithm.dynamic_sampling.enable:
             return "algorithm.dynamic_sampling.enable compares the scores of a group"
         if algorithm.resample.method == "max_min":
@@ -140,7 +141,7 @@ class RunConfig(Section):
     def needs_whole_batch(self) -> str:
         """Why no gradient can be taken before the batch is complete; "" if one can."""
         if not self.algorithm.estimator.of_group:
-            return f"algorithm.adv_estimator={self.algorithm.adv_estimator} looks at all samples of the batch"
+            return f"algorithm.adv_estimator={self.algorithm.name} looks at all samples of the batch"
         if self.needs_all_old_log_probs:
             return (
                 "a KL in the reward, a guard rule that refuses by it, algorithm.rollout_correction, "
@@ -242,10 +243,12 @@ class RunConfig(Section):
                 "a guard rule may take fixed_kl, but no coefficient is adaptive: set "
                 "algorithm.use_kl_in_reward and kl_ctrl.type=adaptive"
             )
-        if self.guard.uses(Action.LOWER_CLIP) and "clip_low" not in self.actor.loss_arguments:
+        scalable = self.actor.policy_loss.scalable_options
+        if self.guard.uses(Action.LOWER_CLIP) and not scalable and self.algorithm.path is None:
             raise ValueError(
                 f"a guard rule may lower_clip, but actor.policy_loss={self.actor.policy_loss.type} has no "
-                "clip range; remove guard.*.lower_clip, or use a loss that clips"
+                "clip range to scale; remove guard.*.lower_clip, use a loss that clips, or name your own "
+                "loss's clip options in actor.policy_loss.scalable"
             )
         return self
 

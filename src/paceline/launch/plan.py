@@ -94,7 +94,7 @@ def controller(config: RunConfig, run_dir: Path, address_file: Path) -> ProcessS
 def checks(config: RunConfig, run_dir: Path) -> list[ProcessSpec]:
     """Checks that run while the controller starts; the controller itself checks data and model."""
     roles = [Role.REWARD]
-    if config.actor.policy_loss.type == "custom":
+    if config.actor.policy_loss.type == "custom" or config.algorithm.is_own:
         roles.append(Role.LEARNER)
     return [
         ProcessSpec(

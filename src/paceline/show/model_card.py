@@ -23,7 +23,7 @@ def model_card(config: RunConfig, run_dir: Path, step: int) -> str:
     front = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
-        "tags": ["paceline", "reinforcement-learning", config.algorithm.adv_estimator],
+        "tags": ["paceline", "reinforcement-learning", config.algorithm.name],
     }
     if HubName.parse(config.model.path) is not None:
         front["base_model"] = base
@@ -58,7 +58,7 @@ def _facts(config: RunConfig, data: list[str]) -> Iterator[tuple[str, str]]:
     yield "trained from", f"`{base}`" if (base := _public(config.model.path)) else ""
     yield "prompts", ", ".join(f"`{name}`" for name in data)
     yield "rewards", ", ".join(f"`{name}`" for name in scorers) or "others"
-    yield "advantages", config.algorithm.adv_estimator
+    yield "advantages", config.algorithm.name
     yield "samples per prompt, prompts per step", f"{config.rollout.n}, {config.data.train_batch_size}"
     yield "learning rate", f"{actor.optim.lr:g}"
     yield "weights", config.model.dtype

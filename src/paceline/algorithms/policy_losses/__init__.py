@@ -1,8 +1,7 @@
 """Policy losses, a file per family: per-token losses and metrics from log-probs and advantages.
 
-Every loss is called `f(log_probs, old_log_probs, advantages, mask, options...)`, tensors of shape (B, T),
-and returns `LossOutputs(loss, metrics)`. The loss is 0 under the mask, in value and gradient, whatever lies
-there. Only log_probs is differentiated.
+Every loss is called `f(inputs: LossInputs, **options)` and returns `LossOutputs(loss, metrics)`. The loss is
+0 under the mask, in value and gradient, whatever lies there. Only log_probs is differentiated.
 
 `kl_cov` and `clip_cov` select the highest tokens of the whole mini-batch. A caller that splits it selects
 once, with `highest_covariance` on the old log-probs, and passes each micro-batch its part as `selected`;

@@ -5,9 +5,9 @@ ratio = exp(clip(log_probs - old_log_probs, -20, 20)) throughout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -59,47 +59,21 @@ class LossOutputs(NamedTuple):
     metrics: Mapping[str, Tensor] = {}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LossFunction:
-    """A policy loss as the update calls it.
-
-    Attributes:
-        function: `f(inputs, **options) -> LossOutputs`.
-        metrics: the names of the metrics that it returns.
-    """
-
-    function: Callable[..., LossOutputs]
-    metrics: tuple[str, ...]
-
-    @classmethod
-    def of_tensors(
-        cls, function: Callable[..., LossOutputs], *metrics: str, selects_tokens: bool = False
-    ) -> LossFunction:
-        """Makes a loss from `f(log_probs, old_log_probs, advantages, mask, **options)`.
-
-        With `selected=`, if it selects tokens.
-        """
-
-        def call(inputs: LossInputs, **options: Any) -> LossOutputs:
-            chosen = {"selected": inputs.selected} if selects_tokens else {}
-            return function(
-                inputs.log_probs, inputs.old_log_probs, inputs.advantages, inputs.mask, **options, **chosen
-            )
-
-        return cls(function=call, metrics=metrics)
-
-
-def log_ratio_and_advantages(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor
-) -> tuple[Tensor, Tensor]:
+def log_ratio_and_advantages(inputs: LossInputs) -> tuple[Tensor, Tensor]:
     """The clipped log-ratio, with its graph, and the advantages; both (B, T) and 0 under the mask.
 
     Raises:
         NumericsError: shapes differ.
     """
-    require_same_shape(log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages, mask=mask)
-    log_ratio = keep(log_probs, mask) - keep(old_log_probs.detach(), mask)
-    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND), keep(advantages.detach(), mask)
+    mask = inputs.mask
+    require_same_shape(
+        log_probs=inputs.log_probs,
+        old_log_probs=inputs.old_log_probs,
+        advantages=inputs.advantages,
+        mask=mask,
+    )
+    log_ratio = keep(inputs.log_probs, mask) - keep(inputs.old_log_probs.detach(), mask)
+    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND), keep(inputs.advantages.detach(), mask)
 
 
 def check_clip(clip_low: float, clip_high: float) -> None:

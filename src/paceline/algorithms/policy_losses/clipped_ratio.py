@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from paceline.algorithms.checks import require_range
 from paceline.algorithms.policy_losses.base import (
+    LossInputs,
     LossOutputs,
     check_clip,
     log_ratio_and_advantages,
@@ -17,10 +17,7 @@ from paceline.algorithms.statistics import keep, masked_mean
 
 
 def ppo_clip(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
+    inputs: LossInputs,
     clip_low: float,
     clip_high: float,
     dual_clip_c: float | None = None,
@@ -30,10 +27,7 @@ def ppo_clip(
     L = max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high)); with c, where A < 0, min(L, -A c).
 
     Args:
-        log_probs: (B, T), differentiated.
-        old_log_probs: (B, T).
-        advantages: (B, T).
-        mask: (B, T).
+        inputs: of which it reads log_probs, old_log_probs, advantages and mask.
         clip_low: in [0, 1].
         clip_high: at least 0; larger than clip_low is DAPO's clip-higher (arXiv:2503.14476).
         dual_clip_c: above 1, or None for no dual clip.
@@ -45,7 +39,8 @@ def ppo_clip(
     check_clip(clip_low, clip_high)
     if dual_clip_c is not None:
         require_range("dual_clip_c", dual_clip_c, above=1.0)
-    log_ratio, advantages = log_ratio_and_advantages(log_probs, old_log_probs, advantages, mask)
+    log_ratio, advantages = log_ratio_and_advantages(inputs)
+    mask = inputs.mask
     ratio = log_ratio.exp()
     free, clipped = -advantages * ratio, -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     loss = torch.maximum(free, clipped)
@@ -65,10 +60,7 @@ def ppo_clip(
 
 
 def gspo(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
+    inputs: LossInputs,
     clip_low: float,
     clip_high: float,
 ) -> LossOutputs:
@@ -81,7 +73,8 @@ def gspo(
     Arguments, results and metrics as `ppo_clip`; `pg_clipfrac_lower` is always 0.
     """
     check_clip(clip_low, clip_high)
-    log_ratio, advantages = log_ratio_and_advantages(log_probs, old_log_probs, advantages, mask)
+    log_ratio, advantages = log_ratio_and_advantages(inputs)
+    mask = inputs.mask
     sequence = masked_mean(log_ratio.detach(), mask, dim=-1).unsqueeze(-1)
     ratio = torch.clamp(log_ratio - log_ratio.detach() + sequence, max=10.0).exp()
     free, clipped = -advantages * ratio, -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
@@ -96,10 +89,7 @@ def gspo(
 
 
 def geo_mean(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
+    inputs: LossInputs,
     clip_low: float,
     clip_high: float,
 ) -> LossOutputs:
@@ -117,7 +107,8 @@ def geo_mean(
     """
     require_range("clip_low", clip_low, at_least=0.0)
     require_range("clip_high", clip_high, at_least=0.0)
-    log_ratio, advantages = log_ratio_and_advantages(log_probs, old_log_probs, advantages, mask)
+    log_ratio, advantages = log_ratio_and_advantages(inputs)
+    mask = inputs.mask
     sign = advantages.sign()
     clipped = sign * log_ratio.clamp(-clip_low, clip_high)
     log_ratio_pessimistic = sign * torch.minimum(sign * log_ratio, clipped)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from paceline.algorithms.checks import require_range, require_same_shape
 from paceline.algorithms.policy_losses.base import (
+    LossInputs,
     LossOutputs,
     log_ratio_and_advantages,
     ppo_kl,
@@ -71,37 +72,26 @@ def highest_covariance(
 
 
 def kl_cov(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
+    inputs: LossInputs,
     cov_fraction: float = 0.0002,
     cov_kl_coef: float = 1.0,
-    *,
-    selected: Tensor | None = None,
 ) -> LossOutputs:
     """-A ratio, and on the selected tokens also cov_kl_coef |log-ratio| (KL-Cov, arXiv:2505.22617).
 
     There is no clip; |log-ratio| is the KL term of the authors' code.
 
     Args:
-        log_probs: (B, T), differentiated.
-        old_log_probs: (B, T).
-        advantages: (B, T).
-        mask: (B, T).
+        inputs: of which it reads log_probs, old_log_probs, advantages and mask.
         cov_fraction: share of the tokens that are selected, in [0, 1]; at least one token unless it is 0.
         cov_kl_coef: weight of the KL term, at least 0.
-        selected: (B, T) booleans from `highest_covariance` over the mini-batch.
 
     Returns:
         The loss, and `cov_frac` (share of selected tokens), `ppo_kl`.
     """
     require_range("cov_kl_coef", cov_kl_coef, at_least=0.0)
-    log_ratio, kept_advantages = log_ratio_and_advantages(log_probs, old_log_probs, advantages, mask)
-    if selected is None:
-        selected = highest_covariance(log_probs, advantages, mask, cov_fraction)
-    require_same_shape(mask=mask, selected=selected)
-    loss = -kept_advantages * log_ratio.exp() + cov_kl_coef * keep(log_ratio.abs(), selected)
+    log_ratio, advantages = log_ratio_and_advantages(inputs)
+    mask, selected = inputs.mask, _selected(inputs, cov_fraction)
+    loss = -advantages * log_ratio.exp() + cov_kl_coef * keep(log_ratio.abs(), selected)
     return LossOutputs(
         keep(loss, mask),
         {
@@ -112,17 +102,12 @@ def kl_cov(
 
 
 def clip_cov(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
+    inputs: LossInputs,
     clip_low: float,
     clip_high: float,
     cov_fraction: float = 0.0002,
     cov_low: float = 1.0,
     cov_high: float = 5.0,
-    *,
-    selected: Tensor | None = None,
 ) -> LossOutputs:
     """`ppo_clip`, with loss and gradient 0 on the selected tokens (Clip-Cov, arXiv:2505.22617).
 
@@ -135,13 +120,18 @@ def clip_cov(
         cov_fraction: as `kl_cov`.
         cov_low: least covariance of a selected token.
         cov_high: highest covariance of a selected token.
-        selected: as `kl_cov`.
 
     Returns:
         The loss, the metrics of `ppo_clip` and `cov_frac` (share of selected tokens).
     """
-    loss, metrics = ppo_clip(log_probs, old_log_probs, advantages, mask, clip_low, clip_high)
-    if selected is None:
-        selected = highest_covariance(log_probs, advantages, mask, cov_fraction, cov_low, cov_high)
-    require_same_shape(mask=mask, selected=selected)
-    return LossOutputs(keep(loss, ~selected.bool()), {**metrics, "cov_frac": share(selected, mask)})
+    loss, metrics = ppo_clip(inputs, clip_low, clip_high)
+    selected = _selected(inputs, cov_fraction, cov_low, cov_high)
+    return LossOutputs(keep(loss, ~selected.bool()), {**metrics, "cov_frac": share(selected, inputs.mask)})
+
+
+def _selected(inputs: LossInputs, *choice: float) -> Tensor:
+    """The tokens that were selected over the mini-batch; left out, those of these inputs."""
+    if inputs.selected is None:
+        return highest_covariance(inputs.log_probs, inputs.advantages, inputs.mask, *choice)
+    require_same_shape(mask=inputs.mask, selected=inputs.selected)
+    return inputs.selected

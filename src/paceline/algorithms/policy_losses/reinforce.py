@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from paceline.algorithms.policy_losses.base import (
+    LossInputs,
     LossOutputs,
     check_clip,
     log_ratio_and_advantages,
@@ -14,17 +13,15 @@ from paceline.algorithms.policy_losses.base import (
 from paceline.algorithms.statistics import keep
 
 
-def gpg(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> LossOutputs:
+def gpg(inputs: LossInputs) -> LossOutputs:
     """-A log pi, plain REINFORCE (GPG, arXiv:2504.02546); old_log_probs serve only the metric `ppo_kl`."""
-    log_ratio, advantages = log_ratio_and_advantages(log_probs, old_log_probs, advantages, mask)
-    return LossOutputs(-advantages * keep(log_probs, mask), {"ppo_kl": ppo_kl(log_ratio, mask)})
+    log_ratio, advantages = log_ratio_and_advantages(inputs)
+    mask = inputs.mask
+    return LossOutputs(-advantages * keep(inputs.log_probs, mask), {"ppo_kl": ppo_kl(log_ratio, mask)})
 
 
 def cispo(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
+    inputs: LossInputs,
     clip_low: float,
     clip_high: float,
 ) -> LossOutputs:
@@ -34,11 +31,12 @@ def cispo(
     does. Arguments and results as `ppo_clip`; `pg_clipfrac` is the share of tokens whose ratio was clipped.
     """
     check_clip(clip_low, clip_high)
-    log_ratio, advantages = log_ratio_and_advantages(log_probs, old_log_probs, advantages, mask)
+    log_ratio, advantages = log_ratio_and_advantages(inputs)
+    mask = inputs.mask
     ratio = log_ratio.detach().exp()
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     return LossOutputs(
-        -clipped * advantages * keep(log_probs, mask),
+        -clipped * advantages * keep(inputs.log_probs, mask),
         {
             "pg_clipfrac": share(clipped != ratio, mask),
             "ppo_kl": ppo_kl(log_ratio, mask),

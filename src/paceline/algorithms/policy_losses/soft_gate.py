@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from paceline.algorithms.checks import require_range
-from paceline.algorithms.policy_losses.base import LossOutputs, log_ratio_and_advantages, ppo_kl
+from paceline.algorithms.policy_losses.base import LossInputs, LossOutputs, log_ratio_and_advantages, ppo_kl
 
 
 def sapo(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
+    inputs: LossInputs,
     tau_positive: float = 1.0,
     tau_negative: float = 1.05,
 ) -> LossOutputs:
@@ -29,7 +25,8 @@ def sapo(
     """
     require_range("tau_positive", tau_positive, above=0.0)
     require_range("tau_negative", tau_negative, above=0.0)
-    log_ratio, advantages = log_ratio_and_advantages(log_probs, old_log_probs, advantages, mask)
+    log_ratio, advantages = log_ratio_and_advantages(inputs)
+    mask = inputs.mask
     tau = torch.where(advantages > 0, tau_positive, tau_negative).to(log_ratio.dtype)
     gate = (4.0 / tau) * torch.sigmoid(tau * (log_ratio.exp() - 1.0))
     return LossOutputs(-advantages * gate, {"ppo_kl": ppo_kl(log_ratio, mask)})

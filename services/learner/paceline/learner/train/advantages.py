@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.algorithms import kl, registry
-from paceline.algorithms.estimators import EstimatorInputs
+from paceline.algorithms import kl
+from paceline.algorithms.rows import SampleRows
 from paceline.algorithms.statistics import RowShard, masked_mean
 from paceline.config.algorithm import KLKind
 from paceline.config.run import RunConfig
 from paceline.learner.batch.types import ScoredBatch
 from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.train.algorithm import algorithm_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -68,17 +68,17 @@ def compute_advantages(
     in_reward = _penalty(scored, config.algorithm.kl_penalty) if config.algorithm.use_kl_in_reward else None
     token_rewards = kl.token_rewards(own.scores, own.mask, in_reward, kl_coef, own.placed(placed))
     greedy = _if_all_present(greedy_scores, len(scores), ranks.device)
-    estimator = registry.ADV_ESTIMATORS[config.algorithm.adv_estimator]
-    inputs = EstimatorInputs(
+    rows = SampleRows(
         scores=kl.penalized_scores(own.scores, own.mask, in_reward, kl_coef),
         token_rewards=token_rewards,
         mask=own.mask,
         group_ids=torch.tensor(group_ids, dtype=torch.int64, device=ranks.device)[own.index],
+        log_probs=_log_probs(scored),
         values=own.values,
         greedy_scores=None if greedy is None else greedy[own.index],
         shard=_shard(own.index, len(scores), ranks),
     )
-    advantages, returns = estimator(inputs, _estimator_options(config, critic_alone=critic_alone))
+    advantages, returns = algorithm_of(config, critic_alone=critic_alone).advantages(rows)
     metrics = _metrics(scores, token_rewards, advantages, returns, own.values, own.mask, ranks)
     return _split(scored, own.scores, advantages, returns), metrics
 
@@ -154,12 +154,15 @@ def _shard(index: Tensor, num_rows: int, ranks: Ranks) -> RowShard:
     return RowShard(all_reduce=ranks.all_sum, gather=gather, rows=index)
 
 
-def _estimator_options(config: RunConfig, *, critic_alone: bool) -> dict[str, Any]:
-    options = config.algorithm.estimator_arguments
-    if critic_alone and config.critic.warmup_lam is not None:
-        # The advantages are not used; gae makes the critic's targets with lam, vapo with lam_critic.
-        options |= {name: config.critic.warmup_lam for name in ("lam", "lam_critic") if name in options}
-    return options
+def _log_probs(scored: Sequence[ScoredBatch]) -> dict[str, Tensor]:
+    """The log-probs of all rows by name, (B, R) each, where they are there."""
+    tables: dict[str, list[Tensor | None]] = {
+        "rollout": [part.batch.rollout_log_probs for part in scored],
+        "old": [part.old_log_probs.table if part.old_log_probs.is_known else None for part in scored],
+        "reference": [part.ref_log_probs for part in scored],
+    }
+    stacked = {name: _stack_present(parts, scored) for name, parts in tables.items()}
+    return {name: table for name, table in stacked.items() if table is not None}
 
 
 def _if_all_present(scores: Sequence[float | None], number: int, device: torch.device) -> Tensor | None:

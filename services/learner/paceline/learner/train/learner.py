@@ -35,8 +35,8 @@ from paceline.learner.model.loading import (
 )
 from paceline.learner.model.networks import PolicyNetwork, ValueNetwork
 from paceline.learner.train.ahead import WorkAhead
+from paceline.learner.train.algorithm import try_algorithm
 from paceline.learner.train.host_reference import HostReference
-from paceline.learner.train.losses import loss_function
 from paceline.learner.train.memory import MemoryRoom
 from paceline.learner.train.optimizer import N, Optimizer, Schedule, Trainable
 from paceline.learner.train.shared_prompts import SharedPrompts
@@ -105,12 +105,12 @@ class Learner:
         Its optimizers have no averages yet.
 
         Raises:
-            ConfigError: a custom policy loss is not there or cannot be trained with, adapters do not fit the
-                model, or it has no experts whose load could be balanced.
+            ConfigError: what is the user's own is not there or cannot be trained with, adapters do not
+                fit the model, or it has no experts whose load could be balanced.
             EnvironmentLackError: the attention kernel that is asked for is not installed.
             ModelError: the model folder is unusable.
         """
-        loss_function(config)  # a fault in a custom loss is found before anything is loaded
+        try_algorithm(config)  # a fault in what is the user's own is found before anything is loaded
         seed, model = config.trainer.seed, config.model
         random_weights = model.load_format == "random"
         compute = DTYPES[model.dtype]

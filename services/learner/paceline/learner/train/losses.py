@@ -11,18 +11,15 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from paceline.algorithms import kl, registry
+from paceline.algorithms import kl
 from paceline.algorithms.aggregation import TOKEN_MEAN, aggregate
-from paceline.algorithms.policy_losses import custom
 from paceline.algorithms.policy_losses.base import (
-    LossFunction,
     LossInputs,
     log_ratio_and_advantages,
     ppo_kl,
 )
 from paceline.algorithms.statistics import masked_sum
 from paceline.algorithms.value_losses import clipped_value_loss
-from paceline.config.policy_losses import CustomLoss
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, NumericsError
 from paceline.core.guard import Adjustments
@@ -30,22 +27,11 @@ from paceline.learner.batch.minibatch import Denominators
 from paceline.learner.batch.types import MicroBatch, TrainingBatch
 from paceline.learner.model.experts import balance_by_row, recorded_choices, routers
 from paceline.learner.model.networks import PolicyNetwork, ValueNetwork
+from paceline.learner.train.algorithm import algorithm_of, metric_names
 from paceline.learner.train.optimizer import Scaling
 
 STANDARD_METRICS = ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy")
 """Token means that every policy loss reports: 0 where a loss has no such thing, as without a clip."""
-
-
-def loss_function(config: RunConfig) -> LossFunction:
-    """Returns the function that `actor.policy_loss` names.
-
-    Raises:
-        ConfigError: a custom loss is not there or cannot be trained with.
-    """
-    loss = config.actor.policy_loss
-    if isinstance(loss, CustomLoss):
-        return custom.load(loss.path, loss.options, with_reference=config.needs_reference)
-    return registry.POLICY_LOSSES[loss.type]
 
 
 class PolicyLoss:
@@ -61,12 +47,9 @@ class PolicyLoss:
         self._temperature = config.rollout.temperature
         self._is_corrected = config.algorithm.rollout_correction.method != "none"
         self._constant = config.actor.loss_agg_constant or float(config.data.max_response_length)
-        self._loss = loss_function(config)
-        self._arguments = {
-            name: value * adjustments.clip_scale if name in ("clip_low", "clip_high") else value
-            for name, value in config.actor.loss_arguments.items()
-        }
-        own = [name for name in self._loss.metrics if name not in STANDARD_METRICS]
+        self._algorithm = algorithm_of(config, clip_scale=adjustments.clip_scale)
+        self._metrics = metric_names(config, self._algorithm)
+        own = [name for name in self._metrics if name not in STANDARD_METRICS]
         self._token_metrics = (*STANDARD_METRICS, *own)
         self._has_experts = bool(routers(network.lm))
         balance = ("load_balance",) if self._has_experts else ()
@@ -162,14 +145,14 @@ class PolicyLoss:
             scores=part.scores,
             selected=selected,
         )
-        per_token, metrics = self._loss.function(inputs, **self._arguments)
-        if metrics.keys() != set(self._loss.metrics):
+        per_token, metrics = self._algorithm.loss(inputs)
+        if metrics.keys() != set(self._metrics):
             raise ConfigError(
                 f"the policy loss returned the metrics {', '.join(metrics) or 'none'} where it first had "
-                f"{', '.join(self._loss.metrics) or 'none'}; return the same names at every call"
+                f"{', '.join(self._metrics) or 'none'}; return the same names at every call"
             )
         if "ppo_kl" not in metrics:
-            log_ratio, _ = log_ratio_and_advantages(log_probs, old, part.advantages, mask)
+            log_ratio, _ = log_ratio_and_advantages(inputs)
             metrics = {**metrics, "ppo_kl": ppo_kl(log_ratio, mask)}
         return per_token, metrics
 

@@ -1,0 +1,111 @@
+"""The algorithm that a run's configuration names: built in, or the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from paceline.algorithms import advantages, own, policy_losses, trial
+from paceline.algorithms.algorithm import Algorithm
+from paceline.algorithms.policy_losses import LossInputs, LossOutputs
+from paceline.algorithms.rows import Estimates, SampleRows
+from paceline.config.policy_losses import CustomLoss
+from paceline.config.run import RunConfig
+from paceline.core.errors import ConfigError
+from paceline.core.guard import Action
+
+
+def algorithm_of(config: RunConfig, *, clip_scale: float = 1.0, critic_alone: bool = False) -> Algorithm:
+    """The algorithm of a step.
+
+    Args:
+        config: of the run.
+        clip_scale: the guard's factor of the options that are clip ranges.
+        critic_alone: whether this is a step of the critic's warm-up.
+
+    Raises:
+        ConfigError: a user's file does not have what the configuration names.
+    """
+    built_in = Algorithm(_estimator(config, critic_alone), _policy_loss(config, clip_scale))
+    path = config.algorithm.path
+    if path is None:
+        return built_in
+    kind, label = own.load_algorithm(path), f"algorithm {path!r}"
+    options = _scaled(config.algorithm.options, kind.scalable, clip_scale)
+    theirs = kind(built_in.advantages, built_in.loss, options)
+    return Algorithm(
+        partial(own.checked_estimates, label, theirs.advantages),
+        partial(own.checked_loss, label, theirs.loss),
+    )
+
+
+def metric_names(config: RunConfig, algorithm: Algorithm) -> tuple[str, ...]:
+    """The names of the metrics of an algorithm's loss."""
+    return trial.metric_names(algorithm.loss, with_reference=config.needs_reference)
+
+
+def try_algorithm(config: RunConfig) -> None:
+    """Calls what is the user's own of a run's algorithm on a few tokens.
+
+    Raises:
+        ConfigError: it is not there, needs what the run does not have, or cannot be trained with.
+    """
+    algorithm, chosen = algorithm_of(config), config.algorithm
+    loss = config.actor.policy_loss
+    label = f"algorithm {chosen.path!r}"
+    if chosen.path is not None:
+        _require_what_it_needs(config, own.load_algorithm(chosen.path), label)
+    if chosen.path is not None or isinstance(loss, CustomLoss):
+        its = (
+            label
+            if chosen.path is not None or not isinstance(loss, CustomLoss)
+            else f"policy loss {loss.path!r}"
+        )
+        trial.try_loss(its, algorithm.loss, with_reference=config.needs_reference)
+    if chosen.is_own:
+        its = label if chosen.path is not None else f"advantage estimator {chosen.adv_estimator!r}"
+        reference = ("reference",) if config.needs_reference else ()
+        trial.try_estimator(
+            its, algorithm.advantages, names=("rollout", "old", *reference), needs=chosen.needs
+        )
+
+
+def _require_what_it_needs(config: RunConfig, kind: type[Algorithm], label: str) -> None:
+    missing = [name for name in kind.needs if name not in config.algorithm.needs]
+    if missing:
+        raise ConfigError(
+            f"{label} needs {', '.join(missing)}, which the run would not have; write algorithm.needs: "
+            f"[{', '.join(kind.needs)}]"
+        )
+    if config.guard.uses(Action.LOWER_CLIP) and kind.loss is not Algorithm.loss and not kind.scalable:
+        raise ConfigError(
+            f"{label} has a loss of its own and names no clip range, and a guard rule may lower_clip; name "
+            "the options that are clip ranges in its `scalable`, or remove guard.*.lower_clip"
+        )
+    if kind.networks:
+        raise ConfigError(
+            f"{label} names the networks {', '.join(kind.networks)}; frozen networks beside the reference "
+            "are not computed yet; leave them out"
+        )
+
+
+def _estimator(config: RunConfig, critic_alone: bool) -> Callable[[SampleRows], Estimates]:
+    algorithm = config.algorithm
+    if ":" in algorithm.adv_estimator:
+        return partial(own.load_estimator(algorithm.adv_estimator), **algorithm.options)
+    options = algorithm.estimator_arguments
+    if critic_alone and config.critic.warmup_lam is not None:
+        # The advantages are not used; gae makes the critic's targets with lam, vapo with lam_critic.
+        options |= {name: config.critic.warmup_lam for name in ("lam", "lam_critic") if name in options}
+    return partial(getattr(advantages, algorithm.adv_estimator), **options)
+
+
+def _policy_loss(config: RunConfig, clip_scale: float) -> Callable[[LossInputs], LossOutputs]:
+    loss = config.actor.policy_loss
+    function = own.load_loss(loss.path) if isinstance(loss, CustomLoss) else getattr(policy_losses, loss.type)
+    return partial(function, **_scaled(config.actor.loss_arguments, loss.scalable_options, clip_scale))
+
+
+def _scaled(options: Mapping[str, Any], scalable: Sequence[str], scale: float) -> dict[str, Any]:
+    return {name: value * scale if name in scalable else value for name, value in options.items()}

@@ -1,0 +1,52 @@
+"""An algorithm: how rewards become advantages, how advantages become a loss, and what both need of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from paceline.algorithms.policy_losses.base import LossInputs, LossOutputs
+from paceline.algorithms.rows import Estimates, SampleRows
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """A network that scores the samples and is never updated; `path` as `model.path`."""
+
+    path: str
+
+
+class Algorithm:
+    """Makes advantages with an estimator and trains with a policy loss, both by name; subclass it for others.
+
+    An object holds no state from step to step: it is made anew for each, on every rank.
+
+    Attributes:
+        networks: the frozen networks that score the samples, by name; `rows.log_probs` has theirs.
+        needs: which of "critic", "greedy" (a greedy answer to each prompt) and "group" (two samples or more
+            of each prompt) a run must have; `algorithm.needs` of the configuration names them too.
+        scalable: the options that are clip ranges, which the guard's `lower_clip` may scale.
+        options: those of the configuration's `algorithm.options`.
+    """
+
+    networks: ClassVar[Mapping[str, Frozen]] = {}
+    needs: ClassVar[tuple[str, ...]] = ()
+    scalable: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self,
+        estimator: Callable[[SampleRows], Estimates],
+        policy_loss: Callable[[LossInputs], LossOutputs],
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._estimator, self._policy_loss = estimator, policy_loss
+        self.options = options or {}
+
+    def advantages(self, rows: SampleRows) -> Estimates:
+        """Estimates the advantages of this rank's rows, by `algorithm.adv_estimator`."""
+        return self._estimator(rows)
+
+    def loss(self, inputs: LossInputs) -> LossOutputs:
+        """Computes the policy loss of a micro-batch, by `actor.policy_loss`."""
+        return self._policy_loss(inputs)

@@ -1,0 +1,62 @@
+"""The rows of a step's batch as an advantage estimator reads them, and the estimates that it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from paceline.algorithms.statistics import ALL_ROWS, RowShard
+from paceline.core.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SampleRows:
+    """This rank's rows of a step's batch: B sequences of T response positions.
+
+    Attributes:
+        scores: (B,) from `kl.penalized_scores`.
+        token_rewards: (B, T) from `kl.token_rewards`; their sums are the scores up to rounding, so that
+            samples with equal scores are equal in `scores` alone.
+        mask: (B, T).
+        group_ids: (B,) integers that mean the same on every rank.
+        log_probs: (B, T) each, by name: "rollout" as sampled; "old", the policy's before the step's first
+            update, and "reference", where the run computes them; each frozen network's by its name.
+        values: (B, T); None without a critic.
+        greedy_scores: (B,), of the greedy answer to each row's prompt; None where there are none.
+        shard: where the rows lie in the whole batch.
+    """
+
+    scores: Tensor
+    token_rewards: Tensor
+    mask: Tensor
+    group_ids: Tensor
+    log_probs: Mapping[str, Tensor] = field(default_factory=dict)
+    values: Tensor | None = None
+    greedy_scores: Tensor | None = None
+    shard: RowShard = ALL_ROWS
+
+    @property
+    def critic_values(self) -> Tensor:
+        """The values; raises ConfigError without a critic."""
+        return _present("values", self.values)
+
+    @property
+    def scores_of_greedy(self) -> Tensor:
+        """The greedy scores; raises ConfigError where there are none."""
+        return _present("greedy_scores", self.greedy_scores)
+
+
+class Estimates(NamedTuple):
+    """Advantages (B, T), 0 under the mask, and the critic's targets (B, T), None without a critic."""
+
+    advantages: Tensor
+    returns: Tensor | None = None
+
+
+def _present(name: str, tensor: Tensor | None) -> Tensor:
+    if tensor is None:
+        raise ConfigError(f"the advantage estimator needs {name}, which this batch does not have")
+    return tensor
