@@ -216,7 +216,7 @@ class TestValuePreTraining:
 
 
 def packed_rows(count: int = 6) -> list[PackedRow]:
-    """SampleRows of a made-up batch, with a hole in each mask that is long enough for one."""
+    """Rows of a made-up batch, with a hole in each mask that is long enough for one."""
     rows, blobs = make_batch(step=1, seed=4, num_prompts=count // 2, num_samples=2)
     packed = []
     for index, row in enumerate(rows):

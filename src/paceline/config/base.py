@@ -45,5 +45,5 @@ def own_path(path: str) -> str:
     """The path of what is the user's own, if it has both parts."""
     place, _, name = path.rpartition(":")
     if not place or not name:
-        raise ValueError("write path/to/file.py:name or module:name")
+        raise ValueError("write path/to/file.py:function or module:function; of an algorithm, its class")
     return path

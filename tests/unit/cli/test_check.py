@@ -40,7 +40,7 @@ def test_check_names_every_fault_once(project: Path, capsys: pytest.CaptureFixtu
     assert lines[5].startswith("FAULT validation prompts: data file gone.jsonl does not exist")
     assert lines[6].startswith("FAULT reward functions: there is no built-in reward function 'exact_macth'")
     assert lines[7] == "ok    episodes: none"
-    assert lines[8] == "ok    policy loss: ppo_clip"
+    assert lines[8] == "ok    algorithm: grpo, ppo_clip"
     assert lines[9] == "ok    dataflow: built-in"
     assert lines[10] == "ok    engine: vllm"
     assert lines[11].startswith("ok    devices: CPU, ")

@@ -181,7 +181,7 @@ def _square_sum(network: PolicyNetwork, device: torch.device) -> Tensor:
 
 
 def _family(rows: Sequence[PackedRow], budget: int) -> list[PackedRow]:
-    """SampleRows of the first prompt that several have: two, and more while half of the budget has room.
+    """Rows of the first prompt that several have: two, and more while half of the budget has room.
 
     Half, because an update that ran out of memory is taken again in smaller parts, and this check is not.
     """
