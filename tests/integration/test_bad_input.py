@@ -131,8 +131,8 @@ def test_the_error_is_one_sentence(project: Path, override: str, parts: tuple[st
 @pytest.mark.parametrize(
     ("function", "line"),
     [
-        ("plain", "ok    policy loss: losses.py:plain, called on two short sequences"),
-        ("missing", "FAULT policy loss: policy loss 'losses.py:missing': losses.py has no 'missing'"),
+        ("plain", "ok    algorithm: losses.py:plain, called on a few short sequences"),
+        ("missing", "FAULT algorithm: policy loss 'losses.py:missing': losses.py has no 'missing'"),
     ],
 )
 def test_a_custom_loss_is_called_before_a_start(project: Path, function: str, line: str) -> None:

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.algorithms.own import checked_estimates
 from paceline.algorithms.policy_losses import LossInputs
+from paceline.algorithms.rows import Estimates, SampleRows
 from paceline.core.errors import ConfigError
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.train.algorithm import algorithm_of, try_algorithm
@@ -313,3 +315,57 @@ def test_an_algorithm_says_what_the_run_lacks(tmp_path: Path, head: str, said: s
     config = run_config(Path("m"), algorithm={**GROUPS, "type": "custom", "path": f"{file}:Lacks"})
     with pytest.raises(ConfigError, match=said):
         try_algorithm(config)
+
+
+def test_an_own_loss_without_clip_ranges_and_a_guard_that_lowers_them(tmp_path: Path) -> None:
+    algorithm = own(tmp_path, "Same", options={"clip": 0.2})
+    file = tmp_path / "my_algorithms.py"
+    guard = {"ppo_kl": {"lower_clip": 0.1}}
+    try_algorithm(run_config(Path("m"), algorithm=algorithm, guard=guard))
+    file.with_name("unscaled.py").write_text(ALGORITHMS.replace('scalable = ("clip",)', "scalable = ()"))
+    algorithm["path"] = f"{tmp_path}/unscaled.py:Same"
+    try_algorithm(run_config(Path("m"), algorithm=algorithm))
+    with pytest.raises(ConfigError, match="names no clip range, and a guard rule may lower_clip"):
+        try_algorithm(run_config(Path("m"), algorithm=algorithm, guard=guard))
+
+
+def test_what_an_own_estimator_needs_is_what_the_run_makes() -> None:
+    def traits(*needs: str) -> tuple[bool, bool]:
+        algorithm = {**GROUPS, "adv_estimator": "my.py:f", "needs": needs}
+        config = run_config(Path("m"), algorithm=algorithm)
+        return config.needs_critic, config.needs_greedy
+
+    assert [traits(), traits("critic"), traits("greedy")] == [(False, False), (True, False), (False, True)]
+    algorithm = {**GROUPS, "adv_estimator": "my.py:f", "needs": ("group",)}
+    with pytest.raises(ValueError, match=r"adv_estimator=my\.py:f compares the samples of a group"):
+        run_config(Path("m"), algorithm=algorithm, rollout={"n": 1})
+    with pytest.raises(ValueError, match="grpo is built in"):
+        run_config(Path("m"), algorithm={**GROUPS, "needs": ("critic",)})
+
+
+def test_estimates_of_the_users_own_are_0_under_the_mask_and_have_no_graph() -> None:
+    ones = torch.ones(2, 2, requires_grad=True)
+    mask = torch.tensor([[True, False], [True, True]])
+    rows = SampleRows(scores=ones[0], token_rewards=ones, mask=mask, group_ids=torch.tensor([0, 0]))
+    result = checked_estimates("mine", lambda rows: Estimates(rows.token_rewards * 2), rows).advantages
+    assert result.tolist() == [[2.0, 0.0], [2.0, 2.0]]
+    assert not result.requires_grad
+
+
+def test_the_warm_up_of_the_critic_has_its_own_lambda() -> None:
+    """Rewards at the end alone: the target of the first token is lambda times it, with values of 0."""
+    table = torch.tensor([[0.0, 1.0]])
+    rows = SampleRows(
+        scores=table.sum(-1),
+        token_rewards=table,
+        mask=torch.ones(1, 2),
+        group_ids=torch.tensor([0]),
+        values=torch.zeros(1, 2),
+    )
+    for name, key in (("gae", "lam"), ("vapo", "lam_critic")):
+        algorithm = {**GROUPS, "adv_estimator": name, key: 0.5}
+        config = run_config(Path("m"), algorithm=algorithm, critic={"warmup": 1, "warmup_lam": 0.25})
+        targets = [
+            algorithm_of(config, critic_alone=alone).advantages(rows).returns for alone in (False, True)
+        ]
+        assert [float(target[0, 0]) for target in targets if target is not None] == [0.5, 0.25]

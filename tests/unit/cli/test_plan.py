@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import yaml
 
@@ -91,3 +93,21 @@ def test_a_dry_run_shows_each_service_its_sections_and_no_secret() -> None:
     assert sorted(reward) == ["broker", "model", "reward", "service", "telemetry"]
     assert set(plan.SECTIONS) == {"controller", "rollout", "learner", "reward", "reward-model"}
     assert {name for names in plan.SECTIONS.values() for name in names} == set(RunConfig.model_fields)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"algorithm": {"adv_estimator": "my.py:f"}},
+        {"algorithm": {"type": "custom", "path": "my.py:Own"}},
+        {"actor": {"policy_loss": {"type": "custom", "path": "my.py:loss"}}},
+    ],
+)
+def test_what_is_the_users_own_is_checked_while_the_controller_starts(
+    own: dict[str, object], tmp_path: Path
+) -> None:
+    def roles(**changes: object) -> list[str]:
+        return [spec.name for spec in plan.checks(config(**changes), tmp_path)]
+
+    assert roles() == ["reward-check"]
+    assert roles(**own) == ["reward-check", "learner-check"]
