@@ -139,7 +139,7 @@ def refusal(message: learner_pb2.TrainStepRequest) -> InvalidMessageError:
     ("fields", "reason"),
     [
         ({"trajectory_id": "train:3:7"}, "out_of_range"),
-        ({"trajectory_id": "play:3:7:1"}, "out_of_range"),
+        ({"trajectory_id": "Play:3:7:1"}, "out_of_range"),
         ({"trajectory_id": "train:3:seven:1"}, "out_of_range"),
         ({"blob_key": ""}, "missing_field"),
         ({"num_patches": -1}, "out_of_range"),

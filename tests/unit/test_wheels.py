@@ -53,7 +53,7 @@ def requirements(wheel: zipfile.ZipFile) -> set[str]:
 
 def test_the_distribution_has_the_pages_files_and_no_tests(tmp_path: Path) -> None:
     names = build(source.ROOT, tmp_path).namelist()
-    front = source.ROOT / "src" / "paceline" / "cli" / "report" / "front"
+    front = source.ROOT / "src" / "paceline" / "show" / "report" / "front"
     for file in front.iterdir():
         assert f"paceline/show/report/front/{file.name}" in names
     for package in ("controller", "rollout", "learner", "reward"):
