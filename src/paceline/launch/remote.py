@@ -18,6 +18,9 @@ from paceline.service.process import DIE_WITH_PARENT, PARENT_PID
 
 _GRACE_S = 15.0
 
+SIGNALLED = 128
+"""What is added to the number of a signal to make an exit code of it, as shells do."""
+
 
 def order(command: Sequence[str], env: Mapping[str, str]) -> bytes:
     """The line that tells a remote process what to run."""
@@ -25,7 +28,7 @@ def order(command: Sequence[str], env: Mapping[str, str]) -> bytes:
 
 
 def main() -> int:
-    """Reads the order and runs it; returns the process's exit code, 128 + N after signal N."""
+    """Reads the order and runs it; returns the process's exit code, SIGNALLED + N after signal N."""
     line = sys.stdin.buffer.readline()
     if not line:
         return 1
@@ -37,7 +40,7 @@ def main() -> int:
     threading.Thread(target=_end_with_input, args=(process,), name="input", daemon=True).start()
     code = process.wait()
     _signal_group(process, signal.SIGKILL)  # nothing that it started outlives it
-    return 128 - code if code < 0 else code
+    return SIGNALLED - code if code < 0 else code
 
 
 def _end_with_input(process: subprocess.Popen[bytes]) -> None:

@@ -224,9 +224,16 @@ async def test_a_remote_process_ends_when_the_connection_is_lost(tmp_path: Path)
     assert await asyncio.wait_for(process.exited, 120) == 3
 
 
-async def test_a_killed_remote_process_is_told_by_its_code(tmp_path: Path) -> None:
+async def test_a_killed_remote_process_counts_as_killed(tmp_path: Path) -> None:
+    """Before it was ready, a failure ends the run, and a kill does not."""
     process = await begin(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
-    assert await asyncio.wait_for(process.exited, 120) == 128 + signal.SIGKILL
+    assert await asyncio.wait_for(process.exited, 120) == -signal.SIGKILL
+    assert process.outcome() == "killed by SIGKILL"
+
+
+async def test_a_lost_connection_is_no_signal(tmp_path: Path) -> None:
+    process = await begin(tmp_path, "sys.exit(255)")
+    assert await asyncio.wait_for(process.exited, 120) == 255
 
 
 # --- before anything starts

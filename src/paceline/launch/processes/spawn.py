@@ -155,10 +155,17 @@ async def start(
     if process.stdin is not None:
         # It stays open: its end is what ends the process on the other host.
         process.stdin.write(remote.order(spec.command, own_env))
-    exited = asyncio.create_task(process.wait(), name=f"exit of {spec.name}")
+    exited = asyncio.create_task(_exit_of_program(process), name=f"exit of {spec.name}")
     return ManagedProcess(
         spec, log_path, exited, process.pid, process.stdin, start_at, mark, _num_oom_kills()
     )
+
+
+async def _exit_of_program(process: asyncio.subprocess.Process) -> int:
+    """The return code of a program; a signal that ended it behind a remote shell counts as one here."""
+    code = await process.wait()
+    number = code - remote.SIGNALLED
+    return -number if process.stdin is not None and number in set(signal.Signals) else code
 
 
 async def _exit_of(pid: int) -> int:
