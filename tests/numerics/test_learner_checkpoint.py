@@ -69,6 +69,12 @@ def flip(path: Path, position: float = 0.5) -> None:
     path.write_bytes(bytes(data))
 
 
+def flip_in(path: Path, word: bytes) -> None:
+    """Flips one bit of a word. Of a number's last digit it need not change what the text says."""
+    data = path.read_bytes()
+    flip(path, (data.index(word) + 0.5) / (len(data) - 1))
+
+
 def tear(path: Path) -> None:
     """Cuts off the second half."""
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
@@ -91,7 +97,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "a bit at the shards' end": (lambda folder: flip(folder / "__0_0.distcp", 1.0), "has changed"),
     "a bit of the metadata": (lambda folder: flip(folder / ".metadata"), "metadata has changed"),
-    "a bit of the manifest": (lambda folder: flip(folder / MANIFEST), "manifest.json"),
+    "a bit of the manifest": (lambda folder: flip_in(folder / MANIFEST, b"world_size"), "manifest.json"),
     "a number in the manifest": (
         lambda folder: (folder / MANIFEST).write_text(
             (folder / MANIFEST).read_text().replace('"version": 2', '"version": 3')
