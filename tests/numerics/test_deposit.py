@@ -16,7 +16,7 @@ from paceline.core.training import TrainOrder
 from paceline.learner.batch.deposit import deposit_log_probs
 from paceline.learner.batch.fetch import fetch_rows
 from paceline.learner.batch.pack import pack
-from paceline.learner.batch.types import OldLogProbs, PackedRow, ScoredBatch
+from paceline.learner.batch.types import PackedRow, ScoredBatch
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.train.learner import Learner
 from paceline.learner.train.step import train_step
@@ -76,13 +76,13 @@ def row_of_a_tool() -> ScoredBatch:
         response_log_probs=np.array([-1, 0, -3], np.float32),
     )
     batch = pack([row], torch.device("cpu"))
-    return ScoredBatch(batch=batch, old_log_probs=OldLogProbs(torch.tensor([[-1.0, -2.0, -3.0]])))
+    return ScoredBatch(batch=batch, log_probs={"old": torch.tensor([[-1.0, -2.0, -3.0]])})
 
 
 def test_tokens_of_a_tool_have_no_log_prob_and_rows_without_any_are_left_out() -> None:
     rows, _ = make_batch()
-    filler = ScoredBatch(batch=pack([], torch.device("cpu")), old_log_probs=OldLogProbs(torch.zeros(1, 1)))
-    unknown = ScoredBatch(batch=row_of_a_tool().batch, old_log_probs=OldLogProbs())
+    filler = ScoredBatch(batch=pack([], torch.device("cpu")), log_probs={"old": torch.zeros(1, 1)})
+    unknown = ScoredBatch(batch=row_of_a_tool().batch, log_probs={})
     store = DictBlobs({})
     deposit_log_probs(store, rows, [row_of_a_tool(), filler, unknown])
     (data,) = store.blobs.values()

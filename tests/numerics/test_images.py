@@ -17,9 +17,9 @@ from paceline.config.load import dump_yaml
 from paceline.core.errors import DataError, InvalidMessageError, ModelError
 from paceline.core.images import ImageSpec
 from paceline.learner.batch.fetch import fetch_rows
-from paceline.learner.batch.halve import Halves, Part
+from paceline.learner.batch.halve import Halves
 from paceline.learner.batch.pack import pack
-from paceline.learner.batch.types import MicroBatch, OldLogProbs, PackedRow, TrainingBatch
+from paceline.learner.batch.types import MicroBatch, PackedRow, TrainingBatch
 from paceline.learner.distributed.publisher import WeightPublisher
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.export import export
@@ -406,11 +406,11 @@ def with_image(row: PackedRow, **changes: Any) -> PackedRow:
 def test_halves_of_a_micro_batch_have_the_images_of_their_rows(folder: Path, ranks: Ranks) -> None:
     """What an update that ran out of memory goes on with."""
     network, batch = load_policy(folder, ranks, FLOAT32), pack(image_rows(samples=2), CPU)
-    halves = Halves.of(Part(batch=bare(batch))).halves
-    assert [half.batch.batch.images is not None for half in halves] == [True, True]
+    halves = Halves.of(bare(batch)).halves
+    assert [half.batch.images is not None for half in halves] == [True, True]
     with torch.no_grad():
         expected = batch.table(network(batch)[0])[batch.mask]
-        parts = [half.batch.batch for half in halves]
+        parts = [half.batch for half in halves]
         own = torch.cat([part.table(network(part)[0])[part.mask] for part in parts])
     torch.testing.assert_close(own, expected, atol=1e-5, rtol=1e-5)
 
@@ -419,8 +419,7 @@ def bare(batch: MicroBatch) -> TrainingBatch:
     """A micro-batch as an update takes it, its numbers zeros."""
     return TrainingBatch(
         batch=batch,
-        old_log_probs=OldLogProbs(),
-        ref_log_probs=None,
+        log_probs={},
         values=None,
         scores=torch.zeros(len(batch.rows)),
         advantages=torch.zeros(batch.mask.shape),

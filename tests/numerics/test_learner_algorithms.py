@@ -103,7 +103,7 @@ def test_covariance_tokens_are_those_of_the_whole_mini_batch(
             masks = [part.batch.mask for part in mini.parts]
             return torch.cat([table[mask] for table, mask in zip(tables, masks, strict=True)])[None].double()
 
-        log_probs = unmasked([part.old_log_probs.table for part in mini.parts])
+        log_probs = unmasked([part.log_probs["old"] for part in mini.parts])
         advantages = unmasked([part.advantages for part in mini.parts])
         selected = unmasked(selection).bool()
         # All of its tokens as one row, without padding; a tie selects all that tie.

@@ -26,7 +26,7 @@ from paceline.learner.batch.arithmetic import Arithmetic, RowLength
 from paceline.learner.batch.minibatch import Denominators, MiniBatch, cut_mini_batches
 from paceline.learner.batch.pack import pack
 from paceline.learner.batch.plan import plan_batch, plan_chunk
-from paceline.learner.batch.types import MicroBatch, OldLogProbs, PackedRow, ScoredBatch, TrainingBatch
+from paceline.learner.batch.types import MicroBatch, PackedRow, ScoredBatch, TrainingBatch
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.train import shaping
 from paceline.learner.train.advantages import Advantages
@@ -245,8 +245,11 @@ def made_up(batch: MicroBatch, counts: torch.Tensor | None = None) -> TrainingBa
 
     scored = ScoredBatch(
         batch=batch,
-        old_log_probs=OldLogProbs(table(0.7, -4.0)),
-        ref_log_probs=table(0.7, -4.0),
+        log_probs={
+            "old": table(0.7, -4.0),
+            "reference": table(0.7, -4.0),
+            "rollout": batch.rollout_log_probs,
+        },
         values=table(0.5),
     )
     advantages = Advantages(scores=table(1.0)[:, 0], advantages=table(1.0), returns=table(1.0))
@@ -271,8 +274,7 @@ class TestResampling:
 
         really = TrainingBatch(
             batch=tokens,
-            old_log_probs=OldLogProbs(pick(part.old_log_probs.table)),
-            ref_log_probs=pick(part.ref_log_probs),
+            log_probs={name: pick(table) for name, table in part.log_probs.items()},
             values=pick(part.values),
             scores=part.scores[take],
             advantages=pick(part.advantages),
@@ -281,12 +283,10 @@ class TestResampling:
         )
         return made_up(micro_batch, counts), really
 
-    def outcome(
-        self, part: TrainingBatch, network: Any, loss: Any, *selected: Any
-    ) -> tuple[list[float], list[torch.Tensor]]:
+    def outcome(self, part: TrainingBatch, network: Any, loss: Any) -> tuple[list[float], list[torch.Tensor]]:
         mask = part.batch.mask
         counts = Denominators(num_tokens=int(mask.sum()), num_sequences=int(mask.any(-1).sum()))
-        total, sums = loss(part, counts, *selected)
+        total, sums = loss(part, counts)
         total.backward()
         grads = [p.grad.full_tensor().clone() for p in network.parameters() if p.grad is not None]
         network.zero_grad(set_to_none=True)
@@ -315,7 +315,7 @@ class TestResampling:
         for part in self.both():
             mini = MiniBatch(parts=(part,), denominators=Denominators(num_tokens=1, num_sequences=1))
             (selected,) = shaping.select_tokens(mini, config.actor, ranks)
-            outcomes.append(self.outcome(part, network, loss, selected))
+            outcomes.append(self.outcome(replace(part, selected=selected), network, loss))
         self.assert_equal(outcomes)
 
     def test_the_critics_too(self, model: Path, ranks: Ranks) -> None:
@@ -360,7 +360,7 @@ class TestResampling:
             totals = Denominators(num_tokens=int(mask.sum()), num_sequences=int(mask.any(-1).sum()))
             mini = MiniBatch(parts=(part,), denominators=totals)
             (selected,) = shaping.select_tokens(mini, config.actor, self.ranks())
-            total, sums = loss(part, totals, selected)
+            total, sums = loss(replace(part, selected=selected), totals)
             (gradient,) = torch.autograd.grad(total, by_token)
             outcomes.append((sums, gradient))
         torch.testing.assert_close(outcomes[0][0], outcomes[1][0], rtol=1e-6, atol=1e-8)
@@ -390,7 +390,7 @@ class TestResampling:
             actor = {"policy_loss": name, "loss_agg_mode": mode, "clip_ratio": clip}
             loss = PolicyLoss(run_config(Path("m"), actor=actor, algorithm=GROUPS), network, Adjustments())
             selected = torch.zeros_like(mask) if "cov" in name else None
-            (gradient,) = torch.autograd.grad(loss(part, counted, selected)[0], by_token)
+            (gradient,) = torch.autograd.grad(loss(replace(part, selected=selected), counted)[0], by_token)
             return gradient, loss.scaling(counted, actual).gradient
 
         (given, factor), (expected, same_factor) = gradient_and_factor(None), gradient_and_factor(own)
@@ -529,7 +529,7 @@ class TestRolloutCorrection:
         for part in seen:
             for place in part.batch.mask.nonzero().tolist():
                 row, column = place
-                difference = part.old_log_probs.table[row, column] - part.batch.rollout_log_probs[row, column]
+                difference = part.log_probs["old"][row, column] - part.batch.rollout_log_probs[row, column]
                 weights.append(math.exp(difference.item()))
                 # On policy the loss of a token is minus its advantage.
                 losses.append(-part.advantages[row, column].item() * min(weights[-1], 1.5))

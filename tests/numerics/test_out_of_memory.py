@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from paceline.core.errors import EnvironmentLackError, NumericsError
-from paceline.learner.batch.halve import Halves, Part
+from paceline.learner.batch.halve import Halves
 from paceline.learner.batch.pack import pack
-from paceline.learner.batch.types import OldLogProbs, TrainingBatch
+from paceline.learner.batch.types import TrainingBatch
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.train.learner import Learner
 from paceline.learner.train.memory import MemoryRoom
@@ -121,46 +121,50 @@ def test_halves_by_hand(share_prompts: bool) -> None:
     # Row 3 was drawn twice, row 0 not at all.
     batch = batch.with_rows(torch.tensor([1, 2, 3, 3]))
     table = torch.arange(36.0).reshape(4, 9)
-    part = Part(
-        batch=TrainingBatch(
-            batch=batch,
-            old_log_probs=OldLogProbs(),
-            ref_log_probs=table + 200,
-            values=table,
-            scores=torch.tensor([1.0, 2.0, 3.0, 4.0]),
-            advantages=table + 100,
-            returns=table + 300,
-            weights=table + 400,
-        ),
+    part = TrainingBatch(
+        batch=batch,
+        log_probs={"rollout": table + 500, "reference": table + 200, "teacher": table + 600},
+        values=table,
+        scores=torch.tensor([1.0, 2.0, 3.0, 4.0]),
+        advantages=table + 100,
+        returns=table + 300,
+        weights=table + 400,
         selected=table > 20,
     )
     # 7 + 4 + 11 tokens, half of which are in rows 1 and 2.
     halves = Halves.of(part)
-    first, second = (half.batch for half in halves.halves)
+    first, second = halves.halves
     assert (first.batch.rows, second.batch.rows) == ((1, 2), (3, 3))
     assert [source.index for source in second.batch.sources] == [3]
     assert first.values is not None
     assert first.values.tolist() == [[0, 1, 2, 3], [9, 10, 11, 12]]
-    for number, name in enumerate(("values", "advantages", "ref_log_probs", "returns", "weights")):
-        assert getattr(first, name).tolist() == (table[:2, :4] + 100 * number).tolist(), name
-        assert getattr(second, name).tolist() == (table[2:] + 100 * number).tolist(), name
-    assert second.scores.tolist() == [3, 4]
-    assert halves.halves[1].selected is not None
+    assert first.log_probs.keys() == second.log_probs.keys() == {"rollout", "reference", "teacher"}
+    names = ("values", "advantages", "reference", "returns", "weights", "rollout", "teacher")
+    for number, name in enumerate(names):
+        for half, own in ((first, table[:2, :4]), (second, table[2:])):
+            kept = half.log_probs[name] if name in half.log_probs else getattr(half, name)
+            assert kept.tolist() == (own + 100 * number).tolist(), name
+    assert (first.scores.tolist(), second.scores.tolist()) == ([1, 2], [3, 4])
+    assert first.selected is not None
+    assert second.selected is not None
+    assert (first.selected.any(), second.selected.sum()) == (False, 15)
     assert torch.equal(second.batch.mask, batch.mask[2:])
     for half, value in ((first, -1.0), (second, -2.0)):
-        half.old_log_probs.or_take(torch.full(half.batch.mask.shape, value))
+        half.log_probs["old"] = torch.full(half.batch.mask.shape, value)
     halves.hand_back()
-    assert part.batch.old_log_probs.table[:, 0].tolist() == [-1, -1, -2, -2]
-    alone, filler = (half.batch for half in Halves.of(halves.halves[1]).halves)
+    assert part.log_probs["old"][:, 0].tolist() == [-1, -1, -2, -2]
+    alone, filler = Halves.of(second).halves
     assert (alone.batch.rows, filler.batch.rows) == ((3, 3), ())
     assert filler.advantages.tolist() == [[0.0]]
+    assert filler.scores.tolist() == [0.0]
+    assert filler.log_probs == dict.fromkeys(("rollout", "reference", "teacher", "old"), torch.zeros(1, 1))
     assert not filler.batch.mask.any()
 
 
 @pytest.mark.parametrize(
     ("name", "sections"),
     [
-        ("ref_log_probs", {"actor": {"use_kl_loss": True}}),
+        ("reference log-probs", {"actor": {"use_kl_loss": True}}),
         ("weights", {"algorithm": {**GROUPS, "rollout_correction": {"method": "tis"}}}),
     ],
 )
@@ -172,10 +176,16 @@ def test_a_table_that_a_half_has_lost_is_an_error_and_no_smaller_loss(
     learner = Learner.build(run_config(model, actor=actor, **sections), ranks, [].append)
     honest = Halves.of
 
-    def losing(part: Part) -> Halves:
+    def without(half: TrainingBatch) -> TrainingBatch:
+        if name == "weights":
+            return replace(half, weights=None)
+        log_probs = {of: table for of, table in half.log_probs.items() if of != "reference"}
+        return replace(half, log_probs=log_probs)
+
+    def losing(part: TrainingBatch) -> Halves:
         halves = honest(part)
-        cut = [replace(half, batch=replace(half.batch, **{name: None})) for half in halves.halves]
-        return replace(halves, halves=(cut[0], cut[1]))
+        first, second = halves.halves
+        return replace(halves, halves=(without(first), without(second)))
 
     monkeypatch.setattr(Halves, "of", losing)
     with (
@@ -185,32 +195,29 @@ def test_a_table_that_a_half_has_lost_is_an_error_and_no_smaller_loss(
         take_step(learner, 1)
 
 
-def part_of(*lengths: int) -> Part:
+def part_of(*lengths: int) -> TrainingBatch:
     """A part of rows without a prompt in common, with these responses."""
     batch = pack(rows_with_holes([[(2, length)] for length in lengths]), torch.device("cpu"))
     table = torch.zeros(batch.mask.shape)
-    return Part(
-        batch=TrainingBatch(
-            batch=batch,
-            old_log_probs=OldLogProbs(table),
-            ref_log_probs=None,
-            values=None,
-            scores=torch.zeros(len(lengths)),
-            advantages=table,
-            returns=None,
-            weights=None,
-        )
+    return TrainingBatch(
+        batch=batch,
+        log_probs={"old": table},
+        values=None,
+        scores=torch.zeros(len(lengths)),
+        advantages=table,
+        returns=None,
+        weights=None,
     )
 
 
-def take(room: MemoryRoom, ranks: Ranks, parts: list[Part], num_failures: int) -> list[int]:
+def take(room: MemoryRoom, ranks: Ranks, parts: list[TrainingBatch], num_failures: int) -> list[int]:
     """Takes a step that runs out of memory so often; the rows of its parts in the end."""
     failures = iter(range(num_failures))
 
     def act(parts: Any) -> list[int]:
         if next(failures, None) is not None:
             raise OutOfMemoryError("PolicyNetwork", 1)
-        return [len(part.batch.batch.sources) for part in parts]
+        return [len(part.batch.sources) for part in parts]
 
     return room.take(parts, act, ranks=ranks, network="actor")
 

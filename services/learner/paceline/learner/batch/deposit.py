@@ -44,8 +44,8 @@ def deposit_log_probs(store: Store, rows: Sequence[BatchRow], scored: Sequence[S
 def _of_rows(scored: Sequence[ScoredBatch]) -> Iterator[tuple[int, Float32Array]]:
     """The rows' places in the batch, each with a log-prob per response token: 0 where none was sampled."""
     for part in scored:
-        if not part.batch.rows or not part.old_log_probs.is_known:
+        if not part.batch.rows or "old" not in part.log_probs:
             continue
-        table = part.old_log_probs.table.float().where(part.batch.mask, 0.0).cpu().numpy()
+        table = part.log_probs["old"].float().where(part.batch.mask, 0.0).cpu().numpy()
         for source, log_probs in zip(part.batch.sources, table, strict=True):
             yield source.index, np.asarray(log_probs[: len(source.response_token_ids)], np.float32)

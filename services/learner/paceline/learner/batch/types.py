@@ -7,10 +7,11 @@ The model sees (1, T). Its numbers per response token are flat, (n,); `MicroBatc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, groupby
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -250,36 +251,13 @@ class MicroBatch:
         return torch.cat([flat, flat.new_zeros(1)])[self.places]
 
 
-class OldLogProbs:
-    """Log-probs by the weights from before the update, a table (B, R).
+LogProbs = dict[str, Tensor]
+"""A micro-batch's log-probs by the name of what gave them, tables (B, R).
 
-    Rows of the first mini-batch need not be scored: its own forward pass comes before any step, so with the
-    same weights, and its ratio is 1.
-    """
-
-    def __init__(self, table: Tensor | None = None) -> None:
-        self._table = table
-
-    @property
-    def is_known(self) -> bool:
-        """Whether the rows were scored, or went through the update once."""
-        return self._table is not None
-
-    @property
-    def table(self) -> Tensor:
-        """(B, R); `is_known` comes first."""
-        assert self._table is not None, "these rows were neither scored nor trained on yet"
-        return self._table
-
-    def or_take(self, log_probs: Tensor) -> Tensor:
-        """The table; where there is none yet, `log_probs` without their graph become it."""
-        if self._table is None:
-            self._table = log_probs.detach()
-        return self._table
-
-    def forget(self) -> None:
-        """Takes a table back that came from a pass whose step was not taken."""
-        self._table = None
+"rollout" is the sampler, "old" the policy before the update, "reference" the reference model. Rows of the
+first mini-batch need not be scored: its own forward pass comes before any step, so with the same weights, and
+its ratio is 1. Until then there is no "old", and whoever holds the micro-batch shares one mapping.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -287,8 +265,7 @@ class ScoredBatch:
     """A micro-batch with its scores by the networks; tables (B, R), None where not in use."""
 
     batch: MicroBatch
-    old_log_probs: OldLogProbs
-    ref_log_probs: Tensor | None = None
+    log_probs: LogProbs
     values: Tensor | None = None
 
 
@@ -299,16 +276,28 @@ class TrainingBatch:
     Attributes:
         scores: each sequence's reward with the overlong penalty, (B,).
         weights: rollout correction's factors of the policy loss.
+        selected: the tokens that a covariance loss treats separately.
     """
 
     batch: MicroBatch
-    old_log_probs: OldLogProbs
-    ref_log_probs: Tensor | None
+    log_probs: LogProbs
     values: Tensor | None
     scores: Tensor
     advantages: Tensor
     returns: Tensor | None
     weights: Tensor | None
+    selected: Tensor | None = None
+
+    def with_rows(self, batch: MicroBatch, pick: Callable[[Tensor], Tensor]) -> TrainingBatch:
+        """Returns other rows: `pick` makes every table, whatever its name, fit the micro-batch `batch`."""
+
+        def picked(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {name: pick(table) for name, table in value.items()}
+            return None if value is None else pick(value)
+
+        tables = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "batch"}
+        return TrainingBatch(batch=batch, **{name: picked(value) for name, value in tables.items()})
 
     def positive_mask(self, above: float) -> Tensor:
         """The mask of the policy's tokens, of sequences with a score above this alone."""

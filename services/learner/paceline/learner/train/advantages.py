@@ -136,10 +136,10 @@ class _OwnRows:
 
 def _penalty(scored: Sequence[ScoredBatch], kind: KLKind) -> Tensor | None:
     """Each token's KL to the reference, (B, R); None without one."""
-    ref = _stack_present([part.ref_log_probs for part in scored], scored)
+    ref = _stack_present([part.log_probs.get("reference") for part in scored], scored)
     if ref is None:
         return None
-    return kl.kl_estimate(_stack([part.old_log_probs.table for part in scored], scored), ref, kind)
+    return kl.kl_estimate(_stack([part.log_probs["old"] for part in scored], scored), ref, kind)
 
 
 def _shard(index: Tensor, num_rows: int, ranks: Ranks) -> RowShard:
@@ -156,11 +156,8 @@ def _shard(index: Tensor, num_rows: int, ranks: Ranks) -> RowShard:
 
 def _log_probs(scored: Sequence[ScoredBatch]) -> dict[str, Tensor]:
     """The log-probs of all rows by name, (B, R) each, where they are there."""
-    tables: dict[str, list[Tensor | None]] = {
-        "rollout": [part.batch.rollout_log_probs for part in scored],
-        "old": [part.old_log_probs.table if part.old_log_probs.is_known else None for part in scored],
-        "reference": [part.ref_log_probs for part in scored],
-    }
+    names = set().union(*(part.log_probs for part in scored))
+    tables = {name: [part.log_probs.get(name) for part in scored] for name in names}
     stacked = {name: _stack_present(parts, scored) for name, parts in tables.items()}
     return {name: table for name, table in stacked.items() if table is not None}
 

@@ -56,16 +56,14 @@ class PolicyLoss:
         positive = ("positive_loss",) if self._actor.positive_loss_coef else ()
         self.names = ("loss", *self._token_metrics, "pg_loss", "kl_loss", *positive, *balance)
 
-    def __call__(
-        self, part: TrainingBatch, denominators: Denominators, selected: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """The share, with its graph, and the sums; `selected` as `LossInputs`."""
+    def __call__(self, part: TrainingBatch, denominators: Denominators) -> tuple[Tensor, Tensor]:
+        """The share, with its graph, and the sums."""
         batch = part.batch
         with recorded_choices(self._network.lm) as choices:
             flat, flat_entropy = self._network(batch, self._temperature, True)
         log_probs = batch.table(flat)
         self._require_tables(part)
-        per_token, metrics = self._per_token(log_probs, part, selected)
+        per_token, metrics = self._per_token(log_probs, part)
         if part.weights is not None:
             per_token = per_token * part.weights
         total = pg_loss = self._aggregate(per_token, batch, denominators)
@@ -75,8 +73,7 @@ class PolicyLoss:
             total = total - self._actor.entropy_coeff * self._aggregate(entropy, batch, denominators)
         kl_loss = torch.zeros_like(pg_loss)
         if self._actor.use_kl_loss:
-            assert part.ref_log_probs is not None  # by _require_tables
-            estimate = kl.kl_estimate(log_probs, part.ref_log_probs, self._actor.kl_loss_type)
+            estimate = kl.kl_estimate(log_probs, part.log_probs["reference"], self._actor.kl_loss_type)
             kl_loss = self._aggregate(estimate, batch, denominators)
             total = total + self._kl_loss_coef * kl_loss
         extra = [pg_loss, kl_loss]
@@ -107,7 +104,7 @@ class PolicyLoss:
     def _require_tables(self, part: TrainingBatch) -> None:
         """Raises NumericsError if a micro-batch lacks a table: one rank would leave out a term in silence."""
         needed = {
-            "ref_log_probs": (self._actor.use_kl_loss, part.ref_log_probs),
+            "reference log-probs": (self._actor.use_kl_loss, part.log_probs.get("reference")),
             "weights": (self._is_corrected, part.weights),
         }
         for name, (is_needed, table) in needed.items():
@@ -130,20 +127,18 @@ class PolicyLoss:
             rows = balance_by_row(choices, batch) * batch.mask.any(-1)
         return rows.sum() / denominators.num_sequences
 
-    def _per_token(
-        self, log_probs: Tensor, part: TrainingBatch, selected: Tensor | None
-    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def _per_token(self, log_probs: Tensor, part: TrainingBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The policy loss, (B, R), and its metrics, always with `ppo_kl`, on which the guard relies."""
-        mask, old = part.batch.mask, part.old_log_probs.or_take(log_probs)
+        mask, old = part.batch.mask, part.log_probs.setdefault("old", log_probs.detach())
         inputs = LossInputs(
             log_probs=log_probs,
             old_log_probs=old,
             advantages=part.advantages,
             mask=mask,
-            rollout_log_probs=part.batch.rollout_log_probs,
-            ref_log_probs=part.ref_log_probs,
+            rollout_log_probs=part.log_probs["rollout"],
+            ref_log_probs=part.log_probs.get("reference"),
             scores=part.scores,
-            selected=selected,
+            selected=part.selected,
         )
         per_token, metrics = self._algorithm.loss(inputs)
         if metrics.keys() != set(self._metrics):

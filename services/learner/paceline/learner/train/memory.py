@@ -8,7 +8,8 @@ from typing import TypeVar
 import torch
 
 from paceline.core.errors import EnvironmentLackError
-from paceline.learner.batch.halve import Halves, Part
+from paceline.learner.batch.halve import Halves
+from paceline.learner.batch.types import TrainingBatch
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.train.optimizer import OutOfMemoryError
 
@@ -39,7 +40,14 @@ class MemoryRoom:
         """`guard/out_of_memory`: optimizer steps of this training step that were taken again, if any."""
         return {"guard/out_of_memory": float(self._num_retries)} if self._num_retries else {}
 
-    def take(self, parts: list[Part], act: Callable[[Sequence[Part]], T], *, ranks: Ranks, network: str) -> T:
+    def take(
+        self,
+        parts: list[TrainingBatch],
+        act: Callable[[Sequence[TrainingBatch]], T],
+        *,
+        ranks: Ranks,
+        network: str,
+    ) -> T:
         """Takes an optimizer step on a mini-batch's parts; every rank calls it.
 
         Args:
@@ -53,14 +61,14 @@ class MemoryRoom:
         """
         cut: list[Halves] = []
         while True:
-            unscored = [part.batch.old_log_probs for part in parts if not part.batch.old_log_probs.is_known]
+            unscored = [part.log_probs for part in parts if "old" not in part.log_probs]
             try:
                 result = act(parts)
                 break
             except OutOfMemoryError as error:
                 self._refuse_single_rows(parts, ranks, error)
-                for old_log_probs in unscored:
-                    old_log_probs.forget()
+                for log_probs in unscored:
+                    log_probs.pop("old", None)
                 latest = [Halves.of(part) for part in parts]
                 cut += latest
                 parts[:] = [half for halves in latest for half in halves.halves]
@@ -78,8 +86,10 @@ class MemoryRoom:
             f"with 1/{1 << self._num_halvings} of actor.ppo_max_token_len_per_gpu"
         )
 
-    def _refuse_single_rows(self, parts: Sequence[Part], ranks: Ranks, error: OutOfMemoryError) -> None:
-        most = max(len(part.batch.batch.sources) for part in parts)
+    def _refuse_single_rows(
+        self, parts: Sequence[TrainingBatch], ranks: Ranks, error: OutOfMemoryError
+    ) -> None:
+        most = max(len(part.batch.sources) for part in parts)
         if int(ranks.all_max(torch.tensor([float(most)], device=ranks.device)).item()) <= 1:
             raise EnvironmentLackError(
                 f"{error}: already one row per micro-batch, which cannot be halved; set "

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from paceline.learner.batch.types import MicroBatch, OldLogProbs, ScoredBatch
+from paceline.learner.batch.types import LogProbs, MicroBatch, ScoredBatch
 from paceline.learner.model.layers import free_gathered
 from paceline.learner.model.loading import forget_forward_passes
 from paceline.learner.model.lora import base_alone
@@ -26,18 +26,20 @@ def score(
 
     Those `without_old` get no old log-probs: the update's own forward pass gives them.
     """
-    temperature = learner.config.rollout.temperature
-    reference, critic = learner.reference, learner.critic
-    absent: list[Tensor | None] = [None] * len(batches)
-    ref, values = absent, absent
+    temperature, critic = learner.config.rollout.temperature, learner.critic
+    log_probs: list[LogProbs] = [{"rollout": batch.rollout_log_probs} for batch in batches]
+    to_score = [number for number, no in enumerate(without_old) if not no]
     with stopwatch.phase("old_log_prob"):
-        tables = iter(
-            _old_log_probs(learner, [b for b, no in zip(batches, without_old, strict=True) if not no])
-        )
-    old = [OldLogProbs() if no else OldLogProbs(next(tables)) for no in without_old]
+        tables = _old_log_probs(learner, [batches[number] for number in to_score])
+    for number, table in zip(to_score, tables, strict=True):
+        log_probs[number]["old"] = table
+    reference = learner.reference
     if reference is not None:
         with stopwatch.phase("ref"), learner.reference_present(), base_alone(reference):
-            ref = [*_score_all(reference, batches, lambda b: b.table(reference(b, temperature)[0]))]
+            tables = _score_all(reference, batches, lambda b: b.table(reference(b, temperature)[0]))
+        for own, table in zip(log_probs, tables, strict=True):
+            own["reference"] = table
+    values: list[Tensor | None] = [None] * len(batches)
     if critic is not None:
         with stopwatch.phase("values"):
             values = [
@@ -49,16 +51,16 @@ def score(
                 )
             ]
     return [
-        ScoredBatch(batch=batch, old_log_probs=o, ref_log_probs=r, values=v)
-        for batch, o, r, v in zip(batches, old, ref, values, strict=True)
+        ScoredBatch(batch=batch, log_probs=own, values=v)
+        for batch, own, v in zip(batches, log_probs, values, strict=True)
     ]
 
 
 def score_rest(learner: Learner, scored: Sequence[ScoredBatch]) -> None:
     """Gives micro-batches that no update will see their old log-probs; every rank calls it."""
-    rest = [part for part in scored if not part.old_log_probs.is_known]
+    rest = [part for part in scored if "old" not in part.log_probs]
     for part, table in zip(rest, _old_log_probs(learner, [part.batch for part in rest]), strict=True):
-        part.old_log_probs.or_take(table)
+        part.log_probs["old"] = table
 
 
 def _old_log_probs(learner: Learner, batches: Sequence[MicroBatch]) -> list[Tensor]:

@@ -20,7 +20,7 @@ from paceline.config.run import RunConfig
 from paceline.config.shaping import RolloutCorrectionConfig
 from paceline.core.training import BatchRow
 from paceline.learner.batch.minibatch import MiniBatch
-from paceline.learner.batch.types import MicroBatch, OldLogProbs, ScoredBatch, TrainingBatch
+from paceline.learner.batch.types import MicroBatch, ScoredBatch, TrainingBatch
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.train.advantages import Advantages
 
@@ -60,7 +60,7 @@ def rollout_weights(scored: ScoredBatch, correction: RolloutCorrectionConfig) ->
     """A micro-batch's weights of the policy loss by `algorithm.rollout_correction`, (B, R) or None."""
     if correction.method == "none":
         return None
-    old, rollout, mask = scored.old_log_probs.table, scored.batch.rollout_log_probs, scored.batch.mask
+    old, rollout, mask = scored.log_probs["old"], scored.log_probs["rollout"], scored.batch.mask
     if correction.method == "tis":
         return rollout_correction.tis(old, rollout, mask, correction.cap, correction.weight_level)
     if correction.method == "icepop":
@@ -87,7 +87,7 @@ def mismatch_metrics(
     weight_sums = torch.zeros(4, dtype=torch.float64, device=ranks.device)
     largest = torch.zeros(2, dtype=torch.float64, device=ranks.device)
     for part, part_weights in zip(scored, weights, strict=True):
-        old, rollout, mask = part.old_log_probs.table, part.batch.rollout_log_probs, part.batch.mask
+        old, rollout, mask = part.log_probs["old"], part.log_probs["rollout"], part.batch.mask
         kl_and_count[0] += rollout_correction.mismatch_kl(old, rollout, mask).sum()
         kl_and_count[1] += mask.sum()
         raw = rollout_correction.rollout_weights(
@@ -153,26 +153,19 @@ def training_batch(
     tables that the losses read, so its gradient counts three times. A row that was not drawn leaves the
     tables. Losses, means and counts are those of a batch that really repeats the rows.
     """
-    places = _places(scored.batch, counts)
-
-    def pick(table: Tensor | None) -> Tensor | None:
-        return table if table is None or places is None else table[places]
-
-    def pick_present(table: Tensor) -> Tensor:
-        return table if places is None else table[places]
-
-    return TrainingBatch(
-        batch=scored.batch if places is None else scored.batch.with_rows(places),
-        old_log_probs=scored.old_log_probs
-        if places is None
-        else OldLogProbs(scored.old_log_probs.table[places]),
-        ref_log_probs=pick(scored.ref_log_probs),
-        values=pick(scored.values),
-        scores=pick_present(advantages.scores),
-        advantages=pick_present(advantages.advantages),
-        returns=pick(advantages.returns),
-        weights=pick(weights),
+    part = TrainingBatch(
+        batch=scored.batch,
+        log_probs=scored.log_probs,
+        values=scored.values,
+        scores=advantages.scores,
+        advantages=advantages.advantages,
+        returns=advantages.returns,
+        weights=weights,
     )
+    places = _places(scored.batch, counts)
+    if places is None:
+        return part
+    return part.with_rows(scored.batch.with_rows(places), lambda table: table[places])
 
 
 def _places(batch: MicroBatch, counts: Tensor | None) -> Tensor | None:
@@ -199,7 +192,7 @@ def select_tokens(mini: MiniBatch, actor: ActorConfig, ranks: Ranks) -> list[Ten
 
     masks = [part.batch.mask for part in mini.parts]
     selected = highest_covariance(
-        row([part.old_log_probs.table for part in mini.parts]).double(),
+        row([part.log_probs["old"] for part in mini.parts]).double(),
         row([part.advantages for part in mini.parts]).double(),
         row(masks),
         loss.cov_fraction,

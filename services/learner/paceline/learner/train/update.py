@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from paceline.config.run import RunConfig
 from paceline.core.errors import NumericsError
-from paceline.learner.batch.halve import Part
 from paceline.learner.batch.minibatch import Denominators, MiniBatch, nominal_counts
+from paceline.learner.batch.types import TrainingBatch
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.networks import PolicyNetwork, ValueNetwork
 from paceline.learner.train.ahead import BegunGradient
@@ -77,7 +77,7 @@ def update_policy(
     )
     cuts = [
         [
-            Part(batch=part, selected=selected)
+            replace(part, selected=selected)
             for part, selected in zip(mini.parts, select_tokens(mini, config.actor, ranks), strict=True)
         ]
         for mini in mini_batches
@@ -90,8 +90,8 @@ def update_policy(
                 counts = nominal_counts(config)
                 scaling = loss.scaling(counts, mini.denominators)
 
-            def on(part: Part, counts: Denominators = counts) -> PartLoss:
-                return partial(loss, part.batch, counts, part.selected)
+            def on(part: TrainingBatch, counts: Denominators = counts) -> PartLoss:
+                return partial(loss, part, counts)
 
             metrics = steps.take(parts, on, begun=begun if is_first else None, scaling=scaling)
             if is_first:
@@ -122,12 +122,12 @@ def update_critic(
     steps = _OptimizerSteps(
         trainable=critic, guard=network_guard, step=step, ranks=ranks, memory=memory, report=report
     )
-    cuts = [[Part(batch=part) for part in mini.parts] for mini in mini_batches]
+    cuts = [list(mini.parts) for mini in mini_batches]
     for _ in range(num_epochs):
         for mini, parts in zip(mini_batches, cuts, strict=True):
 
-            def on(part: Part, counts: Denominators = mini.denominators) -> PartLoss:
-                return partial(loss, part.batch, counts)
+            def on(part: TrainingBatch, counts: Denominators = mini.denominators) -> PartLoss:
+                return partial(loss, part, counts)
 
             steps.take(parts, on)
     return report
@@ -146,15 +146,15 @@ class _OptimizerSteps:
 
     def take(
         self,
-        parts: list[Part],
-        loss_on: Callable[[Part], PartLoss],
+        parts: list[TrainingBatch],
+        loss_on: Callable[[TrainingBatch], PartLoss],
         *,
         begun: BegunGradient | None = None,
         scaling: Scaling | None = None,
     ) -> dict[str, float]:
         """Takes one on a mini-batch's parts; reports and returns its metrics."""
 
-        def act(parts: Sequence[Part]) -> dict[str, float]:
+        def act(parts: Sequence[TrainingBatch]) -> dict[str, float]:
             # After an attempt that ran out of memory nothing of what was begun is left.
             num_done, sums = begun.take() if begun is not None else (0, None)
             outcome, sums = self.trainable.update(

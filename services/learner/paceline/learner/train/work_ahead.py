@@ -61,14 +61,14 @@ def _add_gradient(learner: Learner, order: ChunkOrder, scored: ScoredChunk, stop
     parts = _training_batches(learner, order, scored)
     loss = PolicyLoss(learner.config, learner.actor.network, order.adjustments)
     losses = [partial(loss, part, nominal_counts(learner.config)) for part in parts]
-    unscored = [part.old_log_probs for part in parts if not part.old_log_probs.is_known]
+    unscored = [part.log_probs for part in parts if "old" not in part.log_probs]
     with stopwatch.phase("update_actor"):
         try:
             sums = learner.actor.begin(losses, ranks=learner.ranks)
         except OutOfMemoryError as error:
             log.warning("step %d: no gradient ahead of the barrier: %s", order.step, error)
-            for old_log_probs in unscored:
-                old_log_probs.forget()
+            for log_probs in unscored:
+                log_probs.pop("old", None)
             learner.ahead.refuse_gradient()
             return
     gradient.add(scored, parts, sums)
