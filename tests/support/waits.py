@@ -31,7 +31,7 @@ NEEDLESS: dict[str, str] = {
     "paceline.chaos.proxy:Proxy._pass: self._open.wait": "the fault that swallows has an end",
     "paceline.launch.processes.process_tree:ProcessTree.next_exit: self._ended.get": _LIFETIME,
     "paceline.launch.services:Services.tend: asyncio.wait": _LIFETIME,
-    "paceline.launch.processes.spawn:start: process.wait": _LIFETIME,
+    "paceline.launch.processes.spawn:_exit_of_program: process.wait": _LIFETIME,
     "paceline.launch.remote:main: process.wait": _LIFETIME,
     "paceline.launch.container:_run: asyncio.wait": _LIFETIME,
     "paceline.launch.container:_run: process.wait": _LIFETIME,
