@@ -226,6 +226,25 @@ def test_a_part_of_one_row_beside_a_larger_one_is_no_reason_to_give_up(ranks: Ra
     assert take(MemoryRoom([].append), ranks, [part_of(4, 4, 4, 4), part_of(3)], 1) == [2, 2, 1, 0]
 
 
+def test_log_probs_of_a_pass_whose_step_was_not_taken_are_forgotten(ranks: Ranks) -> None:
+    """Halves compute them again: else the ratio of the step that is taken would not be exactly 1."""
+    known, unknown = part_of(4, 4), part_of(4, 4)
+    del unknown.log_probs["old"]
+    seen = []
+
+    def act(parts: Any) -> None:
+        seen.append(["old" in part.log_probs for part in parts])
+        for part in parts:
+            part.log_probs.setdefault("old", torch.full(part.batch.mask.shape, float(len(seen))))
+        if len(seen) < 2:
+            raise OutOfMemoryError("PolicyNetwork", 1)
+
+    MemoryRoom([].append).take([known, unknown], act, ranks=ranks, network="actor")
+    assert seen == [[True, False], [True, True, False, False]]
+    assert known.log_probs["old"].tolist() == [[0.0] * 4] * 2
+    assert unknown.log_probs["old"].tolist() == [[2.0] * 4] * 2
+
+
 def test_each_step_halves_the_budget_of_later_steps_once_however_often_its_parts_were_halved(
     ranks: Ranks,
 ) -> None:

@@ -340,16 +340,24 @@ def test_a_gradient_that_runs_out_of_memory_is_taken_in_the_step(
     honest, fails = PolicyLoss.__call__, [False, True]
 
     def out_of_memory(self: PolicyLoss, *arguments: Any) -> Any:
+        result = honest(self, *arguments)
         if fails and fails.pop(0):
             raise torch.OutOfMemoryError("CUDA out of memory: made up")
-        return honest(self, *arguments)
+        return result
 
     monkeypatch.setattr(PolicyLoss, "__call__", out_of_memory)
     result = Step(learner, 1).ahead(EVERYTHING).train()
     assert fails == []
     assert result.metrics["ahead/gradient_share"] == 0
     first = outcome(learner, result)
-    assert [first, outcome(learner, Step(learner, 2).ahead(EVERYTHING).train())] == wanted
+    fails += [False, True]
+    step = Step(learner, 2).ahead(EVERYTHING)
+    assert fails == []
+    # The second chunk's pass was thrown away, and so are its log-probs; the other mini-batch was scored.
+    chunks = [learner.ahead._chunks[number * SAMPLES][1] for number in range(8)]
+    known = [all("old" in part.log_probs for part in chunk.parts) for chunk in chunks]
+    assert known == [True, False, False, False, True, True, True, True]
+    assert [first, outcome(learner, step.train())] == wanted
 
 
 def test_the_check_of_shared_prompts_takes_a_begun_gradient_back(
