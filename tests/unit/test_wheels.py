@@ -58,6 +58,8 @@ def test_the_distribution_has_the_pages_files_and_no_tests(tmp_path: Path) -> No
         assert f"paceline/show/report/front/{file.name}" in names
     for package in ("controller", "rollout", "learner", "reward"):
         assert f"paceline/{package}/__main__.py" in names
+    modules = {str(path.relative_to(source.ROOT / "src")) for path in (source.ROOT / "src").rglob("*.py")}
+    assert modules - set(names) == set(), "not in the wheel: is the folder's name in .gitignore?"
     assert not [name for name in names if "/tests/" in name or name.startswith("tests/")]
 
 

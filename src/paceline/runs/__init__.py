@@ -1,0 +1,1 @@
+"""Finds a run by its folder, and asks its controller."""
