@@ -183,7 +183,7 @@ class Same(Algorithm):
 
 class Gap(Algorithm):
     def advantages(self, rows):
-        assert sorted(rows.log_probs) == ["old", "rollout"]
+        assert list(rows.log_probs) == ["rollout", "old"]  # the same order in every process
         return Estimates(rows.log_probs["old"] - rows.log_probs["rollout"])
 """
 

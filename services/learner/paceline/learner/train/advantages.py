@@ -155,10 +155,9 @@ def _shard(index: Tensor, num_rows: int, ranks: Ranks) -> RowShard:
 
 
 def _log_probs(scored: Sequence[ScoredBatch]) -> dict[str, Tensor]:
-    """The log-probs of all rows by name, (B, R) each, where they are there."""
-    names = set().union(*(part.log_probs for part in scored))
-    tables = {name: [part.log_probs.get(name) for part in scored] for name in names}
-    stacked = {name: _stack_present(parts, scored) for name, parts in tables.items()}
+    """The log-probs of all rows by name, (B, R) each, where every micro-batch has them."""
+    names = dict.fromkeys(name for part in scored for name in part.log_probs)
+    stacked = {name: _stack_present([part.log_probs.get(name) for part in scored], scored) for name in names}
     return {name: table for name, table in stacked.items() if table is not None}
 
 
