@@ -30,13 +30,13 @@ async def test_a_full_server_makes_writers_wait_until_something_drains(server: R
             await broker.append([Outgoing(stream="s", payload=b"", blobs={key: blob})])
 
     async with asyncio.timeout(300):
-        await write(keys[:6])
         with redis.Redis.from_url(server.url) as admin:
-            # Connections' buffers count as used memory: with 3 MiB less it is full whatever they hold. What
-            # waits for the disk does not count, and may be much while that is slow.
+            # Connections' buffers count as used memory, and go again: six blobs alone are above the limit,
+            # and a server without them has room for buffers and a blob.
             memory = admin.info("memory")
-            counted = int(memory["used_memory"]) - int(memory["mem_not_counted_for_evict"])
-            admin.config_set("maxmemory", counted - 3 * 2**20)
+            empty = int(memory["used_memory"]) - int(memory["mem_not_counted_for_evict"])
+            await write(keys[:6])
+            admin.config_set("maxmemory", empty + 11 * 2**19)
             writing = asyncio.create_task(write(keys[6:]))
             await notices.wait_for(1)
             assert "is full: it has used its maxmemory, takes no more messages" in notices[0]
