@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -82,13 +82,8 @@ def checked_estimates(
     Raises:
         ConfigError: the call fails, or its result is no estimates of these rows.
     """
-    try:
-        estimates = estimator(rows, **options)
-    except Exception as error:
-        raise ConfigError(
-            one_line(f"{label}: its call raised {type(error).__name__}: {error}; {_ESTIMATOR_FORM}")
-            + f" (rows.log_probs has {', '.join(sorted(rows.log_probs))})"
-        ) from error
+    hint = f"{_ESTIMATOR_FORM} (rows.log_probs has {', '.join(sorted(rows.log_probs))})"
+    estimates = _called(label, estimator, rows, options, hint)
     if not isinstance(estimates, Estimates):
         raise ConfigError(
             f"{label} returned {type(estimates).__name__}; return Estimates(advantages, returns) of "
@@ -105,6 +100,22 @@ def checked_estimates(
         _require_table(label, "returns", estimates.returns, rows)
         return Estimates(keep(estimates.advantages.detach(), rows.mask), estimates.returns.detach())
     return Estimates(keep(estimates.advantages.detach(), rows.mask))
+
+
+def _called(
+    label: str,
+    function: Callable[..., object],
+    argument: SampleRows | LossInputs,
+    options: Mapping[str, Any],
+    hint: str,
+) -> object:
+    """What the user's function returns; an error of its own is a ConfigError that ends in `hint`."""
+    try:
+        return function(argument, **options)
+    except Exception as error:
+        raise ConfigError(
+            f"{one_line(f'{label}: its call raised {type(error).__name__}: {error}')}; {hint}"
+        ) from error
 
 
 def _require_table(label: str, name: str, table: object, rows: SampleRows) -> None:
@@ -125,13 +136,8 @@ def checked_loss(
     Raises:
         ConfigError: the call fails, or its result is no loss to train with.
     """
-    try:
-        outputs = user_function(inputs, **options)
-    except Exception as error:
-        raise ConfigError(
-            one_line(f"{label}: its call raised {type(error).__name__}: {error}; {_LOSS_FORM}")
-            + ("" if inputs.ref_log_probs is not None else _NO_REFERENCE)
-        ) from error
+    hint = _LOSS_FORM if inputs.ref_log_probs is not None else _LOSS_FORM + _NO_REFERENCE
+    outputs = _called(label, user_function, inputs, options, hint)
     if not isinstance(outputs, LossOutputs):
         raise ConfigError(
             f"{label} returned {type(outputs).__name__}; return LossOutputs(loss, metrics) of "

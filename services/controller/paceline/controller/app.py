@@ -29,7 +29,7 @@ from paceline.controller.health import measure_mailboxes, observe_run
 from paceline.controller.phases import Phase
 from paceline.controller.progress import Progress, Run
 from paceline.controller.run import checkpoints
-from paceline.controller.run.dataflow import load_dataflow
+from paceline.controller.run.dataflow import Dataflow, load_dataflow
 from paceline.controller.run.opening import open_run
 from paceline.controller.run.rehearsal import rehearse
 from paceline.controller.run.sequencer import Sequencer
@@ -77,9 +77,7 @@ async def serve(context: ServiceContext, options: Options) -> None:
     broker_url, credentials = _broker_url(config), _credentials(config)
     config = await with_tasks(config, options.run_dir, credentials)
     inputs = await asyncio.to_thread(load_inputs, config)
-    flow = await asyncio.to_thread(load_dataflow, config)
-    if config.trainer.dataflow not in (None, FLOW):
-        log.info("dataflow: %s", await rehearse(flow, config, inputs))
+    flow = await _dataflow(config, inputs)
     clock = SystemClock()
     journal, run_id = await asyncio.to_thread(open_run, options.run_dir, config, inputs, clock)
     _keep_settings(config, options)
@@ -133,6 +131,14 @@ async def serve(context: ServiceContext, options: Options) -> None:
         # The run is over, well or not: a controller that dies otherwise leaves its data to the next one.
         if journal.standing.ended:
             await _forget(mailboxes)
+
+
+async def _dataflow(config: RunConfig, inputs: Inputs) -> Dataflow:
+    """The run's dataflow; a file of the user's is tried before anything is opened."""
+    flow = await asyncio.to_thread(load_dataflow, config)
+    if config.trainer.dataflow not in (None, FLOW):
+        log.info("dataflow: %s", await rehearse(flow, config, inputs))
+    return flow
 
 
 def _start_telemetry(config: RunConfig, options: Options) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,11 +16,7 @@ from paceline.config.run import RunConfig
 from paceline.controller.batch.inputs import load_inputs
 from paceline.controller.run.dataflow import load_dataflow
 from paceline.controller.run.rehearsal import rehearse
-from paceline.core.errors import PacelineError, exit_code
-from paceline.service.observability.logs import setup_logging
-from paceline.service.process import die_with_parent
-
-_log = logging.getLogger(__name__)
+from paceline.service.member.check import run_check
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,19 +24,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m paceline.controller.check", description=__doc__)
     parser.add_argument("config", type=Path, help="resolved configuration of the run (YAML)")
     given = parser.parse_args(arguments)
-    die_with_parent()
-    setup_logging("controller-check", "WARNING")
-    try:
-        config = load(RunConfig, given.config)
-        flow = load_dataflow(config)
-        if config.data.train_files:
-            print(asyncio.run(rehearse(flow, config, load_inputs(config))))
-        else:
-            print(f"{config.trainer.dataflow}, found; its prompts come with the environment")
-    except PacelineError as error:
-        _log.error("fatal: %s", error)
-        return exit_code(error)
-    return 0
+    return run_check("controller", lambda: _check(given.config), level="WARNING")
+
+
+def _check(path: Path) -> None:
+    config = load(RunConfig, path)
+    flow = load_dataflow(config)
+    if config.data.train_files:
+        print(asyncio.run(rehearse(flow, config, load_inputs(config))))
+    else:
+        print(f"{config.trainer.dataflow}, found; its prompts come with the environment")
 
 
 if __name__ == "__main__":

@@ -8,20 +8,15 @@ for such faults before the learner's ranks have loaded a model.
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.config.load import load
 from paceline.config.run import RunConfig
-from paceline.core.errors import PacelineError, exit_code
 from paceline.learner.model.self_test import check_models
 from paceline.learner.train.algorithm import try_algorithm
-from paceline.service.observability.logs import setup_logging
-from paceline.service.process import die_with_parent
-
-_log = logging.getLogger(__name__)
+from paceline.service.member.check import run_check
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,18 +26,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--keep", type=Path, help="folder for the self-test's small model and its log-probs")
     parser.add_argument("config", type=Path, help="resolved configuration of the run (YAML)")
     given = parser.parse_args(arguments)
-    die_with_parent()
-    setup_logging("learner-check", "INFO")
-    try:
-        config = load(RunConfig, given.config)
-        if given.self_test:
-            print("; ".join(map(str, check_models(config, keep=given.keep))))
-        else:
-            try_algorithm(config)
-    except PacelineError as error:
-        _log.error("fatal: %s", error)
-        return exit_code(error)
-    return 0
+    return run_check("learner", lambda: _check(given))
+
+
+def _check(given: argparse.Namespace) -> None:
+    config = load(RunConfig, given.config)
+    if given.self_test:
+        print("; ".join(map(str, check_models(config, keep=given.keep))))
+    else:
+        try_algorithm(config)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """`python -m paceline.reward.check CONFIG`: whether functions can be called, and services do what is asked.
 
 Services that cannot be reached, or refuse this environment's token, are passed: they may come up later.
-Finding
-a function runs the user's module. This happens in a process of its own, not in the launcher, before
+Finding a function runs the user's module. This happens in a process of its own, not in the launcher, before
 the services start.
 """
 
@@ -10,22 +9,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.config.load import load
 from paceline.config.run import RunConfig
-from paceline.core.errors import PacelineError, exit_code
 from paceline.reward.functions import registry
 from paceline.reward.remote.scorer import RemoteScorer
 from paceline.reward.scorer import ScorerSettings
 from paceline.service.identity.credentials import REWARD_TOKEN, Credentials
-from paceline.service.observability.logs import setup_logging
-from paceline.service.process import die_with_parent
-
-_log = logging.getLogger(__name__)
+from paceline.service.member.check import run_check
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,17 +27,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m paceline.reward.check", description=__doc__)
     parser.add_argument("config", type=Path, help="resolved configuration of the run (YAML)")
     path: Path = parser.parse_args(arguments).config
-    die_with_parent()
-    setup_logging("reward-check", "INFO")
-    try:
-        config = load(RunConfig, path)
-        for function in config.reward.functions:
-            registry.load(function.name, function.kwargs, group=function.group)
-        asyncio.run(_check_services(config))
-    except PacelineError as error:
-        _log.error("fatal: %s", error)
-        return exit_code(error)
-    return 0
+    return run_check("reward", lambda: _check(path))
+
+
+def _check(path: Path) -> None:
+    config = load(RunConfig, path)
+    for function in config.reward.functions:
+        registry.load(function.name, function.kwargs, group=function.group)
+    asyncio.run(_check_services(config))
 
 
 async def _check_services(config: RunConfig) -> None:

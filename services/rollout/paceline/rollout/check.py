@@ -7,17 +7,12 @@ engine runs in this process, on the CPU in float32.
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.core.errors import PacelineError, exit_code
 from paceline.rollout.engines.vllm.scoring import largest_difference, read_rows
-from paceline.service.observability.logs import setup_logging
-from paceline.service.process import die_with_parent
-
-_log = logging.getLogger(__name__)
+from paceline.service.member.check import run_check
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,17 +20,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m paceline.rollout.check", description=__doc__)
     parser.add_argument("folder", type=Path)
     given = parser.parse_args(arguments)
-    die_with_parent()
-    setup_logging("rollout-check", "INFO")
-    rows = read_rows(given.folder)
-    try:
-        difference = largest_difference(given.folder, rows)
-    except PacelineError as error:
-        _log.error("fatal: %s", error)
-        return exit_code(error)
+    return run_check("rollout", lambda: _check(given.folder))
+
+
+def _check(folder: Path) -> None:
+    rows = read_rows(folder)
+    difference = largest_difference(folder, rows)
     images = ", in prompts with images, too" if any(row.images for row in rows) else ""
     print(f"vLLM's log-probs are the learner's{images} (largest difference {difference:.1e})")
-    return 0
 
 
 if __name__ == "__main__":

@@ -136,7 +136,7 @@ class History:
         self.versions.restart()
         self.versions.repeatable = self.versions.repeatable and term.on_cpu
         self._order.begin_term(term, in_step=self.in_progress is not None)
-        self._note_unseen(term)
+        term.note_unseen(self.findings)
         expected = 1 if before is None else int(before["term"]) + 1
         if int(entry["term"]) != expected:
             self.findings.add(
@@ -151,20 +151,6 @@ class History:
                     entry,
                 )
         self.findings.counts["controller restarts"] += int(before is not None)
-
-    def _note_unseen(self, term: Term) -> None:
-        unseen = self.findings.unseen
-        if not term.is_recorded:
-            unseen[
-                "validations, prompts' order and files' digests of a term from before the journal had them"
-            ] += 1
-            return
-        if term.cursor is None:
-            unseen["the order of the prompts, whose ids have too many gaps to be in the journal"] += 1
-        if not term.save_trajectories:
-            unseen["tokens and components of a term with trainer.save_trajectories: false"] += 1
-        if not term.shapes:
-            unseen["components against rewards of a term whose rows weight them (weight_key)"] += 1
 
     def _on_resume(self, entry: JournalEntry) -> None:
         step = self.in_progress
@@ -281,31 +267,8 @@ class History:
         step = self._current(entry)
         if step is None or step.wanted is None:
             return
-        number, findings = int(entry["number"]), self.findings
-        findings.counts["prompt groups dispatched"] += len(entry["prompts"])
-        if number != len(step.collections) + 1:
-            findings.add(
-                Invariant.I2,
-                f"sampling {number} of step {entry['step']} follows {len(step.collections)} others",
-                entry,
-            )
-        if entry["policy"] != step.wanted.policy:
-            findings.add(
-                Invariant.I1,
-                f"step {entry['step']} samples from {entry['policy']}, and was dispatched for "
-                f"{step.wanted.policy}",
-                step.wanted.entry,
-                entry,
-            )
-        before = step.samplings.setdefault(number, entry)
-        if before["digest"] != entry["digest"]:
-            findings.add(
-                Invariant.I2,
-                f"sampling {number} of step {entry['step']} asked for something else at first",
-                before,
-                entry,
-            )
-        step.collections.append(Collection(Wanted.of(entry, 0), findings))
+        self.findings.counts["prompt groups dispatched"] += len(entry["prompts"])
+        step.begin_sampling(entry, self.findings)
 
     def _on_trajectory(self, entry: JournalEntry) -> None:
         verdict = str(entry["verdict"])

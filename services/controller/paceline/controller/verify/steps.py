@@ -11,7 +11,7 @@ from typing import NamedTuple
 from paceline.controller.verify import recomputed
 from paceline.controller.verify.collection import Collection, Wanted
 from paceline.controller.verify.digests import digest_of
-from paceline.controller.verify.findings import JournalEntry
+from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
 from paceline.controller.verify.rows import TrajectoryRow
 from paceline.controller.verify.term import Shape, Term
 from paceline.controller.verify.validation import ValidationCheck
@@ -87,6 +87,33 @@ class StepHistory:
     def admitted(self) -> dict[TrajectoryId, JournalEntry]:
         """The admissions of all collections."""
         return {key: entry for collection in self.collections for key, entry in collection.admitted.items()}
+
+    def begin_sampling(self, entry: JournalEntry, findings: Findings) -> None:
+        """Takes a sampling that follows the step's others; the step has a dispatch."""
+        assert self.wanted is not None
+        number, step = int(entry["number"]), entry["step"]
+        if number != len(self.collections) + 1:
+            findings.add(
+                Invariant.I2,
+                f"sampling {number} of step {step} follows {len(self.collections)} others",
+                entry,
+            )
+        if entry["policy"] != self.wanted.policy:
+            findings.add(
+                Invariant.I1,
+                f"step {step} samples from {entry['policy']}, and was dispatched for {self.wanted.policy}",
+                self.wanted.entry,
+                entry,
+            )
+        before = self.samplings.setdefault(number, entry)
+        if before["digest"] != entry["digest"]:
+            findings.add(
+                Invariant.I2,
+                f"sampling {number} of step {step} asked for something else at first",
+                before,
+                entry,
+            )
+        self.collections.append(Collection(Wanted.of(entry, 0), findings))
 
     def note_batch(self, entry: JournalEntry, rows: Sequence[BatchRow], term: Term) -> None:
         """Takes the rows of a batch that is complete, and what their metrics should be."""

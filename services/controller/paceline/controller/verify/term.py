@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from paceline.config.reward import ShapedConfig
 from paceline.config.run import RunConfig
-from paceline.controller.verify.findings import JournalEntry
+from paceline.controller.verify.findings import Findings, JournalEntry
 from paceline.core.trajectory import SCHEMA_VERSION
 from paceline.data.cursor import PromptCursor
 
@@ -74,6 +74,21 @@ class Term:
         plain = asdict(self)
         del plain["is_recorded"]
         return plain
+
+    def note_unseen(self, findings: Findings) -> None:
+        """Notes what cannot be looked at with these settings."""
+        unseen = findings.unseen
+        if not self.is_recorded:
+            unseen[
+                "validations, prompts' order and files' digests of a term from before the journal had them"
+            ] += 1
+            return
+        if self.cursor is None:
+            unseen["the order of the prompts, whose ids have too many gaps to be in the journal"] += 1
+        if not self.save_trajectories:
+            unseen["tokens and components of a term with trainer.save_trajectories: false"] += 1
+        if not self.shapes:
+            unseen["components against rewards of a term whose rows weight them (weight_key)"] += 1
 
     def prompt_cursor(self) -> PromptCursor | None:
         """The walk over the prompts, at its beginning; None where it is not known."""

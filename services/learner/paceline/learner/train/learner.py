@@ -143,16 +143,7 @@ class Learner:
         if config.needs_reference and model.lora is not None:
             reference = policy  # scored without its adapters
         elif config.needs_reference:
-            reference = load_policy(
-                model.path,
-                ranks,
-                kept,
-                options=LayerOptions(compiled=options.compiled),
-                random_seed=seed if random_weights else None,
-            )
-            reference.requires_grad_(False)
-            if config.actor.memory.offload_reference:
-                host_reference = HostReference(reference)
+            reference, host_reference = _load_reference(config, ranks, kept, compiled=options.compiled)
         learner = cls.around(config, ranks, policy, critic=critic, reference=reference, notify=notify)
         learner.host_reference = host_reference
         digest = ""
@@ -197,6 +188,21 @@ class Learner:
             ahead=WorkAhead(actor, ranks),
             compile_clock=CompileClock() if config.actor.compiles else None,
         )
+
+
+def _load_reference(
+    config: RunConfig, ranks: Ranks, precision: Precision, *, compiled: bool
+) -> tuple[PolicyNetwork, HostReference | None]:
+    """The reference, a network of its own, and where its shards are kept if that is host memory."""
+    reference = load_policy(
+        config.model.path,
+        ranks,
+        precision,
+        options=LayerOptions(compiled=compiled),
+        random_seed=config.trainer.seed if config.model.load_format == "random" else None,
+    )
+    reference.requires_grad_(False)
+    return reference, HostReference(reference) if config.actor.memory.offload_reference else None
 
 
 def _trainable(
