@@ -56,6 +56,24 @@ async def test_a_full_server_makes_writers_wait_until_something_drains(server: R
     await broker.close()
 
 
+async def test_a_full_server_keeps_its_readers_connections(server: RedisServer) -> None:
+    # A connection closed under a reader fails its command; its next attempt then tells, falsely, that the
+    # server is back.
+    notices = Notices()
+    broker = notices.open(server.url)
+    with redis.Redis.from_url(server.url) as admin:
+        await broker.append(messages("s", ["0"]))
+        await asyncio.gather(*(broker.length("s") for _ in range(3)))
+        connected = {client["id"] for client in admin.client_list()}
+        admin.config_set("maxmemory", 1)
+        writing = asyncio.create_task(broker.append(messages("s", ["1"])))
+        await notices.wait_for(1)
+        assert connected <= {client["id"] for client in admin.client_list()}
+        admin.config_set("maxmemory", 0)
+    await writing
+    await broker.close()
+
+
 async def test_a_full_server_that_never_drains_ends_in_an_error(server: RedisServer) -> None:
     broker = open_broker(server.url, outage_timeout_s=0.5)
     with redis.Redis.from_url(server.url) as admin:

@@ -31,11 +31,13 @@ class Trouble:
         state: continues a sentence that begins with the server's name.
         remedy: what a person can do about it.
         silent_s: how long the server had already been silent when this was noticed.
+        may_move: whether another server may take over the address meanwhile, so that clients connect anew.
     """
 
     state: str
     remedy: str
     silent_s: float = 0.0
+    may_move: bool = True
 
 
 class Outage:

@@ -15,7 +15,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from paceline.broker.address import redact, tls_options
-from paceline.broker.outage import Attempts, Outage, Say
+from paceline.broker.outage import Attempts, Outage, Say, Trouble
 from paceline.broker.redis_errors import is_missing, refusal, trouble_of
 
 _CONNECT_TIMEOUT_S: Final = 5.0
@@ -133,18 +133,22 @@ class RedisClient:
                     async with asyncio.timeout(timeout_s):
                         reply = await act()
                 except (RedisError, OSError, TimeoutError) as error:
-                    pause_s = self._pause_s(attempts, command, error)
+                    trouble = self._passing_trouble(attempts, command, error)
                 else:
                     attempts.answered()
                     return reply
-                await self._drop_idle_connections()
+                pause_s = attempts.failed(trouble)
+                # A server that answers its readers keeps their connections: one of them may be about to use
+                # a connection that looks idle here.
+                if trouble.may_move:
+                    await self._drop_idle_connections()
                 await asyncio.sleep(pause_s)
 
-    def _pause_s(self, attempts: Attempts, command: str, error: Exception) -> float:
-        """Seconds until the next attempt; raises what waiting does not mend."""
+    def _passing_trouble(self, attempts: Attempts, command: str, error: Exception) -> Trouble:
+        """What waiting mends; raises what it does not."""
         trouble = trouble_of(error, timeout_s=self._timeout_s)
         if trouble is not None:
-            return attempts.failed(trouble)
+            return trouble
         attempts.answered()
         if isinstance(error, NoScriptError):
             raise _ScriptUnknownError from error

@@ -16,6 +16,7 @@ _FULL: Final = Trouble(
     state="is full: it has used its maxmemory, takes no more messages, and nothing drains",
     remedy="raise its maxmemory (broker.max_memory_mib for the run's own server), or lower "
     "broker.max_stream_length or data.train_batch_size",
+    may_move=False,
 )
 _BY_CODE: Final = {
     "OOM": _FULL,
