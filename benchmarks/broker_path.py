@@ -30,7 +30,7 @@ from rich.table import Table
 
 from paceline import wire
 from paceline.broker import Broker, Mailbox, Outgoing, append_when_room, names, open_broker
-from paceline.broker.redis_server import RedisServer
+from paceline.broker.redis.redis_server import RedisServer
 from paceline.core.ids import Purpose, TrajectoryId
 from paceline.core.policy import PolicyTag
 from paceline.core.trajectory import (

@@ -32,7 +32,7 @@ from typing import Any
 import psutil
 import redis
 
-from paceline.broker.redis_server import RedisServer
+from paceline.broker.redis.redis_server import RedisServer
 from paceline.config.load import dump_yaml, parse
 from paceline.config.run import RunConfig
 

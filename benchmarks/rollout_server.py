@@ -43,7 +43,7 @@ from shapes import SHAPES
 from paceline.broker import names
 from paceline.broker.base import Broker, Outgoing
 from paceline.broker.opening import open_broker
-from paceline.broker.redis_server import RedisServer
+from paceline.broker.redis.redis_server import RedisServer
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.core.ids import Purpose, sample_seed

@@ -10,8 +10,8 @@ import pytest
 import redis
 
 from paceline.broker import Broker, open_broker
-from paceline.broker.acl import acl_line
-from paceline.broker.redis_server import RedisServer
+from paceline.broker.redis.redis_acl import acl_line
+from paceline.broker.redis.redis_server import RedisServer
 
 
 @pytest.fixture(scope="session")

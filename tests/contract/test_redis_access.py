@@ -11,9 +11,9 @@ import pytest
 import redis
 
 from paceline.broker import open_broker
-from paceline.broker.acl import acl_line
-from paceline.broker.blobs import BlobClient
-from paceline.broker.redis_server import RedisServer, find_server
+from paceline.broker.redis.redis_acl import acl_line
+from paceline.broker.redis.redis_blobs import BlobClient
+from paceline.broker.redis.redis_server import RedisServer, find_server
 from paceline.cli.certificates import Authority
 from paceline.core.errors import BrokerError
 from paceline.sizing.machine import free_port

@@ -10,9 +10,9 @@ import pytest
 import redis
 
 from paceline.broker import Mailbox, open_broker
-from paceline.broker.redis_client import RedisClient
-from paceline.broker.redis_server import RedisServer
-from paceline.broker.redis_streams import RedisStreamsBroker
+from paceline.broker.redis.redis_client import RedisClient
+from paceline.broker.redis.redis_server import RedisServer
+from paceline.broker.redis.redis_streams import RedisStreamsBroker
 from support.redis_faults import kill
 from support.streams import drain, messages, payloads, reclaim_all
 

@@ -13,8 +13,8 @@ import pytest
 import redis
 
 from paceline.broker import Ack, Entry, Mailbox, Outgoing, open_broker
-from paceline.broker.blobs import BlobClient
-from paceline.broker.redis_server import RedisServer
+from paceline.broker.redis.redis_blobs import BlobClient
+from paceline.broker.redis.redis_server import RedisServer
 from paceline.core.errors import BrokerError
 from support.redis_faults import Notices, kill, unix_server
 from support.streams import Stopwatch, drain, messages, payloads, reclaim_all

@@ -10,8 +10,8 @@ import pytest
 import redis
 
 from paceline.broker import Ack, Outgoing, open_broker
-from paceline.broker.blobs import BlobClient
-from paceline.broker.redis_server import RedisServer
+from paceline.broker.redis.redis_blobs import BlobClient
+from paceline.broker.redis.redis_server import RedisServer
 from paceline.core.errors import BrokerError, LostDataError
 from support.redis_faults import Notices, unix_server
 from support.streams import Stopwatch, messages, payloads, reclaim_all

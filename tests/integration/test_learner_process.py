@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import redis
 
-from paceline.broker.redis_server import RedisServer
+from paceline.broker.redis.redis_server import RedisServer
 from paceline.core.errors import (
     CheckpointError,
     IllegalTransitionError,

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from paceline.broker import Broker, Mailbox, names, open_broker
-from paceline.broker.redis_server import RedisServer
+from paceline.broker.redis.redis_server import RedisServer
 from paceline.core.attachment import Hello, Leave, Welcome
 from paceline.core.scoring import ScoreItem
 from paceline.core.trajectory import ScoredHeader

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from paceline.broker import Broker, open_broker
-from paceline.broker.redis_server import RedisServer, find_server
+from paceline.broker.redis.redis_server import RedisServer, find_server
 
 
 class Notices(list[str]):

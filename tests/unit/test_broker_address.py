@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from paceline.broker import open_broker
 from paceline.broker.address import check_reach, redact, with_password
-from paceline.broker.blobs import BlobClient
 from paceline.broker.memory import MemoryBroker
-from paceline.broker.redis_client import RedisClient
-from paceline.broker.redis_streams import RedisStreamsBroker
+from paceline.broker.redis.redis_blobs import BlobClient
+from paceline.broker.redis.redis_client import RedisClient
+from paceline.broker.redis.redis_streams import RedisStreamsBroker
 from paceline.core.errors import BrokerError, ConfigError
 from support.clocks import ManualClock
 from support.streams import drain, messages, payloads

@@ -7,8 +7,8 @@ import ssl
 import pytest
 from redis import exceptions
 
-from paceline.broker.outage import Attempts, Outage, Trouble
-from paceline.broker.redis_errors import is_missing, trouble_of
+from paceline.broker.redis.outage import Attempts, Outage, Trouble
+from paceline.broker.redis.redis_errors import is_missing, trouble_of
 from paceline.core.errors import BrokerError
 from support.clocks import ManualClock
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from paceline.broker import redis_server
-from paceline.broker.redis_server import RedisServer, find_server
+from paceline.broker.redis import redis_server
+from paceline.broker.redis.redis_server import RedisServer, find_server
 from paceline.core.errors import EnvironmentLackError
 
 
@@ -202,7 +202,7 @@ class TestStarting:
     def test_it_can_die_with_whoever_started_it(self, tmp_path: Path) -> None:
         script = (
             "import pathlib, sys, time\n"
-            "from paceline.broker.redis_server import RedisServer\n"
+            "from paceline.broker.redis.redis_server import RedisServer\n"
             "server = RedisServer.start(pathlib.Path(sys.argv[1]), die_with_parent=True)\n"
             "print(server.pid, flush=True)\n"
             "time.sleep(60)\n"

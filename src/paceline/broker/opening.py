@@ -7,9 +7,9 @@ from urllib.parse import urlsplit
 from paceline.broker.address import MEMORY_SCHEME, scheme_of, split
 from paceline.broker.base import Broker
 from paceline.broker.memory import MemoryBroker, named_store
-from paceline.broker.outage import Say
-from paceline.broker.redis_client import RedisClient
-from paceline.broker.redis_streams import RedisStreamsBroker
+from paceline.broker.redis.outage import Say
+from paceline.broker.redis.redis_client import RedisClient
+from paceline.broker.redis.redis_streams import RedisStreamsBroker
 
 
 def open_broker(

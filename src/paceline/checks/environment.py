@@ -103,7 +103,7 @@ def _confinement() -> Iterable[Finding]:
 
 
 def _redis() -> Iterable[Finding]:
-    from paceline.broker.redis_server import find_server
+    from paceline.broker.redis.redis_server import find_server
 
     try:
         yield Finding(part="Redis server", state=str(find_server()))

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from paceline.broker.redis_server import RedisServer
+from paceline.broker.redis.redis_server import RedisServer
 from paceline.core.errors import EnvironmentLackError
 from paceline.launch.processes.restarts import RestartHistory
 from paceline.launch.processes.spawn import outcome_of, wait_for_exit

@@ -19,7 +19,7 @@ def test_doctor_says_what_is_lacking_and_how_to_get_it(
     def lacks() -> str:
         raise EnvironmentLackError("no Redis server on this machine. Three ways to have one: ...")
 
-    monkeypatch.setattr("paceline.broker.redis_server.find_server", lacks)
+    monkeypatch.setattr("paceline.broker.redis.redis_server.find_server", lacks)
     monkeypatch.setattr(environment, "version", lambda package: None)
     findings = {finding.part: finding for finding in environment.examine()}
     assert findings["Python"].status is Status.OK

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from torch._C._distributed_c10d import Store
 
-from paceline.broker.blobs import BlobClient
+from paceline.broker.redis.redis_blobs import BlobClient
 from paceline.config.run import RunConfig
 from paceline.core.errors import DeadlineError, PacelineError, PeerLostError
 from paceline.learner.checkpoint.load import load_newest

@@ -8,8 +8,8 @@ import os
 import time
 from pathlib import Path
 
-from paceline.broker.acl import acl_line
 from paceline.broker.address import REDIS_PASSWORD
+from paceline.broker.redis.redis_acl import acl_line
 from paceline.core.errors import ConfigError, EnvironmentLackError
 from paceline.service.identity.credentials import TLS_DIR, TOKEN, Credentials, secret
 from paceline.service.identity.tokens import Scope, mint

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Store(Protocol):
-    """Takes blobs by key, as `paceline.broker.blobs.BlobClient` does."""
+    """Takes blobs by key, as `paceline.broker.redis.redis_blobs.BlobClient` does."""
 
     def put(self, blobs: Mapping[str, bytes]) -> None:
         """Stores blobs under their keys."""

@@ -21,7 +21,7 @@ from paceline.wire import blob_digest, decode_trajectory, unpack_pixels
 
 
 class Blobs(Protocol):
-    """Stores trajectories by key, as `paceline.broker.blobs.BlobClient` does."""
+    """Stores trajectories by key, as `paceline.broker.redis.redis_blobs.BlobClient` does."""
 
     def get(self, keys: Sequence[str]) -> list[bytes]:
         """Values in the order of the keys."""

@@ -14,8 +14,8 @@ from redis.exceptions import RedisError
 from redis.retry import Retry
 
 from paceline.broker.address import REDIS_SCHEMES, redact, scheme_of, split, tls_options
-from paceline.broker.outage import Attempts, Outage
-from paceline.broker.redis_errors import refusal, trouble_of
+from paceline.broker.redis.outage import Attempts, Outage
+from paceline.broker.redis.redis_errors import refusal, trouble_of
 from paceline.core.errors import BrokerError, ConfigError, LostDataError
 
 _KEYS_PER_FETCH: Final = 64

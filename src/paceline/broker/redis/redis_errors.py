@@ -9,7 +9,7 @@ from typing import Final
 from redis import exceptions
 
 from paceline.broker.address import redact
-from paceline.broker.outage import Trouble
+from paceline.broker.redis.outage import Trouble
 from paceline.core.errors import BrokerError
 
 _FULL: Final = Trouble(

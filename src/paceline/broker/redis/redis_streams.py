@@ -9,9 +9,9 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
-from paceline.broker import scripts
 from paceline.broker.base import Ack, Entry, Outgoing
-from paceline.broker.redis_client import GroupExistsError, RedisClient, StreamMissingError
+from paceline.broker.redis import lua_scripts
+from paceline.broker.redis.redis_client import GroupExistsError, RedisClient, StreamMissingError
 from paceline.core.errors import BrokerError
 
 log = logging.getLogger(__name__)
@@ -61,9 +61,8 @@ class RedisStreamsBroker:
         if ack is not None:
             keys.append(ack.stream)
             arguments += (ack.group, *ack.entry_ids)
-        return [
-            entry_id.decode() for entry_id in await self._client.run_script(scripts.APPEND, keys, arguments)
-        ]
+        entry_ids = await self._client.run_script(lua_scripts.APPEND, keys, arguments)
+        return [entry_id.decode() for entry_id in entry_ids]
 
     async def read(
         self, stream: str, group: str, consumer: str, *, max_entries: int, block_s: float
@@ -101,7 +100,7 @@ class RedisStreamsBroker:
         if not self._client.outage.is_recent(min_idle_s):
             arguments = [group, consumer, round(min_idle_s * 1000), max_entries]
             try:
-                rows = await self._client.run_script(scripts.RECLAIM, [stream], arguments, limit_s=0.0)
+                rows = await self._client.run_script(lua_scripts.RECLAIM, [stream], arguments, limit_s=0.0)
                 return [_entry(stream, row[:2], deliveries=row[2]) for row in rows]
             except StreamMissingError:
                 return []
@@ -127,7 +126,7 @@ class RedisStreamsBroker:
             return []
         try:
             own_ids = await self._client.run_script(
-                scripts.TOUCH, [stream], [group, consumer, idle_ms, *entry_ids]
+                lua_scripts.TOUCH, [stream], [group, consumer, idle_ms, *entry_ids]
             )
         except StreamMissingError:
             return []
@@ -150,7 +149,7 @@ class RedisStreamsBroker:
     async def all_done(self, stream: str, group: str) -> bool:
         """Whether the group has taken and acknowledged every entry that the stream holds."""
         try:
-            return bool(await self._client.run_script(scripts.ALL_DONE, [stream], [group]))
+            return bool(await self._client.run_script(lua_scripts.ALL_DONE, [stream], [group]))
         except StreamMissingError:
             return True
 
@@ -160,7 +159,7 @@ class RedisStreamsBroker:
         A stream without groups keeps everything: it has no reader yet.
         """
         try:
-            return int(await self._client.run_script(scripts.TRIM, [stream], []))
+            return int(await self._client.run_script(lua_scripts.TRIM, [stream], []))
         except StreamMissingError:
             return 0
 

@@ -15,8 +15,8 @@ from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from paceline.broker.address import redact, tls_options
-from paceline.broker.outage import Attempts, Outage, Say, Trouble
-from paceline.broker.redis_errors import is_missing, refusal, trouble_of
+from paceline.broker.redis.outage import Attempts, Outage, Say, Trouble
+from paceline.broker.redis.redis_errors import is_missing, refusal, trouble_of
 
 _CONNECT_TIMEOUT_S: Final = 5.0
 _READ_SIZE: Final = 2**18
