@@ -150,7 +150,7 @@ def update(form: Form, batch: Batch) -> None:
     mask = torch.ones_like(batch.targets, dtype=torch.bool).unsqueeze(0)
     inputs = LossInputs(
         log_probs=log_probs.unsqueeze(0),
-        old_log_probs=batch.old_log_probs.unsqueeze(0),
+        log_probs_of={"old": batch.old_log_probs.unsqueeze(0)},
         advantages=batch.advantages.unsqueeze(0),
         mask=mask,
     )

@@ -232,7 +232,9 @@ def test_an_algorithm_reads_the_log_probs_by_name(tmp_path: Path, model: Path, r
 def test_the_guard_scales_what_is_declared_and_nothing_else(tmp_path: Path) -> None:
     config = run_config(Path("m"), algorithm=own(tmp_path, "Same", options={"clip": 0.2}))
     ones = torch.ones(1, 2)
-    inputs = LossInputs(log_probs=ones * 0.15, old_log_probs=0 * ones, advantages=ones, mask=ones.bool())
+    inputs = LossInputs(
+        log_probs=ones * 0.15, log_probs_of={"old": 0 * ones}, advantages=ones, mask=ones.bool()
+    )
     clipped = [
         float(algorithm_of(config, clip_scale=scale).loss(inputs).metrics["pg_clipfrac"])
         for scale in (1.0, 0.5)
@@ -304,13 +306,16 @@ def test_a_loss_that_depends_on_the_cut_is_refused(tmp_path: Path, body: str, sa
             "needs = ('critic', 'greedy')",
             r"needs critic, greedy, .* write algorithm.needs: \[critic, greedy\]",
         ),
-        ("networks = {'teacher': Frozen('t')}", r"names the networks teacher"),
+        (
+            "networks = ('teacher',)",
+            r"reads the network teacher, .* write algorithm.networks: \{teacher: FOLDER\}",
+        ),
     ],
 )
 def test_an_algorithm_says_what_the_run_lacks(tmp_path: Path, head: str, said: str) -> None:
     file = tmp_path / "lacks.py"
     file.write_text(
-        f"from paceline.algorithms.algorithm import Algorithm, Frozen\nclass Lacks(Algorithm):\n    {head}\n"
+        f"from paceline.algorithms.algorithm import Algorithm\nclass Lacks(Algorithm):\n    {head}\n"
     )
     config = run_config(Path("m"), algorithm={**GROUPS, "type": "custom", "path": f"{file}:Lacks"})
     with pytest.raises(ConfigError, match=said):

@@ -107,7 +107,7 @@ def policy_loss(
     log_probs = batch.log_probs.clone().requires_grad_()
     inputs = LossInputs(
         log_probs=log_probs,
-        old_log_probs=batch.old_log_probs,
+        log_probs_of={"old": batch.old_log_probs},
         advantages=batch.advantages,
         mask=batch.mask,
         selected=selected,

@@ -83,9 +83,8 @@ def test_the_guard_refuses_a_batch_by_its_reference_kl_with_the_kl_in_the_loss(
 def test_scoring_by_the_reference_leaves_nothing_behind(model: Path, ranks: Ranks) -> None:
     """FSDP notes every forward pass for a backward pass; a reference model has none."""
     learner = Learner.build(run_config(model), ranks)
-    assert learner.reference is not None
     train(learner, 1, 2)
-    state: Any = as_fsdp(learner.reference)._get_fsdp_state()
+    state: Any = as_fsdp(learner.frozen["reference"].network)._get_fsdp_state()
     assert state._comm_ctx.post_forward_order == []
     groups = [group for part in state._state_ctx.all_states for group in part._fsdp_param_groups]
     assert len(groups) == 3
@@ -166,7 +165,7 @@ def test_every_estimator_without_a_critic_trains(model: Path, ranks: Ranks, esti
     config = run_config(model, algorithm={"adv_estimator": estimator, **WITHOUT_CRITIC})
     learner = Learner.build(config, ranks)
     assert learner.critic is None
-    assert learner.reference is None
+    assert not learner.frozen
     before = weights(learner)
     metrics = numbers(take_step(learner, 1))
     assert metrics["actor/grad_norm"] > 0

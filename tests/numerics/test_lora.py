@@ -99,7 +99,7 @@ def _log_probs(network: PolicyNetwork) -> Tensor:
 
 
 def test_the_reference_is_the_base_and_takes_no_memory(model: Path, ranks: Ranks, trained: Learner) -> None:
-    assert trained.reference is trained.actor.network
+    assert trained.frozen["reference"].network is trained.actor.network
     base = load_policy(model, ranks, Precision(compute=torch.float32))
     with base_alone(trained.actor.network):
         assert torch.equal(_log_probs(trained.actor.network), _log_probs(base))

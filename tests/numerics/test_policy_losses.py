@@ -18,7 +18,11 @@ LN2 = math.log(2.0)
 
 def call(loss_function, log_probs, old_log_probs, advantages, mask, *options, selected=None, **keywords):
     inputs = LossInputs(
-        log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages, mask=mask, selected=selected
+        log_probs=log_probs,
+        log_probs_of={"old": old_log_probs},
+        advantages=advantages,
+        mask=mask,
+        selected=selected,
     )
     return loss_function(inputs, *options, **keywords)
 

@@ -42,13 +42,13 @@ def test_a_loss_takes_the_arguments_of_its_options_and_reports_ppo_kl(name):
     assert arguments.keys() == inspect.signature(function).parameters.keys() - {"inputs"}
     ones = torch.ones(1, 2)
     inputs = policy_losses.LossInputs(
-        log_probs=-ones, old_log_probs=-ones, advantages=ones, mask=ones, selected=ones.bool()
+        log_probs=-ones, log_probs_of={"old": -ones}, advantages=ones, mask=ones, selected=ones.bool()
     )
     metrics = function(inputs, **arguments).metrics
     assert "ppo_kl" in metrics
     assert own.RESERVED_METRICS.isdisjoint(metrics)
     none = policy_losses.LossInputs(
-        log_probs=-ones, old_log_probs=-ones, advantages=ones, mask=ones, selected=~ones.bool()
+        log_probs=-ones, log_probs_of={"old": -ones}, advantages=ones, mask=ones, selected=~ones.bool()
     )
     reads_selected = metrics.get("cov_frac", 0.0) != function(none, **arguments).metrics.get("cov_frac", 0.0)
     assert reads_selected == issubclass(OPTIONS_OF_LOSSES[name], CovarianceLoss)

@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from paceline.algorithms.policy_losses.base import LossInputs, LossOutputs
 from paceline.algorithms.rows import Estimates, SampleRows
-
-
-@dataclass(frozen=True, slots=True)
-class Frozen:
-    """A network that scores the samples and is never updated; `path` as `model.path`."""
-
-    path: str
 
 
 class Algorithm:
@@ -23,14 +15,15 @@ class Algorithm:
     An object holds no state from step to step: it is made anew for each, on every rank.
 
     Attributes:
-        networks: the frozen networks that score the samples, by name; `rows.log_probs` has theirs.
+        networks: the names of frozen networks that it reads; `algorithm.networks` of the configuration says
+            where they are, and `rows.log_probs` and `inputs.log_probs_of` have their log-probs.
         needs: which of "critic", "greedy" (a greedy answer to each prompt) and "group" (two samples or more
             of each prompt) a run must have; `algorithm.needs` of the configuration names them too.
         scalable: the options that are clip ranges, which the guard's `lower_clip` may scale.
         options: those of the configuration's `algorithm.options`.
     """
 
-    networks: ClassVar[Mapping[str, Frozen]] = {}
+    networks: ClassVar[tuple[str, ...]] = ()
     needs: ClassVar[tuple[str, ...]] = ()
     scalable: ClassVar[tuple[str, ...]] = ()
 

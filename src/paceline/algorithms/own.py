@@ -26,6 +26,7 @@ RESERVED_METRICS = frozenset(
 
 _LOSS_FORM = "write my_loss(inputs: LossInputs, **options) -> LossOutputs"
 _ESTIMATOR_FORM = "write my_estimator(rows: SampleRows, **options) -> Estimates"
+_OTHERS = "; algorithm.networks: {NAME: FOLDER} adds a frozen network's"
 
 
 @functools.cache
@@ -82,7 +83,7 @@ def checked_estimates(
     Raises:
         ConfigError: the call fails, or its result is no estimates of these rows.
     """
-    hint = f"{_ESTIMATOR_FORM} (rows.log_probs has {', '.join(sorted(rows.log_probs))})"
+    hint = f"{_ESTIMATOR_FORM} (rows.log_probs has {', '.join(sorted(rows.log_probs))}{_OTHERS})"
     estimates = _called(label, estimator, rows, options, hint)
     if not isinstance(estimates, Estimates):
         raise ConfigError(
@@ -136,7 +137,8 @@ def checked_loss(
     Raises:
         ConfigError: the call fails, or its result is no loss to train with.
     """
-    hint = _LOSS_FORM if inputs.ref_log_probs is not None else _LOSS_FORM + _NO_REFERENCE
+    hint = f"{_LOSS_FORM} (inputs.log_probs_of has {', '.join(sorted(inputs.log_probs_of))}{_OTHERS})"
+    hint += "" if "reference" in inputs.log_probs_of else _NO_REFERENCE
     outputs = _called(label, user_function, inputs, options, hint)
     if not isinstance(outputs, LossOutputs):
         raise ConfigError(

@@ -23,18 +23,23 @@ _MASK = torch.tensor([[True, True, False], [True, False, False]])
 _OLD = torch.tensor([[-1.1, -0.5, 0.0], [-1.8, 0.0, 0.0]])
 
 
-def metric_names(loss: Callable[[LossInputs], LossOutputs], *, with_reference: bool) -> tuple[str, ...]:
-    """The names of a loss's metrics, from a call on two short sequences."""
-    return tuple(loss(_loss_inputs(with_reference)).metrics)
+def metric_names(loss: Callable[[LossInputs], LossOutputs], *, names: Sequence[str]) -> tuple[str, ...]:
+    """The names of a loss's metrics, from a call on two short sequences with log-probs of these names."""
+    return tuple(loss(_loss_inputs(names)).metrics)
 
 
-def try_loss(label: str, loss: Callable[[LossInputs], LossOutputs], *, with_reference: bool) -> None:
+def try_loss(label: str, loss: Callable[[LossInputs], LossOutputs], *, names: Sequence[str]) -> None:
     """Calls a policy loss on two short sequences with padding, at once and one by one.
+
+    Args:
+        label: the loss's, for errors.
+        loss: it.
+        names: of the log-probs that it may read beside the policy's.
 
     Raises:
         ConfigError: it has no gradient, a number is not finite, or a sequence's numbers depend on the others.
     """
-    inputs = _loss_inputs(with_reference)
+    inputs = _loss_inputs(names)
     per_token, gradient, metrics = _loss_of(label, loss, inputs)
     for name, numbers in {"its loss": per_token, "its gradient": gradient, **metrics}.items():
         if not bool(torch.isfinite(numbers).all()):
@@ -108,14 +113,15 @@ def _close(together: Tensor, apart: Tensor) -> bool:
     return torch.allclose(together.float(), apart.float(), rtol=1e-3, atol=1e-4)
 
 
-def _loss_inputs(with_reference: bool) -> LossInputs:
+def _loss_inputs(names: Sequence[str]) -> LossInputs:
     return LossInputs(
         log_probs=torch.tensor([[-1.0, -0.5, 0.0], [-2.0, 0.0, 0.0]]),
-        old_log_probs=_OLD,
+        log_probs_of={
+            name: _OLD if name in ("rollout", "old") else _OLD - 0.1 * place
+            for place, name in enumerate(names, 1)
+        },
         advantages=torch.tensor([[1.0, 1.0, 0.0], [-0.5, 0.0, 0.0]]),
         mask=_MASK,
-        rollout_log_probs=_OLD.clone(),
-        ref_log_probs=_OLD - 0.1 if with_reference else None,
         scores=torch.tensor([1.0, 0.0]),
     )
 

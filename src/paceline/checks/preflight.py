@@ -13,7 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.checks.service_checks import check_algorithm, engine_log_probs, self_test, try_dataflow
+from paceline.checks.service_checks import (
+    check_algorithm,
+    engine_log_probs,
+    self_test,
+    try_dataflow,
+    with_local_models,
+)
 from paceline.config.model import ModelConfig
 from paceline.config.policy_losses import CustomLoss
 from paceline.config.run import RunConfig
@@ -42,7 +48,8 @@ _WEIGHTS = ("*.safetensors", "model.safetensors.index.json")
 def quick_check(config: RunConfig, *, here: bool = True) -> None:
     """Runs those checks of `paceline check` that take no time, before `paceline train` creates anything.
 
-    It loads no tokenizer: data and prompts are the controller's to check.
+    It loads no tokenizer, unless a frozen network's has to be compared: data and prompts are the controller's
+    to check.
 
     Args:
         here: the run's services start on this machine, whose GPUs and network are looked at.
@@ -57,6 +64,7 @@ def quick_check(config: RunConfig, *, here: bool = True) -> None:
     _model(config)
     check_installed(config.trainer.loggers)
     if here:
+        _networks(config)
         _reward_models(config)
         _devices(config)
         _reward_services(config)
@@ -182,9 +190,13 @@ def _has_weights(model: ModelConfig) -> bool:
     if is_named(model.path):
         return True  # the learner says if there are none
     if not is_url(model.path):
-        return any(any(Path(model.path).glob(name)) for name in _WEIGHTS)
+        return _holds_weights(model.path)
     names = Folder.at(model.path).names()
     return any(fnmatch.fnmatch(name, pattern) for name in names for pattern in _WEIGHTS)
+
+
+def _holds_weights(folder: str) -> bool:
+    return any(any(Path(folder).glob(name)) for name in _WEIGHTS)
 
 
 def _model(config: RunConfig) -> str:
@@ -246,6 +258,19 @@ def _tokenizer(config: RunConfig) -> str:
     tokenizer = load_tokenizer(folder)
     stops = ", ".join(map(str, stop_token_ids(model.path, tokenizer)))
     return f"{folder}: responses end at token {stops}"
+
+
+def _networks(config: RunConfig) -> str:
+    from paceline.data.frozen_networks import check_frozen_networks
+
+    for name, network in config.algorithm.networks.items():
+        here = is_named(network.path) or is_url(network.path)
+        if not here and config.model.load_format == "auto" and not _holds_weights(network.path):
+            raise ModelError(
+                f"algorithm.networks.{name}.path={network.path} has no weights (*.safetensors); name the "
+                "folder of a model, say one that `paceline export` wrote"
+            )
+    return check_frozen_networks(with_local_models(config)) if config.algorithm.networks else "none"
 
 
 def _prompts(config: RunConfig, split: str) -> str:
@@ -475,6 +500,7 @@ def parts(*, here: bool, tests: Path | None) -> list[PreflightCheck]:
 
 _PARTS: tuple[tuple[str, Callable[[RunConfig], str]], ...] = (
     ("tokenizer", _tokenizer),
+    ("frozen networks", _networks),
     ("training prompts", lambda config: _prompts(config, "train")),
     ("validation prompts", lambda config: _prompts(config, "val")),
     ("reward functions", _rewards),

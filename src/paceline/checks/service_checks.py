@@ -6,12 +6,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from paceline.config.load import dump_yaml
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, ModelError
-from paceline.storage.models import local_model
+from paceline.storage.models import local_folder, local_model
 
 # The self-test of Qwen3-30B-A3B takes 23 s on two cores.
 _CHECK_S = 300.0
@@ -46,8 +47,9 @@ def self_test(config: RunConfig, kept: Path) -> str:
         ModelError: with its reason, if the model is refused or its numbers are wrong.
     """
     # Needs config.json only, which this machine has where it has the controller.
-    here = config.model_copy(update={"model": local_model(config.model, "controller")})
-    return _learner_check(here, "the model", ModelError, "--self-test", "--keep", str(kept))
+    return _learner_check(
+        with_local_models(config), "the model", ModelError, "--self-test", "--keep", str(kept)
+    )
 
 
 def engine_log_probs(config: RunConfig, kept: Path) -> str:
@@ -69,6 +71,13 @@ def engine_log_probs(config: RunConfig, kept: Path) -> str:
         raise ModelError("the self-test left no log-probs to compare with; see its fault")
     command = [sys.executable, "-m", "paceline.rollout.check", str(kept)]
     return _printed_by(command, "the engine's log-probs", ModelError)
+
+
+def with_local_models(config: RunConfig) -> RunConfig:
+    """The configuration with the controller's folders of policy and frozen networks, without weights."""
+    place = partial(local_folder, model=config.model, weights=False)
+    model, algorithm = local_model(config.model, "controller"), config.algorithm.with_places(place)
+    return config.model_copy(update={"model": model, "algorithm": algorithm})
 
 
 def _learner_check(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from paceline.config.base import OneOf, OwnOptions, Section, own_path
 from paceline.config.estimators import ADV_ESTIMATORS, EstimatorTraits
@@ -69,6 +70,21 @@ class DynamicSamplingConfig(Section):
 
 Need = Literal["critic", "greedy", "group"]
 
+REFERENCE = "reference"
+"""Name of the reference model's log-probs."""
+_TAKEN = ("rollout", "old", REFERENCE)
+
+
+class FrozenNetworkConfig(Section):
+    """A network that scores the samples and is never updated."""
+
+    path: str = Field(description="Folder of the model, as model.path.")
+
+
+def _path_alone(value: object) -> object:
+    """Reads `teacher: FOLDER` as `teacher: {path: FOLDER}`."""
+    return value if isinstance(value, dict | FrozenNetworkConfig) else {"path": value}
+
 
 class AlgorithmConfig(Section):
     """Sets how rewards become advantages."""
@@ -84,6 +100,12 @@ class AlgorithmConfig(Section):
         (),
         description="What an estimator or algorithm of your own needs of a run: critic, greedy (the score of "
         "a greedy answer to each prompt), group (rollout.n of 2 or more).",
+    )
+    networks: dict[str, Annotated[FrozenNetworkConfig, BeforeValidator(_path_alone)]] = Field(
+        {},
+        description="Frozen networks beside the reference, by a name under which an estimator, algorithm or "
+        "loss of your own reads their log-probs: {teacher: FOLDER}, or {teacher: {path: FOLDER}}. FOLDER is "
+        "as model.path; its model has the policy's tokenizer, at least its vocabulary, and whatever shape.",
     )
     adv_estimator: Annotated[str, OneOf(tuple(ADV_ESTIMATORS), or_own=True)] = Field(
         "grpo",
@@ -121,6 +143,15 @@ class AlgorithmConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _networks_have_names_of_their_own(self) -> AlgorithmConfig:
+        if refused := [name for name in self.networks if name in _TAKEN or not name.isidentifier()]:
+            raise ValueError(
+                f"networks: {refused[0]!r} is no name for a network: take letters, digits and _, and none of "
+                f"{', '.join(_TAKEN)}, which sampler, policy and reference model have"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _steers_something(self) -> AlgorithmConfig:
         if self.kl_ctrl.type == "adaptive" and not self.use_kl_in_reward:
             raise ValueError(
@@ -128,6 +159,14 @@ class AlgorithmConfig(Section):
                 "set use_kl_in_reward: true, or leave kl_ctrl out"
             )
         return self
+
+    def with_places(self, place: Callable[[str], str]) -> AlgorithmConfig:
+        """The same with `place` of each network's path, say the folder of a local copy."""
+        networks = {
+            name: network.model_copy(update={"path": place(network.path)})
+            for name, network in self.networks.items()
+        }
+        return self.model_copy(update={"networks": networks})
 
     @property
     def is_own(self) -> bool:

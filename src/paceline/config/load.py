@@ -231,7 +231,8 @@ def _hint(kind: type[BaseModel], loc: Sequence[str | int]) -> str:
         if types:
             return f"it is an option of {'.'.join([*path, name])}={{type: {' or '.join(types)}, {key}: ...}}"
     close = difflib.get_close_matches(key, sorted(fields), n=1)
-    return f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(sorted(fields))}"
+    known = f"known here: {', '.join(sorted(fields))}" if fields else "leave it out"
+    return f"did you mean {close[0]!r}?" if close else known
 
 
 def _place(kind: type[BaseModel], loc: Sequence[str | int]) -> tuple[list[str], type[BaseModel] | None]:

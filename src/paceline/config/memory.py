@@ -81,13 +81,13 @@ class MemoryConfig(Section):
 
 
 class ActorMemoryConfig(MemoryConfig):
-    """What an update keeps, and where the reference model waits."""
+    """What an update keeps, and where frozen networks wait."""
 
     offload_reference: bool = Field(
         False,
-        description="Keep the reference model in pinned host memory, each rank its shards; it is copied to "
-        "the GPU for the phase in which it scores, once per step. Not with model.lora, whose reference takes "
-        "no memory.",
+        description="Keep the reference model and algorithm.networks in pinned host memory, each rank its "
+        "shards; each of them is copied to the GPU while it scores, once per step, one after the other. With "
+        "model.lora the reference takes no memory, and none is kept.",
     )
 
 

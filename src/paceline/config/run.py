@@ -8,12 +8,12 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from paceline.config.actor import ActorConfig, CriticConfig
-from paceline.config.algorithm import AlgorithmConfig
+from paceline.config.algorithm import REFERENCE, AlgorithmConfig
 from paceline.config.base import Section
 from paceline.config.data import DataConfig
 from paceline.config.guard import GuardConfig
 from paceline.config.model import ModelConfig
-from paceline.config.policy_losses import CovarianceLoss
+from paceline.config.policy_losses import CovarianceLoss, CustomLoss
 from paceline.config.reward import RewardConfig
 from paceline.config.rollout import RolloutConfig
 from paceline.config.services import (
@@ -93,6 +93,17 @@ class RunConfig(Section):
         return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
 
     @property
+    def frozen_networks(self) -> tuple[str, ...]:
+        """The networks that score the samples and are never updated, by name, the reference first."""
+        return (*((REFERENCE,) if self.needs_reference else ()), *self.algorithm.networks)
+
+    @property
+    def frozen_folders(self) -> dict[str, str]:
+        """The model folders of those with weights of their own: with model.lora the reference has none."""
+        own = {name: network.path for name, network in self.algorithm.networks.items()}
+        return {REFERENCE: self.model.path, **own} if self.needs_reference and not self.model.lora else own
+
+    @property
     def needs_all_old_log_probs(self) -> bool:
         """Whether anything reads the old log-probs of every row before the first update."""
         algorithm = self.algorithm
@@ -135,7 +146,7 @@ class RunConfig(Section):
     @property
     def scores_first_mini_batch(self) -> bool:
         """Whether the rows of the first mini-batch are scored in every step; the update gives the rest."""
-        return self.needs_reference or self.needs_critic or self.needs_all_old_log_probs
+        return bool(self.frozen_networks) or self.needs_critic or self.needs_all_old_log_probs
 
     @property
     def needs_whole_batch(self) -> str:
@@ -289,18 +300,26 @@ class RunConfig(Section):
         has_one = mini == self.data.train_batch_size
         if barrier.work_ahead == "scores" and has_one and not self.scores_first_mini_batch:
             raise ValueError(
-                "barrier.work_ahead=scores: with a single mini-batch, no reference and no critic there is "
-                "nothing to score; write gradients, or leave it out"
+                "barrier.work_ahead=scores: with a single mini-batch, no reference, no other frozen network "
+                "and no critic there is nothing to score; write gradients, or leave it out"
             )
         return self
 
     @model_validator(mode="after")
-    def _a_reference_that_is_offloaded_exists(self) -> RunConfig:
-        has_one = self.needs_reference and self.model.lora is None
-        if self.actor.memory.offload_reference and not has_one:
+    def _frozen_networks_have_a_use(self) -> RunConfig:
+        if self.actor.memory.offload_reference and not self.frozen_folders:
             raise ValueError(
                 "actor.memory.offload_reference: this run has no reference model of its own (no KL is in "
-                "use, or with model.lora the reference is the policy without adapters); leave it out"
+                "use, or with model.lora the reference is the policy without adapters) and no "
+                "algorithm.networks; leave it out"
+            )
+        if self.algorithm.networks and not (
+            self.algorithm.is_own or isinstance(self.actor.policy_loss, CustomLoss)
+        ):
+            raise ValueError(
+                f"algorithm.networks: nothing reads the log-probs of {', '.join(self.algorithm.networks)}, "
+                "as estimator and policy loss are built in; name one of your own "
+                "(docs/add-an-algorithm.md), or leave networks out"
             )
         return self
 

@@ -140,7 +140,7 @@ STEP_METRICS: Mapping[str, str] = {
     "timing_s/ahead": "`barrier.work_ahead`: the learner's work before the batch was complete.",
     "timing_s/fetch": "Trajectories from the broker to the learner.",
     "timing_s/old_log_prob": "Log-probs of the policy before the update.",
-    "timing_s/ref": "Log-probs of the reference model.",
+    "timing_s/ref": "Log-probs of the reference model and other frozen networks.",
     "timing_s/values": "Values of the critic.",
     "timing_s/adv": "Advantages.",
     "timing_s/update_critic": "The critic's update.",

@@ -35,7 +35,8 @@ def local_files(places: Iterable[str], split: str) -> list[Path]:
 def uses_hub(config: RunConfig) -> bool:
     """Whether the run takes a model or data set by its name on the hub."""
     model = config.model
-    places = (model.path, model.tokenizer_path, config.critic.path, *dict(model.paths).values())
+    own = (model.path, model.tokenizer_path, config.critic.path)
+    places = (*own, *config.frozen_folders.values(), *dict(model.paths).values())
     files = (*config.data.train_files, *config.data.val_files)
     return any(is_named(place) for place in (*places, *files) if place)
 
@@ -63,6 +64,7 @@ def pinned_run(config: RunConfig, known: Collection[str] = ()) -> RunConfig:
         update={
             "model": section.model_copy(update=changes),
             "critic": critic.model_copy(update={"path": model(critic.path)}),
+            "algorithm": config.algorithm.with_places(lambda place: pinned(place, "model", known)),
             "data": data.model_copy(
                 update={"train_files": files(data.train_files), "val_files": files(data.val_files)}
             ),

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from paceline.config.memory import KEPT_LOGITS_SHARE
+from paceline.config.model import ModelConfig
 from paceline.config.run import RunConfig
+from paceline.core.errors import ModelError
 from paceline.models.model_shape import ModelShape
+from paceline.storage.models import local_folder
 
 GIB = 1 << 30
 CONTEXT = 3 * GIB // 2
@@ -27,7 +32,7 @@ class LearnerMemory:
     """Plans the memory of a learner's rank.
 
     Args:
-        shape: of the policy, and of critic and reference if they are in use.
+        shape: of the policy, and of a critic if it is in use.
         world_size: ranks that share the shards.
         bytes_per_number: of the forward pass.
         bytes_per_gradient: of what gradients are summed in.
@@ -38,8 +43,8 @@ class LearnerMemory:
         accumulates: whether a rank adds up whole gradients.
         offloads: whether AdamW's averages are in host memory.
         has_critic: whether a critic trains, too.
-        has_reference: whether a reference model scores.
-        offloads_reference: whether it is in host memory except while it scores.
+        frozen: the shapes of frozen networks with weights of their own, by name.
+        offloads_frozen: whether each is in host memory except while it scores.
         num_adapters: numbers of the policy's adapters, which alone train; 0: all its weights do.
         num_adapted: numbers of the matrices that have adapters.
         has_images: whether prompts have images.
@@ -57,8 +62,8 @@ class LearnerMemory:
     accumulates: bool
     offloads: bool
     has_critic: bool
-    has_reference: bool
-    offloads_reference: bool = False
+    frozen: Mapping[str, ModelShape] = field(default_factory=dict)
+    offloads_frozen: bool = False
     num_adapters: int = 0
     num_adapted: int = 0
     has_images: bool = False
@@ -89,8 +94,8 @@ class LearnerMemory:
             accumulates=actor.memory.accumulates,
             offloads=actor.memory.offloads,
             has_critic=config.needs_critic,
-            has_reference=config.needs_reference,
-            offloads_reference=actor.memory.offload_reference,
+            frozen=frozen_shapes(config, shape),
+            offloads_frozen=actor.memory.offload_reference,
             num_adapters=0 if lora is None else shape.num_adapters(lora.targets, lora.rank),
             num_adapted=0 if lora is None else shape.num_adapted(lora.targets),
             has_images=has_images(config),
@@ -107,8 +112,8 @@ class LearnerMemory:
         shard, trained = self._share(self.shape.num_parameters), self._share(self._num_trained)
         tower = self._share(self.shape.num_frozen)
         critic = shard if self.has_critic else 0
-        reference = 0 if self.offloads_reference else self._reference
-        frozen = self.bytes_per_number * (shard + tower) if self.num_adapters else reference + 4 * tower
+        frozen = self.bytes_per_number * (shard + tower) if self.num_adapters else 4 * tower
+        frozen += 0 if self.offloads_frozen else sum(self._frozen.values())
         return {
             "context": CONTEXT,
             "weights": 4 * (trained + critic + (tower if self.has_critic else 0)) + frozen,
@@ -117,14 +122,23 @@ class LearnerMemory:
 
     @property
     def scoring(self) -> Parts:
-        """Old log-probs, reference and values: a layer at a time; compiled, with the update's graph."""
+        """Old log-probs, frozen networks and values, one after the other, whichever needs more.
+
+        A layer at a time; compiled, policy and critic with the update's graph.
+        """
         activations = self._activations if self.compiled else self._layer
-        visiting = {"reference": self._reference} if self.offloads_reference else {}
+        visiting = self._frozen if self.offloads_frozen else {}
+        visitor = max(visiting, key=lambda name: visiting[name], default="")
+        frozen = [self.changed(shape=shape, keeps_gathered=False) for shape in self.frozen.values()]
         return {
             **self.resident,
-            **visiting,
-            "gathered": self._gathered,
-            "activations": max(activations + self._logits, self._of_images),
+            **({visitor: visiting[visitor]} if visitor else {}),
+            "gathered": max(plan._gathered for plan in (self, *frozen)),
+            "activations": max(
+                activations + self._logits,
+                self._of_images,
+                *(max(plan._layer + plan._logits, plan._of_images) for plan in frozen),
+            ),
         }
 
     @property
@@ -183,11 +197,12 @@ class LearnerMemory:
         return max(sum(self.scoring.values()), sum(self.update.values()))
 
     @property
-    def _reference(self) -> int:
-        """This rank's share of a reference model of its own."""
-        has_own = self.has_reference and not self.num_adapters
-        numbers = self.shape.num_parameters + self.shape.num_frozen
-        return self.bytes_per_number * self._share(numbers) if has_own else 0
+    def _frozen(self) -> Parts:
+        """This rank's shares of the frozen networks, by name."""
+        return {
+            name: self.bytes_per_number * self._share(shape.num_parameters + shape.num_frozen)
+            for name, shape in self.frozen.items()
+        }
 
     @property
     def _num_trained(self) -> int:
@@ -248,6 +263,26 @@ class LearnerMemory:
     def _layer(self) -> int:
         """Of one layer that keeps them."""
         return self.num_tokens * self.bytes_per_number * self.shape.activations(compiled=self.compiled)
+
+
+def frozen_shapes(config: RunConfig, shape: ModelShape) -> dict[str, ModelShape]:
+    """The shapes of a run's frozen networks with weights of their own, by name.
+
+    Where a config.json is not here, or names its sizes otherwise, the shape is taken to be the policy's.
+    """
+    networks = config.algorithm.networks
+    return {
+        name: (_shape_in(networks[name].path, config.model) if name in networks else None) or shape
+        for name in config.frozen_folders
+    }
+
+
+def _shape_in(place: str, model: ModelConfig) -> ModelShape | None:
+    try:
+        folder = Path(local_folder(place, model, weights=False))
+        return ModelShape.of(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, ModelError):
+        return None  # the checks say what is wrong with it
 
 
 def has_images(config: RunConfig) -> bool:

@@ -181,8 +181,8 @@ class MemoryPlan:
         if leanest.most <= total:
             return f"set actor.memory to {{recompute: full, accumulate: false}} and {least}"
         offloads = "offload: true"
-        if leanest.has_reference and not leanest.num_adapters:
-            leanest, offloads = leanest.changed(offloads_reference=True), "offload_reference: true"
+        if leanest.frozen:
+            leanest, offloads = leanest.changed(offloads_frozen=True), "offload_reference: true"
             if leanest.most <= total:
                 return f"set actor.memory to {{recompute: full, accumulate: false, {offloads}}} and {least}"
             offloads = f"offload: true, {offloads}"

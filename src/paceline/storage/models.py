@@ -56,9 +56,16 @@ def local_model(
     return model.model_copy(update=changes)
 
 
-def local_folder(place: str, model: ModelConfig) -> str:
-    """The path of another model folder, say the critic's, with its weights; a URL is copied here first."""
-    return _local(place, Fetch(max_bytes=int(model.cache_gib * 2**30)), weights=True)
+def local_folder(place: str, model: ModelConfig, *, weights: bool = True) -> str:
+    """The path of another model folder, say the critic's; what lies elsewhere is copied here first.
+
+    Args:
+        place: a path, a URL or a name of the hub.
+        model: of the run, which says how much disk copies may take.
+        weights: copy them, too.
+    """
+    how = Fetch(max_bytes=int(model.cache_gib * 2**30), wanted=_any_file if weights else _no_weights)
+    return _local(place, how, weights=weights)
 
 
 def _local(place: str, how: Fetch, *, weights: bool) -> str:

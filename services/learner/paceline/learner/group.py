@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -212,7 +213,8 @@ def _localise(
         model = local_model(config.model, "learner", tell=tell)
         path = config.critic.path
         critic = config.critic.model_copy(update={"path": path and local_folder(path, config.model)})
-        return config.model_copy(update={"model": model, "critic": critic})
+        algorithm = config.algorithm.with_places(partial(local_folder, model=config.model))
+        return config.model_copy(update={"model": model, "critic": critic, "algorithm": algorithm})
 
     failure: CommandError | None = None
     try:

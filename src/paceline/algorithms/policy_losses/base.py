@@ -25,24 +25,36 @@ class LossInputs:
 
     Attributes:
         log_probs: (B, T), the policy's, with their graph.
-        old_log_probs: (B, T), the policy's before the step's first update.
+        log_probs_of: (B, T) each, by name: "old", the policy's before the step's first update; "rollout", the
+            sampler's; "reference", where a KL is in use; each frozen network's.
         advantages: (B, T).
         mask: (B, T) booleans, True on the tokens that the policy produced.
-        rollout_log_probs: (B, T), the sampler's.
-        ref_log_probs: (B, T), the reference model's; None where no KL to it is in use.
         scores: (B,), each sequence's reward with the overlong penalty, without a KL.
         selected: (B, T) booleans, the tokens that `highest_covariance` selected over the mini-batch; None
             unless `actor.policy_loss` is a covariance loss.
     """
 
     log_probs: Tensor
-    old_log_probs: Tensor
+    log_probs_of: Mapping[str, Tensor]
     advantages: Tensor
     mask: Tensor
-    rollout_log_probs: Tensor | None = None
-    ref_log_probs: Tensor | None = None
     scores: Tensor | None = None
     selected: Tensor | None = None
+
+    @property
+    def old_log_probs(self) -> Tensor:
+        """The policy's before the step's first update, (B, T)."""
+        return self.log_probs_of["old"]
+
+    @property
+    def rollout_log_probs(self) -> Tensor | None:
+        """The sampler's, (B, T)."""
+        return self.log_probs_of.get("rollout")
+
+    @property
+    def ref_log_probs(self) -> Tensor | None:
+        """The reference model's, (B, T); None where no KL to it is in use."""
+        return self.log_probs_of.get("reference")
 
 
 class LossOutputs(NamedTuple):

@@ -254,7 +254,7 @@ class MicroBatch:
 LogProbs = dict[str, Tensor]
 """A micro-batch's log-probs by the name of what gave them, tables (B, R).
 
-"rollout" is the sampler, "old" the policy before the update, "reference" the reference model. Rows of the
+"rollout" is the sampler, "old" the policy before the update, others are frozen networks. Rows of the
 first mini-batch need not be scored: its own forward pass comes before any step, so with the same weights, and
 its ratio is 1. Until then there is no "old", and whoever holds the micro-batch shares one mapping.
 """

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
+from paceline.config.algorithm import REFERENCE
 from paceline.core.errors import CheckpointError
 from paceline.learner.checkpoint import files
 from paceline.learner.checkpoint.manifest import UNNAMED_ADAPTERS, Manifest
@@ -78,8 +79,23 @@ def load(learner: Learner, folder: Place, *, notify: Callable[[str], None] = log
     elif learner.config.model.lora is not None:
         notify(f"{folder}: {UNNAMED_ADAPTERS}")
     _fill(learner, folder, manifest)
+    _tell_of_frozen(learner, manifest, notify)
     _resume_schedules(learner, manifest, notify)
     return manifest
+
+
+def _tell_of_frozen(learner: Learner, manifest: Manifest, notify: Callable[[str], None]) -> None:
+    """Says which frozen networks have other weights than when the checkpoint was written."""
+    folders = learner.config.frozen_folders
+    for name, network in learner.frozen.items():
+        before = manifest.frozen.get(name, network.digest)
+        if before != network.digest:
+            key = "model.path" if name == REFERENCE else f"algorithm.networks.{name}.path"
+            notify(
+                f"the frozen network {name} has other weights in {folders[name]} than up to step "
+                f"{manifest.step}, and the run goes on with them; if that is not meant, set {key} back, or "
+                "put its files back"
+            )
 
 
 def _resume_schedules(learner: Learner, manifest: Manifest, notify: Callable[[str], None]) -> None:

@@ -160,6 +160,7 @@ def _describe(learner: Learner, place: Place, step: int, controller_state: bytes
         kl=learner.kl_controller.state_dict(),
         base=base_of(learner),
         schedules={name: network.schedule.state_dict() for name, network in trainables_of(learner).items()},
+        frozen={name: network.digest for name, network in learner.frozen.items() if network.digest},
         controller_state=state,
         histories=learner.histories.state_dict(),
     )

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from paceline.config.run import RunConfig
 from paceline.core.errors import ModelError
+from paceline.data.frozen_networks import check_frozen_networks
 from paceline.learner.batch.pack import pack
 from paceline.learner.batch.types import PackedRow, PromptImage
 from paceline.learner.model import architectures
@@ -73,17 +74,17 @@ class SelfTest:
 
 
 def check_models(config: RunConfig, *, keep: Path | None = None) -> list[SelfTest]:
-    """Tests the models that a run trains: its policy, and the critic where that has a folder of its own.
+    """Tests the models of a run: its policy, and critic and frozen networks that have folders of their own.
 
     Args:
         keep: a folder for the policy's small model, as `check_model`.
 
     Raises:
-        ModelError: a model is refused, or its numbers are wrong.
+        ModelError: a model is refused, its numbers are wrong, or its tokens are others than the policy's.
     """
-    folders = [config.model.path]
-    if config.needs_critic and config.critic.path:
-        folders.append(config.critic.path)
+    check_frozen_networks(config)
+    critic = [config.critic.path] if config.needs_critic and config.critic.path else []
+    folders = [config.model.path, *(network.path for network in config.algorithm.networks.values()), *critic]
     outcomes = [
         check_model(
             folder,
@@ -95,7 +96,7 @@ def check_models(config: RunConfig, *, keep: Path | None = None) -> list[SelfTes
     ]
     if config.model.load_format != "random":
         for index, folder in enumerate(folders):
-            check_stored(folder, needs_head=index == 0)
+            check_stored(folder, needs_head=index < len(folders) - len(critic))
     return outcomes
 
 

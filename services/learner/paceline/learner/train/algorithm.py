@@ -10,6 +10,7 @@ from paceline.algorithms import advantages, own, policy_losses, trial
 from paceline.algorithms.algorithm import Algorithm
 from paceline.algorithms.policy_losses import LossInputs, LossOutputs
 from paceline.algorithms.rows import Estimates, SampleRows
+from paceline.config.algorithm import REFERENCE
 from paceline.config.policy_losses import CustomLoss
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
@@ -42,7 +43,7 @@ def algorithm_of(config: RunConfig, *, clip_scale: float = 1.0, critic_alone: bo
 
 def metric_names(config: RunConfig, algorithm: Algorithm) -> tuple[str, ...]:
     """The names of the metrics of an algorithm's loss."""
-    return trial.metric_names(algorithm.loss, with_reference=config.needs_reference)
+    return trial.metric_names(algorithm.loss, names=_log_probs_of(config))
 
 
 def try_algorithm(config: RunConfig) -> None:
@@ -62,13 +63,10 @@ def try_algorithm(config: RunConfig) -> None:
             if chosen.path is not None or not isinstance(loss, CustomLoss)
             else f"policy loss {loss.path!r}"
         )
-        trial.try_loss(its, algorithm.loss, with_reference=config.needs_reference)
+        trial.try_loss(its, algorithm.loss, names=_log_probs_of(config))
     if chosen.is_own:
         its = label if chosen.path is not None else f"advantage estimator {chosen.adv_estimator!r}"
-        reference = ("reference",) if config.needs_reference else ()
-        trial.try_estimator(
-            its, algorithm.advantages, names=("rollout", "old", *reference), needs=chosen.needs
-        )
+        trial.try_estimator(its, algorithm.advantages, names=_log_probs_of(config), needs=chosen.needs)
 
 
 def _require_what_it_needs(config: RunConfig, kind: type[Algorithm], label: str) -> None:
@@ -83,11 +81,17 @@ def _require_what_it_needs(config: RunConfig, kind: type[Algorithm], label: str)
             f"{label} has a loss of its own and names no clip range, and a guard rule may lower_clip; name "
             "the options that are clip ranges in its `scalable`, or remove guard.*.lower_clip"
         )
-    if kind.networks:
-        raise ConfigError(
-            f"{label} names the networks {', '.join(kind.networks)}; frozen networks beside the reference "
-            "are not computed yet; leave them out"
-        )
+    for name in kind.networks:
+        if name not in config.frozen_networks:
+            line = f"algorithm.networks: {{{name}: FOLDER}}, a model with the policy's tokenizer"
+            if name == REFERENCE:
+                line = "actor.use_kl_loss: true, with kl_loss_coef: 0 for no KL term beside it"
+            raise ConfigError(f"{label} reads the network {name}, which the run does not have; write {line}")
+
+
+def _log_probs_of(config: RunConfig) -> tuple[str, ...]:
+    """The names of the log-probs that an algorithm may read."""
+    return ("rollout", "old", *config.frozen_networks)
 
 
 def _estimator(config: RunConfig, critic_alone: bool) -> Callable[[SampleRows], Estimates]:

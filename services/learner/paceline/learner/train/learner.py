@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from paceline.algorithms.kl import AdaptiveKLController, FixedKLController, KLController
 from paceline.config.actor import OptimConfig
@@ -36,7 +36,7 @@ from paceline.learner.model.loading import (
 from paceline.learner.model.networks import PolicyNetwork, ValueNetwork
 from paceline.learner.train.ahead import WorkAhead
 from paceline.learner.train.algorithm import try_algorithm
-from paceline.learner.train.host_reference import HostReference
+from paceline.learner.train.frozen import FrozenNetwork
 from paceline.learner.train.memory import MemoryRoom
 from paceline.learner.train.optimizer import N, Optimizer, Schedule, Trainable
 from paceline.learner.train.shared_prompts import SharedPrompts
@@ -52,23 +52,22 @@ class Learner:
     """One rank's part of everything that trains; `version` counts training steps.
 
     `base_digest` is that of the frozen weights, which no checkpoint holds; "" without any.
-    With adapters, `reference` is the policy's own network, which computes it without them. With
-    `host_reference` its shards are in host memory except within `reference_present`.
+    `frozen` are the networks that score and never train, by the names of their log-probs, in the order in
+    which they score. With adapters, the reference is the policy's own network, which computes without them.
     """
 
     config: RunConfig
     ranks: Ranks
     actor: Trainable[PolicyNetwork]
     critic: Trainable[ValueNetwork] | None
-    reference: PolicyNetwork | None
     kl_controller: KLController
     histories: Histories
     shared_prompts: SharedPrompts
     memory: MemoryRoom
     ahead: WorkAhead
     base_digest: str = ""
+    frozen: Mapping[str, FrozenNetwork] = field(default_factory=dict)
     compile_clock: CompileClock | None = None
-    host_reference: HostReference | None = None
     version: int = 0
 
     @property
@@ -81,15 +80,6 @@ class Learner:
         """What the policy takes of images; None if it takes text alone."""
         config: Any = self.actor.network.lm.config
         return ImageSpec.of(config) if family_of(config.model_type).takes_images else None
-
-    @contextmanager
-    def reference_present(self) -> Iterator[None]:
-        """Within the block the reference model can compute."""
-        if self.host_reference is None:
-            yield
-        else:
-            with self.host_reference.present():
-                yield
 
     @classmethod
     def build(cls, config: RunConfig, ranks: Ranks, notify: Callable[[str], None] = log.warning) -> Learner:
@@ -124,13 +114,13 @@ class Learner:
             ranks,
             masters if model.lora is None else kept,
             options=options,
-            random_seed=seed if random_weights else None,
+            random_seed=_random_seed(config),
             lora=model.lora,
             adapter_seed=seed,
         )
         config.actor.require_experts(model.path, has_experts=bool(routers(policy.lm)))
         flash_attention.prepare(policy.lm.config, compute, ranks.device)
-        critic = reference = host_reference = None
+        critic = None
         if config.needs_critic:
             critic = load_critic(
                 config.critic.path or model.path,
@@ -140,18 +130,13 @@ class Learner:
                 options=options,
                 random_weights=random_weights,
             )
-        if config.needs_reference and model.lora is not None:
-            reference = policy  # scored without its adapters
-        elif config.needs_reference:
-            reference, host_reference = _load_reference(config, ranks, kept, compiled=options.compiled)
-        learner = cls.around(config, ranks, policy, critic=critic, reference=reference, notify=notify)
-        learner.host_reference = host_reference
-        digest = ""
-        if ranks.rank == 0:
-            digest = digest_of_frozen(
-                model.path, frozen(hugging_face_names(policy)), seed if random_weights else None
-            )
-        learner.base_digest = broadcast_bytes(digest.encode(), ranks).decode()
+        learner = cls.around(config, ranks, policy, critic=critic, notify=notify)
+        learner.base_digest = _digest(config, model.path, frozen(hugging_face_names(policy)), ranks)
+        own = {
+            name: _load_frozen(config, folder, ranks, kept, compiled=options.compiled)
+            for name, folder in config.frozen_folders.items()
+        }
+        learner.frozen = {name: own.get(name) or FrozenNetwork(policy) for name in config.frozen_networks}
         return learner
 
     def make_averages(self) -> None:
@@ -168,7 +153,6 @@ class Learner:
         policy: PolicyNetwork,
         *,
         critic: ValueNetwork | None = None,
-        reference: PolicyNetwork | None = None,
         notify: Callable[[str], None] = log.warning,
     ) -> Learner:
         """A learner at version 0 with networks that are loaded; its optimizers have no averages yet."""
@@ -180,7 +164,6 @@ class Learner:
             critic=None
             if critic is None
             else _trainable(critic, config.critic.optim, config.critic.grad_clip, config, ranks),
-            reference=reference,
             kl_controller=_kl_controller(config.algorithm.kl_ctrl),
             histories=Histories(window=config.guard.window, min_history=config.guard.min_history),
             shared_prompts=SharedPrompts(config.actor.shared_prompts, DTYPES[config.model.dtype], notify),
@@ -190,19 +173,37 @@ class Learner:
         )
 
 
-def _load_reference(
-    config: RunConfig, ranks: Ranks, precision: Precision, *, compiled: bool
-) -> tuple[PolicyNetwork, HostReference | None]:
-    """The reference, a network of its own, and where its shards are kept if that is host memory."""
-    reference = load_policy(
-        config.model.path,
+def _load_frozen(
+    config: RunConfig, folder: str, ranks: Ranks, precision: Precision, *, compiled: bool
+) -> FrozenNetwork:
+    """Loads a network with weights of its own, of whatever shape."""
+    network = load_policy(
+        folder,
         ranks,
         precision,
         options=LayerOptions(compiled=compiled),
-        random_seed=config.trainer.seed if config.model.load_format == "random" else None,
+        random_seed=_random_seed(config),
     )
-    reference.requires_grad_(False)
-    return reference, HostReference(reference) if config.actor.memory.offload_reference else None
+    network.requires_grad_(False)
+    flash_attention.prepare(network.lm.config, precision.compute, ranks.device)
+    return FrozenNetwork(
+        network,
+        digest=_digest(config, folder, hugging_face_names(network), ranks),
+        in_host_memory=config.actor.memory.offload_reference,
+    )
+
+
+def _digest(
+    config: RunConfig, folder: str, parameters: Iterable[tuple[str, nn.Parameter]], ranks: Ranks
+) -> str:
+    """The digest of what a folder's frozen parameters are loaded from, which rank 0 reads."""
+    own = digest_of_frozen(folder, parameters, _random_seed(config)) if ranks.rank == 0 else ""
+    return broadcast_bytes(own.encode(), ranks).decode()
+
+
+def _random_seed(config: RunConfig) -> int | None:
+    """What weights are drawn from; None where they are read."""
+    return config.trainer.seed if config.model.load_format == "random" else None
 
 
 def _trainable(

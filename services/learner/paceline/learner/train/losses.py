@@ -129,14 +129,13 @@ class PolicyLoss:
 
     def _per_token(self, log_probs: Tensor, part: TrainingBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The policy loss, (B, R), and its metrics, always with `ppo_kl`, on which the guard relies."""
-        mask, old = part.batch.mask, part.log_probs.setdefault("old", log_probs.detach())
+        mask = part.batch.mask
+        part.log_probs.setdefault("old", log_probs.detach())
         inputs = LossInputs(
             log_probs=log_probs,
-            old_log_probs=old,
+            log_probs_of=part.log_probs,
             advantages=part.advantages,
             mask=mask,
-            rollout_log_probs=part.log_probs["rollout"],
-            ref_log_probs=part.log_probs.get("reference"),
             scores=part.scores,
             selected=part.selected,
         )

@@ -1,4 +1,4 @@
-"""Scores a batch before the update: old log-probs, reference log-probs and values.
+"""Scores a batch before the update: old log-probs, those of frozen networks, and values.
 
 No gradient is computed. Compiled layers run with a graph all the same, which is dropped: without one the
 compiler makes other kernels, which round differently, and the ratio on policy would not be 1.
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from paceline.learner.batch.types import LogProbs, MicroBatch, ScoredBatch
 from paceline.learner.model.layers import free_gathered
 from paceline.learner.model.loading import forget_forward_passes
-from paceline.learner.model.lora import base_alone
+from paceline.learner.model.networks import PolicyNetwork
 from paceline.learner.train.learner import Learner
 from paceline.learner.train.stopwatch import Stopwatch
 
@@ -33,12 +33,11 @@ def score(
         tables = _old_log_probs(learner, [batches[number] for number in to_score])
     for number, table in zip(to_score, tables, strict=True):
         log_probs[number]["old"] = table
-    reference = learner.reference
-    if reference is not None:
-        with stopwatch.phase("ref"), learner.reference_present(), base_alone(reference):
-            tables = _score_all(reference, batches, lambda b: b.table(reference(b, temperature)[0]))
+    for name, frozen in learner.frozen.items():
+        with stopwatch.phase("ref"), frozen.present():
+            tables = _log_probs_of(frozen.network, batches, temperature)
         for own, table in zip(log_probs, tables, strict=True):
-            own["reference"] = table
+            own[name] = table
     values: list[Tensor | None] = [None] * len(batches)
     if critic is not None:
         with stopwatch.phase("values"):
@@ -64,13 +63,16 @@ def score_rest(learner: Learner, scored: Sequence[ScoredBatch]) -> None:
 
 
 def _old_log_probs(learner: Learner, batches: Sequence[MicroBatch]) -> list[Tensor]:
-    policy, temperature = learner.actor.network, learner.config.rollout.temperature
-    return _score_all(
-        policy,
-        batches,
-        lambda b: b.table(policy(b, temperature)[0]),
-        with_graph=learner.config.actor.compiles,
+    config = learner.config
+    return _log_probs_of(
+        learner.actor.network, batches, config.rollout.temperature, with_graph=config.actor.compiles
     )
+
+
+def _log_probs_of(
+    network: PolicyNetwork, batches: Sequence[MicroBatch], temperature: float, *, with_graph: bool = False
+) -> list[Tensor]:
+    return _score_all(network, batches, lambda b: b.table(network(b, temperature)[0]), with_graph=with_graph)
 
 
 def _score_all(

@@ -1,7 +1,7 @@
 """Compiles the layers on made-up tokens when the learner has loaded, while engines start.
 
-The graphs are those of the steps: with a backward pass for policy and critic, without gradients for the
-reference. Their kernels are chosen for a micro-batch of the configured size, whatever the first step's
+The graphs are those of the steps: with a backward pass for policy and critic, without gradients for frozen
+networks. Their kernels are chosen for a micro-batch of the configured size, whatever the first step's
 lengths are. Parameters, gradients and random numbers stay as they were.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from paceline.learner.model.compiling import TOKEN_MULTIPLE
 from paceline.learner.model.experts import recorded_choices, routers
 from paceline.learner.model.layers import free_gathered
 from paceline.learner.model.loading import forget_forward_passes
-from paceline.learner.model.networks import body_of, first_layers
+from paceline.learner.model.networks import PolicyNetwork, body_of, first_layers
 from paceline.learner.train.learner import Learner
 from paceline.learner.train.stopwatch import GIB
 
@@ -87,22 +88,27 @@ def warm_up(learner: Learner) -> None:
 
 
 def _all_networks(learner: Learner) -> None:
-    policy, critic, reference = learner.actor.network, learner.critic, learner.reference
+    policy, critic = learner.actor.network, learner.critic
     batch = _batch(learner)
     with first_layers(body_of(policy.lm)):
-        _pass(policy, lambda: policy(batch)[0])
+        _pass(policy, partial(_log_probs, policy, batch))
         if routers(policy.lm):
             # Updates record what experts are chosen, by hooks that are part of a graph.
             with recorded_choices(policy.lm):
-                _pass(policy, lambda: policy(batch)[0])
+                _pass(policy, partial(_log_probs, policy, batch))
     if critic is not None:
         values = critic.network
         with first_layers(values.body):
             _pass(values, lambda: values(batch))
-    if reference is not None:
-        frozen = reference
-        with torch.no_grad(), learner.reference_present(), first_layers(body_of(frozen.lm)):
-            _pass(frozen, lambda: frozen(batch)[0])
+    for frozen in learner.frozen.values():
+        network = frozen.network
+        with torch.no_grad(), frozen.present(), first_layers(body_of(network.lm)):
+            _pass(network, partial(_log_probs, network, batch))
+
+
+def _log_probs(network: PolicyNetwork, batch: MicroBatch) -> Tensor:
+    log_probs: Tensor = network(batch)[0]
+    return log_probs
 
 
 def _pass(network: nn.Module, call: Callable[[], Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""The reference model in host memory (`actor.memory.offload_reference`): on its GPU only while it scores."""
+"""The networks that score samples and are never updated: the reference model, and others that a run names."""
 
 from __future__ import annotations
 
@@ -9,10 +9,36 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from paceline.learner.distributed.host_memory import local_part, pinned_memory
+from paceline.learner.model.lora import base_alone
+from paceline.learner.model.networks import PolicyNetwork
 
 
-class HostReference:
-    """This rank's shards of a network that never trains: in host memory, and on its device within `present`.
+class FrozenNetwork:
+    """A network that scores samples and is never updated; it can compute within `present`.
+
+    Args:
+        network: sharded and loaded; the policy's own for a reference that is the policy without adapters.
+        digest: of its weights; "" for the policy's own network.
+        in_host_memory: whether this rank's shards are there except within `present`.
+    """
+
+    def __init__(self, network: PolicyNetwork, *, digest: str = "", in_host_memory: bool = False) -> None:
+        self.network, self.digest = network, digest
+        self._host = HostShards(network) if in_host_memory else None
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        """Makes the network ready to compute within the block, the policy's own without its adapters."""
+        with base_alone(self.network):
+            if self._host is None:
+                yield
+            else:
+                with self._host.present():
+                    yield
+
+
+class HostShards:
+    """Keeps this rank's shards of a network in host memory, and on its device within `present`.
 
     The storages on the device are emptied and filled again. The tensors themselves stay, and so does what
     FSDP knows of them.
