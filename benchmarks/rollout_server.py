@@ -49,6 +49,7 @@ from paceline.config.run import RunConfig
 from paceline.core.ids import Purpose, sample_seed
 from paceline.core.policy import PolicyTag
 from paceline.core.trajectory import PromptGroup, RewardContext, SamplingSpec
+from paceline.engines.vllm import VLLM
 from paceline.rollout.engines.vllm.start import environment
 from paceline.rollout.engines.vllm.start.arguments import engine_arguments
 from paceline.wire import decode_trajectory_header, encode_prompt_group
@@ -129,7 +130,7 @@ def make_config(arguments: argparse.Namespace, sampler: str) -> RunConfig:
 def baseline_side(pipe: Connection, config: RunConfig, load_format: str) -> None:
     """A process with an LLM; answers (grouped, Load) with Outcome until None comes."""
     environment.prepare(config)
-    on_cpu = environment.has_cpu_build()
+    on_cpu = VLLM.has_cpu_build
     if on_cpu:
         environment.prepare_cpu()
     from vllm import LLM, SamplingParams

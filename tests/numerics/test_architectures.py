@@ -16,7 +16,7 @@ from paceline.learner.model import self_test
 from paceline.learner.model.architectures import logit_scale
 from paceline.learner.model.self_test import check_model
 from paceline.models.facts import ARCHITECTURES
-from paceline.rollout.engines.vllm.scoring import read_rows
+from paceline.rollout.engines.scored_rows import read_rows
 from support.architectures import documented_pushes, table, tiny_config
 from support.source import ROOT
 
@@ -61,7 +61,7 @@ def test_a_model_that_takes_images_is_tested_with_some(
 
 def test_rows_beyond_a_window_that_vllm_counts_otherwise_are_refused(tmp_path: Path) -> None:
     config = tiny_config("cohere2", sliding_window=20)
-    with pytest.raises(ModelError, match=r"a window of 20 tokens, which vLLM counts.*, now 21, to 20"):
+    with pytest.raises(ModelError, match=r"a window of 20 tokens, which engines count.*, now 21, to 20"):
         check(tmp_path, config, longest=21)
     assert self_test.shrink(config).sliding_window == 20  # so the engine is compared within it, too
     assert self_test.shrink(tiny_config("mistral", sliding_window=20)).sliding_window == 8

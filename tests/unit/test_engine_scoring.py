@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import ModelError
+from paceline.rollout.engines.scored_rows import ScoredRow
 from paceline.rollout.engines.vllm import scoring
-from paceline.rollout.engines.vllm.scoring import ScoredRow, largest_difference
+from paceline.rollout.engines.vllm.scoring import largest_difference
 
 ROWS = [ScoredRow(prompt=[1, 2], response=[3], log_probs=[-1.0])]
 

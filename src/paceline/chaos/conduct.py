@@ -23,6 +23,7 @@ from paceline.chaos.record import FaultRecovery, Record
 from paceline.chaos.roster import Roster, controller_of, ends_its_process
 from paceline.config.run import RunConfig
 from paceline.core.errors import DeadlineError, PacelineError
+from paceline.engines.registry import engine_facts
 from paceline.launch import plan
 from paceline.launch.launcher import ProcessPlanner, launch
 from paceline.launch.outcome import LaunchOutcome
@@ -60,7 +61,8 @@ class Conductor:
 
     def __init__(self, config: RunConfig, run_dir: Path, plan: Plan, clock: WatchedView) -> None:
         self._config, self._run_dir, self._plan, self._clock = config, run_dir, plan, clock
-        self.injector, self.record = Injector(run_dir), Record(run_dir)
+        engine = engine_facts(config.rollout.name)
+        self.injector, self.record = Injector(run_dir, engine.process_word), Record(run_dir)
         self._roster = Roster(config, run_dir)
         self._rng = np.random.default_rng([plan.seed, 1])
         self._room = asyncio.Semaphore(plan.overlap)

@@ -11,6 +11,7 @@ import numpy as np
 
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
+from paceline.engines.registry import engine_facts
 
 REDIS, CONTROLLER = "redis", "controller"
 ENGINE, CHILD = "engine", "child"
@@ -72,7 +73,7 @@ def all_faults(config: RunConfig) -> list[tuple[FaultKind, str]]:
     """Every kind with every target that it fits."""
     servers = [f"rollout-{i}" for i in range(config.rollout.replicas)]
     processes = [CONTROLLER, *servers, *(f"learner-{i}" for i in range(config.learner.world_size)), "reward"]
-    if config.rollout.name == "vllm":
+    if engine_facts(config.rollout.name).process_word:
         processes += [f"{server}/{ENGINE}" for server in servers]
     if config.reward.functions:
         processes.append(f"reward/{CHILD}")

@@ -24,18 +24,22 @@ from paceline.runs import run_dir as run_dirs
 _DELAY_S = 0.05
 _LOOK_S = 0.1
 _COMMAND_S = 10.0
-# How the processes that a service starts are told apart from its other children.
-_WORDS = {ENGINE: "EngineCore", CHILD: "paceline.reward"}
+# What tells the processes of the reward service apart from its other children.
+_CHILD_WORD = "paceline.reward"
 
 
 class Injector:
     """Injects faults into the run in `run_dir`.
 
     Its proxies stand between the members and Redis, and between the members and the controller.
+
+    Args:
+        engine_word: what tells an engine's process apart (`EngineFacts.process_word`).
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, engine_word: str) -> None:
         self._run_dir = run_dir
+        self._words = {ENGINE: engine_word, CHILD: _CHILD_WORD}
         self.links = {REDIS: Proxy(), CONTROLLER: Proxy()}
         self._redis_url = ""
 
@@ -111,7 +115,7 @@ class Injector:
                 return process if process.status() != psutil.STATUS_ZOMBIE else None
             for child in process.children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    if _WORDS[part] in " ".join([child.name(), *child.cmdline()]):
+                    if self._words[part] in " ".join([child.name(), *child.cmdline()]):
                         return child
         return None
 

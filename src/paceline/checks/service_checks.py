@@ -1,4 +1,4 @@
-"""The checks that services do themselves, in a process each: they import torch, vLLM or a user's module."""
+"""The checks that services do, in a process each: they import torch, an engine or a user's module."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from paceline.config.load import dump_yaml
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, ModelError
+from paceline.engines.registry import engine_facts
 from paceline.storage.models import local_folder, local_model
 
 # The self-test of Qwen3-30B-A3B takes 23 s on two cores.
@@ -53,23 +54,24 @@ def self_test(config: RunConfig, kept: Path) -> str:
 
 
 def engine_log_probs(config: RunConfig, kept: Path) -> str:
-    """vLLM's log-probs against those that the self-test left in a folder, on the same small model.
+    """Compares the engine's log-probs with those that the self-test left in a folder, on its small model.
 
     Raises:
+        ConfigError: there is no engine of this name.
         ModelError: they differ, or there was no self-test.
     """
-    from paceline.rollout.engines.vllm.start.environment import has_cpu_build
-
-    if config.rollout.name != "vllm":
-        return f"not compared, as rollout.name={config.rollout.name} is another engine"
-    if not has_cpu_build():
+    name = config.rollout.name
+    facts = engine_facts(name)
+    if not facts.score:
+        return f"not compared, as the engine of rollout.name={name} scores no given rows"
+    if not facts.has_cpu_build:
         return (
-            "not compared, which needs vLLM's build for the CPU; guard.mismatch_kl compares them in the "
-            "first step of the run"
+            f"not compared, which needs {facts.title}'s build for the CPU; guard.mismatch_kl compares them "
+            "in the first step of the run"
         )
     if not any(kept.iterdir()):
         raise ModelError("the self-test left no log-probs to compare with; see its fault")
-    command = [sys.executable, "-m", "paceline.rollout.check", str(kept)]
+    command = [sys.executable, "-m", "paceline.rollout.check", name, str(kept)]
     return _printed_by(command, "the engine's log-probs", ModelError)
 
 
@@ -92,7 +94,7 @@ def _learner_check(
 
 
 def _printed_by(command: Sequence[str], subject: str, fault: type[ConfigError] | type[ModelError]) -> str:
-    """The last line that a check prints: vLLM's kernels print lines of their own."""
+    """The last line that a check prints: an engine's kernels print lines of their own."""
     try:
         process = subprocess.run(command, capture_output=True, text=True, timeout=_CHECK_S, check=False)
     except subprocess.TimeoutExpired:

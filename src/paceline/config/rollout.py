@@ -112,7 +112,7 @@ class EnvironmentConfig(Section):
 class RolloutConfig(Section):
     """Rollout servers: one engine each."""
 
-    name: str = Field("vllm", description="The engine: a name in `paceline.rollout.engines.registry`.")
+    name: str = Field("vllm", description="The engine: a name in `paceline.engines.registry`.")
     replicas: int = Field(
         1, gt=0, description="Rollout servers that `paceline train` starts; others may join."
     )

@@ -4,7 +4,7 @@ PacelineError
 ├── ConfigError(ValueError)          what the user wrote cannot be run
 ├── DataError(ValueError)            a data file, column or prompt is unusable
 ├── ModelError(ValueError)           a model folder or tokenizer is unusable
-├── EnvironmentLackError(RuntimeError)  the machine lacks something: Redis, vLLM, a port, a GPU
+├── EnvironmentLackError(RuntimeError)  the machine lacks something: Redis, an engine, a port, a GPU
 ├── ProtocolError(RuntimeError)      a message, or the order of messages, breaks the protocol
 │   ├── InvalidMessageError(ValueError)   a message failed validation at the door
 │   ├── IllegalTransitionError       a state machine was asked for a move that it does not have

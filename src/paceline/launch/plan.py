@@ -173,7 +173,7 @@ def _rollout(
         role=Role.ROLLOUT,
         member_id=name,
         command=(*_module("rollout"), *_member(config, controller_address, name), *port),
-        # The rollout service sets its threads and vLLM's variables itself: it can also start alone.
+        # The rollout service sets its threads and its engine's variables itself: it can also start alone.
         env=_common(config) | _devices(gpus, machine),
     )
 

@@ -30,9 +30,9 @@ class ModelFamily:
         weighs_shared_expert: a token has a weight for the MLP that all tokens meet, as for its experts.
         multiplies_logits: `logits_scaling` is a factor of the logits; elsewhere their divisor.
         stored_names: pairs of what the names of tensors contain in transformers' model and in checkpoints.
-        keys_for_vllm: keys with values that vLLM needs in config.json and transformers does not write there.
-        has_uniform_cache: in vLLM all layers keep keys and values of every token.
-        has_longer_window_in_vllm: vLLM's sliding windows are a token longer than transformers'.
+        keys_for_engines: keys with values that engines need in config.json and transformers does not write.
+        has_uniform_cache: in an engine all layers keep keys and values of every token.
+        has_longer_window_in_engines: sliding windows of engines are a token longer than transformers'.
     """
 
     name: str = ""
@@ -43,18 +43,18 @@ class ModelFamily:
     weighs_shared_expert: bool = False
     multiplies_logits: bool = False
     stored_names: tuple[tuple[str, str], ...] = ()
-    keys_for_vllm: tuple[tuple[str, str], ...] = ()
+    keys_for_engines: tuple[tuple[str, str], ...] = ()
     has_uniform_cache: bool = False
-    has_longer_window_in_vllm: bool = False
+    has_longer_window_in_engines: bool = False
 
 
 FAMILIES: Final[Mapping[str, ModelFamily]] = {
     "arcee": ModelFamily(name="Arcee"),
     "cohere": ModelFamily(name="Cohere (Command R)"),
-    "cohere2": ModelFamily(name="Cohere 2 (Command R7B)", has_longer_window_in_vllm=True),
+    "cohere2": ModelFamily(name="Cohere 2 (Command R7B)", has_longer_window_in_engines=True),
     "deepseek_v2": ModelFamily(name="DeepSeek-V2"),
     "deepseek_v3": ModelFamily(
-        name="DeepSeek-V3", keys_for_vllm=(("topk_method", "noaux_tc"), ("scoring_func", "sigmoid"))
+        name="DeepSeek-V3", keys_for_engines=(("topk_method", "noaux_tc"), ("scoring_func", "sigmoid"))
     ),
     "ernie4_5": ModelFamily(name="ERNIE 4.5"),
     "exaone4": ModelFamily(name="EXAONE 4"),

@@ -130,7 +130,7 @@ class LatentShape:
 
     @property
     def absorbed(self) -> int:
-        """Numbers of a layer that vLLM keeps twice: it computes with parts of `kv_b_proj` of its own form."""
+        """Numbers of a layer that an engine keeps twice: it computes with its own form of `kv_b_proj`."""
         return self.kv_rank * self.num_heads * (self.nope + self.value)
 
 

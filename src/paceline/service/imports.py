@@ -13,7 +13,7 @@ def without_collections() -> Iterator[None]:
     """Within the block nothing is collected, and what exists at its end is never looked at again.
 
     An import creates objects that stay. With each tenth of a million of them the collector visits all: a
-    fifth of the time that an import of torch, transformers or vLLM takes.
+    fifth of the time that an import of torch, transformers or an engine takes.
     """
     if not gc.isenabled():  # another block around this one, or beside it in another thread
         yield

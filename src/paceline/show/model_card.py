@@ -8,9 +8,9 @@ from pathlib import Path
 import yaml
 
 from paceline.config.run import RunConfig
+from paceline.service.packages import version
 from paceline.show.metrics import HEADLINES
 from paceline.show.report.lines import read_jsonl
-from paceline.sizing.machine import version
 from paceline.storage.hub import HubName
 
 

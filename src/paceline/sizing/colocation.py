@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from paceline.config.run import RunConfig
+from paceline.engines.registry import engine_facts
 from paceline.models.model_shape import ModelShape
 from paceline.service.observability.gpu_metrics import gpu_memory
 from paceline.sizing.engine_memory import EngineMemory, engine_budget
@@ -166,10 +167,10 @@ def _with_utilization(config: RunConfig, share: float) -> RunConfig:
 
 
 def _with_fixed_cache(config: RunConfig, shape: ModelShape, totals: Sequence[int]) -> RunConfig:
-    """The KV cache's size, which vLLM would otherwise measure while the learner loads on the same GPU."""
-    name = "kv_cache_memory_bytes"
+    """The KV cache's size, which the engine would else measure while the learner loads on the same GPU."""
+    name = engine_facts(config.rollout.name).cache_argument
     given = config.rollout.engine_kwargs
     num_bytes = EngineMemory.of(config, shape).generation(engine_budget(config, min(totals)))["kv cache"]
-    if config.rollout.name != "vllm" or name in given or num_bytes <= 0:
+    if not name or name in given or num_bytes <= 0:
         return config
     return with_layout(config, learner={}, rollout={"engine_kwargs": {**given, name: num_bytes}})

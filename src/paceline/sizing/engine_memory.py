@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from paceline.config.run import RunConfig
 from paceline.core.members import EnginePart
+from paceline.engines.registry import engine_facts
 from paceline.models.model_shape import ModelShape
 from paceline.sizing.learner_memory import CONTEXT, GIB, Parts, has_images
 
@@ -15,7 +16,7 @@ ENGINE_ASLEEP = 2 * GIB
 ENGINE_REST = 2 * GIB
 """The least for an engine's activations and CUDA graphs."""
 ENGINE_PREFILL = 8192
-"""Prompt tokens that vLLM computes at a time on a GPU, unless it is told otherwise"""
+"""Prompt tokens that an engine computes at a time on a GPU, unless it is told otherwise"""
 SLICE = 1024
 """Tokens of the vocabulary per slice: the draw's kernels keep a largest logit and a sum of each."""
 MARGIN = 3 << 30
@@ -32,7 +33,7 @@ class EngineMemory:
         sampler: the most that drawing a batch at once takes: two rows of numbers and log-probabilities per
             sequence, four of integers where all begin at once, and a largest logit and a sum per slice of the
             vocabulary. The kernels keep no table of the vocabulary.
-        rest: activations and CUDA graphs. vLLM draws once for all sequences when it starts, with its own
+        rest: activations and CUDA graphs. An engine draws once for all sequences when it starts, with its own
             sampler, and keeps that memory for activations: logits, and four tables of float32.
     """
 
@@ -115,7 +116,7 @@ class EngineSize:
         if measured_bytes:
             # Activations come with the cache: nothing is computed before it is there.
             return cls(weights=weights, kv_cache=max(0, measured_bytes - weights), margin=MEASURED_MARGIN)
-        cache = rollout.engine_kwargs.get("kv_cache_memory_bytes")
+        cache = rollout.engine_kwargs.get(engine_facts(rollout.name).cache_argument)
         return cls(
             weights=weights,
             kv_cache=cache if isinstance(cache, int) else engine_budget(config, gpu_bytes),

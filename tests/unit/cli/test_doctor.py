@@ -10,7 +10,8 @@ from paceline.checks import environment
 from paceline.checks.environment import Status
 from paceline.cli.main import main
 from paceline.core.errors import EnvironmentLackError
-from paceline.sizing import machine
+from paceline.engines.vllm import VLLM
+from paceline.service import packages
 
 
 def test_doctor_says_what_is_lacking_and_how_to_get_it(
@@ -20,7 +21,7 @@ def test_doctor_says_what_is_lacking_and_how_to_get_it(
         raise EnvironmentLackError("no Redis server on this machine. Three ways to have one: ...")
 
     monkeypatch.setattr("paceline.broker.redis.redis_server.find_server", lacks)
-    monkeypatch.setattr(environment, "version", lambda package: None)
+    monkeypatch.setattr(packages, "version", lambda package: None)
     findings = {finding.part: finding for finding in environment.examine()}
     assert findings["Python"].status is Status.OK
     assert findings["Redis server"].status is findings["vLLM"].status is Status.LACKING
@@ -73,8 +74,7 @@ def test_doctor_compares_what_is_installed_with_the_gpus(
     tool.write_text("#!/bin/sh\necho '0, NVIDIA H100, 81559 MiB, 570.86.10'\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    for module in (environment, machine):
-        monkeypatch.setattr(module, "version", versions.get)
+    monkeypatch.setattr(packages, "version", versions.get)
     monkeypatch.setattr(environment.ctypes.util, "find_library", lambda name: None)
     findings = {finding.part: finding for finding in environment.examine()}
     assert findings["GPU 0"].state == "NVIDIA H100, 81559 MiB, 570.86.10"
@@ -112,10 +112,10 @@ def test_a_library_that_vllm_loads_is_named(
     def absent(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
-    monkeypatch.setattr(machine, "version", lambda package: {"vllm": "0.24.0"}.get(package))
+    monkeypatch.setattr(packages, "version", {"vllm": "0.24.0"}.get)
     monkeypatch.setattr("ctypes.CDLL", absent)
-    assert machine.lacking_library() is None, "the build for GPUs loads it where it is there"
-    monkeypatch.setattr(machine, "version", lambda package: "1.0")
+    assert VLLM.lacking_library is None, "the build for GPUs loads it where it is there"
+    monkeypatch.setattr(packages, "version", lambda package: "1.0")
     findings = {finding.part: finding for finding in environment.examine()}
     assert findings["libnuma"].status is Status.LACKING
     assert "apt-get install libnuma1" in findings["libnuma"].hint

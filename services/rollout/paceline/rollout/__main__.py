@@ -8,7 +8,7 @@ import sys
 
 from paceline.core.members import MemberKind
 from paceline.rollout.app import RolloutApp
-from paceline.rollout.engines import registry
+from paceline.rollout.engines import loading
 from paceline.rollout.engines.processes import end_all_children
 from paceline.service.member.bootstrap import MemberOptions, run_member
 
@@ -21,7 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
         kind=MemberKind.ROLLOUT,
         description="A rollout server of a run: an inference engine behind a mailbox.",
     )
-    registry.begin()
+    loading.begin()
     return run_member(lambda session: RolloutApp(session).run(), options, kind=MemberKind.ROLLOUT)
 
 

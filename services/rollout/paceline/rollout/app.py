@@ -18,7 +18,7 @@ from paceline.config.run import RunConfig
 from paceline.data.prompts import load_tokenizer, stop_token_ids
 from paceline.rollout.capacity import SamplerLimits
 from paceline.rollout.engines.base import Engine
-from paceline.rollout.engines.registry import start_engine
+from paceline.rollout.engines.loading import start_engine
 from paceline.rollout.episodes.agents.endpoint import AgentEndpoint
 from paceline.rollout.episodes.environments.attached import AttachedEnvironment, EnvironmentGatewayServicer
 from paceline.rollout.episodes.group import Episodes, environment_of, rules_of
@@ -175,7 +175,7 @@ class RolloutApp:
         return MemberReport(state=standing.state, policy=standing.policy, in_flight=self._server.in_flight)
 
     async def _check_health(self, engine: Engine) -> None:
-        # vLLM reports the death of an idle engine only when asked.
+        # The death of an idle engine may show only when it is asked.
         while not self._session.context.stopping.is_set():
             await engine.check_health()
             await asyncio.sleep(_HEALTH_S)

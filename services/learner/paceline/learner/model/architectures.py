@@ -60,10 +60,10 @@ def require_length(config: Any, longest: int) -> None:
         ModelError: with the length that is allowed.
     """
     text = config.get_text_config()
-    if family_of(config.model_type).has_longer_window_in_vllm and longest > text.sliding_window:
+    if family_of(config.model_type).has_longer_window_in_engines and longest > text.sliding_window:
         raise ModelError(
-            f"{config.model_type} attends to a window of {text.sliding_window} tokens, which vLLM counts in "
-            "another way than transformers, so engine and learner differ in longer rows; lower "
+            f"{config.model_type} attends to a window of {text.sliding_window} tokens, which engines count "
+            "in another way than transformers, so engine and learner differ in longer rows; lower "
             f"data.max_prompt_length + data.max_response_length, now {longest}, to {text.sliding_window}, or "
             "use another model"
         )

@@ -48,7 +48,7 @@ def choose(kernel: AttentionKernel) -> None:
     if kernel == "flash_attention_4" and not _is_installed():
         raise EnvironmentLackError(
             "actor.attention_kernel is flash_attention_4, and the package flash-attn-4 is not installed; "
-            "install paceline[cuda], which brings a version that fits vLLM's packages, or set "
+            "install paceline[cuda], which brings a version that fits the engine's packages, or set "
             "actor.attention_kernel: auto"
         )
     _chosen[:] = [kernel]

@@ -1,4 +1,4 @@
-"""Writes a model folder in the Hugging Face layout, which transformers and vLLM load.
+"""Writes a model folder in the Hugging Face layout, which transformers and engines load.
 
 Tensors come one after another and are written file by file, so that a model may be larger than the memory.
 """
@@ -173,7 +173,7 @@ class _Files:
 
 
 def write_adapters(out: Path, tensors: Mapping[str, Tensor], *, lora: LoraConfig, base: str) -> None:
-    """Writes adapters in the layout of the library PEFT, which transformers and vLLM load beside their base.
+    """Writes adapters in the layout of the library PEFT, to be loaded beside their base.
 
     Args:
         out: created if it is missing.

@@ -188,7 +188,7 @@ def shrink(config: Any) -> Any:
     text.num_hidden_layers = len(chosen)
     for name, most in _SMALL.items():
         value = getattr(text, name, None)
-        if name == "sliding_window" and family_of(config.model_type).has_longer_window_in_vllm:
+        if name == "sliding_window" and family_of(config.model_type).has_longer_window_in_engines:
             continue  # no row of a run is longer
         if isinstance(value, int) and value > most:
             setattr(text, name, most)

@@ -26,11 +26,16 @@ from paceline.reward.models.version import folder_version
 from paceline.sdk import attach_reward, serve_reward
 from paceline.service.process import die_with_parent
 
-_KINDS: Mapping[str, type[SequenceModel] | type[ProcessModel] | type[GenerativeModel]] = {
-    "sequence_classification": SequenceModel,
-    "process": ProcessModel,
-    "generative": GenerativeModel,
+_LoadedModel = type[SequenceModel] | type[ProcessModel] | type[GenerativeModel] | type[PoolingModel]
+_ENGINES: Mapping[str, Mapping[str, _LoadedModel]] = {
+    "transformers": {
+        "sequence_classification": SequenceModel,
+        "process": ProcessModel,
+        "generative": GenerativeModel,
+    },
+    "vllm": {"sequence_classification": PoolingModel},
 }
+"""What loads a model, by its engine and kind"""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -44,8 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
             _take_from(args.config, args)
         options = _options(args)
         with or_end(args.load_timeout):
-            loads = PoolingModel if args.engine == "vllm" else _KINDS[args.kind]
-            loaded: Callable[[list[ScoreItem]], list[Any]] = loads(options)
+            loaded: Callable[[list[ScoreItem]], list[Any]] = _ENGINES[args.engine][args.kind](options)
         model, version = Bounded(loaded, args.timeout), _version(options)
         if args.attach:
             attach_reward(
@@ -112,11 +116,12 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "--name an entry of its reward.models",
     )
     parser.add_argument(
-        "--kind", default="sequence_classification", choices=_KINDS, help="default: %(default)s"
+        "--kind",
+        default="sequence_classification",
+        choices=_ENGINES["transformers"],
+        help="default: %(default)s",
     )
-    parser.add_argument(
-        "--engine", default="transformers", choices=["transformers", "vllm"], help="default: %(default)s"
-    )
+    parser.add_argument("--engine", default="transformers", choices=_ENGINES, help="default: %(default)s")
     parser.add_argument("--step-separator", default="\n", help="process: what ends a step (default: newline)")
     parser.add_argument("--prompt-file", metavar="FILE", help="generative: what it is asked, with {response}")
     parser.add_argument(
@@ -168,8 +173,9 @@ def _refuse_what_clashes(parser: argparse.ArgumentParser, args: argparse.Namespa
         parser.error("give either the path of a model or --config")
     if args.config is None and (args.kind == "generative") is (args.prompt_file is None):
         parser.error("--kind generative and --prompt-file go together")
-    if args.engine == "vllm" and args.kind != "sequence_classification":
-        parser.error("--engine vllm goes with --kind sequence_classification")
+    kinds = _ENGINES[args.engine]
+    if args.kind not in kinds:
+        parser.error(f"--engine {args.engine} goes with --kind {' or '.join(kinds)}")
     if args.every_address and not args.attach:
         parser.error("--every-address goes with --attach")
     if args.ready_file is not None and not args.attach:

@@ -6,18 +6,16 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from pydantic import ValidationError
 
 from paceline.core.errors import EnvironmentLackError, ModelError
-from paceline.core.images import Image, LoadedImage
 from paceline.core.text import one_line
 from paceline.core.trajectory import SamplingSpec
 from paceline.rollout.engines.base import SampleRequest
+from paceline.rollout.engines.scored_rows import ScoredRow
 from paceline.rollout.engines.vllm.images import vision, without_torchvision
 from paceline.rollout.engines.vllm.start import environment, model_class
 from paceline.rollout.engines.vllm.start.arguments import latent_attention_on_cpu, missing_keys
@@ -27,30 +25,6 @@ TOLERANCE = 1e-3
 
 _KV_CACHE_BYTES = 1 << 26
 _MAX_LENGTH = 128
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScoredRow:
-    """Tokens, the prompt's images, and the learner's log-probs of the response's tokens."""
-
-    prompt: list[int]
-    response: list[int]
-    log_probs: list[float]
-    images: tuple[LoadedImage, ...] = ()
-
-
-def read_rows(folder: Path) -> list[ScoredRow]:
-    """What the learner's self-test has left in a folder: `scored_rows.json`, and `images.npz` if need be."""
-    rows = json.loads((folder / "scored_rows.json").read_text(encoding="utf-8"))
-    path = folder / "images.npz"
-    pixels = dict(np.load(path)) if path.exists() else {}
-
-    def loaded(image: Any) -> LoadedImage:
-        return LoadedImage(
-            image=Image(hash=image["hash"], grid=tuple(image["grid"])), pixels=pixels[image["hash"]]
-        )
-
-    return [ScoredRow(**{**row, "images": tuple(map(loaded, row["images"]))}) for row in rows]
 
 
 def largest_difference(folder: Path, rows: Sequence[ScoredRow]) -> float:

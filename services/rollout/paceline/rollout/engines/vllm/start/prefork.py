@@ -20,6 +20,7 @@ from multiprocessing.context import BaseContext, ForkServerContext
 from multiprocessing.process import BaseProcess
 from typing import Any, Final
 
+from paceline.engines.vllm import VLLM
 from paceline.rollout.engines.vllm.start import environment
 from paceline.service.identity.credentials import TOKEN
 from paceline.service.imports import without_collections
@@ -46,7 +47,7 @@ def begin() -> None:
     engine says why.
     """
     global _has_begun
-    if not environment.has_cpu_build():
+    if not VLLM.has_cpu_build:
         return
     _can_be_titled()
     environment.prepare_import()

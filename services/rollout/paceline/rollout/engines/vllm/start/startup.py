@@ -12,6 +12,7 @@ from typing import Any
 
 from paceline.config.run import RunConfig
 from paceline.core.errors import EnvironmentLackError, FailedStartError, ModelError, PacelineError
+from paceline.engines.vllm import VLLM
 from paceline.rollout.engines.vllm.images import vision, without_torchvision
 from paceline.rollout.engines.vllm.start import environment, model_class, prefork
 from paceline.rollout.engines.vllm.start.arguments import engine_arguments
@@ -21,7 +22,7 @@ from paceline.rollout.engines.vllm.start.cause import may_pass, watch
 def prepare(config: RunConfig) -> BaseContext | None:
     """Sets vLLM's environment; returns where to start the engine core, or None: wherever vLLM starts it."""
     environment.prepare(config)
-    if not environment.has_cpu_build():
+    if not VLLM.has_cpu_build:
         return None
     environment.prepare_cpu()
     return prefork.start()

@@ -1,0 +1,77 @@
+"""What the program asks of an engine beside running it: for checks, launcher, sizing, chaos and learner."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+from paceline.service import packages
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SystemLibrary:
+    """A library of the system, its file and how to install it."""
+
+    name: str
+    file: str
+    remedy: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineFacts:
+    """Describes an engine, torch-free and without importing it.
+
+    What an engine does is named as "module:function" and imported on use, by a rollout server or a check of
+    it (`paceline.rollout.engines.loading`).
+
+    Attributes:
+        title: its name for people.
+        package: what Python imports.
+        gpu_build: the distribution that has it for GPUs; "" where there is none.
+        cpu_build: the distribution that has it for CPUs, under the same import name; "" where there is none.
+        cpu_library: a library of the system that the build for CPUs loads.
+        start: an `async def start(config: RunConfig) -> Engine`.
+        check: a `def check(config: RunConfig) -> None` that raises ConfigError for what the engine cannot be
+            run with; it must not need the engine itself, since `paceline check` runs where there is none.
+        begin: a `def begin() -> None` for what must be done while the process has no threads; "": nothing.
+        score: a `def largest_difference(folder: Path, rows: Sequence[ScoredRow]) -> float` that compares its
+            log-probs on a CPU with given ones; "" where it cannot.
+        process_word: what tells its process apart from a server's other children, in the command line; "" if
+            it runs in the server's own process.
+        cache_argument: the argument of `rollout.engine_kwargs` that fixes the KV cache's bytes; "" if there
+            is none, and it is left to measure what is free.
+    """
+
+    title: str
+    package: str
+    gpu_build: str = ""
+    cpu_build: str = ""
+    cpu_library: SystemLibrary | None = None
+    start: str
+    check: str
+    begin: str = ""
+    score: str = ""
+    process_word: str = ""
+    cache_argument: str = ""
+
+    @property
+    def installed_build(self) -> str:
+        """The distribution that is installed here, that for GPUs before that for CPUs; "" if neither is."""
+        builds = (self.gpu_build, self.cpu_build)
+        return next((build for build in builds if build and packages.version(build)), "")
+
+    @property
+    def has_cpu_build(self) -> bool:
+        """Whether its build for CPUs is installed here."""
+        return bool(self.cpu_build) and packages.version(self.cpu_build) is not None
+
+    @property
+    def lacking_library(self) -> SystemLibrary | None:
+        """The library that the installed build loads and this machine lacks; None if there is none."""
+        if self.cpu_library is None or not self.has_cpu_build:
+            return None
+        try:
+            ctypes.CDLL(self.cpu_library.file)
+        except OSError:
+            return self.cpu_library
+        return None

@@ -1,0 +1,13 @@
+"""Looks up installed packages without importing them; the one place, so that a test can install others."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+
+def version(package: str) -> str | None:
+    """Returns the installed version of a package; None without it."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
