@@ -81,7 +81,7 @@ def draw_rows(draw: Draw, seed: int) -> list[RowLength]:
 
 def plan(rows: Sequence[RowLength], args: argparse.Namespace, arithmetic: Arithmetic) -> BatchPlan:
     """The step's plan."""
-    make = partial(plan_chunk, world_size=args.ranks, token_budget=args.budget, arithmetic=arithmetic)
+    make = partial(plan_chunk, num_data_ranks=args.ranks, token_budget=args.budget, arithmetic=arithmetic)
     return plan_batch(rows, prompts_per_chunk=PROMPTS // 2, make=make)
 
 

@@ -112,12 +112,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                     rows.append(
                         cells(name if mode == "off" else "  shared prompts", form, metrics, args, norms)
                     )
-                    if ranks.rank == 0:
+                    if ranks.world.rank == 0:
                         said = {key: metrics[key] for key in metrics if key.startswith(SAID)}
                         print(f"{name}, {mode}: {json.dumps(said)}", flush=True)
     finally:
         leave_group()
-    if ranks.rank == 0:
+    if ranks.world.rank == 0:
         show(rows, args, ranks)
     assert statistics.pstdev(norms) <= 0.02 * norms[0], f"gradient norms differ: {norms}"
     return 0
@@ -152,7 +152,7 @@ def measure(
     torch.compiler.reset()  # another form of the same layers would find this one's kernels
     config = configuration(folder, form, args, ranks)
     learner = build(config, ranks)
-    num_prompts = args.sequences * ranks.world_size // SAMPLES
+    num_prompts = args.sequences * ranks.data.size // SAMPLES
     first = step(learner, max(1, num_prompts // 4), args)
     results: dict[SharingMode, dict[str, float]] = {}
     modes: tuple[SharingMode, ...] = ("off", "auto") if args.shared else ("off",)
@@ -165,7 +165,7 @@ def measure(
     if args.kernels:
         with torch.profiler.profile() as profile:
             step(learner, num_prompts, args)
-        if ranks.rank == 0:
+        if ranks.world.rank == 0:
             averages = profile.key_averages()
             print(averages.table(sort_by="self_cuda_time_total", row_limit=args.kernels), flush=True)
     del learner
@@ -182,11 +182,11 @@ def configuration(folder: Path, form: Form, args: argparse.Namespace, ranks: Ran
             "train_files": "none.jsonl",
             "max_prompt_length": args.prompt,
             "max_response_length": args.response,
-            "train_batch_size": args.sequences * ranks.world_size,
+            "train_batch_size": args.sequences * ranks.data.size,
         },
         "model": {"path": str(folder), "dtype": "bfloat16" if args.device == "cuda" else "float32"},
         "actor": {
-            "ppo_mini_batch_size": args.sequences * ranks.world_size,
+            "ppo_mini_batch_size": args.sequences * ranks.data.size,
             "ratio_audit_freq": 1,
             "optim": {"lr": 1e-9},
             **form.actor(args.prompt + args.response),
@@ -195,7 +195,7 @@ def configuration(folder: Path, form: Form, args: argparse.Namespace, ranks: Ran
         "rollout": {"n": SAMPLES},
         "reward": {"functions": [{"name": "exact_match"}]},
         "trainer": {"total_steps": 10},
-        "learner": {"world_size": ranks.world_size},
+        "learner": {"world_size": ranks.world.size},
     }
     return parse(RunConfig, tree)
 
@@ -214,7 +214,7 @@ def build(config: RunConfig, ranks: Ranks) -> Learner:
 @torch.no_grad()
 def fill(policy: torch.nn.Module, ranks: Ranks) -> None:
     """Draws the weights on the device; the same in every form."""
-    generator = torch.Generator(ranks.device).manual_seed(ranks.rank)
+    generator = torch.Generator(ranks.device).manual_seed(ranks.world.rank)
     for name, parameter in hugging_face_names(policy):
         local, _, _ = local_rows(parameter)
         if parameter.dim() > 1:
@@ -290,7 +290,7 @@ def show(rows: Sequence[Sequence[str]], args: argparse.Namespace, ranks: Ranks) 
     """Prints the table."""
     device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "CPU"
     table = Table(
-        title=f"{args.shape}, {args.layers or 'all'} layers, {ranks.world_size} ranks of {args.sequences} "
+        title=f"{args.shape}, {args.layers or 'all'} layers, {ranks.world.size} ranks of {args.sequences} "
         f"sequences of {args.prompt} + {args.response} tokens, {device}, torch {torch.__version__}"
     )
     for column in (

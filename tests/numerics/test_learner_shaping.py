@@ -486,7 +486,7 @@ class TestResampling:
             for i, row in enumerate(rows)
         ]
         arithmetic = Arithmetic(per_token=1, per_response_token=0, per_pair=0)
-        make = partial(plan_chunk, world_size=1, token_budget=4096, arithmetic=arithmetic)
+        make = partial(plan_chunk, num_data_ranks=1, token_budget=4096, arithmetic=arithmetic)
         plan = plan_batch(lengths, prompts_per_chunk=2, make=make)
         config: RunConfig = run_config(
             Path("m"), data={"train_batch_size": 4}, actor={"ppo_mini_batch_size": 2}

@@ -50,7 +50,7 @@ def cut(
 ) -> BatchPlan:
     make = partial(
         plan_chunk,
-        world_size=world_size,
+        num_data_ranks=world_size,
         token_budget=budget,
         arithmetic=arithmetic,
         share_prompts=share_prompts,
@@ -147,7 +147,7 @@ def test_how_a_chunk_is_cut_follows_from_its_own_rows(
         alone = plan_chunk(
             own,
             first,
-            world_size=world_size,
+            num_data_ranks=world_size,
             token_budget=BUDGET,
             arithmetic=arithmetic,
             share_prompts=share_prompts,
@@ -322,7 +322,7 @@ def test_chunks_are_those_of_a_search_through_all_cuts(
         for response in responses
     ]
     arithmetic = Arithmetic(per_token=3, per_response_token=2, per_pair=per_pair, per_patch=1)
-    shape = {"world_size": world_size, "token_budget": budget, "arithmetic": arithmetic}
+    shape = {"num_data_ranks": world_size, "token_budget": budget, "arithmetic": arithmetic}
     chunk = plan_chunk(rows, 0, **shape, share_prompts=share_prompts)
     assert chunk == naive_chunk(rows, **shape, share_prompts=share_prompts)
 

@@ -35,7 +35,7 @@ def main(number: int, host: str, weights_store: str) -> None:
         environment = RankEnvironment.read()
         environment.use_interface(host)
         ranks = form_group(environment, open_store(environment, WAIT_S), CPU, WAIT_S)
-        said["sum"] = ranks.all_sum(torch.tensor([10.0**environment.rank])).item()
+        said["sum"] = ranks.world.all_sum(torch.tensor([10.0**environment.rank])).item()
     address, port = split(weights_store)
     layouts = [rows(0, 3), rows(3, 6), rows(0, 6)]
     spec = WeightGroupSpec(

@@ -32,8 +32,13 @@ def alone() -> Iterator[Any]:
         leave_group()
 
 
-def run_ranks(function: str, world_size: int, *arguments: str, timeout_s: float = 600) -> list[Any]:
-    """Runs MODULE:FUNCTION(ranks, *arguments) in every rank's process; returns their results, by rank."""
+def run_ranks(
+    function: str, world_size: int, *arguments: str, context: int = 1, timeout_s: float = 600
+) -> list[Any]:
+    """Runs MODULE:FUNCTION(ranks, *arguments) in every rank's process; returns their results, by rank.
+
+    `context` of the ranks have the same rows.
+    """
     port = free_port()
     started = []
     for rank in range(world_size):
@@ -46,7 +51,7 @@ def run_ranks(function: str, world_size: int, *arguments: str, timeout_s: float 
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path]),
         }
-        command = [sys.executable, "-m", "support.learner_ranks", function, *arguments]
+        command = [sys.executable, "-m", "support.learner_ranks", function, str(context), *arguments]
         started.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
     try:
         outputs = [process.communicate(timeout=timeout_s)[0] for process in started]
@@ -67,8 +72,9 @@ def main() -> None:
 
     module, _, name = sys.argv[1].partition(":")
     environment = RankEnvironment.read()
-    ranks = form_group(environment, open_store(environment, 20), torch.device("cpu"), 20)
-    result = getattr(importlib.import_module(module), name)(ranks, *sys.argv[2:])
+    store, context = open_store(environment, 20), int(sys.argv[2])
+    ranks = form_group(environment, store, torch.device("cpu"), 20, context=context)
+    result = getattr(importlib.import_module(module), name)(ranks, *sys.argv[3:])
     leave_group()
     print(json.dumps(result), flush=True)
     os._exit(0)

@@ -157,7 +157,7 @@ def one_rank_has_bad_rows(ranks: Ranks, model: str) -> list[str]:
     learner = Learner.build(config_of(model), ranks)
 
     def act() -> None:
-        if ranks.rank == 1:
+        if ranks.world.rank == 1:
             raise VersionMismatchError("a stale row")
 
     try:
@@ -184,7 +184,7 @@ class NanGradient(torch.autograd.Function):
 def one_rank_has_a_bad_gradient(ranks: Ranks, model: str) -> list[dict[str, float]]:
     """Three steps; in the second, the last rank's gradient of the first mini-batch is NaN."""
     learner = Learner.build(config_of(model), ranks)
-    honest, poisoned_steps = PolicyLoss.__call__, {1} if ranks.rank == ranks.world_size - 1 else set()
+    honest, poisoned_steps = PolicyLoss.__call__, {1} if ranks.world.rank == ranks.world.size - 1 else set()
 
     def poisoned(self: PolicyLoss, *arguments: Any) -> Any:
         loss, sums = honest(self, *arguments)
@@ -201,11 +201,11 @@ def one_rank_fails(ranks: Ranks) -> str:
     """Rank 1 fails for good while rank 0 waits for it in a collective; what each rank's loop ends with."""
 
     def fail(arguments: Any) -> float:
-        if ranks.rank == 1:
+        if ranks.world.rank == 1:
             raise ZeroDivisionError("by nothing")
-        return float(ranks.all_sum(torch.ones(1)).item())
+        return float(ranks.world.all_sum(torch.ones(1)).item())
 
-    queue = CommandQueue() if ranks.rank == 0 else None
+    queue = CommandQueue() if ranks.world.rank == 0 else None
     future = None if queue is None else queue.submit("fail", {})
     try:
         CommandLoop(ranks, lambda: {"fail": fail}, queue).run()

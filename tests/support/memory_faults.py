@@ -100,13 +100,13 @@ def one_rank_runs_out(ranks: Ranks, model: str, *places: str, **actor: Any) -> l
     The last entry is of a run in which each rank fails at once, before any pass has left a trace.
     """
     results: list[Any] = []
-    last = ranks.world_size - 1
+    last = ranks.world.size - 1
     for place in (*(places or PLACES), "all"):
         notes: list[str] = []
         learner = build(ranks, model, notes, **actor)
         take_step(learner, 1)
         everywhere = place == "all"
-        passes = {0} if everywhere else {1} if ranks.rank == last else set[int]()
+        passes = {0} if everywhere else {1} if ranks.world.rank == last else set[int]()
         with out_of_memory(learner, PLACES[0] if everywhere else place, passes) as sizes:
             metrics = numbers(take_step(learner, 2))
         after_step = bits(learner)

@@ -14,7 +14,7 @@ from paceline.learner.batch.plan import Chunk, Rows
 def naive_chunk(
     rows: Sequence[RowLength],
     *,
-    world_size: int,
+    num_data_ranks: int,
     token_budget: int,
     arithmetic: Arithmetic,
     share_prompts: bool,
@@ -23,7 +23,7 @@ def naive_chunk(
     groups = [
         [index for index, _ in run] for _, run in groupby(enumerate(rows), key=lambda pair: pair[1].prompt_id)
     ]
-    cut = _Cut(rows=rows, first_row=0, world_size=world_size, budget=token_budget, arithmetic=arithmetic)
+    cut = _Cut(rows=rows, first_row=0, num_ranks=num_data_ranks, budget=token_budget, arithmetic=arithmetic)
     return cut.sharing_prompts(groups) if share_prompts else cut.row_by_row(groups)
 
 
@@ -33,7 +33,7 @@ class _Cut:
 
     rows: Sequence[RowLength]
     first_row: int
-    world_size: int
+    num_ranks: int
     budget: int
     arithmetic: Arithmetic
 
@@ -69,10 +69,10 @@ class _Cut:
             )
 
         bundles = [Bundle(rows=part, num_tokens=self._num_tokens(part), cost=cost(part)) for part in parts]
-        packed = naive_pack_bins(bundles, multiple=self.world_size, budget=self.budget)
+        packed = naive_pack_bins(bundles, multiple=self.num_ranks, budget=self.budget)
         bins = [self._in_order(bundles, share_prompts=share_prompts) for bundles in packed]
         costed = sorted(((cost(indices), indices) for indices in bins), key=lambda pair: (-pair[0], pair[1]))
-        rounds = [costed[first : first + self.world_size] for first in range(0, len(bins), self.world_size)]
+        rounds = [costed[first : first + self.num_ranks] for first in range(0, len(bins), self.num_ranks)]
         turns = [turn[::-1] if number % 2 else turn for number, turn in enumerate(rounds)]
         return Chunk(
             rows=self._places(range(len(self.rows))),

@@ -23,7 +23,7 @@ def main(host: str) -> None:
     environment.use_interface(host)
     device = torch.device("cuda", environment.local_rank)
     ranks = form_group(environment, open_store(environment, WAIT_S), device, WAIT_S)
-    total = ranks.all_sum(torch.tensor([10.0**environment.rank], device=device)).item()
+    total = ranks.world.all_sum(torch.tensor([10.0**environment.rank], device=device)).item()
     listens = {
         connection.laddr.ip
         for connection in psutil.Process().net_connections(kind="tcp")

@@ -164,7 +164,7 @@ class Commands:
         ranks = self._learner.ranks
         self._reshard()
         layouts = gather_bytes(self._publisher.layout().to_bytes(), ranks)
-        host, port = self._publisher.open_store() if ranks.rank == 0 else ("", 0)
+        host, port = self._publisher.open_store() if ranks.world.rank == 0 else ("", 0)
         return Description(
             rank_layouts=tuple(layouts),
             store_host=host,

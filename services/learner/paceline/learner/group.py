@@ -209,7 +209,7 @@ def _localise(
     def localise() -> RunConfig:
         if assignment.checkpoint_root:
             root = Folder.at(assignment.checkpoint_root)
-            require_marker(root, assignment.checkpoint_marker, who=f"learner rank {ranks.rank}")
+            require_marker(root, assignment.checkpoint_marker, who=f"learner rank {ranks.world.rank}")
         model = local_model(config.model, "learner", tell=tell)
         path = config.critic.path
         critic = config.critic.model_copy(update={"path": path and local_folder(path, config.model)})
@@ -230,8 +230,8 @@ def _localise(
 
 
 def _await_all(store: Store, ranks: Ranks, timeout_s: float) -> None:
-    store.set(f"{_LOCAL_KEY}/{ranks.rank}", "here")
-    keys = [f"{_LOCAL_KEY}/{rank}" for rank in range(ranks.world_size)]
+    store.set(f"{_LOCAL_KEY}/{ranks.world.rank}", "here")
+    keys = [f"{_LOCAL_KEY}/{rank}" for rank in range(ranks.world.size)]
     try:
         store.wait(keys, datetime.timedelta(seconds=timeout_s))
     except RuntimeError as error:
@@ -267,5 +267,5 @@ def _load(
     )
     if head is not None:
         head.ready(learner)
-    profiler = StepProfiler(config.trainer.profile, Path(assignment.run_dir) / "profile", ranks.rank)
+    profiler = StepProfiler(config.trainer.profile, Path(assignment.run_dir) / "profile", ranks.world.rank)
     return Commands(learner, blobs, publisher, profiler)

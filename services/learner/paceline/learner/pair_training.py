@@ -222,13 +222,13 @@ def cut(
     chunk = plan_chunk(
         lengths,
         0,
-        world_size=ranks.world_size,
+        num_data_ranks=ranks.data.size,
         token_budget=effective_budget(token_budget, ranks.device.type, longest),
         arithmetic=arithmetic_of(network),
     )
     return [
         pack([row for index in indices for row in make_rows(index)], ranks.device)
-        for indices in chunk.micro_batches[ranks.rank]
+        for indices in chunk.micro_batches[ranks.data.rank]
     ]
 
 
@@ -239,7 +239,7 @@ def is_reported(step: int, total: int) -> bool:
 
 def say(ranks: Ranks, line: str) -> None:
     """Prints a line, once for all ranks."""
-    if ranks.rank == 0:
+    if ranks.world.rank == 0:
         print(line, flush=True)
 
 

@@ -128,7 +128,7 @@ class RmTrainer:
             chosen, rejected = self._scores(batch)
             num_right += (chosen > rejected).sum()
         forget_forward_passes(self._network)
-        return float(self._ranks.all_sum(num_right).item()) / len(pairs)
+        return float(self._ranks.data.all_sum(num_right).item()) / len(pairs)
 
     def _batches(self, pairs: Sequence[Comparison]) -> list[MicroBatch]:
         """This rank's micro-batches, with both answers of a pair in the same."""
@@ -206,7 +206,7 @@ def train(config: RmRunConfig, environment: RankEnvironment) -> None:
     pair_training.say(
         ranks,
         f"rm: {num_parameters(network):,} parameters, {len(pairs):,} pairs ({num_left_out} over-long left "
-        f"out), {rm.steps} steps of {rm.batch_size} on {ranks.world_size} {ranks.device.type} ranks",
+        f"out), {rm.steps} steps of {rm.batch_size} on {ranks.world.size} {ranks.device.type} ranks",
     )
     trainer = RmTrainer(config, network, ranks)
     began = time.monotonic()

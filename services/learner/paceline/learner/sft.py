@@ -127,7 +127,7 @@ class SftTrainer:
         for batch in self._batches(pairs):
             total += self._loss(batch, num_tokens)[1]
         forget_forward_passes(self._network)
-        return float(self._ranks.all_sum(total).item())
+        return float(self._ranks.data.all_sum(total).item())
 
     def _batches(self, pairs: Sequence[Pair]) -> list[MicroBatch]:
         """This rank's micro-batches."""
@@ -175,7 +175,7 @@ def train(config: SftRunConfig, environment: RankEnvironment) -> None:
     pair_training.say(
         ranks,
         f"sft: {num_parameters(network):,} parameters, {len(pairs):,} pairs ({num_left_out} over-long left "
-        f"out), {config.sft.steps} steps of {config.sft.batch_size} on {ranks.world_size} "
+        f"out), {config.sft.steps} steps of {config.sft.batch_size} on {ranks.world.size} "
         f"{ranks.device.type} ranks",
     )
     val = read_pairs(config, config.sft.val_files)[0] if config.sft.val_files else []

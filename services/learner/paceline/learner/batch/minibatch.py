@@ -49,7 +49,7 @@ def cut_mini_batches(
     chunks = [[next(remaining) for _ in range(chunk.num_micro_batches)] for chunk in plan.chunks]
     above = config.actor.positive_above
     counts = [torch.stack([_counts(part, above) for part in chunk]).sum(0) for chunk in chunks]
-    per_chunk = ranks.all_sum(torch.stack(counts)).tolist()
+    per_chunk = ranks.data.all_sum(torch.stack(counts)).tolist()
 
     def cut(num_prompts: int) -> list[MiniBatch]:
         mini_batches = [

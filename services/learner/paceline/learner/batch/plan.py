@@ -63,8 +63,8 @@ class BatchPlan:
     @property
     def imbalance(self) -> float:
         """How much longer the step takes than one of even micro-batches, by arithmetic: 0.1 is a tenth."""
-        world_size = len(self.chunks[0].micro_batches)
-        return self.longest * world_size / self.cost - 1.0
+        num_data_ranks = len(self.chunks[0].micro_batches)
+        return self.longest * num_data_ranks / self.cost - 1.0
 
     @property
     def longest(self) -> int:
@@ -131,7 +131,7 @@ def plan_chunk(
     rows: Sequence[RowLength],
     first_row: int,
     *,
-    world_size: int,
+    num_data_ranks: int,
     token_budget: int,
     arithmetic: Arithmetic,
     share_prompts: bool = False,
@@ -141,7 +141,7 @@ def plan_chunk(
     Args:
         rows: of the chunk, samples of one prompt next to each other.
         first_row: the place of the first of them in the step's batch.
-        world_size: number of ranks.
+        num_data_ranks: ranks that get different rows.
         token_budget: most tokens of one micro-batch.
         arithmetic: of the policy.
         share_prompts: whether rows of a micro-batch with the same prompt have one copy of it.
@@ -160,7 +160,11 @@ def plan_chunk(
         [index for index, _ in run] for _, run in groupby(enumerate(rows), key=lambda pair: pair[1].prompt_id)
     ]
     cut = _Cut(
-        rows=rows, first_row=first_row, world_size=world_size, budget=token_budget, arithmetic=arithmetic
+        rows=rows,
+        first_row=first_row,
+        num_ranks=num_data_ranks,
+        budget=token_budget,
+        arithmetic=arithmetic,
     )
     return cut.sharing_prompts(groups) if share_prompts else cut.row_by_row(groups)
 
@@ -176,7 +180,7 @@ class _Cut:
 
     rows: Sequence[RowLength]
     first_row: int
-    world_size: int
+    num_ranks: int
     budget: int
     arithmetic: Arithmetic
 
@@ -215,10 +219,10 @@ class _Cut:
             )
 
         bundles = [Bundle(rows=part, num_tokens=self._num_tokens(part), cost=cost(part)) for part in parts]
-        packed = pack_bins(bundles, multiple=self.world_size, budget=self.budget)
+        packed = pack_bins(bundles, multiple=self.num_ranks, budget=self.budget)
         bins = [self._in_order(bundles, share_prompts=share_prompts) for bundles in packed]
         costed = sorted(((cost(indices), indices) for indices in bins), key=lambda pair: (-pair[0], pair[1]))
-        rounds = [costed[first : first + self.world_size] for first in range(0, len(bins), self.world_size)]
+        rounds = [costed[first : first + self.num_ranks] for first in range(0, len(bins), self.num_ranks)]
         turns = [turn[::-1] if number % 2 else turn for number, turn in enumerate(rounds)]
         return Chunk(
             rows=self._places(range(len(self.rows))),

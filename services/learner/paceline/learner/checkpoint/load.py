@@ -153,7 +153,7 @@ def verify(place: Place, ranks: Ranks) -> Manifest:
     def check() -> Manifest:
         folder = Folder.at(place)
         manifest = Manifest.read(place)
-        files.check(folder, manifest.files, files.share(manifest.files, ranks.rank, ranks.world_size))
+        files.check(folder, manifest.files, files.share(manifest.files, ranks.world.rank, ranks.world.size))
         return manifest
 
     return attempt(ranks, check)

@@ -84,7 +84,7 @@ class TuningCheckpoints:
             return
         manifest = Manifest(
             step=step,
-            world_size=self._ranks.world_size,
+            world_size=self._ranks.world.size,
             model_path="",
             has_critic=False,
             kl={},
@@ -98,7 +98,7 @@ class TuningCheckpoints:
     def remove(self) -> None:
         """Removes all of them: the training has ended."""
         self._finish()
-        if self._ranks.rank == 0:
+        if self._ranks.world.rank == 0:
             shutil.rmtree(self._root, ignore_errors=True)
 
     def _finish(self) -> None:
@@ -110,7 +110,7 @@ class TuningCheckpoints:
 
     def _complete(self) -> list[str]:
         """Names of the folders with a manifest, the newest first."""
-        if self._ranks.rank != 0:
+        if self._ranks.world.rank != 0:
             return []
         return sorted((path.parent.name for path in self._root.glob(f"step_*/{MANIFEST}")), reverse=True)
 

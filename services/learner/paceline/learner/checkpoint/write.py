@@ -83,7 +83,7 @@ class ShardWriter:
         if self._written is not None and wait([self._written], timeout=WRITE_TIMEOUT_S).not_done:
             raise DeadlineError(
                 phase="SAVE",
-                peer=RankRef(MemberKind.LEARNER, self._ranks.rank),
+                peer=RankRef(MemberKind.LEARNER, self._ranks.world.rank),
                 seconds=WRITE_TIMEOUT_S,
                 hint=f"is the storage of {self._folder} stuck?",
             )
@@ -154,7 +154,7 @@ def _describe(learner: Learner, place: Place, step: int, controller_state: bytes
         )
     return Manifest(
         step=step,
-        world_size=learner.ranks.world_size,
+        world_size=learner.ranks.world.size,
         model_path=learner.config.model.path,
         has_critic=learner.critic is not None,
         kl=learner.kl_controller.state_dict(),
@@ -168,7 +168,7 @@ def _describe(learner: Learner, place: Place, step: int, controller_state: bytes
 
 def _clear(folder: Folder, ranks: Ranks) -> None:
     """Empties the folder: files of an earlier attempt must not mix with the new ones."""
-    if ranks.rank != 0:
+    if ranks.world.rank != 0:
         return
     try:
         # The manifest goes first: a folder that is half removed must not look complete.
@@ -183,8 +183,8 @@ def _write_shards(state: State, folder: Folder, ranks: Ranks) -> dict[str, FileR
     """Writes this rank's shards; returns the records of its files."""
     try:
         save_shards(state, storage_writer=writer(folder), process_group=ranks.control)
-        own = [name for name in folder.names() if name.startswith(f"__{ranks.rank}_")]
-        if ranks.rank == 0:
+        own = [name for name in folder.names() if name.startswith(f"__{ranks.world.rank}_")]
+        if ranks.world.rank == 0:
             own.append(".metadata")
         return {name: measure(folder, name) for name in own}
     except (CheckpointException, OSError) as error:
@@ -199,7 +199,7 @@ def _reason(error: BaseException, folder: Folder) -> str:
 
 def _commit(folder: Folder, manifest: Manifest, ranks: Ranks) -> None:
     """Rank 0 writes the manifest: now the checkpoint is complete."""
-    if ranks.rank != 0:
+    if ranks.world.rank != 0:
         return
     try:
         folder.write(MANIFEST, manifest.to_json())

@@ -52,7 +52,7 @@ class PassCollectives:
 def count_collectives(network: nn.Module, ranks: Ranks) -> PassCollectives | None:
     """Has the network's collectives counted, where there are other ranks and torch (2.13) can go on."""
     can_go_on = hasattr(network, "reset_iter_state")
-    return PassCollectives(network) if ranks.world_size > 1 and can_go_on else None
+    return PassCollectives(network) if ranks.fsdp.size() > 1 and can_go_on else None
 
 
 class _Comm:

@@ -48,10 +48,10 @@ def agree(ranks: Ranks, error: CommandError | None) -> None:
     Raises:
         CommandError: this rank's own error, or one with the class and message of another rank's.
     """
-    if ranks.world_size > 1:
+    if ranks.world.size > 1:
         note = b"" if error is None else json.dumps([type(error.cause).__name__, str(error)]).encode()
         for rank, other in enumerate(gather_bytes(note, ranks)):
-            if other and (error is None or rank < ranks.rank):
+            if other and (error is None or rank < ranks.world.rank):
                 name, message = json.loads(other)
                 raise CommandError(_error_of(name, f"learner rank {rank}: {message}"))
     if error is not None:
@@ -63,7 +63,7 @@ def broadcast_bytes(data: bytes, ranks: Ranks) -> bytes:
     length = torch.tensor([len(data)], dtype=torch.int64)
     dist.broadcast(length, 0, group=ranks.control)
     payload = torch.empty(int(length.item()), dtype=torch.uint8)
-    if ranks.rank == 0:
+    if ranks.world.rank == 0:
         payload = _tensor(data)
     dist.broadcast(payload, 0, group=ranks.control)
     return payload.numpy().tobytes()
@@ -71,13 +71,13 @@ def broadcast_bytes(data: bytes, ranks: Ranks) -> bytes:
 
 def gather_bytes(data: bytes, ranks: Ranks) -> list[bytes]:
     """Every rank's bytes, on every rank, over the control group."""
-    if ranks.world_size == 1:
+    if ranks.world.size == 1:
         return [data]
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks.world_size)]
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks.world.size)]
     dist.all_gather(sizes, torch.tensor([len(data)], dtype=torch.int64), group=ranks.control)
     lengths = [int(size.item()) for size in sizes]
     if not any(lengths):
-        return [b""] * ranks.world_size
+        return [b""] * ranks.world.size
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: len(data)] = _tensor(data)
     parts = [torch.empty_like(padded) for _ in lengths]

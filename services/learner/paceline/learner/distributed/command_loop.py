@@ -144,9 +144,9 @@ class CommandLoop:
     def _exchange(self, command: _Command | None) -> tuple[str, Arguments]:
         """Rank 0's command on every rank; a keep-alive where it has none."""
         name, arguments = (KEEP_ALIVE, {}) if command is None else (command.name, command.arguments)
-        if self._ranks.world_size == 1:
+        if self._ranks.world.size == 1:
             return name, arguments
-        message = encode_command(name, arguments) if self._ranks.rank == 0 else b""
+        message = encode_command(name, arguments) if self._ranks.world.rank == 0 else b""
         return decode_command(broadcast_bytes(message, self._ranks))
 
     def _execute(self, name: str, arguments: Arguments) -> Any:
@@ -173,7 +173,7 @@ class CommandLoop:
                 silent = self._find_silent()
                 name = "another rank" if silent is None else f"rank {silent}"
                 return PeerLostError(
-                    f"learner rank {self._ranks.rank} lost {name} ({_first_line(error)}); its log says "
+                    f"learner rank {self._ranks.world.rank} lost {name} ({_first_line(error)}); its log says "
                     "why; the group continues from its newest checkpoint when it is started again",
                     peer=RankRef(MemberKind.LEARNER, silent),
                 )
@@ -185,15 +185,17 @@ class CommandLoop:
 def _leave_reason(ranks: Ranks, error: BaseException) -> None:
     """Writes why this rank ends where its peers look for it."""
     with contextlib.suppress(RuntimeError):  # the store may be gone with rank 0
-        ranks.store.set(_REASON_KEYS.format(rank=ranks.rank), f"{type(error).__name__}: {_first_line(error)}")
+        ranks.store.set(
+            _REASON_KEYS.format(rank=ranks.world.rank), f"{type(error).__name__}: {_first_line(error)}"
+        )
 
 
 def _find_reason(ranks: Ranks) -> tuple[int | None, str]:
     """The lowest other rank that left a reason, and the reason; (None, "") where none did."""
-    for rank in range(ranks.world_size):
+    for rank in range(ranks.world.size):
         key = _REASON_KEYS.format(rank=rank)
         with contextlib.suppress(RuntimeError):  # the store went with rank 0
-            if rank != ranks.rank and ranks.store.check([key]):
+            if rank != ranks.world.rank and ranks.store.check([key]):
                 return rank, ranks.store.get(key).decode(errors="replace")
     return None, ""
 

@@ -70,14 +70,14 @@ class Heartbeats:
 
     def __init__(self, ranks: Ranks, *, limit_s: float, lost: Callable[[PeerLostError], None]) -> None:
         self._ranks, self._limit_s, self._lost = ranks, limit_s, lost
-        self._others = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
+        self._others = [rank for rank in range(ranks.world.size) if rank != ranks.world.rank]
         self._silence = Silence(self._others, limit=round(limit_s / INTERVAL_S))
         self._lock = threading.Lock()
         self._stopped = threading.Event()
 
     def __enter__(self) -> Self:
         if self._others:
-            self._ranks.store.set(_KEY.format(rank=self._ranks.rank), "0")
+            self._ranks.store.set(_KEY.format(rank=self._ranks.world.rank), "0")
             agree(self._ranks, None)  # now the store has a count of every rank
             for name, work in (("heartbeat", self._beat), ("heartbeat-check", self._check)):
                 threading.Thread(target=work, name=name, daemon=True).start()
@@ -107,7 +107,7 @@ class Heartbeats:
         while not self._stopped.wait(INTERVAL_S):
             count += 1
             try:
-                store.set(_KEY.format(rank=self._ranks.rank), str(count))
+                store.set(_KEY.format(rank=self._ranks.world.rank), str(count))
                 counts = [int(value) for value in store.multi_get(keys)]
             except RuntimeError as error:  # the store went with rank 0; the check counts
                 log.debug("heartbeat: %s", error)

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 def host_mesh(ranks: Ranks) -> DeviceMesh:
     """Tensors on the CPU cannot be sharded over a mesh of GPUs; this one has the same shape."""
-    return ranks.mesh if ranks.device.type == "cpu" else DeviceMesh.from_group(ranks.storage, "cpu")
+    return ranks.fsdp if ranks.device.type == "cpu" else DeviceMesh.from_group(ranks.storage, "cpu")
 
 
 def local_part(tensor: Tensor) -> Tensor:

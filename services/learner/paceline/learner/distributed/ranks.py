@@ -1,4 +1,4 @@
-"""The learner's ranks: this process's place among them, its device, and reductions over all ranks."""
+"""The learner's ranks: this process's place among them, its device, and the groups that they form."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.core.errors import ConfigError, EnvironmentLackError
+from paceline.learner.distributed.mesh import RankGroup, form_fsdp_mesh, form_rows_mesh
 from paceline.service.addresses import choose_for_gloo, choose_for_nccl, is_loopback, join
 from paceline.weights.transport import rendezvous
 
@@ -96,40 +96,26 @@ class RankEnvironment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranks:
-    """The group of learner processes, formed.
+    """The group of learner processes, formed: a mesh with named dimensions, as `mesh` describes it.
 
     Attributes:
-        mesh: of one dimension, over which models are sharded.
-        control: a gloo group beside the default one, for commands and their outcomes.
+        world: all ranks. They agree on errors and on what memory allows, and check a checkpoint together;
+            rank 0 takes commands and writes for all.
+        data: the ranks that get different rows. Sums over rows and tokens, and so losses and metrics, run
+            over it, never over `world`.
+        fsdp: the ranks that share the parameters' shards, over which FSDP averages gradients.
+        control: a gloo group of all ranks beside the default one, for commands and their outcomes.
         storage: another, for the thread that writes checkpoints.
         store: the key-value store that formed the group; a dying rank leaves its reason there.
     """
 
-    rank: int
-    world_size: int
     device: torch.device
-    mesh: DeviceMesh
+    world: RankGroup
+    data: RankGroup
+    fsdp: DeviceMesh
     control: dist.ProcessGroup
     storage: dist.ProcessGroup
     store: Store
-
-    def all_sum(self, values: Tensor) -> Tensor:
-        """The sums over all ranks as a new tensor of the same type."""
-        total = values.detach().clone()
-        dist.all_reduce(total, op=dist.ReduceOp.SUM)
-        return total
-
-    def all_max(self, values: Tensor) -> Tensor:
-        """The largest values over all ranks as a new tensor."""
-        largest = values.detach().clone()
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        return largest
-
-    def all_gather(self, values: Tensor) -> Tensor:
-        """Concatenates the ranks' 1-D tensors, which have equal length and type, in the order of ranks."""
-        parts = [torch.empty_like(values) for _ in range(self.world_size)]
-        dist.all_gather(parts, values.detach().contiguous())
-        return torch.cat(parts)
 
 
 def use_threads(wanted: int | None, environment: RankEnvironment) -> None:
@@ -198,10 +184,20 @@ def open_store(environment: RankEnvironment, timeout_s: float) -> Store:
         ) from error
 
 
-def form_group(environment: RankEnvironment, store: Store, device: torch.device, timeout_s: float) -> Ranks:
-    """Forms the process groups; `timeout_s` bounds this and every later wait of one rank for another.
+def form_group(
+    environment: RankEnvironment, store: Store, device: torch.device, timeout_s: float, *, context: int = 1
+) -> Ranks:
+    """Forms the process groups; every rank calls it.
+
+    Args:
+        environment: this rank's.
+        store: where the ranks meet.
+        device: this rank's.
+        timeout_s: bounds this and every later wait of one rank for another.
+        context: ranks that have the same rows.
 
     Raises:
+        ConfigError: `context` does not divide the number of ranks.
         RuntimeError: a rank did not join in time.
     """
     timeout = datetime.timedelta(seconds=timeout_s)
@@ -218,13 +214,13 @@ def form_group(environment: RankEnvironment, store: Store, device: torch.device,
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
-    control = dist.new_group(backend="gloo", timeout=timeout)
+    rows = form_rows_mesh(device.type, context, timeout)
     return Ranks(
-        rank=environment.rank,
-        world_size=environment.world_size,
         device=device,
-        mesh=init_device_mesh(device.type, (environment.world_size,), mesh_dim_names=("shard",)),
-        control=control,
+        world=RankGroup.of(dist.group.WORLD),
+        data=RankGroup.of(rows.get_group("data")),
+        fsdp=form_fsdp_mesh(device.type, timeout),
+        control=dist.new_group(backend="gloo", timeout=timeout),
         storage=dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=WRITE_TIMEOUT_S)),
         store=store,
     )

@@ -222,9 +222,9 @@ def gathered_tensors(network: nn.Module, *, keep: bool) -> Iterator[tuple[str, T
 
 def write_from_ranks(network: nn.Module, ranks: Ranks, write: Callable[[Tensors], None]) -> None:
     """Has rank 0 write a network's full tensors as they are gathered; every rank calls it."""
-    tensors = gathered_tensors(network, keep=ranks.rank == 0)
+    tensors = gathered_tensors(network, keep=ranks.world.rank == 0)
     try:
-        if ranks.rank == 0:
+        if ranks.world.rank == 0:
             write(tensors)
     finally:
         for _ in tensors:  # also where rank 0 cannot write: the others wait for it in every one

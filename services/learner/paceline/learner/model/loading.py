@@ -41,6 +41,7 @@ from paceline.learner.model.networks import (
 from paceline.models.facts import family_of
 from paceline.storage.weight_files import require_plain_weights, weight_files
 from paceline.weights import corrections
+from paceline.weights.geometry.layout import chunk_rows
 
 VALUE_HEAD_STD = 0.01
 BLOCK = 1 << 24
@@ -199,10 +200,10 @@ def local_rows(parameter: Tensor) -> tuple[Tensor, int, int]:
     """This rank's part of a parameter, and which rows [start, stop) of dimension 0 it has."""
     if not isinstance(parameter, DTensor):
         return parameter, 0, parameter.shape[0]
-    local, mesh, total = parameter.to_local(), parameter.device_mesh, parameter.shape[0]
-    size = math.ceil(total / mesh.size())
-    start = min(mesh.get_local_rank() * size, total)
-    return local, start, min(start + size, total)
+    mesh, (shard,) = parameter.device_mesh, parameter.placements
+    assert shard.is_shard(0)
+    start, stop = chunk_rows(parameter.shape[0], mesh.get_local_rank(), mesh.size())
+    return parameter.to_local(), start, stop
 
 
 def hugging_face_names(network: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -274,13 +275,13 @@ def _materialise(
     options.apply(lm, decoder_layers(body), ranks.device)
     for layer in decoder_layers(body):
         give_storage(layer, lm, ranks.device, precision.store)
-        fully_shard(layer, mesh=ranks.mesh, mp_policy=policy, reshard_after_forward=not options.keep_gathered)
+        fully_shard(layer, mesh=ranks.fsdp, mp_policy=policy, reshard_after_forward=not options.keep_gathered)
         if options.compiled:
             take_numbers_as_known(layer)
     give_storage(network, lm, ranks.device, precision.store)
     if isinstance(network, PolicyNetwork):
         lm.tie_weights()  # tied parameters got storage one by one
-    fully_shard(network, mesh=ranks.mesh, mp_policy=policy)
+    fully_shard(network, mesh=ranks.fsdp, mp_policy=policy)
 
 
 def give_storage(module: nn.Module, lm: Any, device: torch.device, dtype: torch.dtype) -> None:

@@ -149,9 +149,9 @@ def _shard(index: Tensor, num_rows: int, ranks: Ranks) -> RowShard:
         # Each row is on one rank, so the sum only adds zeros and is exact; every rank gets the batch's order.
         everywhere = torch.zeros(num_rows, dtype=rows.dtype, device=ranks.device)
         everywhere[index] = rows
-        return ranks.all_sum(everywhere)
+        return ranks.data.all_sum(everywhere)
 
-    return RowShard(all_reduce=ranks.all_sum, gather=gather, rows=index)
+    return RowShard(all_reduce=ranks.data.all_sum, gather=gather, rows=index)
 
 
 def _log_probs(scored: Sequence[ScoredBatch]) -> dict[str, Tensor]:
@@ -169,7 +169,7 @@ def _if_all_present(scores: Sequence[float | None], number: int, device: torch.d
 
 def _mean_over_sequences(table: Tensor, mask: Tensor, num_sequences: int, ranks: Ranks) -> float:
     """The mean over all ranks' sequences of each sequence's masked mean."""
-    total = ranks.all_sum(masked_mean(table, mask, dim=-1).double().sum().reshape(1))
+    total = ranks.data.all_sum(masked_mean(table, mask, dim=-1).double().sum().reshape(1))
     return float(total.item()) / num_sequences
 
 
@@ -230,7 +230,7 @@ def _metrics(
     if returns is not None and values is not None:
         error = returns.double() - values.double()
         sums += [total(returns), total(values), total(returns.double() ** 2), total(error), total(error**2)]
-    parts = ranks.all_sum(torch.stack(sums)).tolist()
+    parts = ranks.data.all_sum(torch.stack(sums)).tolist()
     num_tokens = parts[0]
     metrics = {
         "critic/score/mean": sum(scores) / len(scores),

@@ -153,7 +153,7 @@ class WorkAhead:
                 for ours, theirs in zip(gradient.parts, parts, strict=False)
             )
         )
-        if self._ranks.all_max(torch.tensor([0.0 if fits else 1.0], device=self._ranks.device)).item():
+        if self._ranks.world.all_max(torch.tensor([0.0 if fits else 1.0], device=self._ranks.device)).item():
             log.warning(
                 "step %d: its gradient was begun with other samples, rewards or adjustments than it has in "
                 "the end, and is computed again",

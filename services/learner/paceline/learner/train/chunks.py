@@ -57,7 +57,7 @@ class Planner:
             plan_chunk,
             rows,
             first_row,
-            world_size=self._learner.ranks.world_size,
+            num_data_ranks=self._learner.ranks.data.size,
             token_budget=self.budget(rows),
             arithmetic=self.arithmetic,
         )
@@ -152,7 +152,7 @@ def _gather(
                 for number, chunk in chunks.items()
             }
             own = {
-                number: chunk.micro_batches[ranks.rank]
+                number: chunk.micro_batches[ranks.data.rank]
                 for number, chunk in chunks.items()
                 if earlier[number] is None
             }

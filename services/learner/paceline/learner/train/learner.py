@@ -197,7 +197,7 @@ def _digest(
     config: RunConfig, folder: str, parameters: Iterable[tuple[str, nn.Parameter]], ranks: Ranks
 ) -> str:
     """The digest of what a folder's frozen parameters are loaded from, which rank 0 reads."""
-    own = digest_of_frozen(folder, parameters, _random_seed(config)) if ranks.rank == 0 else ""
+    own = digest_of_frozen(folder, parameters, _random_seed(config)) if ranks.world.rank == 0 else ""
     return broadcast_bytes(own.encode(), ranks).decode()
 
 

@@ -90,7 +90,7 @@ class MemoryRoom:
         self, parts: Sequence[TrainingBatch], ranks: Ranks, error: OutOfMemoryError
     ) -> None:
         most = max(len(part.batch.sources) for part in parts)
-        if int(ranks.all_max(torch.tensor([float(most)], device=ranks.device)).item()) <= 1:
+        if int(ranks.world.all_max(torch.tensor([float(most)], device=ranks.device)).item()) <= 1:
             raise EnvironmentLackError(
                 f"{error}: already one row per micro-batch, which cannot be halved; set "
                 "actor.memory.recompute: full, shorten data.max_response_length, or use more GPUs"

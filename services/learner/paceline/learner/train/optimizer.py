@@ -292,7 +292,7 @@ class Trainable(Generic[N]):
             OutOfMemoryError: on every rank, if some ran out of memory; no parameter and no state has changed.
         """
         total = self.add_gradient(losses, ranks=ranks)
-        sums = ranks.all_sum(total if begun is None else begun + total)
+        sums = ranks.data.all_sum(total if begun is None else begun + total)
         if scaling is not None:
             sums = sums * scaling.sums.to(sums)
             self.optimizer.scale_gradient(scaling.gradient)
@@ -370,7 +370,7 @@ class Trainable(Generic[N]):
                 self._filler_pass(ranks)
             else:
                 total = sums if total is None else total + sums
-        num_failed = int(ranks.all_sum(torch.tensor([failed], device=ranks.device).float()).item())
+        num_failed = int(ranks.world.all_sum(torch.tensor([failed], device=ranks.device).float()).item())
         return (None if failed else total), num_failed
 
     def _prepare_pass(self, *, reduces: bool, reshards: bool) -> None:
@@ -384,7 +384,7 @@ class Trainable(Generic[N]):
         try:
             loss, sums = part_loss()
             # FSDP averages gradients over the ranks; the losses are shares of a sum.
-            torch.autograd.backward(loss * ranks.world_size)
+            torch.autograd.backward(loss * ranks.fsdp.size())
             return sums.double()
         except torch.OutOfMemoryError as error:
             if not hasattr(self.network, "reset_iter_state"):

@@ -100,8 +100,8 @@ def mismatch_metrics(
         difference = rollout_correction.log_prob_diff_max(old, rollout, mask).double()
         part_largest = torch.stack([difference, rollout_correction.largest_weight(raw, mask)])
         largest = torch.maximum(largest, part_largest)
-    kl_sum, num_tokens = ranks.all_sum(kl_and_count).tolist()
-    weight_sums, largest = ranks.all_sum(weight_sums), ranks.all_max(largest)
+    kl_sum, num_tokens = ranks.data.all_sum(kl_and_count).tolist()
+    weight_sums, largest = ranks.data.all_sum(weight_sums), ranks.data.all_max(largest)
     effective = rollout_correction.effective_sample_size(weight_sums[:3])
     metrics = {
         "rollout/mismatch_kl": kl_sum / num_tokens,
@@ -197,8 +197,8 @@ def select_tokens(mini: MiniBatch, actor: ActorConfig, ranks: Ranks) -> list[Ten
         row(masks),
         loss.cov_fraction,
         *loss.covariance_band,
-        all_reduce=ranks.all_sum,
-        gather=ranks.all_gather,
+        all_reduce=ranks.data.all_sum,
+        gather=ranks.data.all_gather,
     )
     pieces = torch.split(selected[0], [mask.numel() for mask in masks])
     return [piece.reshape(mask.shape) for piece, mask in zip(pieces, masks, strict=True)]

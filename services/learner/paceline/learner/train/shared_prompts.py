@@ -144,7 +144,8 @@ def compare(actor: Trainable[PolicyNetwork], rows: Sequence[PackedRow], ranks: R
     left = _square_sum(network, ranks.device)
     network.zero_grad(set_to_none=True)
     difference = (tables[0] - tables[1]).abs().sum()
-    sums = ranks.all_sum(torch.stack([difference, count[0], left, norm])).tolist()
+    # Shares: ranks with the same rows count twice in both numbers of each.
+    sums = ranks.world.all_sum(torch.stack([difference, count[0], left, norm])).tolist()
     return Difference(
         log_probs=sums[0] / max(sums[1], 1.0), gradient=(sums[2] / sums[3]) ** 0.5 if sums[3] else 0.0
     )

@@ -248,7 +248,7 @@ def _utilisation(learner: Learner, flops: int, stopwatch: Stopwatch) -> dict[str
         return {}
     seconds += learner.ahead.update_s
     flops *= learner.config.actor.ppo_epochs
-    return {"perf/mfu": flops / (seconds * learner.ranks.world_size * peak)}
+    return {"perf/mfu": flops / (seconds * learner.ranks.world.size * peak)}
 
 
 def _length_metrics(config: RunConfig, rows: Sequence[BatchRow]) -> dict[str, float]:

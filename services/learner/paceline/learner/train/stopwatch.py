@@ -43,6 +43,6 @@ class Stopwatch:
         if self.peaks:
             numbers = {**self.peaks, "reserved": torch.cuda.memory_reserved(self.device)}
             peaks = torch.tensor([*numbers.values()], dtype=torch.float64, device=self.device)
-            for name, peak in zip(numbers, ranks.all_max(peaks).tolist(), strict=True):
+            for name, peak in zip(numbers, ranks.world.all_max(peaks).tolist(), strict=True):
                 metrics[f"perf/memory_gib/{name}"] = peak / GIB
         return metrics

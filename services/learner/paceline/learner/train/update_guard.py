@@ -80,7 +80,7 @@ class UpdateGuard:
         if not self._limits:
             return ""
         # The numbers are reduced already; their largest over the ranks makes them equal to the last bit.
-        numbers = self._ranks.all_max(torch.cat([sums, sums.new_tensor([grad_norm])])).tolist()
+        numbers = self._ranks.world.all_max(torch.cat([sums, sums.new_tensor([grad_norm])])).tolist()
         metrics = dict(zip([*names, "grad_norm"], numbers, strict=True))
         return self._judge(network, self._judged_values(network, metrics, grad_clip))
 

@@ -61,7 +61,7 @@ def load_warm(config: RunConfig, ranks: Ranks, notify: Callable[[str], None]) ->
 
 def _loaded_and_warm(config: RunConfig, ranks: Ranks, notify: Callable[[str], None]) -> Learner:
     learner = Learner.load(config, ranks, notify)
-    log.info("rank %d of %d holds its shards on %s", ranks.rank, ranks.world_size, ranks.device)
+    log.info("rank %d of %d holds its shards on %s", ranks.world.rank, ranks.world.size, ranks.device)
     warm_up(learner)
     GpuMemory(ranks.device).give_back()
     return learner

@@ -1,0 +1,95 @@
+"""The learner's mesh: its ranks by named dimensions, and sums over the ranks along one of them.
+
+    dimension  along it ranks have                              what runs over it
+    data       different rows                                   sums over tokens and rows, the plan's deal
+    context    the same rows (of 1 rank so far)
+    fsdp       different shards of the parameters: all of them  gathers of weights, averages of gradients
+
+Ranks are numbered with `context` fastest, so that those which talk most are on one host. A dimension is a
+view of all ranks, and dimensions of different views overlap: FSDP shards over data and context together.
+"""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from paceline.core.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankGroup:
+    """Some of the learner's ranks, this one included; each computes sums and the like with the others.
+
+    Attributes:
+        rank: this rank's place in the group.
+        size: how many ranks it has.
+        process_group: for other collectives over the group.
+    """
+
+    rank: int
+    size: int
+    process_group: dist.ProcessGroup
+
+    @classmethod
+    def of(cls, process_group: dist.ProcessGroup | None) -> RankGroup:
+        """Wraps a process group that this rank is in."""
+        assert process_group is not None
+        return cls(rank=process_group.rank(), size=process_group.size(), process_group=process_group)
+
+    def all_sum(self, values: Tensor) -> Tensor:
+        """The sums over the group's ranks as a new tensor of the same type."""
+        total = values.detach().clone()
+        dist.all_reduce(total, op=dist.ReduceOp.SUM, group=self.process_group)
+        return total
+
+    def all_max(self, values: Tensor) -> Tensor:
+        """The largest values over the group's ranks as a new tensor."""
+        largest = values.detach().clone()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.process_group)
+        return largest
+
+    def all_gather(self, values: Tensor) -> Tensor:
+        """Concatenates the ranks' 1-D tensors, which have equal length and type, in the order of ranks."""
+        parts = [torch.empty_like(values) for _ in range(self.size)]
+        dist.all_gather(parts, values.detach().contiguous(), group=self.process_group)
+        return torch.cat(parts)
+
+
+def form_rows_mesh(device_type: str, context: int, timeout: datetime.timedelta) -> DeviceMesh:
+    """Forms the dimensions "data" and, where it has several ranks, "context"; every rank calls it.
+
+    Args:
+        device_type: of the tensors that ranks exchange.
+        context: ranks that have the same rows.
+        timeout: bounds every wait of one rank for another.
+
+    Raises:
+        ConfigError: `context` does not divide the number of ranks.
+    """
+    world_size = dist.get_world_size()
+    if world_size % context:
+        raise ConfigError(f"{world_size} ranks cannot have the same rows in groups of {context}")
+    if context == 1:  # the group of all ranks, and no second one
+        return _form(device_type, (world_size,), ("data",), timeout)
+    return _form(device_type, (world_size // context, context), ("data", "context"), timeout)
+
+
+def form_fsdp_mesh(device_type: str, timeout: datetime.timedelta) -> DeviceMesh:
+    """Forms the dimension "fsdp" of all ranks, for `fully_shard`; every rank calls it."""
+    return _form(device_type, (dist.get_world_size(),), ("fsdp",), timeout)
+
+
+def _form(
+    device_type: str, shape: tuple[int, ...], names: tuple[str, ...], timeout: datetime.timedelta
+) -> DeviceMesh:
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    for group in mesh.get_all_groups():
+        _set_pg_timeout(timeout, group)  # else torch's own, of up to half an hour
+    return mesh
