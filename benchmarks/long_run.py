@@ -5,7 +5,8 @@
 
 Journal, metrics and spans are those of a run without validations, of drawn numbers; with --files, so are
 the files of its trajectories, of four tokens each. `paceline verify` must find the run sound. Each command
-is a process of its own; RSS is its largest.
+is a process of its own; RSS is its largest. The page draws its head and its curves before it asks for the
+journal.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import os
 import platform
 import random
+import resource
 import subprocess
 import sys
 import tempfile
@@ -63,13 +65,15 @@ OPEN_PAGE = """
 from paceline.show.report.content import RunContent
 from paceline.show.report.page import page, to_json
 content = RunContent(Path(folder))
-shown = [page("long"), *map(to_json, [content.head(), content.metrics(), content.journal()])]
+shown = [page("long"), *map(to_json, [{answers}])]
 status = 0 if all(shown) else 1
 """
+CURVES = "content.head(), content.metrics()"
 COMMANDS = {
     "verify": 'status = main(["verify", folder])',
     "report": 'status = main(["report", folder])',
-    "page": OPEN_PAGE,
+    "page, curves": OPEN_PAGE.format(answers=CURVES),
+    "page, all": OPEN_PAGE.format(answers=f"{CURVES}, content.journal()"),
 }
 # A child's getrusage begins with what its parent has; the kernel's own mark begins with the program.
 PROGRAM = """
@@ -257,27 +261,32 @@ def _weights(version: int) -> str:
     return f"{version:016x}"
 
 
-def measured(command: str, folder: Path) -> tuple[float, int]:
-    """Seconds and the largest RSS in bytes of a command, which must end well.
+def measured(command: str, folder: Path) -> tuple[float, float, int]:
+    """Seconds, those of CPU, and the largest RSS in bytes of a command, which must end well.
 
     Raises:
         SystemExit: it ended otherwise.
     """
-    began = time.perf_counter()
+    began, cpu_s = time.perf_counter(), _children_cpu_s()
     program = [sys.executable, "-c", PROGRAM.format(command=command), str(folder)]
     ended = subprocess.run(program, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
-    seconds = time.perf_counter() - began
+    seconds, cpu_s = time.perf_counter() - began, _children_cpu_s() - cpu_s
     if ended.returncode:
         raise SystemExit(f"{command} ended with {ended.returncode}:\n{ended.stdout[-2000:]}")
-    return seconds, int(ended.stdout.split()[-1]) * 1024
+    return seconds, cpu_s, int(ended.stdout.split()[-1]) * 1024
+
+
+def _children_cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def lines_of(folder: Path, num_steps: int) -> Iterator[str]:
     """The table's lines of a run."""
     for name, command in COMMANDS.items():
-        seconds, rss = measured(command, folder)
+        seconds, cpu_s, rss = measured(command, folder)
         per_step = seconds / num_steps * 1e3
-        yield f"| {name} | {num_steps:,} | {seconds:.1f} | {per_step:.2f} | {rss / 1e6:.0f} |"
+        yield f"| {name} | {num_steps:,} | {seconds:.1f} | {cpu_s:.1f} | {per_step:.2f} | {rss / 1e6:.0f} |"
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -300,7 +309,7 @@ def main() -> None:
         f"{options.prompts} x {options.samples} samples a step, files of trajectories: {options.files}; "
         f"{platform.machine()}, {os.cpu_count()} cores"
     )
-    print("| command | steps | s | ms a step | RSS, MB |\n|---|---|---|---|---|")
+    print("| command | steps | s | CPU, s | ms a step | RSS, MB |\n|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as scratch:
         for num_steps in map(int, options.steps.split(",")):
             folder = (options.keep or Path(scratch)) / f"long-{num_steps}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from collections import Counter
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +25,7 @@ from paceline.show import metrics
 from paceline.show.live.table import LiveView
 from paceline.show.live.view import step_line
 from paceline.show.metrics import ShownMetric
+from paceline.show.report import journal as journal_view
 from paceline.show.report import lines as report_lines
 from paceline.show.report.content import RunContent
 from paceline.show.report.firings import fired_rules
@@ -275,17 +277,67 @@ def test_a_long_journal_is_not_parsed_line_by_line(tmp_path: Path, monkeypatch: 
     for step in range(1, 200):
         events += [{"event": "phase", "step": step}]
         events += [{"event": "trajectory", "id": f"train:{step}:0:0", "verdict": "admitted"}] * 3
+        events += [{"event": "commit", "version": step, "servers": ["rollout-0"]}]
     events += [{"event": "trajectory", "verdict": "duplicate"}, {"event": "lost", "member": "rollout-0"}]
+    events += [{"event": "commit"}]
     lines = [json.dumps({"n": n, "time": 5.0 + n, **event}) + "\n" for n, event in enumerate(events)]
     (tmp_path / "events.jsonl").write_text("".join(lines))
     parsed: list[bytes] = []
     loads = json.loads
     monkeypatch.setattr(json, "loads", lambda line: (parsed.append(line), loads(line))[1])
     shown = RunContent(tmp_path).journal()
-    assert len(parsed) == 2  # run, lost
+    assert len(parsed) == 4  # run, lost, the commit of nobody, the last one's servers
+    assert [member["version"] for member in shown["fleet"]] == [199]
     assert shown["verdicts"] == {"admitted": 597, "duplicate": 1}
     assert [(note["name"], note["step"]) for note in shown["notes"]] == [("run", 0), ("lost", 199)]
     assert shown["began"] == 5.0
+
+
+def test_the_head_and_the_curves_do_not_wait_for_the_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a run of 100,000 steps it has half a gigabyte."""
+    content = RunContent(write_run(tmp_path / "run", num_steps=6))
+    monkeypatch.setattr(GrowingFile, "new_portions", None)
+    assert content.head()["end"] == "60 steps done"
+    assert content.metrics()["steps"] == list(range(7))
+    assert content.steps_of_interest()
+    with pytest.raises(TypeError):
+        content.journal()
+
+
+@pytest.mark.parametrize(
+    ("events", "end"),
+    [
+        ([("run", "")], None),
+        ([("run", ""), ("end", "stopped")], "stopped"),
+        ([("run", ""), ("end", "stopped"), *[("member", "left")] * 9], "stopped"),
+        ([("run", ""), ("end", "stopped"), ("run", ""), ("phase", "")], None),
+        ([("end", "stopped"), *[("phase", "")] * 99], None),
+        ([("end", "first"), ("run", ""), ("end", "second")], "second"),
+        ([("end", "stopped"), ("lost", 'the words "event":"run"')], "stopped"),
+        ([], None),
+    ],
+)
+def test_a_run_has_ended_if_only_its_members_left_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: list[tuple[str, str]], end: str | None
+) -> None:
+    monkeypatch.setattr(journal_view, "_END_BYTES", 1000)
+    for separators in ((",", ":"), (", ", ": ")):
+        lines = [
+            json.dumps({"n": n, "event": name, "message": message}, separators=separators) + "\n"
+            for n, (name, message) in enumerate(events)
+        ]
+        (tmp_path / "events.jsonl").write_text("".join(lines) + '{"event":"run","to')
+        assert RunContent(tmp_path).head()["end"] == end
+
+
+def test_a_portion_without_other_verdicts_is_counted_as_the_rest(tmp_path: Path) -> None:
+    for verdicts in (["admitted"] * 5, ["admitted", "stale", "admitted"], ["duplicate"] * 2, []):
+        events = [{"event": "run", "time": 1.0}, *({"event": "trajectory", "verdict": v} for v in verdicts)]
+        lines = [json.dumps(event, separators=(",", ":")) + "\n" for event in events]
+        (tmp_path / "events.jsonl").write_text("".join(lines))
+        assert RunContent(tmp_path).journal()["verdicts"] == Counter(verdicts)
 
 
 def test_a_long_run_is_sent_in_part_and_what_follows_as_a_whole() -> None:

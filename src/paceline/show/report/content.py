@@ -12,7 +12,7 @@ import yaml
 from paceline.broker.address import redact
 from paceline.service import process_ends
 from paceline.show.metrics import HEADLINES, TRAIN_REWARD
-from paceline.show.report.journal import JournalView
+from paceline.show.report.journal import JournalView, read_end
 from paceline.show.report.lines import GrowingFile
 from paceline.show.report.samples import SampleFiles
 from paceline.show.report.step_table import StepTable
@@ -40,12 +40,12 @@ class RunContent:
 
     def head(self) -> dict[str, Any]:
         """Name, facts, how far it is, and its rewards before and after."""
-        self._look()
+        self._read_metrics()
         tree = self._tree()
         return {
             "name": self.folder.name,
             "facts": _facts(tree),
-            "end": self._view.end,
+            "end": read_end(self.folder / JOURNAL),
             "step": max(self._table.steps, default=None),
             "total_steps": (tree.get("trainer") or {}).get("total_steps"),
             "headlines": {title: _before_and_after(self._table, name) for title, name in HEADLINES.items()},
@@ -53,14 +53,14 @@ class RunContent:
 
     def metrics(self, *, generation: int = 0, start: int = 0) -> dict[str, Any]:
         """The lines of metrics.jsonl from `start` on, or all if the file has begun anew since."""
-        self._look()
+        self._read_metrics()
         same = generation == self._metrics.generation
         part = self._table.part(min(start, len(self._table)) if same else 0, MAX_LINES)
         return {"generation": self._metrics.generation, "is_new": not same, **part}
 
     def journal(self) -> dict[str, Any]:
-        """Notes, fleet, guard rules that fired, verdicts."""
-        self._look()
+        """Notes, fleet, guard rules that fired, verdicts. Of a long run this takes the longest."""
+        self._read_journal()
         return self._view.content(process_ends.read(self.folder))
 
     def timelines(self, steps: set[int]) -> dict[int, list[dict[str, Any]]]:
@@ -74,7 +74,7 @@ class RunContent:
 
     def steps_of_interest(self) -> list[int]:
         """The first, the middle, the last and the slowest step."""
-        self._look()
+        self._read_metrics()
         seconds = [(step, s) for step, s in self._table.points("timing_s/step") if step > 0]
         if not seconds:
             return []
@@ -90,12 +90,14 @@ class RunContent:
             self._settings, self._settings_at = _read_tree(path), changed_at
         return self._settings
 
-    def _look(self) -> None:
+    def _read_metrics(self) -> None:
         generation = self._metrics.generation
         for row in self._metrics.new(at_most=MAX_LINES):
             if self._metrics.generation != generation:
                 self._table, generation = StepTable(), self._metrics.generation
             self._table.add([row])
+
+    def _read_journal(self) -> None:
         generation = self._journal.generation
         for lines in self._journal.new_portions():
             if self._journal.generation != generation:

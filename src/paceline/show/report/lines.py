@@ -24,6 +24,19 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
                 yield value
 
 
+def last_lines(path: Path, num_bytes: int) -> bytes:
+    """Reads the complete lines among a file's last `num_bytes` bytes; a missing file has none."""
+    try:
+        with path.open("rb") as file:
+            start = max(0, os.fstat(file.fileno()).st_size - num_bytes)
+            file.seek(start)
+            end = file.read(num_bytes)
+    except OSError:
+        return b""
+    first = end.find(b"\n") + 1 if start else 0
+    return end[first : end.rfind(b"\n") + 1]
+
+
 class GrowingFile:
     """A JSONL file that another process appends to.
 
@@ -61,7 +74,7 @@ class GrowingFile:
                 self._rewind_if_other(file.fileno())
                 file.seek(self._offset)
                 while portion := file.read(_PORTION_BYTES) + file.readline():
-                    complete = portion[: portion.rfind(b"\n") + 1]
+                    complete = portion if portion.endswith(b"\n") else portion[: portion.rfind(b"\n") + 1]
                     self._offset += len(complete)
                     if complete:
                         yield complete

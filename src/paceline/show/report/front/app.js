@@ -159,15 +159,13 @@ class App {
       if (this.source.live || !this.runs.size) await this.#heads();
       this.#choose();
       const chosen = [...this.chosen];
-      const fresh = await Promise.all(chosen.map(name => this.#fetch(this.runs.get(name))));
-      if (chosen.length === 1) await this.#drawRun(this.runs.get(chosen[0]), fresh[0]);
-      if (fresh.some(Boolean) && this.parts.curves) {
-        if (!view.smoothChosen) {
-          view.smooth = Math.max(...chosen.map(name => this.runs.get(name).steps.length)) > 60 ? 0.8 : 0;
-          this.smooth.value = String(view.smooth);
-        }
-        this.parts.curves.draw();
-      }
+      const runs = chosen.map(name => this.runs.get(name));
+      const fresh = await Promise.all(runs.map(run => this.#fetchMetrics(run)));
+      // The journal of a long run takes seconds: its curves do not wait for it.
+      if (runs.some(run => !run.looked)) this.#drawCurves(runs);
+      await Promise.all(runs.map((run, i) => this.#fetchJournal(run, fresh[i])));
+      if (runs.length === 1) await this.#drawRun(runs[0], fresh[0]);
+      if (fresh.some(Boolean)) this.#drawCurves(runs);
     } catch (error) {
       this.trouble.textContent = `nobody answers any more (${error.message}); the page shows what it had`;
       this.trouble.hidden = false;
@@ -176,12 +174,24 @@ class App {
     this.trouble.hidden = true;
   }
 
-  async #fetch(run) {
+  // Says whether there is anything new to draw.
+  async #fetchMetrics(run) {
     const fresh = run.add(await this.source.metrics(run.name, run.generation, run.numLines));
-    if (fresh || !run.looked || this.source.live) run.setJournal(await this.source.journal(run.name));
-    const first = !run.looked;
+    return fresh || !run.looked;
+  }
+
+  async #fetchJournal(run, fresh) {
+    if (fresh || this.source.live) run.setJournal(await this.source.journal(run.name));
     run.looked = true;
-    return fresh || first;
+  }
+
+  #drawCurves(runs) {
+    if (!this.parts.curves) return;
+    if (!view.smoothChosen) {
+      view.smooth = Math.max(...runs.map(run => run.steps.length)) > 60 ? 0.8 : 0;
+      this.smooth.value = String(view.smooth);
+    }
+    this.parts.curves.draw();
   }
 
   async #drawRun(run, fresh) {
