@@ -12,6 +12,7 @@ import redis
 from paceline.broker import Broker, open_broker
 from paceline.broker.redis.redis_acl import acl_line
 from paceline.broker.redis.redis_server import RedisServer
+from support.closing import Closing, closing_all
 
 
 @pytest.fixture(scope="session")
@@ -35,6 +36,13 @@ def limited_url(redis_server: RedisServer) -> str:
     with redis.Redis.from_url(redis_server.url) as client:
         client.execute_command("ACL SETUSER", *line[1:])
     return f"redis://limited:of%20a%20user@127.0.0.1:{redis_server.port}/0"
+
+
+@pytest.fixture
+async def closing() -> AsyncIterator[Closing]:
+    """Registers what is to be closed when the test is over."""
+    async with closing_all() as register:
+        yield register
 
 
 @pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])

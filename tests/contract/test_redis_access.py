@@ -18,6 +18,7 @@ from paceline.cli.certificates import Authority
 from paceline.core.errors import BrokerError
 from paceline.sizing.machine import free_port
 from support import source
+from support.closing import Closing
 from support.redis_servers import debian_redis, need_redis_with_tls, serving, tls_words
 
 
@@ -99,27 +100,24 @@ def tls_redis(tmp_path: Path) -> Iterator[tuple[str, Path]]:
 
 @pytest.mark.redis
 async def test_tls_needs_the_files_of_the_run(
-    tls_redis: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
+    tls_redis: tuple[str, Path], monkeypatch: pytest.MonkeyPatch, closing: Closing
 ) -> None:
     url, folder = tls_redis
     monkeypatch.delenv("PACELINE_TLS_DIR", raising=False)
-    stranger = open_broker(url)
+    stranger = closing(open_broker(url))
     with pytest.raises(BrokerError, match=r"rediss://\*\*\*@"):
         await stranger.ping()
-    await stranger.close()
     monkeypatch.setenv("PACELINE_TLS_DIR", str(folder))
-    broker = open_broker(url)
+    broker = closing(open_broker(url))
     await broker.ping()
     await broker.put_blob("x", b"1")
-    await broker.close()
     with BlobClient(url) as reader:
         assert reader.get(["x"]) == [b"1"]
 
 
 @pytest.mark.redis
-async def test_a_wrong_password_is_not_shown(redis_server: RedisServer) -> None:
-    broker = open_broker(f"redis://:a%2Fwrong%40secret@127.0.0.1:{redis_server.port}/0")
+async def test_a_wrong_password_is_not_shown(redis_server: RedisServer, closing: Closing) -> None:
+    broker = closing(open_broker(f"redis://:a%2Fwrong%40secret@127.0.0.1:{redis_server.port}/0"))
     with pytest.raises(BrokerError, match="refused the password") as caught:
         await broker.ping()
     assert "wrong" not in str(caught.value)
-    await broker.close()

@@ -13,6 +13,7 @@ from paceline.broker import Mailbox, open_broker
 from paceline.broker.redis.redis_client import RedisClient
 from paceline.broker.redis.redis_server import RedisServer
 from paceline.broker.redis.redis_streams import RedisStreamsBroker
+from support.closing import Closing
 from support.redis_faults import kill
 from support.streams import drain, messages, payloads, reclaim_all
 
@@ -32,8 +33,10 @@ asyncio.run(main())
 """
 
 
-async def test_a_killed_process_keeps_its_entries_while_it_lives_and_no_longer(server: RedisServer) -> None:
-    broker = open_broker(server.url)
+async def test_a_killed_process_keeps_its_entries_while_it_lives_and_no_longer(
+    server: RedisServer, closing: Closing
+) -> None:
+    broker = closing(open_broker(server.url))
     await broker.append(messages("s", map(str, range(8))))
     victim = await asyncio.create_subprocess_exec(
         sys.executable, "-c", CONSUMER, env={**os.environ, "URL": server.url}, stdout=asyncio.subprocess.PIPE
@@ -56,13 +59,12 @@ async def test_a_killed_process_keeps_its_entries_while_it_lives_and_no_longer(s
         if victim.returncode is None:
             victim.kill()
             await victim.wait()
-    await broker.close()
 
 
 async def test_living_consumers_keep_their_entries_when_an_outage_outlasts_the_leases(
-    server: RedisServer, caplog: pytest.LogCaptureFixture
+    server: RedisServer, caplog: pytest.LogCaptureFixture, closing: Closing
 ) -> None:
-    broker, other = open_broker(server.url), open_broker(server.url)
+    broker, other = closing(open_broker(server.url)), closing(open_broker(server.url))
     await broker.append(messages("s", ["0", "1"]))
     async with (
         Mailbox(broker, "s", G, "a", lease_s=3.6, block_s=0.1) as working,
@@ -77,12 +79,12 @@ async def test_living_consumers_keep_their_entries_when_an_outage_outlasts_the_l
         assert await taking == []
         await working.done(entries)
     assert "have gone to another" not in caplog.text
-    for client in (broker, other):
-        await client.close()
 
 
-async def test_reclaiming_is_one_round_trip_however_many_are_pending(server: RedisServer) -> None:
-    broker = open_broker(server.url)
+async def test_reclaiming_is_one_round_trip_however_many_are_pending(
+    server: RedisServer, closing: Closing
+) -> None:
+    broker = closing(open_broker(server.url))
     await broker.ensure_group("s", G)
     ids = await broker.append(messages("s", map(str, range(12_800))))
     while await broker.read("s", G, "a", max_entries=1000, block_s=0):
@@ -98,11 +100,12 @@ async def test_reclaiming_is_one_round_trip_however_many_are_pending(server: Red
     sent = {name: row["calls"] for name, row in statistics.items() if "eval" in name or "xauto" in name}
     # The first call sends the script's text once.
     assert sent == {"cmdstat_evalsha": 2, "cmdstat_eval": 1}
-    await broker.close()
 
 
-async def test_entries_that_were_deleted_are_not_reclaimed_again_and_again(server: RedisServer) -> None:
-    broker = open_broker(server.url)
+async def test_entries_that_were_deleted_are_not_reclaimed_again_and_again(
+    server: RedisServer, closing: Closing
+) -> None:
+    broker = closing(open_broker(server.url))
     await broker.ensure_group("s", G)
     ids = await broker.append(messages("s", map(str, range(3000))))
     await drain(broker, "s", G, "a")
@@ -111,22 +114,22 @@ async def test_entries_that_were_deleted_are_not_reclaimed_again_and_again(serve
         entries = await broker.reclaim("s", G, "b", min_idle_s=0, max_entries=4)
         assert payloads(entries) == ["1500", "1501", "1503", "1504"]
         assert admin.xpending("s", G)["pending"] == 3000 - 1501
-    await broker.close()
 
 
-async def test_the_pool_serves_more_tasks_than_it_has_connections(server: RedisServer) -> None:
-    broker = RedisStreamsBroker(RedisClient(server.url, max_connections=4, reserved_connections=2))
+async def test_the_pool_serves_more_tasks_than_it_has_connections(
+    server: RedisServer, closing: Closing
+) -> None:
+    broker = closing(RedisStreamsBroker(RedisClient(server.url, max_connections=4, reserved_connections=2)))
     await broker.ensure_group("s", G)
     readers = [asyncio.create_task(broker.read("s", G, "a", max_entries=1, block_s=10)) for _ in range(4)]
     await asyncio.gather(*(broker.append(messages("s", [str(number)])) for number in range(100)))
     assert sum(len(entries) for entries in await asyncio.gather(*readers)) == 4
     with redis.Redis.from_url(server.url) as admin:
         assert len(admin.client_list()) <= 4 + 1
-    await broker.close()
 
 
-async def test_cancelled_readers_leave_the_pool_usable(server: RedisServer) -> None:
-    broker = RedisStreamsBroker(RedisClient(server.url, max_connections=4, reserved_connections=2))
+async def test_cancelled_readers_leave_the_pool_usable(server: RedisServer, closing: Closing) -> None:
+    broker = closing(RedisStreamsBroker(RedisClient(server.url, max_connections=4, reserved_connections=2)))
     await broker.ensure_group("s", G)
     for _ in range(10):
         reading = asyncio.create_task(broker.read("s", G, "a", max_entries=1, block_s=30))
@@ -135,4 +138,3 @@ async def test_cancelled_readers_leave_the_pool_usable(server: RedisServer) -> N
         await asyncio.wait([reading])
     await broker.append(messages("s", ["0"]))
     assert payloads(await broker.read("s", G, "b", max_entries=1, block_s=20)) == ["0"]
-    await broker.close()

@@ -16,6 +16,7 @@ from paceline.broker import Ack, Entry, Mailbox, Outgoing, open_broker
 from paceline.broker.redis.redis_blobs import BlobClient
 from paceline.broker.redis.redis_server import RedisServer
 from paceline.core.errors import BrokerError
+from support.closing import Closing
 from support.redis_faults import Notices, kill, unix_server
 from support.streams import Stopwatch, drain, messages, payloads, reclaim_all
 
@@ -23,8 +24,10 @@ pytestmark = pytest.mark.redis
 G = "group"
 
 
-async def test_nothing_acknowledged_is_lost_with_the_servers_process(server: RedisServer) -> None:
-    broker = open_broker(server.url)
+async def test_nothing_acknowledged_is_lost_with_the_servers_process(
+    server: RedisServer, closing: Closing
+) -> None:
+    broker = closing(open_broker(server.url))
     await broker.ensure_group("s", G)
     await broker.append(
         [
@@ -45,25 +48,24 @@ async def test_nothing_acknowledged_is_lost_with_the_servers_process(server: Red
     assert payloads(await drain(broker, "s", G, "b")) == [str(number) for number in range(100, 200)]
     values = await broker.get_blobs([f"b{number}" for number in range(200)])
     assert values == [b"x" * number for number in range(200)]
-    await broker.close()
 
 
-async def test_a_reader_waits_through_a_restart(server: RedisServer) -> None:
-    broker = open_broker(server.url)
+async def test_a_reader_waits_through_a_restart(server: RedisServer, closing: Closing) -> None:
+    broker = closing(open_broker(server.url))
     await broker.ensure_group("s", G)
     reading = asyncio.create_task(broker.read("s", G, "a", max_entries=1, block_s=120))
     await asyncio.sleep(0.1)
     kill(server)
     await asyncio.to_thread(server.restart)
-    other = open_broker(server.url)
+    other = closing(open_broker(server.url))
     await other.append(messages("s", ["after"]))
     assert payloads(await reading) == ["after"]
-    await other.close()
-    await broker.close()
 
 
-async def test_a_server_that_stays_away_is_named_without_its_password(server: RedisServer) -> None:
-    broker = open_broker(server.url, outage_timeout_s=0.5)
+async def test_a_server_that_stays_away_is_named_without_its_password(
+    server: RedisServer, closing: Closing
+) -> None:
+    broker = closing(open_broker(server.url, outage_timeout_s=0.5))
     server.stop()
     watch = Stopwatch()
     with pytest.raises(
@@ -75,12 +77,13 @@ async def test_a_server_that_stays_away_is_named_without_its_password(server: Re
     assert server.url.split(":")[2].split("@")[0] not in str(caught.value)
     with BlobClient(server.url, outage_timeout_s=0.5) as reader, pytest.raises(BrokerError, match="MGET"):
         reader.get(["k"])
-    await broker.close()
 
 
-async def test_after_the_bound_commands_fail_at_once_until_the_server_is_back(server: RedisServer) -> None:
+async def test_after_the_bound_commands_fail_at_once_until_the_server_is_back(
+    server: RedisServer, closing: Closing
+) -> None:
     bound_s = 4.0
-    broker = open_broker(server.url, outage_timeout_s=bound_s)
+    broker = closing(open_broker(server.url, outage_timeout_s=bound_s))
     server.stop()
     with pytest.raises(BrokerError, match="XLEN"):
         await broker.length("s")
@@ -92,11 +95,10 @@ async def test_after_the_bound_commands_fail_at_once_until_the_server_is_back(se
     assert watch.seconds < 0.9 * bound_s
     server.restart()
     assert await broker.length("s") == 0
-    await broker.close()
 
 
-async def test_waiting_through_an_outage_can_be_cancelled(server: RedisServer) -> None:
-    broker = open_broker(server.url)
+async def test_waiting_through_an_outage_can_be_cancelled(server: RedisServer, closing: Closing) -> None:
+    broker = closing(open_broker(server.url))
     await broker.append(messages("s", ["0"]))
     mailbox = Mailbox(broker, "s", G, "a", lease_s=0.3)
     async with mailbox:
@@ -112,12 +114,11 @@ async def test_waiting_through_an_outage_can_be_cancelled(server: RedisServer) -
             task.cancel()
         await asyncio.wait(commands)
     assert watch.seconds < 200  # leaving gives back what it has, but not at the price of a long wait
-    await broker.close()
 
 
-async def test_an_outage_is_announced_once_and_so_is_its_end(server: RedisServer) -> None:
+async def test_an_outage_is_announced_once_and_so_is_its_end(server: RedisServer, closing: Closing) -> None:
     notices = Notices()
-    broker = notices.open(server.url)
+    broker = closing(notices.open(server.url))
     await broker.ensure_group("s", G)
     kill(server)
     watch = Stopwatch()
@@ -133,14 +134,13 @@ async def test_an_outage_is_announced_once_and_so_is_its_end(server: RedisServer
     assert await broker.length("s") == 5
     assert len(notices) == 2
     assert re.fullmatch(rf"broker redis://\*\*\*@127.0.0.1:{server.port}/0 is back after \d+ s", notices[1])
-    await broker.close()
 
 
 @pytest.mark.parametrize(
     "command", ["read", "read_log", "append", "ack", "renew", "reclaim", "trim", "get_blobs", "ensure_group"]
 )
-async def test_a_command_waits_through_a_restart(server: RedisServer, command: str) -> None:
-    broker = open_broker(server.url)
+async def test_a_command_waits_through_a_restart(server: RedisServer, command: str, closing: Closing) -> None:
+    broker = closing(open_broker(server.url))
     await broker.ensure_group("s", G)
     await broker.append([Outgoing(stream="s", payload=b"0", blobs={"b": b"v"})])
     (entry,) = await broker.read("s", G, "a", max_entries=1, block_s=0)
@@ -165,15 +165,14 @@ async def test_a_command_waits_through_a_restart(server: RedisServer, command: s
     assert await waiting == results.get(command, [] if command == "reclaim" else None)
     pending = await reclaim_all(broker, "s", G, "c")
     assert payloads(pending) == ([] if command in ("ack", "append") else ["0"])
-    await broker.close()
 
 
 async def test_after_an_outage_consumers_have_a_lease_to_renew_before_others_take_over(
-    server: RedisServer,
+    server: RedisServer, closing: Closing
 ) -> None:
     """`a` could not renew two leases in an outage that outlasts them; it then renews one of them."""
     lease_s = 2.4
-    a, b = open_broker(server.url), open_broker(server.url)
+    a, b = closing(open_broker(server.url)), closing(open_broker(server.url))
     await a.ensure_group("s", G)
     await a.append(messages("s", ["renewed", "left"]))
     renewed, left = [entry.entry_id for entry in await a.read("s", G, "a", max_entries=2, block_s=0)]
@@ -193,12 +192,10 @@ async def test_after_an_outage_consumers_have_a_lease_to_renew_before_others_tak
         entries = await b.reclaim("s", G, "b", min_idle_s=lease_s, max_entries=2)
     assert [entry.entry_id for entry in entries] == [left]
     assert lease_s <= asyncio.get_running_loop().time() - over < lease_s + 30
-    await a.close()
-    await b.close()
 
 
-async def test_a_blob_reader_waits_through_a_restart(server: RedisServer) -> None:
-    broker = open_broker(server.url)
+async def test_a_blob_reader_waits_through_a_restart(server: RedisServer, closing: Closing) -> None:
+    broker = closing(open_broker(server.url))
     await broker.put_blob("b", b"v")
     with BlobClient(server.url) as reader:
         assert reader.get(["b"]) == [b"v"]
@@ -208,11 +205,12 @@ async def test_a_blob_reader_waits_through_a_restart(server: RedisServer) -> Non
         assert not reading.done()
         await asyncio.to_thread(server.restart)
         assert await reading == [b"v"]
-    await broker.close()
 
 
-async def test_a_server_that_comes_back_empty_has_no_entries_and_no_marker(server: RedisServer) -> None:
-    broker = open_broker(server.url)
+async def test_a_server_that_comes_back_empty_has_no_entries_and_no_marker(
+    server: RedisServer, closing: Closing
+) -> None:
+    broker = closing(open_broker(server.url))
     await broker.put_blob("marker", b"1")
     await broker.append(messages("s", ["0", "1"]))
     async with Mailbox(broker, "s", G, "a", lease_s=0.3, block_s=0.1) as box:
@@ -226,23 +224,22 @@ async def test_a_server_that_comes_back_empty_has_no_entries_and_no_marker(serve
         await broker.ensure_group("s", G)
         await broker.append(messages("s", ["again"]))
         assert payloads(await box.take(block_s=30)) == ["again"]
-    await broker.close()
 
 
-async def test_a_server_that_was_started_again_is_another_process(server: RedisServer) -> None:
-    broker, other = open_broker(server.url), open_broker(server.url)
+async def test_a_server_that_was_started_again_is_another_process(
+    server: RedisServer, closing: Closing
+) -> None:
+    broker, other = closing(open_broker(server.url)), closing(open_broker(server.url))
     first = await broker.incarnation()
     assert [await broker.incarnation(), await other.incarnation()] == [first, first]
     kill(server)
     await asyncio.to_thread(server.restart)
     assert await broker.incarnation() != first
-    for client in (broker, other):
-        await client.close()
 
 
-async def test_a_server_that_freezes_is_waited_for(server: RedisServer) -> None:
+async def test_a_server_that_freezes_is_waited_for(server: RedisServer, closing: Closing) -> None:
     notices = Notices()
-    broker = notices.open(server.url, timeout_s=1.0)
+    broker = closing(notices.open(server.url, timeout_s=1.0))
     await broker.ensure_group("s", G)
     await broker.put_blob("b", b"v")
     with BlobClient(server.url, timeout_s=1.0) as reader:
@@ -269,10 +266,9 @@ async def test_a_server_that_freezes_is_waited_for(server: RedisServer) -> None:
     stored = await broker.read_log("s", after="0-0", max_entries=99, block_s=0)
     assert ids[0] in [entry.entry_id for entry in stored]
     assert await broker.get_blobs(["nix", "b"]) == [None, b"v"]
-    await broker.close()
 
 
-async def test_a_server_that_is_loading_is_waited_for(tmp_path: Path) -> None:
+async def test_a_server_that_is_loading_is_waited_for(tmp_path: Path, closing: Closing) -> None:
     with unix_server(tmp_path) as path, redis.Redis(unix_socket_path=str(path)) as admin:
         # Redis looks at its clients after every 2 MiB that it has loaded.
         blobs = {f"b{number}": os.urandom(2**15) for number in range(500)}
@@ -285,10 +281,9 @@ async def test_a_server_that_is_loading_is_waited_for(tmp_path: Path) -> None:
             pytest.raises(redis.BusyLoadingError),
         ):
             admin.get("b0")
-        broker = open_broker(f"unix://{path}")
+        broker = closing(open_broker(f"unix://{path}"))
         with BlobClient(f"unix://{path}") as reader:
             reading = asyncio.to_thread(reader.get, ["b0", "b499"])
             (ids, values) = await asyncio.gather(broker.append(messages("s", ["0"])), reading)
         assert len(ids) == 1
         assert values == [blobs["b0"], blobs["b499"]]
-        await broker.close()

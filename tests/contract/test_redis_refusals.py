@@ -13,6 +13,7 @@ from paceline.broker import Ack, Outgoing, open_broker
 from paceline.broker.redis.redis_blobs import BlobClient
 from paceline.broker.redis.redis_server import RedisServer
 from paceline.core.errors import BrokerError, LostDataError
+from support.closing import Closing
 from support.redis_faults import Notices, unix_server
 from support.streams import Stopwatch, messages, payloads, reclaim_all
 
@@ -20,9 +21,11 @@ pytestmark = pytest.mark.redis
 G = "group"
 
 
-async def test_a_full_server_makes_writers_wait_until_something_drains(server: RedisServer) -> None:
+async def test_a_full_server_makes_writers_wait_until_something_drains(
+    server: RedisServer, closing: Closing
+) -> None:
     notices = Notices()
-    broker = notices.open(server.url)
+    broker = closing(notices.open(server.url))
     keys, blob = [f"b{number}" for number in range(12)], b"x" * 2**20
 
     async def write(some: list[str]) -> None:
@@ -53,14 +56,13 @@ async def test_a_full_server_makes_writers_wait_until_something_drains(server: R
             admin.config_set("maxmemory", 0)
         await writing
     assert await broker.length("s") == 12
-    await broker.close()
 
 
-async def test_a_full_server_keeps_its_readers_connections(server: RedisServer) -> None:
+async def test_a_full_server_keeps_its_readers_connections(server: RedisServer, closing: Closing) -> None:
     # A connection closed under a reader fails its command; its next attempt then tells, falsely, that the
     # server is back.
     notices = Notices()
-    broker = notices.open(server.url)
+    broker = closing(notices.open(server.url))
     with redis.Redis.from_url(server.url) as admin:
         await broker.append(messages("s", ["0"]))
         await asyncio.gather(*(broker.length("s") for _ in range(3)))
@@ -71,23 +73,25 @@ async def test_a_full_server_keeps_its_readers_connections(server: RedisServer) 
         assert connected <= {client["id"] for client in admin.client_list()}
         admin.config_set("maxmemory", 0)
     await writing
-    await broker.close()
 
 
-async def test_a_full_server_that_never_drains_ends_in_an_error(server: RedisServer) -> None:
-    broker = open_broker(server.url, outage_timeout_s=0.5)
+async def test_a_full_server_that_never_drains_ends_in_an_error(
+    server: RedisServer, closing: Closing
+) -> None:
+    broker = closing(open_broker(server.url, outage_timeout_s=0.5))
     with redis.Redis.from_url(server.url) as admin:
         admin.config_set("maxmemory", 1)
     watch = Stopwatch()
     with pytest.raises(BrokerError, match=r"is full.*nothing drains, for .* raise its maxmemory"):
         await broker.append(messages("s", ["0"]))
     assert 0.4 < watch.seconds < 200  # and not the 300 s of the default
-    await broker.close()
 
 
-async def test_a_replica_is_waited_for_until_it_is_promoted(server: RedisServer, tmp_path: Path) -> None:
+async def test_a_replica_is_waited_for_until_it_is_promoted(
+    server: RedisServer, tmp_path: Path, closing: Closing
+) -> None:
     with RedisServer.start(tmp_path / "other") as primary, redis.Redis.from_url(server.url) as admin:
-        broker = open_broker(server.url)
+        broker = closing(open_broker(server.url))
         await broker.ensure_group("s", G)
         admin.config_set("replica-read-only", "yes")
         admin.replicaof("127.0.0.1", primary.port)
@@ -101,15 +105,16 @@ async def test_a_replica_is_waited_for_until_it_is_promoted(server: RedisServer,
         admin.replicaof("NO", "ONE")
         async with asyncio.timeout(120):
             await commands
-        await broker.close()
 
 
-async def test_after_a_failover_the_address_is_looked_up_again(server: RedisServer, tmp_path: Path) -> None:
+async def test_after_a_failover_the_address_is_looked_up_again(
+    server: RedisServer, tmp_path: Path, closing: Closing
+) -> None:
     """A symbolic link takes the place of a DNS name: it leads to another server after the failover."""
     link = tmp_path / "primary.sock"
     with unix_server(tmp_path / "a") as first, unix_server(tmp_path / "b") as second:
         link.symlink_to(first)
-        broker = open_broker(f"unix://{link}")
+        broker = closing(open_broker(f"unix://{link}"))
         await broker.append(messages("s", ["old"]))
         with redis.Redis(unix_socket_path=str(first)) as admin:
             admin.replicaof("127.0.0.1", server.port)
@@ -122,11 +127,12 @@ async def test_after_a_failover_the_address_is_looked_up_again(server: RedisServ
             await appending
         with redis.Redis(unix_socket_path=str(second)) as admin:
             assert admin.xlen("s") == 1
-        await broker.close()
 
 
-async def test_another_server_at_the_address_is_not_waited_for(server: RedisServer, tmp_path: Path) -> None:
-    broker = open_broker(server.url)
+async def test_another_server_at_the_address_is_not_waited_for(
+    server: RedisServer, tmp_path: Path, closing: Closing
+) -> None:
+    broker = closing(open_broker(server.url))
     await broker.append(messages("s", ["0"]))
     server.stop()
     with (
@@ -134,45 +140,44 @@ async def test_another_server_at_the_address_is_not_waited_for(server: RedisServ
         pytest.raises(BrokerError, match="refused the password"),
     ):
         await broker.append(messages("s", ["1"]))
-    await broker.close()
 
 
-async def test_a_wrong_password_is_said(server: RedisServer) -> None:
-    broker = open_broker(f"redis://:wrong@127.0.0.1:{server.port}/0")
+async def test_a_wrong_password_is_said(server: RedisServer, closing: Closing) -> None:
+    broker = closing(open_broker(f"redis://:wrong@127.0.0.1:{server.port}/0"))
     with pytest.raises(BrokerError, match=r"refused the password: correct it in broker\.url") as caught:
         await broker.ping()
     assert "wrong" not in str(caught.value).replace("WRONGPASS", "")
-    await broker.close()
 
 
-async def test_no_password_is_said(server: RedisServer) -> None:
-    broker = open_broker(f"redis://127.0.0.1:{server.port}/0")
+async def test_no_password_is_said(server: RedisServer, closing: Closing) -> None:
+    broker = closing(open_broker(f"redis://127.0.0.1:{server.port}/0"))
     with pytest.raises(BrokerError, match="refused the password"):
         await broker.ping()
-    await broker.close()
 
 
-async def test_a_server_that_forgot_the_scripts_is_told_again(server: RedisServer) -> None:
-    broker = open_broker(server.url)
+async def test_a_server_that_forgot_the_scripts_is_told_again(server: RedisServer, closing: Closing) -> None:
+    broker = closing(open_broker(server.url))
     await broker.append(messages("s", ["0"]))
     with redis.Redis.from_url(server.url) as admin:
         admin.script_flush()
     await broker.append(messages("s", ["1"]))
     assert await broker.length("s") == 2
-    await broker.close()
 
 
-async def test_a_name_of_another_kind_is_refused_with_the_servers_words(server: RedisServer) -> None:
-    broker = open_broker(server.url)
+async def test_a_name_of_another_kind_is_refused_with_the_servers_words(
+    server: RedisServer, closing: Closing
+) -> None:
+    broker = closing(open_broker(server.url))
     await broker.append([Outgoing(stream="s", payload=b"", blobs={"k": b"v"})])
     with pytest.raises(BrokerError, match=r"XLEN: .* refused it: .*wrong kind of value"):
         await broker.length("k")
-    await broker.close()
 
 
 @pytest.mark.parametrize("wrong", ["answers", "acknowledged"])
-async def test_an_answer_that_is_refused_stores_nothing(server: RedisServer, wrong: str) -> None:
-    broker = open_broker(server.url)
+async def test_an_answer_that_is_refused_stores_nothing(
+    server: RedisServer, wrong: str, closing: Closing
+) -> None:
+    broker = closing(open_broker(server.url))
     await broker.ensure_group("s", G)
     await broker.append([Outgoing(stream="s", payload=b"0", blobs={"not-a-stream": b"v"})])
     (entry,) = await broker.read("s", G, "a", max_entries=1, block_s=0)
@@ -185,11 +190,12 @@ async def test_an_answer_that_is_refused_stores_nothing(server: RedisServer, wro
     assert await broker.length("answers") == 0
     assert await broker.get_blobs(["b"]) == [None]
     assert payloads(await reclaim_all(broker, "s", G, "b")) == ["0"]
-    await broker.close()
 
 
-async def test_entries_are_not_acknowledged_before_the_last_of_their_answers(server: RedisServer) -> None:
-    broker = open_broker(server.url)
+async def test_entries_are_not_acknowledged_before_the_last_of_their_answers(
+    server: RedisServer, closing: Closing
+) -> None:
+    broker = closing(open_broker(server.url))
     await broker.ensure_group("s", G)
     await broker.append([Outgoing(stream="s", payload=b"0", blobs={"not-a-stream": b"v"})])
     (entry,) = await broker.read("s", G, "a", max_entries=1, block_s=0)
@@ -198,11 +204,10 @@ async def test_entries_are_not_acknowledged_before_the_last_of_their_answers(ser
         await broker.append(answers, ack=Ack(stream="s", group=G, entry_ids=[entry.entry_id]))
     assert await broker.length("answers") == 256
     assert payloads(await reclaim_all(broker, "s", G, "b")) == ["0"]
-    await broker.close()
 
 
-async def test_a_blob_reader_names_what_is_missing(server: RedisServer) -> None:
-    broker = open_broker(server.url)
+async def test_a_blob_reader_names_what_is_missing(server: RedisServer, closing: Closing) -> None:
+    broker = closing(open_broker(server.url))
     blobs = {f"b{number}": bytes([number]) for number in range(150)}
     await broker.append([Outgoing(stream="s", payload=b"", blobs=blobs)])
     with BlobClient(server.url) as reader:
@@ -212,13 +217,12 @@ async def test_a_blob_reader_names_what_is_missing(server: RedisServer) -> None:
             LostDataError, match=r"7 of 9 blobs are not at .*: gone0, gone1, .*gone4 and 2 more"
         ):
             reader.get(["b3", *(f"gone{number}" for number in range(7)), "b4"])
-    await broker.close()
 
 
 async def test_a_blob_client_stores_what_it_is_given_and_waits_for_no_full_server(
-    server: RedisServer,
+    server: RedisServer, closing: Closing
 ) -> None:
-    broker = open_broker(server.url)
+    broker = closing(open_broker(server.url))
     blobs = {f"b{number}": bytes([number]) for number in range(150)}
     with BlobClient(server.url, outage_timeout_s=600.0) as client:
         client.put(blobs)
@@ -230,4 +234,3 @@ async def test_a_blob_client_stores_what_it_is_given_and_waits_for_no_full_serve
         with pytest.raises(BrokerError, match="did not store blobs.*maxmemory"):
             client.put({"c": b"x"})
         assert time.monotonic() - began < 300
-    await broker.close()
