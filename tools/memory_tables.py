@@ -52,10 +52,10 @@ stays. Further:
 - **Out of memory in the plan**: the sentence names the setting. In this order they cost least:
   `actor.memory.recompute: full`, a lower `actor.ppo_max_token_len_per_gpu` (not below one sequence),
   `actor.memory.accumulate: false`, more learner ranks. `actor.memory.offload_reference: true` keeps the
-  reference model in host memory except while it scores; `actor.memory.offload: true` keeps AdamW's averages
-  there, which the plan chooses by itself where nothing else fits, or where their visits take less time than
-  recomputing, as with large mini-batches, and the host has 20 bytes of free memory per parameter. The
-  policy's own shards [stay on the GPU](decisions/0027-parameters-stay-on-the-gpu.md).
+  reference model and `algorithm.networks` in host memory except while they score; `actor.memory.offload:
+  true` keeps AdamW's averages there, which the plan chooses by itself where nothing else fits, or where their
+  visits take less time than recomputing, as with large mini-batches, and the host has 20 bytes of free memory
+  per parameter. The policy's own shards [stay on the GPU](decisions/0027-parameters-stay-on-the-gpu.md).
 - **The learner waits for servers on other GPUs**: `barrier.work_ahead: scores`, or `gradients`, has it work
   on prompts whose responses are all there. It pays where prompts wait for a free place in the engines
   (`rollout.max_num_seqs`), and [not where all decode at once](decisions/0024-work-ahead-of-the-barrier.md).

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -285,6 +286,13 @@ def test_the_check_of_a_run_looks_at_what_is_stored(tmp_path: Path, critic: bool
     sections: dict[str, Any] = {"critic": {"path": str(paths[1])}}
     with pytest.raises(ModelError, match=r"lacks \(1\): .*q_proj.bias"):
         check_models(run_config(paths[0], **sections))
+    teacher: dict[str, Any] = {"adv_estimator": "my.py:f", "networks": {"teacher": str(folder)}}
+    with (
+        mock.patch("paceline.learner.model.self_test.check_frozen_networks") as checked,
+        pytest.raises(ModelError, match=r"lacks \(1\): .*q_proj.bias"),
+    ):
+        check_models(run_config(plain, algorithm=teacher))
+    assert checked.called
     if not critic:
         headless = {name: value for name, value in stored(plain).items() if name != "lm_head.weight"}
         save_file(headless, plain / "model.safetensors", metadata={"format": "pt"})

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed import HashStore
 
 from paceline.core.errors import ConfigError
+from paceline.learner import group
 from paceline.learner.checkpoint.load import load
 from paceline.learner.checkpoint.manifest import Manifest
 from paceline.learner.distributed.host_memory import local_part
@@ -263,3 +265,15 @@ def test_the_trial_gives_own_code_the_networks_names(own: str) -> None:
     )
     with pytest.raises(ConfigError, match=r"KeyError: 'teacher'.*inputs.log_probs_of has old, rollout; alg"):
         try_algorithm(run_config(Path("m"), algorithm=OWN, actor={"policy_loss": loss}))
+
+
+def test_a_rank_takes_the_networks_from_folders_of_its_host(
+    model: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "local_folder", lambda place, model: f"copy of {place}")
+    config = with_teacher(model, "s3://models/teacher", "my.py")
+    fields = ("broker_url", "checkpoint_root", "checkpoint_marker", "run_dir", "host", "advertise")
+    given = group.RankRegistration(config=config, checkpoints=(), **dict.fromkeys(fields, ""))
+    local = group._localise(given, ranks, HashStore(), None).config
+    assert local.algorithm.networks["teacher"].path == "copy of s3://models/teacher"
+    assert local.model.path == str(model)

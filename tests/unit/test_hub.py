@@ -245,6 +245,17 @@ def test_a_run_keeps_its_commits_when_the_branch_moves(hub: StandInHub) -> None:
     assert pinned_run(_config()).model.path == f"hf://acme/tiny@{moved}"
 
 
+def test_frozen_networks_keep_their_commits_too(hub: StandInHub) -> None:
+    commit = hub.put("acme/tiny", MODEL)
+    algorithm = {"adv_estimator": "mine.py:gap", "networks": {"teacher": "acme/tiny"}}
+    config = _config(model={"path": "/srv/model"}, data={"train_files": "a.jsonl"}, algorithm=algorithm)
+    assert uses_hub(config)
+    pinned = pinned_run(config).algorithm
+    assert pinned.networks["teacher"].path == f"hf://acme/tiny@{commit}"
+    small = Path(local_folder("acme/tiny", config.model, weights=False))
+    assert sorted(path.name for path in small.iterdir()) == ["config.json", "tokenizer.json"]
+
+
 def test_services_may_ask_the_hub_only_for_names(hub: StandInHub) -> None:
     commit = hub.put("acme/tiny", MODEL)
     hub.put("openai/gsm8k", GSM8K, kind="datasets")

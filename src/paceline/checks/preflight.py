@@ -487,7 +487,10 @@ def parts(*, here: bool, tests: Path | None) -> list[PreflightCheck]:
         here: the run is to start on this machine.
         tests: an empty folder for what the tests of the model leave to each other; None: no such tests.
     """
-    chosen = [PreflightCheck(name="model", check=_model)]
+    chosen = [
+        PreflightCheck(name="model", check=_model),
+        PreflightCheck(name="frozen networks", check=_networks),
+    ]
     if tests is not None:
         wait = "packed log-probs of a small model of this kind against transformers', some 5 s"
         chosen.append(PreflightCheck(name="self-test", check=partial(self_test, kept=tests), wait=wait))
@@ -504,7 +507,6 @@ def parts(*, here: bool, tests: Path | None) -> list[PreflightCheck]:
 
 _PARTS: tuple[tuple[str, Callable[[RunConfig], str]], ...] = (
     ("tokenizer", _tokenizer),
-    ("frozen networks", _networks),
     ("training prompts", lambda config: _prompts(config, "train")),
     ("validation prompts", lambda config: _prompts(config, "val")),
     ("reward functions", _rewards),

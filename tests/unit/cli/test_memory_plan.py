@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -272,6 +273,32 @@ def test_an_offloaded_reference_is_on_the_gpu_while_it_scores() -> None:
     assert waits.scoring["reference"] == share
     assert sum(waits.scoring.values()) == sum(stays.scoring.values())
     assert stays.most - waits.most == share
+
+
+def test_frozen_networks_of_other_shapes_by_hand(tmp_path: Path) -> None:
+    """A policy of 0.5B with a reference and a teacher of 7B."""
+    (tmp_path / "config.json").write_text(json.dumps(SEVEN))
+
+    def of(**memory: Any) -> LearnerMemory:
+        algorithm = {"adv_estimator": "my.py:f", "networks": {"teacher": str(tmp_path)}}
+        actor = {"use_kl_loss": True, "memory": {"recompute": "full", **memory}}
+        return LearnerMemory.of(run_of(algorithm=algorithm, actor=actor), shape_of(HALF))
+
+    stays, waits = of(), of(offload_reference=True)
+    small, large, bare = 494_032_768, 7_615_616_512, LearnerMemory.of(run_of(), shape_of(HALF))
+    shares = 2 * small // 4 + 2 * large // 4
+    assert sum(stays.resident.values()) - sum(bare.resident.values()) == shares
+    assert sum(waits.resident.values()) == sum(bare.resident.values())
+    # One after the other is on the GPU: the larger one at most.
+    assert "reference" not in waits.scoring
+    assert waits.scoring["teacher"] == 2 * large // 4
+    layer = (large - 2 * 152064 * 3584 - 3584) // 28
+    assert stays.scoring["gathered"] == 2 * (2 * 152064 * 3584 + 3584 + 2 * layer)
+    assert stays.scoring["activations"] == stays.num_tokens * 2 * (4 * 18944 + 13 * 3584) + GIB
+    assert stays.update["gathered"] == bare.update["gathered"]
+    # Where its config.json is not here, it counts as the policy.
+    (tmp_path / "config.json").unlink()
+    assert of(offload_reference=True).scoring["reference"] == 2 * small // 4
 
 
 def test_adapters_by_hand() -> None:
