@@ -29,7 +29,6 @@ from paceline.engines.registry import engine_facts
 from paceline.models.facts import family_of
 from paceline.models.model_shape import ModelShape
 from paceline.service.addresses import split
-from paceline.service.observability.gpu_metrics import gpu_memory
 from paceline.show.trackers.adapters import check_installed
 from paceline.sizing.gpus import share_gpus
 from paceline.sizing.machine import Machine
@@ -445,13 +444,15 @@ def _trackers(config: RunConfig) -> str:
 
 def _memory(config: RunConfig) -> str:
     """The memory plan of this machine's GPUs."""
+    machine = Machine.here()
     try:
-        learner, rollout = share_gpus(config, Machine.here().gpus)
+        learner, rollout = share_gpus(config, machine.gpus)
     except ConfigError:
         return "not planned, as the devices have a fault"
     if not learner:
         return "CPU, nothing to plan"
-    return _memory_plan(config, learner, tuple(gpu for gpus in rollout for gpu in gpus), gpu_memory())
+    engines = tuple(gpu for gpus in rollout for gpu in gpus)
+    return _memory_plan(config, learner, engines, machine.gpu_bytes)
 
 
 def _memory_elsewhere(config: RunConfig) -> str:

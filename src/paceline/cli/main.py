@@ -19,6 +19,7 @@ COMMANDS: dict[str, str] = {
     "init": "write a commented configuration from a few flags or questions",
     "convert-config": "write a configuration of verl or TRL as ours",
     "check": "validate configuration, data and model without starting anything",
+    "plan": "compare the layouts that a run may have on GPUs, with an estimate of their steps",
     "doctor": "report what this machine offers and lacks",
     "chaos": "train under faults, then check what the run has written",
     "certs": "make certificates, tokens and the Redis user, with which services prove who they are",

@@ -266,6 +266,23 @@ class ModelShape:
         return with_experts * self.layer + self.num_dense * self._dense_layer + self.root
 
     @property
+    def active_layers(self) -> int:
+        """Parameters of all layers that a token meets: of the experts, those chosen for it."""
+        idle = max(0, self.num_experts - self.num_chosen) * 3 * self.hidden * self.intermediate
+        with_experts = self.num_layers - self.num_dense
+        return with_experts * (self.layer - idle) + self.num_dense * self._dense_layer
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that a token meets in its layers, and the head's."""
+        return self.active_layers + self.vocab * self.hidden
+
+    @property
+    def idle_parameters(self) -> int:
+        """Parameters of the layers that a token does not meet."""
+        return self.num_parameters - self.root - self.active_layers
+
+    @property
     def largest(self) -> int:
         """Numbers of the largest parameter: embedding, an MLP's matrix, or two matrices of all experts."""
         mlp = self.hidden * self.intermediate * (2 * self.num_experts or 1)

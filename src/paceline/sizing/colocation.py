@@ -10,7 +10,6 @@ from typing import Any, Final
 from paceline.config.run import RunConfig
 from paceline.engines.registry import engine_facts
 from paceline.models.model_shape import ModelShape
-from paceline.service.observability.gpu_metrics import gpu_memory
 from paceline.sizing.engine_memory import EngineMemory, engine_budget
 from paceline.sizing.learner_memory import LearnerMemory
 from paceline.sizing.memory_choice import fits_awake
@@ -29,20 +28,22 @@ _MARGIN: Final = 0.04
 _SPARE_TOKENS: Final = 32
 
 
-def settle_colocated(config: RunConfig, gpus: Sequence[int], tree: Mapping[str, Any]) -> RunConfig:
+def settle_colocated(
+    config: RunConfig, gpus: Sequence[int], tree: Mapping[str, Any], gpu_bytes: Mapping[int, int]
+) -> RunConfig:
     """`placement: colocated` with nothing left open.
 
     Args:
         gpus: of this machine; empty on a CPU, where both sides share the cores anyway.
         tree: the model's config.json.
+        gpu_bytes: memory of each GPU, as far as it is known.
     """
     if not gpus:
         return settle_elsewhere(config, on_gpus=False)
-    config = _share_out(with_shared_memory(config), gpus, tree)
+    config = _share_out(with_shared_memory(config), gpus, tree, gpu_bytes)
     shape = ModelShape.of(tree)
-    known = gpu_memory()
     shared = sorted({*(config.learner.devices or ())} & {*(config.rollout.devices or ())})
-    totals = [known[gpu] for gpu in shared if gpu in known]
+    totals = [gpu_bytes[gpu] for gpu in shared if gpu in gpu_bytes]
     if shape is None or not totals:
         return _with_safe_memory(config)
     needed = _needed(config, shape, totals)
@@ -64,11 +65,13 @@ def settle_elsewhere(config: RunConfig, *, on_gpus: bool) -> RunConfig:
     return _with_sleep(config, "never") if config.rollout.sleep == "auto" else config
 
 
-def engine_size(config: RunConfig, num_gpus: int, tree: Mapping[str, Any]) -> int:
+def engine_size(
+    config: RunConfig, num_gpus: int, tree: Mapping[str, Any], gpu_bytes: Mapping[int, int]
+) -> int:
     """GPUs per engine: the fewest on which the weights leave room for a KV cache, at most half of all."""
     num_bytes = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
     heads = (tree.get("text_config") or tree).get("num_attention_heads")
-    smallest = min(gpu_memory().values(), default=_USUAL_MEMORY)
+    smallest = min(gpu_bytes.values(), default=_USUAL_MEMORY)
     room = smallest * config.rollout.gpu_memory_utilization * _WEIGHTS_SHARE
     size = 1
     while (
@@ -97,12 +100,14 @@ def with_shared_memory(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"weights": config.weights.model_copy(update={"backend": "shared"})})
 
 
-def _share_out(config: RunConfig, gpus: Sequence[int], tree: Mapping[str, Any]) -> RunConfig:
+def _share_out(
+    config: RunConfig, gpus: Sequence[int], tree: Mapping[str, Any], gpu_bytes: Mapping[int, int]
+) -> RunConfig:
     """Every GPU has a learner rank and is part of an engine, unless the file says otherwise."""
     learner, rollout = config.learner, config.rollout
     size = rollout.tensor_model_parallel_size
     if "tensor_model_parallel_size" not in rollout.model_fields_set:
-        size = engine_size(config, len(gpus), tree)
+        size = engine_size(config, len(gpus), tree, gpu_bytes)
     ranks = learner.world_size if "world_size" in learner.model_fields_set else len(gpus)
     learner_gpus = learner.devices if learner.devices is not None else tuple(gpus[:ranks])
     engine_gpus = rollout.devices if rollout.devices is not None else tuple(gpus)

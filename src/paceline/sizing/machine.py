@@ -9,11 +9,15 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import psutil
 
 from paceline.engines.registry import ENGINES
 from paceline.service import packages
+from paceline.service.observability.gpu_metrics import visible_gpus
+from paceline.sizing.cards import Card, card_of
 
 _NVIDIA = Path("/proc/driver/nvidia/gpus")
 _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -30,11 +34,17 @@ class Machine:
 
     Attributes:
         num_unusable_gpus: GPUs that are here, but not for the installed build of torch.
+        gpu_bytes: memory of each GPU, as far as it is known.
+        card: what the GPUs are; None if they are of an unknown kind, or of several.
+        host_bytes: free memory of the host.
     """
 
     num_cores: int
     gpus: tuple[int, ...]
     num_unusable_gpus: int = 0
+    gpu_bytes: Mapping[int, int] = field(default_factory=dict)
+    card: Card | None = None
+    host_bytes: int = 0
 
     @classmethod
     def here(cls) -> Machine:
@@ -42,7 +52,22 @@ class Machine:
         gpus = tuple(_gpu_indices())
         if gpus and is_cpu_build():
             return cls(num_cores=num_cores(), gpus=(), num_unusable_gpus=len(gpus))
-        return cls(num_cores=num_cores(), gpus=gpus)
+        seen = visible_gpus() if gpus else {}
+        cards = {card_of(gpu.name) for gpu in seen.values()}
+        return cls(
+            num_cores=num_cores(),
+            gpus=gpus,
+            gpu_bytes={index: gpu.num_bytes for index, gpu in seen.items()},
+            card=cards.pop() if len(cards) == 1 else None,
+            host_bytes=psutil.virtual_memory().available,
+        )
+
+    @classmethod
+    def imagined(cls, count: int, card: Card) -> Machine:
+        """Returns a machine with so many of a card, and twice their memory in the host."""
+        gpus, host_bytes = tuple(range(count)), 2 * count * card.num_bytes
+        gpu_bytes = dict.fromkeys(gpus, card.num_bytes)
+        return cls(num_cores=num_cores(), gpus=gpus, gpu_bytes=gpu_bytes, card=card, host_bytes=host_bytes)
 
 
 def is_cpu_build() -> bool:

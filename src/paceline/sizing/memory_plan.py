@@ -53,13 +53,13 @@ class MemoryPlan:
         )
 
     @property
-    def fits(self) -> bool:
-        """Whether every GPU has room for what it is to do."""
+    def refusal(self) -> str:
+        """Says which GPU has no room for what it is to do, and what to change; "" if all have."""
         try:
             self._check()
-        except ConfigError:
-            return False
-        return True
+        except ConfigError as error:
+            return str(error)
+        return ""
 
     @property
     def shared_gpus(self) -> list[int]:

@@ -69,8 +69,8 @@ def test_check_plans_the_memory_of_gpus(
     config_json = project / "model" / "config.json"
     config_json.write_text(json.dumps(json.loads(config_json.read_text()) | {"vocab_size": 1000}))
     words = ["learner.device=cuda", "learner.devices=[0]", "rollout.devices=[1]"]
-    monkeypatch.setattr(preflight.Machine, "here", lambda: preflight.Machine(num_cores=2, gpus=(0, 1)))
-    monkeypatch.setattr(preflight, "gpu_memory", lambda: {0: 80 << 30, 1: 80 << 30})
+    here = preflight.Machine(num_cores=2, gpus=(0, 1), gpu_bytes={0: 80 << 30, 1: 80 << 30})
+    monkeypatch.setattr(preflight.Machine, "here", lambda: here)
     main(["check", "run.yaml", *words])
     lines = capsys.readouterr().out.splitlines()
     first = lines.index("ok    memory: the most that each phase takes (an estimate)")
@@ -78,7 +78,7 @@ def test_check_plans_the_memory_of_gpus(
     assert lines[first + 4].startswith(
         "      rollout GPU 1, generation: 68.0 GiB = context 1.5 GiB + weights"
     )
-    monkeypatch.setattr(preflight, "gpu_memory", lambda: {0: 1 << 30, 1: 80 << 30})
+    here = preflight.Machine(num_cores=2, gpus=(0, 1), gpu_bytes={0: 1 << 30, 1: 80 << 30})
     assert main(["check", "run.yaml", *words]) == 2
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAULT memory")]
     assert line.startswith("FAULT memory: GPU 0 has 1.0 GiB, the learner's update needs")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -13,20 +13,22 @@ from paceline.cli.main import main
 from paceline.config.load import load, parse
 from paceline.config.run import RunConfig
 from paceline.service import packages
-from paceline.sizing import colocation, machine, placement
+from paceline.sizing import colocation, machine
 from paceline.sizing.gpus import share_gpus
 from paceline.sizing.machine import Machine
 from paceline.sizing.placement import settle
 from support.cli_configs import config
 from support.source import ROOT
 
+# What `on` says of its machine.
+gpu_bytes: dict[int, int] = {}
+host_bytes = 0
+
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(placement, "gpu_memory", lambda: {0: 80_000_000_000})
-    monkeypatch.setattr(colocation, "gpu_memory", lambda: {0: 80_000_000_000})
-    monkeypatch.setattr(placement.psutil, "virtual_memory", lambda: SimpleNamespace(available=0))
+    monkeypatch.setattr(sys.modules[__name__], "gpu_bytes", {0: 80_000_000_000})
     store(tmp_path, dtype="bfloat16")
     return tmp_path
 
@@ -40,7 +42,8 @@ def store(folder: Path, *, dtype: str, num_bytes: int = 1000) -> None:
 
 
 def on(num_gpus: int, **sections: object) -> tuple[RunConfig, str]:
-    settled = settle(config(**sections), Machine(num_cores=4, gpus=tuple(range(num_gpus))))
+    machine = Machine(num_cores=4, gpus=tuple(range(num_gpus)), gpu_bytes=gpu_bytes, host_bytes=host_bytes)
+    settled = settle(config(**sections), machine)
     return settled.config, settled.remarks[-1]
 
 
@@ -101,8 +104,7 @@ SIZES = {
 
 def sized(folder: Path, monkeypatch: pytest.MonkeyPatch, layers: int, gib: int) -> None:
     totals = dict.fromkeys(range(4), gib << 30)
-    monkeypatch.setattr(placement, "gpu_memory", lambda: totals)
-    monkeypatch.setattr(colocation, "gpu_memory", lambda: totals)
+    monkeypatch.setattr(sys.modules[__name__], "gpu_bytes", totals)
     (folder / "model" / "config.json").write_text(json.dumps(SIZES | {"num_hidden_layers": layers}))
 
 
@@ -144,8 +146,7 @@ def test_averages_go_to_the_host_where_its_free_memory_and_large_mini_batches_ma
     grpo = {"adv_estimator": "grpo", "use_kl_in_reward": False, "kl_ctrl": {"type": "fixed"}}
     offloads = []
     for gib in (100, 250):
-        host = SimpleNamespace(available=gib << 30)
-        monkeypatch.setattr(placement.psutil, "virtual_memory", lambda host=host: host)
+        monkeypatch.setattr(sys.modules[__name__], "host_bytes", gib << 30)
         settled, _ = on(2, placement="colocated", algorithm=grpo, actor=actor, rollout={"n": 8})
         offloads.append(settled.actor.memory.offload)
     assert offloads == [False, True]
@@ -227,7 +228,6 @@ def test_the_colocated_example_names_what_would_be_chosen(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In containers it is used as it is: the controller sees no GPU, and chooses nothing."""
-    monkeypatch.setattr(colocation, "gpu_memory", lambda: dict.fromkeys(range(8), 80 << 30))
     (folder / "model" / "config.json").write_text(json.dumps(SMALL))
     path = ROOT / "examples/gsm8k/qwen2_5_0_5b_8gpu_colocated.yaml"
     example = load(RunConfig, path, [f"model.path={folder / 'model'}"])
@@ -235,7 +235,8 @@ def test_the_colocated_example_names_what_would_be_chosen(
     chosen = ("sleep", "gpu_memory_utilization", "engine_kwargs")
     named = {name: tree["rollout"].pop(name) for name in chosen}
     del tree["weights"]
-    settled = settle(parse(RunConfig, tree), Machine(num_cores=4, gpus=tuple(range(8)))).config
+    eight = Machine(num_cores=4, gpus=tuple(range(8)), gpu_bytes=dict.fromkeys(range(8), 80 << 30))
+    settled = settle(parse(RunConfig, tree), eight).config
     assert {name: getattr(settled.rollout, name) for name in chosen} == named
     assert settled.weights == example.weights
     counts = [(each.learner.world_size, each.rollout.replicas) for each in (settled, example)]

@@ -16,7 +16,8 @@ from paceline.launch import hosts as several
 from paceline.launch.launcher import ProcessPlanner
 from paceline.sizing.colocation import settle_elsewhere
 from paceline.sizing.memory_choice import LEAST
-from paceline.sizing.placement import settle_model, with_memory
+from paceline.sizing.placement import settle_model
+from paceline.sizing.update import with_memory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -24,8 +24,16 @@ class _Gpu:
     labels: Mapping[str, str]
 
 
-def gpu_memory() -> dict[int, int]:
-    """Bytes of each visible GPU, by its index; {} if NVML finds none."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VisibleGpu:
+    """A GPU's name, as its driver has it, and the bytes of its memory."""
+
+    name: str
+    num_bytes: int
+
+
+def visible_gpus() -> dict[int, VisibleGpu]:
+    """Returns the GPUs that this process may use, by index; {} if NVML finds none."""
     try:
         import pynvml
     except ImportError:
@@ -33,7 +41,10 @@ def gpu_memory() -> dict[int, int]:
     try:
         pynvml.nvmlInit()
         return {
-            int(pynvml.nvmlDeviceGetIndex(handle)): int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+            int(pynvml.nvmlDeviceGetIndex(handle)): VisibleGpu(
+                name=str(pynvml.nvmlDeviceGetName(handle)),
+                num_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+            )
             for handle in _visible(pynvml)
         }
     except pynvml.NVMLError as error:

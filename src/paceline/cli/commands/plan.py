@@ -1,0 +1,87 @@
+"""`paceline plan`: the layouts that a run may have on GPUs, each with an estimate of its step."""
+
+from __future__ import annotations
+
+import argparse
+
+from rich.console import Console
+from rich.table import Table
+
+from paceline.cli.commands import arguments
+from paceline.config.run import RunConfig
+from paceline.core.errors import EXIT_GIVEN, ConfigError
+from paceline.sizing.cards import read_gpus
+from paceline.sizing.layouts import Layout, choose_layout, layouts
+from paceline.sizing.machine import Machine
+from paceline.sizing.placement import settle_model
+
+_SHOWN = 3
+_REFUSED = 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
+    arguments.add_config(parser, description="configuration of a run")
+    parser.add_argument(
+        "--gpus", help="plan for these GPUs, say 4xH100, instead of those of this machine; none need be here"
+    )
+    parser.add_argument(
+        "--response-tokens",
+        type=int,
+        help="mean length of an answer; by default all are as long as data.max_response_length allows",
+    )
+    parser.add_argument("--prompt-tokens", type=int, help="mean length of a prompt; likewise")
+    parser.add_argument("--all", action="store_true", help="show every layout, not the best three")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the table and what would be chosen; returns 2 if no layout fits."""
+    machine = Machine.imagined(*read_gpus(args.gpus)) if args.gpus else Machine.here()
+    config = arguments.load_config(RunConfig, args.config, args.overrides)
+    if not machine.gpus:
+        raise ConfigError("this machine has no GPU that Paceline can use; name some: --gpus 2xH100")
+    model, _ = settle_model(config.model, on_gpus=True)
+    config = config.model_copy(update={"model": model})
+    compared = layouts(
+        config, machine, prompt_tokens=args.prompt_tokens, response_tokens=args.response_tokens
+    )
+    fitting = [layout for layout in compared if not layout.refusal]
+    refused = [layout for layout in compared if layout.refusal]
+    if any(layout.time is None for layout in compared):
+        print("no estimate: the card, or the sizes in the model's config.json, are not known")
+    if fitting:
+        shown = fitting if args.all else fitting[:_SHOWN]
+        Console(highlight=False, markup=False).print(_table(shown))
+        if len(shown) < len(fitting):
+            print(f"{len(fitting) - len(shown)} more fit (--all)")
+    for layout in refused if args.all else refused[:_REFUSED]:
+        print(f"does not fit: {layout.words}: {layout.refusal}")
+    if not fitting:
+        return EXIT_GIVEN
+    chosen = choose_layout(config, machine)
+    taken = next((layout for layout in compared if layout.config == chosen), fitting[0])
+    print(f"`paceline train` takes: {taken.words}; {_update(taken)}")
+    if machine.card is not None and not machine.card.is_measured:
+        print(f"no step was ever timed on {machine.card.name}s: the estimate scales their published rates")
+    return 0
+
+
+def _table(shown: list[Layout]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("layout")
+    for header in ("step s", "generation", "log-probs", "update", "weights", "tokens/s per GPU"):
+        table.add_column(header, justify="right")
+    for layout in shown:
+        time = layout.time
+        cells = [""] * 6
+        if time is not None:
+            phases = (time.seconds, time.generation, time.scoring, time.update, time.weights)
+            cells = [*(f"{seconds:.1f}" for seconds in phases), f"{time.tokens_per_s:,.0f}"]
+        table.add_row(layout.words, *cells)
+    return table
+
+
+def _update(layout: Layout) -> str:
+    actor = layout.settled.actor
+    kept = ", ".join(f"{name}={str(value).lower()}" for name, value in actor.memory.model_dump().items())
+    return f"micro-batches of {actor.ppo_max_token_len_per_gpu:,} tokens, {kept}"

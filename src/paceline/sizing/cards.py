@@ -1,0 +1,86 @@
+"""What the planner knows of a GPU by its name: memory, memory bandwidth, arithmetic, links."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from paceline.core.errors import ConfigError
+
+_MIB: Final = 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Card:
+    """A GPU's rates, as its vendor publishes them.
+
+    Attributes:
+        name: part of the name that the driver gives it.
+        num_bytes: of its memory, as the driver counts them.
+        bandwidth: bytes per second of its memory.
+        flops: dense bfloat16 operations per second.
+        link: bytes per second to another GPU of its host, in one direction.
+        is_measured: whether steps of training were timed on it; for others the same share of the published
+            rates is expected.
+    """
+
+    name: str
+    num_bytes: int
+    bandwidth: float
+    flops: float
+    link: float
+    is_measured: bool = False
+
+
+_NVLINK, _PCIE = 450e9, 50e9
+CARDS: Final[Mapping[str, Card]] = {
+    card.name: card
+    for card in (
+        Card(
+            name="H100",
+            num_bytes=81_559 * _MIB,
+            bandwidth=3.35e12,
+            flops=989e12,
+            link=_NVLINK,
+            is_measured=True,
+        ),
+        Card(
+            name="H200",
+            num_bytes=143_771 * _MIB,
+            bandwidth=4.8e12,
+            flops=989e12,
+            link=_NVLINK,
+            is_measured=True,
+        ),
+        Card(name="A100", num_bytes=81_920 * _MIB, bandwidth=2.04e12, flops=312e12, link=300e9),
+        Card(name="B200", num_bytes=183_359 * _MIB, bandwidth=8.0e12, flops=2250e12, link=900e9),
+        Card(name="L40S", num_bytes=46_068 * _MIB, bandwidth=0.864e12, flops=362e12, link=_PCIE),
+        Card(name="RTX 4090", num_bytes=24_564 * _MIB, bandwidth=1.008e12, flops=165e12, link=_PCIE),
+    )
+}
+
+
+def card_of(name: str) -> Card | None:
+    """Returns the card that a driver's name means ("NVIDIA H100 80GB HBM3"); None if it is unknown."""
+    return next((card for part, card in CARDS.items() if part in name), None)
+
+
+def read_gpus(words: str) -> tuple[int, Card]:
+    """Reads how many of which card "2xH100" means.
+
+    Raises:
+        ConfigError: the words are none, or the card is unknown.
+    """
+    match = re.fullmatch(r"(?:([1-9]\d*) *x *)?([a-zA-Z].*)", words.strip())
+    card = None
+    if match:
+        wanted = match[2].casefold().replace(" ", "").replace("-", "")
+        card = next((c for n, c in CARDS.items() if n.casefold().replace(" ", "") in wanted), None)
+    if not match or card is None:
+        raise ConfigError(
+            f"{words!r} names no GPUs that are known; write a number and a card, say 2xH100, with one of "
+            f"{', '.join(CARDS)}"
+        )
+    return int(match[1] or 1), card

@@ -1,0 +1,261 @@
+"""The seconds of a training step on GPUs, by phase, from config.json and the configuration alone.
+
+A roofline with a few measured constants: matrix products run at a share of the card's peak, what lies between
+them moves bytes, decoding reads weights and KV cache once per token and waits for its host. The constants are
+those with which recorded steps of 1.5B to 32B on H100s and H200s come out right (test_step_time.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from paceline.config.run import RunConfig
+from paceline.models.model_shape import ModelShape
+from paceline.sizing.cards import Card
+
+# Of a card's peak, in matrix products of a training step; the largest reach 0.76 by themselves.
+_PRODUCTS: Final = 0.65
+# Share of an update that recomputing adds, by the share of the activations that compiled layers keep: the
+# compiler computes again first what is cheap. Layers that are not compiled repeat whole forward passes.
+_RECOMPUTING: Final = ((0.0, 0.28), (0.25, 0.1), (0.5, 0.06), (0.75, 0.03), (1.0, 0.0))
+# Bytes that elementwise kernels and attention move per number of a layer's activations, forwards and
+# backwards, compiled and not.
+_MOVED_COMPILED, _MOVED_EAGER = 20.0, 32.0
+# Of the card's memory bandwidth, in decoding.
+_READING: Final = 0.95
+# Seconds of a decoding step that its GPU waits for its host: with captured graphs, per sequence, and per
+# layer where kernels are launched one by one.
+_HOST_S, _HOST_PER_SEQUENCE_S, _HOST_PER_EAGER_LAYER_S = 1.9e-3, 9.7e-6, 0.3e-3
+# Of an all-reduce between an engine's GPUs, of which a layer has two.
+_ALL_REDUCE_S: Final = 15e-6
+# Of a forward pass of a layer whose kernels are launched one by one, and of each of its experts, which are
+# computed one after the other.
+_LAUNCH_S, _LAUNCH_PER_EXPERT_S = 0.15e-3, 0.07e-3
+# Share of the gathers and reductions of an update that is not hidden behind arithmetic.
+_EXPOSED: Final = 0.3
+# AdamW: bytes per parameter that are read and written; over the bus where averages are in host memory.
+_OPTIMIZER_BYTES, _VISITING_BYTES, _BUS = 30.0, 16.0, 65e9
+# A push: of the link's rate, between GPUs; bytes per second within one.
+_PUSH_SHARE, _PUSH_SHARED = 0.65, 2.0e11
+_ORDERS_S: Final = 0.03
+# Turns: sleeping and waking take this and a time for the engine's weights.
+_TURN_S, _TURN_RATE = 0.25, 1.5e11
+# Reward beyond generation, fetch, advantages, records.
+_REST_S: Final = 0.2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """The estimated seconds of a step's phases.
+
+    Attributes:
+        generation: from the first prompt to the last answer.
+        scoring: old log-probs, reference log-probs, values.
+        update: of the policy, and of the critic.
+        weights: the push, and the turns on shared GPUs.
+        num_tokens: of the batch, prompts and answers.
+        num_gpus: that learner and engines use.
+    """
+
+    generation: float
+    scoring: float
+    update: float
+    weights: float
+    num_tokens: int
+    num_gpus: int
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step; strictly on policy, phases follow each other."""
+        return self.generation + self.scoring + self.update + self.weights + _REST_S
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of the batch per second and GPU."""
+        return self.num_tokens / self.seconds / self.num_gpus
+
+    @classmethod
+    def of(
+        cls,
+        config: RunConfig,
+        shape: ModelShape,
+        card: Card,
+        *,
+        prompt_tokens: int | None = None,
+        response_tokens: int | None = None,
+    ) -> StepTime:
+        """Estimates the step of a run whose configuration leaves nothing open.
+
+        Args:
+            config: of the run.
+            shape: of the policy; critic and reference are taken to have it too.
+            card: what all GPUs are.
+            prompt_tokens, response_tokens: of a prompt and of an answer, on average; None: as many as may be.
+        """
+        batch = _Batch(
+            config=config.with_compile(on_gpu=True),
+            shape=shape,
+            card=card,
+            prompt=prompt_tokens or config.data.max_prompt_length,
+            response=response_tokens or config.data.max_response_length,
+            longest=config.data.max_response_length,
+        )
+        learner, rollout = config.learner, config.rollout
+        engines = rollout.replicas * rollout.tensor_model_parallel_size
+        shared = learner.devices is not None and learner.devices == rollout.devices
+        return cls(
+            generation=batch.generation,
+            scoring=batch.scoring,
+            update=batch.update,
+            weights=batch.weights(shared=shared),
+            num_tokens=batch.num_rows * (batch.prompt + batch.response),
+            num_gpus=max(learner.world_size, engines) if shared else learner.world_size + engines,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Batch:
+    """One step's work. `prompt` and `response`: tokens of each, on average; `longest`: of any answer."""
+
+    config: RunConfig
+    shape: ModelShape
+    card: Card
+    prompt: int
+    response: int
+    longest: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.config.data.train_batch_size * self.config.rollout.n
+
+    @property
+    def _width(self) -> int:
+        """Bytes per number."""
+        return 2 if self.config.model.dtype == "bfloat16" else 4
+
+    @property
+    def _products_per_s(self) -> float:
+        """Operations per second; float32 products are TF32's at best."""
+        return _PRODUCTS * self.card.flops * (1.0 if self._width == 2 else 0.5)
+
+    @property
+    def generation(self) -> float:
+        rollout, shape, size = self.config.rollout, self.shape, self.config.rollout.tensor_model_parallel_size
+        rows = math.ceil(self.num_rows / rollout.replicas)
+        at_once = min(rows, rollout.max_num_seqs)
+        # An engine takes new sequences as others end; the longest of the last ones keeps it when all others
+        # have ended.
+        tokens = rows * self.response
+        steps = tokens / at_once + max(0, self.longest - self.response)
+        running = tokens / steps
+        touched = 1.0
+        if shape.num_experts:
+            touched = 1.0 - (1.0 - shape.num_chosen / shape.num_experts) ** running
+        weights = self._width * (shape.active_parameters + touched * shape.idle_parameters) / size
+        cached = self._width * shape.num_layers * shape.cached(size)
+        context = self.prompt + self.response / 2
+        host = _HOST_S + running * _HOST_PER_SEQUENCE_S
+        if rollout.enforce_eager:
+            host += shape.num_layers * _HOST_PER_EAGER_LAYER_S
+        reduces = 2 * shape.num_layers * _ALL_REDUCE_S if size > 1 else 0.0
+        reading = (weights + running * context * cached) / (_READING * self.card.bandwidth)
+        prompts = math.ceil(self.config.data.train_batch_size / rollout.replicas) * self.prompt
+        prefill = 2 * shape.active_parameters * prompts / size / self._products_per_s
+        return steps * (reading + host + reduces) + prefill
+
+    @property
+    def scoring(self) -> float:
+        config, sequences = self.config, self.config.actor.ppo_mini_batch_size
+        share = 1.0 - min(1.0, sequences / config.data.train_batch_size)
+        passes = 1.0 if config.scores_first_mini_batch else share
+        passes += config.needs_reference + config.needs_critic
+        return passes * self._pass(forward=1.0, moved=1.0 / 3.0)
+
+    @property
+    def update(self) -> float:
+        config, memory = self.config, self.config.actor.memory
+        if config.actor.compiles:
+            single_pass = self._pass(forward=3.0, moved=1.0) * (1.0 + _recomputing(memory.kept_share))
+        else:
+            recomputed = 1.0 - memory.kept_share
+            single_pass = self._pass(forward=3.0 + recomputed, moved=1.0 + recomputed / 3.0)
+        steps = self._steps
+        per_rank = self._trained / config.learner.world_size
+        optimizer = steps * per_rank * _OPTIMIZER_BYTES / self.card.bandwidth
+        if memory.offloads:
+            optimizer += steps * per_rank * _VISITING_BYTES / _BUS
+        times = config.actor.ppo_epochs * (1 + config.needs_critic)
+        return times * (single_pass + optimizer + self._between_ranks())
+
+    def weights(self, *, shared: bool) -> float:
+        """Seconds of a push and of the turns that come with it."""
+        rollout = self.config.rollout
+        per_gpu = self._width * self.shape.num_parameters / rollout.tensor_model_parallel_size
+        if not shared:
+            return _ORDERS_S + per_gpu / (_PUSH_SHARE * self.card.link)
+        turns = _TURN_S + per_gpu / _TURN_RATE if rollout.sleep == "always" else 0.0
+        return _ORDERS_S + per_gpu / _PUSH_SHARED + turns
+
+    @property
+    def _trained(self) -> int:
+        lora = self.config.model.lora
+        return self.shape.num_parameters if lora is None else self.shape.num_adapters(lora.targets, lora.rank)
+
+    @property
+    def _tokens(self) -> tuple[float, float]:
+        """Tokens that a rank computes in a pass, and those of them with log-probs; a shared prompt once."""
+        rows = self.num_rows / self.config.learner.world_size
+        copies = 1 if self.config.actor.shared_prompts == "off" else self.config.rollout.n
+        return rows * (self.prompt / copies + self.response), rows * self.response
+
+    @property
+    def _steps(self) -> int:
+        """Optimizer steps of a pass over the batch."""
+        return math.ceil(self.config.data.train_batch_size / self.config.actor.ppo_mini_batch_size)
+
+    @property
+    def _micro_batches(self) -> int:
+        """A rank's micro-batches of a pass over the batch."""
+        per_step = self._tokens[0] / self._steps / self.config.actor.ppo_max_token_len_per_gpu
+        return self._steps * math.ceil(per_step)
+
+    def _pass(self, *, forward: float, moved: float) -> float:
+        """Seconds of a pass over the batch: forward passes' arithmetic, and a share of all bytes moved."""
+        shape, compiled = self.shape, self.config.actor.compiles
+        computed, scored = self._tokens
+        pairs = self.prompt + self.response / 2
+        layers = 2 * shape.active_layers + 2 * shape.num_layers * shape.attention_width * pairs
+        head = 2 * shape.vocab * shape.hidden
+        if self.config.model.lora is not None and forward > 1.0:
+            forward -= 1.0  # frozen matrices have no gradient of their own
+        arithmetic = forward * (layers * computed + head * scored) / self._products_per_s
+        numbers = computed * shape.num_layers * shape.activations(compiled=compiled)
+        per_number = (_MOVED_COMPILED if compiled else _MOVED_EAGER) * self._width / 2
+        moving = moved * per_number * numbers / self.card.bandwidth
+        launches = 0.0 if compiled else _LAUNCH_S
+        launches = forward * self._micro_batches * shape.num_layers * launches
+        by_expert = shape.num_experts * _LAUNCH_PER_EXPERT_S
+        return (
+            max(arithmetic + moving, launches) + forward * self._micro_batches * shape.num_layers * by_expert
+        )
+
+    def _between_ranks(self) -> float:
+        """Seconds of gathers and reductions that nothing hides."""
+        ranks, memory, steps = self.config.learner.world_size, self.config.actor.memory, self._steps
+        if ranks == 1:
+            return 0.0
+        gathers = steps if memory.keeps_gathered else 2 * self._micro_batches
+        reductions = steps if memory.accumulates else self._micro_batches
+        num_bytes = self._width * (self.shape.num_parameters * gathers + self._trained * reductions)
+        return _EXPOSED * num_bytes * (ranks - 1) / ranks / self.card.link
+
+
+def _recomputing(kept_share: float) -> float:
+    """Interpolates `_RECOMPUTING`."""
+    for (low, more), (high, less) in itertools.pairwise(_RECOMPUTING):
+        if kept_share <= high:
+            return more + (less - more) * (kept_share - low) / (high - low)
+    return 0.0

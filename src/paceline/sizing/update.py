@@ -1,0 +1,58 @@
+"""Fills in what a configuration leaves open of the learner's update, once its GPUs are settled."""
+
+from __future__ import annotations
+
+from paceline.config.memory import MemoryConfig
+from paceline.config.run import RunConfig
+from paceline.core.errors import ConfigError
+from paceline.models.model_shape import ModelShape
+from paceline.sizing.gpus import share_gpus
+from paceline.sizing.machine import Machine
+from paceline.sizing.memory_choice import LEAST, UpdateChoice, choose_update
+from paceline.sizing.model_files import model_tree
+
+
+def settle_update(config: RunConfig, machine: Machine) -> tuple[RunConfig, list[str]]:
+    """Chooses what an update keeps and how large its micro-batches are, where the configuration does not say.
+
+    Returns the configuration and, in words, what was chosen.
+    """
+    actor = config.actor
+    chosen = _choice(config, machine)
+    words = []
+    if chosen.num_tokens != actor.ppo_max_token_len_per_gpu:
+        words.append(f"actor.ppo_max_token_len_per_gpu={chosen.num_tokens}")
+        actor = actor.model_copy(update={"ppo_max_token_len_per_gpu": chosen.num_tokens})
+        config = config.model_copy(update={"actor": actor})
+    if actor.memory.is_open:
+        config = with_memory(config, chosen.memory)
+        words.append(_words(config.actor.memory))
+    return config, words
+
+
+def _choice(config: RunConfig, machine: Machine) -> UpdateChoice:
+    try:
+        learner, engines = share_gpus(config, machine.gpus)
+    except ConfigError:  # the checks say what is wrong with the devices
+        return UpdateChoice(
+            memory=config.actor.memory.with_rest_of(LEAST), num_tokens=config.actor.ppo_max_token_len_per_gpu
+        )
+    return choose_update(
+        config,
+        ModelShape.of(model_tree(config.model)),
+        learner_gpus=learner,
+        engine_gpus=[gpu for gpus in engines for gpu in gpus],
+        totals=machine.gpu_bytes,
+        host_bytes=machine.host_bytes,
+    )
+
+
+def with_memory(config: RunConfig, memory: MemoryConfig) -> RunConfig:
+    """The configuration with this `actor.memory`."""
+    return config.model_copy(update={"actor": config.actor.model_copy(update={"memory": memory})})
+
+
+def _words(memory: MemoryConfig) -> str:
+    return "actor.memory: " + ", ".join(
+        f"{name}={str(value).lower()}" for name, value in memory.model_dump().items()
+    )
