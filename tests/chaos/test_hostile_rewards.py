@@ -207,13 +207,18 @@ async def asked(address: str, *, timeout_s: float = TIMEOUT_S) -> list[str]:
         await remote.close()
 
 
+def _patience_s(kind: str) -> float:
+    """Only what is to run out of time has little of it: a busy machine takes seconds for what raises."""
+    return TIMEOUT_S if kind == "timeout" else SOON_S - 5.0
+
+
 @pytest.mark.parametrize("name", SERVICES)
 async def test_a_service(name: str) -> None:
     answer, kind = SERVICES[name]
     process = psutil.Process(os.getpid())
     started, before = time.monotonic(), process.memory_info().rss
     async with service(answer) as address:
-        assert await asked(address) == [kind] * 2
+        assert await asked(address, timeout_s=_patience_s(kind)) == [kind] * 2
     assert time.monotonic() - started < SOON_S
     assert (process.memory_info().rss - before) >> 20 < GROWTH_MIB
 
@@ -223,7 +228,7 @@ async def test_a_service_that_says_what_it_is(name: str) -> None:
     describe, kind = DESCRIPTIONS[name]
     started = time.monotonic()
     async with service(answers(list), describe) as address:
-        assert await asked(address) == [kind] * 2
+        assert await asked(address, timeout_s=_patience_s(kind)) == [kind] * 2
     assert time.monotonic() - started < SOON_S
 
 

@@ -88,7 +88,8 @@ def requests(tag: str, spec: SamplingSpec = SPEC, count: int = 12) -> list[Sampl
 def check_same(left: Sequence[Sample], right: Sequence[Sample]) -> None:
     assert [s.token_ids.tolist() for s in left] == [s.token_ids.tolist() for s in right]
     for sample, expected in zip(left, right, strict=True):
-        np.testing.assert_allclose(sample.log_probs, expected.log_probs, atol=1e-5)
+        # Who else is under way decides the shape of a batch, and so how float32 rounds.
+        np.testing.assert_allclose(sample.log_probs, expected.log_probs, rtol=1e-5, atol=1e-5)
 
 
 def tokens(samples: Sequence[Sample]) -> list[list[int]]:

@@ -109,6 +109,7 @@ def test_a_model_with_two_labels_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.vllm
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 async def test_vllm_gives_the_scores_of_transformers(tmp_path: Path) -> None:
     """As a process with `--engine vllm`; a row longer than the model loses its beginning in both."""
@@ -120,7 +121,7 @@ async def test_vllm_gives_the_scores_of_transformers(tmp_path: Path) -> None:
     lines: list[str] = []
     address = None
     try:
-        async with asyncio.timeout(240):
+        async with asyncio.timeout(800):
             async for line in process.stderr:
                 lines.append(line.decode())
                 if address := re.search(r"reward server on (\S+)", lines[-1]):
@@ -152,7 +153,7 @@ async def test_two_reward_services_share_the_process_of_a_model(tmp_path: Path) 
     process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
     assert process.stderr is not None
     try:
-        async with asyncio.timeout(240):
+        async with asyncio.timeout(800):
             async for line in process.stderr:
                 if address := re.search(r"reward server on (\S+)", line.decode()):
                     break
