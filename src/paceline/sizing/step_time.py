@@ -91,7 +91,7 @@ class StepTime:
 
         Args:
             config: of the run.
-            shape: of the policy; critic and reference are taken to have it too.
+            shape: of the policy; critic and frozen networks are taken to have it too.
             card: what all GPUs are.
             prompt_tokens, response_tokens: of a prompt and of an answer, on average; None: as many as may be.
         """
@@ -171,7 +171,7 @@ class _Batch:
         config, sequences = self.config, self.config.actor.ppo_mini_batch_size
         share = 1.0 - min(1.0, sequences / config.data.train_batch_size)
         passes = 1.0 if config.scores_first_mini_batch else share
-        passes += config.needs_reference + config.needs_critic
+        passes += len(config.frozen_networks) + config.needs_critic
         return passes * self._pass(forward=1.0, moved=1.0 / 3.0)
 
     @property

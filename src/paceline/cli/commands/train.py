@@ -23,11 +23,13 @@ from paceline.runs import run_dir as run_dirs
 from paceline.service.grpc.server import check_port
 from paceline.service.observability.logs import LineHandler
 from paceline.service.process import die_with_parent
+from paceline.show.live.expecting_view import ExpectingView
 from paceline.show.live.table import LiveView
 from paceline.show.live.view import JsonView, PlainView, View
 from paceline.show.report.summary import closing_lines
 from paceline.show.trackers.sink import Sink, TrackingView
 from paceline.show.ui.serve import Listen, add_listen, serving
+from paceline.sizing.expectation import Expectation
 from paceline.sizing.machine import Machine
 from paceline.sizing.placement import settle
 
@@ -114,8 +116,10 @@ def _train(
     view = make_view(config, run_dir, form=form, remarks=[*remarks, *prepared.remarks])
     sink = Sink(config.trainer.loggers, run_dir, say=view.notice)
     try:
-        tracked = TrackingView(view, sink)
-        outcome = runner.run(launch(config, run_dir, tracked, planner=planner, is_open=is_open))
+        shown: View = TrackingView(view, sink)
+        if expectation := Expectation.of(config, Machine.here()):
+            shown = ExpectingView(shown, expectation)
+        outcome = runner.run(launch(config, run_dir, shown, planner=planner, is_open=is_open))
         sink.end(ok=outcome.ok)
     finally:
         view.close()

@@ -1,0 +1,26 @@
+"""A view that also says, once, how the first warm steps compare with what was expected of them."""
+
+from __future__ import annotations
+
+from paceline.show.live.view import Metrics, View
+from paceline.sizing.expectation import Expectation
+
+
+class ExpectingView:
+    """Wraps a view and adds a notice after the first warm steps.
+
+    Args:
+        view: what shows the run.
+        expectation: of its steps.
+    """
+
+    def __init__(self, view: View, expectation: Expectation) -> None:
+        self._view, self._expectation = view, expectation
+        self.milestone, self.phase, self.notice = view.milestone, view.phase, view.notice
+        self.pulse, self.close = view.pulse, view.close
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        """Shows a step, and the comparison after the last of those that are compared."""
+        self._view.step(step, metrics)
+        if sentence := self._expectation.step(metrics):
+            self._view.notice(sentence)
