@@ -22,6 +22,7 @@ from paceline.launch import plan
 from paceline.service.observability import metrics, prometheus, telemetry
 from paceline.service.observability.gpu_metrics import observe_gpus
 from paceline.service.observability.metrics import Metric, MetricKind, Observation, Observer
+from paceline.sizing import machine as machines
 from paceline.sizing.machine import Machine, free_port
 from support import cli_configs
 from support.measured import measured
@@ -205,6 +206,9 @@ class FakeNvml(SimpleNamespace):
     def nvmlDeviceGetIndex(self, handle: int) -> int:
         return handle
 
+    def nvmlDeviceGetName(self, handle: int) -> str:
+        return ("NVIDIA H100 80GB HBM3", "NVIDIA H200")[handle]
+
     def nvmlDeviceGetUUID(self, handle: int) -> str:
         return f"GPU-{handle}"
 
@@ -218,6 +222,24 @@ class FakeNvml(SimpleNamespace):
         if handle == 1:
             raise NvmlError("not supported")
         return 345_600
+
+
+@pytest.mark.parametrize(
+    ("visible", "card", "gpus"), [("1", "H200", (1,)), ("0", "H100", (0,)), (None, None, (0, 1))]
+)
+def test_a_machine_knows_its_gpus_by_the_driver(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, card: str | None, gpus: tuple[int, ...]
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(count=2))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(machines, "_gpu_indices", lambda: list(gpus))
+    monkeypatch.setattr(machines, "is_cpu_build", lambda: False)
+    here = Machine.here()
+    assert here.gpu_bytes == dict.fromkeys(gpus, 80 * 2**30)
+    assert (here.card.name if here.card else None) == card
+    assert here.host_bytes > 2**20
 
 
 def gpu_series(monkeypatch: pytest.MonkeyPatch, *, count: int, visible: str | None) -> dict[str, float]:

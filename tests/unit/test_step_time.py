@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paceline.cli.main import main
-from paceline.config.load import parse
+from paceline.config.load import load, parse
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.models.model_shape import ModelShape
@@ -19,7 +19,7 @@ from paceline.show.live.expecting_view import ExpectingView
 from paceline.show.live.view import Metrics
 from paceline.sizing.cards import CARDS, card_of, read_gpus
 from paceline.sizing.expectation import Expectation
-from paceline.sizing.layouts import choose_layout, layouts
+from paceline.sizing.layouts import Layout, choose_layout, layouts
 from paceline.sizing.machine import Machine
 from paceline.sizing.step_time import StepTime
 
@@ -279,6 +279,52 @@ def test_experts_that_no_token_meets_cost_no_arithmetic() -> None:
         shape.active_parameters + shape.idle_parameters
         == shape.num_parameters - shape.vocab * shape.hidden - shape.hidden
     )
+
+
+def test_few_sequences_read_few_experts() -> None:
+    """One alone reads 8 of 128 experts a step; 128 at once nearly all."""
+    tree = SHAPES["3B"] | {
+        "model_type": "qwen3_moe",
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    }
+    shape = ModelShape.of(tree)
+    assert shape is not None
+    tree = TIMED["3B"].config.model_dump(mode="json", exclude_unset=True)
+    tree["data"]["train_batch_size"] = tree["actor"]["ppo_mini_batch_size"] = 2
+    tree["rollout"]["n"] = 1
+    alone = StepTime.of(
+        parse(RunConfig, tree | {"algorithm": {"adv_estimator": "remax"}}), shape, CARDS["H100"]
+    )
+    read = 2 * (shape.active_parameters + 8 / 128 * shape.idle_parameters)
+    assert alone.generation == pytest.approx(1024 * (read / (0.95 * 3.35e12) + 1.9e-3), rel=0.03)
+
+
+def test_what_fits_comes_first_and_heads_divide_an_engine(project: Path) -> None:
+    def of(name: str, gpus: str) -> list[Layout]:
+        config = load(RunConfig, project / "run.yaml", [f"model.path={name}", "model.dtype=bfloat16"])
+        return layouts(config, Machine.imagined(*read_gpus(gpus)))
+
+    refused = [bool(layout.refusal) for layout in of("32B", "8xH100")]
+    assert True in refused
+    assert False in refused
+    assert refused == sorted(refused)
+    small = of("1.5B", "8xH100")  # twelve heads
+    sizes = {layout.settled.rollout.tensor_model_parallel_size for layout in small}
+    assert sizes == {1, 2, 4}
+
+
+def test_another_layout_than_the_usual_is_taken_where_it_is_clearly_faster(project: Path) -> None:
+    def chosen(name: str) -> int:
+        config = load(RunConfig, project / "run.yaml", [f"model.path={name}", "model.dtype=bfloat16"])
+        machine = Machine.imagined(4, CARDS["H200"])
+        best = layouts(config, machine)[0].settled.rollout.tensor_model_parallel_size
+        assert best > 1  # by the estimate engines of several GPUs are a little faster for both
+        return choose_layout(config, machine).rollout.tensor_model_parallel_size
+
+    assert chosen("7B") == 1
+    assert chosen("32B") == 4
 
 
 @pytest.mark.parametrize(

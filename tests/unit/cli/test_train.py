@@ -21,6 +21,7 @@ from paceline.cli.main import main
 from paceline.config.run import RunConfig
 from paceline.launch.outcome import LaunchOutcome
 from paceline.service.identity.credentials import INSECURE, TLS_DIR
+from paceline.show.live.view import Metrics, View
 from paceline.sizing.machine import Machine
 from support.cli_configs import config
 
@@ -180,6 +181,24 @@ def test_the_run_is_served_to_browsers_while_it_trains(
     assert (names, now) == (["run"], {})
     with pytest.raises(urllib.error.URLError, match="refused"):
         urllib.request.urlopen(address, timeout=120)
+
+
+def test_steps_on_gpus_are_held_against_what_is_expected_of_them(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Expected:
+        def step(self, metrics: Metrics) -> str:
+            return f"expected {metrics['timing_s/gen']:g} s"
+
+    async def launch(made: RunConfig, run_dir: Path, view: View, *_: object, **__: object) -> LaunchOutcome:
+        view.step(1, {"timing_s/gen": 3.5})
+        return LaunchOutcome(ok=False, message="the end", exit_code=2, began=False)
+
+    monkeypatch.setattr(train, "launch", launch)
+    monkeypatch.setattr(train, "log_to", lambda file: None)
+    monkeypatch.setattr(train.Expectation, "of", lambda config, machine: Expected())
+    assert main(["train", "run.yaml"]) == 2
+    assert "note: expected 3.5 s" in capsys.readouterr().out
 
 
 def test_a_page_for_other_machines_wants_tls_before_anything_is_made(
