@@ -8,8 +8,8 @@ from typing import Any
 
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
+from paceline.engines.memory import EngineMemory
 from paceline.models.model_shape import ModelShape
-from paceline.sizing.engine_memory import EngineMemory
 from paceline.sizing.learner_memory import GIB, LearnerMemory
 
 _RANKS = (1, 2, 4, 8)

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from paceline.core.errors import WeightSyncError
+from paceline.engines.memory import EngineMemory
 from paceline.models.model_shape import ModelShape
 from paceline.rollout.engines.vllm.sampling.draw import SLICE, draw, uniforms
 from paceline.rollout.engines.vllm.sampling.log_probs import LogProbs
 from paceline.rollout.engines.vllm.sampling.places import Places
-from paceline.sizing.engine_memory import EngineMemory
 from support.cli_configs import config
 from support.live_bytes import LiveBytes
 

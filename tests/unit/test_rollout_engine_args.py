@@ -57,7 +57,7 @@ def test_arguments_on_a_cpu() -> None:
 def test_the_kv_cache_on_a_cpu_is_no_larger_than_what_samples_can_use(tmp_path: Path) -> None:
     tree = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128}
     tree |= {"model_type": "qwen2", "layer_types": ["full_attention"] * 4, "sliding_window": 32}
-    tree |= {"use_sliding_window": False}
+    tree |= {"use_sliding_window": False, "intermediate_size": 256, "vocab_size": 1000}
 
     def blocks(settings: RunConfig, **changes: object) -> int | None:
         (tmp_path / "config.json").write_text(json.dumps(tree | changes))

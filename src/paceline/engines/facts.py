@@ -40,6 +40,9 @@ class EngineFacts:
             it runs in the server's own process.
         cache_argument: the argument of `rollout.engine_kwargs` that fixes the KV cache's bytes; "" if there
             is none, and it is left to measure what is free.
+        prefill_tokens: of prompts that it computes at a time on a GPU, unless it is told otherwise.
+        rest_bytes: the least of a GPU for its activations and CUDA graphs.
+        asleep_bytes: what it keeps of a GPU asleep: its context and its captured graphs.
     """
 
     title: str
@@ -53,6 +56,9 @@ class EngineFacts:
     score: str = ""
     process_word: str = ""
     cache_argument: str = ""
+    prefill_tokens: int = 8192
+    rest_bytes: int = 2 << 30
+    asleep_bytes: int = 2 << 30
 
     @property
     def installed_build(self) -> str:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from paceline.config.run import RunConfig
+from paceline.engines.memory import EngineMemory, engine_budget
 from paceline.engines.registry import engine_facts
 from paceline.models.model_shape import ModelShape
-from paceline.sizing.engine_memory import EngineMemory, engine_budget
 from paceline.sizing.learner_memory import LearnerMemory
 from paceline.sizing.memory_choice import fits_awake
 

@@ -12,19 +12,14 @@ from paceline.config.memory import KEPT_LOGITS_SHARE
 from paceline.config.model import ModelConfig
 from paceline.config.run import RunConfig
 from paceline.core.errors import ModelError
+from paceline.engines.memory import CONTEXT, GIB, Parts
 from paceline.models.model_shape import ModelShape
 from paceline.storage.models import local_folder
 
-GIB = 1 << 30
-CONTEXT = 3 * GIB // 2
-"""CUDA's context, NCCL's buffers and libraries of one process."""
 OFFLOADED = GIB
 """Averages of parameters that visit the GPU at a time, where they are in host memory"""
 LOGITS = GIB
 """Chunks of logits and the head's gradient; the learner bounds them."""
-
-Parts = Mapping[str, int]
-"""Bytes by what they are for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

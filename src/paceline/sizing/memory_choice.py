@@ -8,8 +8,8 @@ from typing import Literal
 
 from paceline.config.memory import MemoryConfig
 from paceline.config.run import RunConfig
+from paceline.engines.memory import engine_budget, engine_while_training
 from paceline.models.model_shape import ModelShape
-from paceline.sizing.engine_memory import engine_budget, engine_while_training
 from paceline.sizing.learner_memory import LearnerMemory, longest_row
 
 USABLE_SHARE = 0.92

@@ -12,9 +12,9 @@ from typing import Any
 
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
+from paceline.engines.memory import GIB, EngineMemory, Parts, engine_budget, engine_while_training
 from paceline.models.model_shape import ModelShape
-from paceline.sizing.engine_memory import EngineMemory, engine_budget, engine_while_training
-from paceline.sizing.learner_memory import GIB, LearnerMemory, Parts, longest_row
+from paceline.sizing.learner_memory import LearnerMemory, longest_row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

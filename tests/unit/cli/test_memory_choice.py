@@ -9,8 +9,9 @@ import pytest
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
+from paceline.engines.memory import GIB
 from paceline.models.model_shape import ModelShape
-from paceline.sizing.learner_memory import GIB, LearnerMemory
+from paceline.sizing.learner_memory import LearnerMemory
 from paceline.sizing.memory_choice import LEAST, choose_update
 
 SEVEN = {

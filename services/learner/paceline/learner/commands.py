@@ -6,7 +6,7 @@ Arguments travel between ranks, so they are numbers, text and bytes. Rank 0's re
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -15,6 +15,7 @@ from paceline.core.errors import CheckpointError, IllegalTransitionError, Invali
 from paceline.core.members import EnginePart
 from paceline.core.policy import PolicyTag
 from paceline.core.training import BatchRow, ChunkOrder, TrainOrder, TrainResult
+from paceline.engines.memory import EngineMemory
 from paceline.learner.batch.deposit import Store, deposit_log_probs
 from paceline.learner.batch.fetch import Blobs, fetch_rows
 from paceline.learner.batch.types import PackedRow, ScoredBatch
@@ -37,7 +38,6 @@ from paceline.learner.train.learner import Learner
 from paceline.learner.train.profiler import StepProfiler
 from paceline.learner.train.step import train_step
 from paceline.learner.train.work_ahead import work_ahead
-from paceline.sizing.engine_memory import EngineSize
 from paceline.weights.plan.spec import WeightGroupSpec
 from paceline.weights.receipt import PushReceipt
 from paceline.wire.training import decode_chunk, decode_order
@@ -204,14 +204,14 @@ class Commands:
     def _free(self, arguments: Arguments) -> ReleasedMemory:
         """Makes room for parts of an engine on this rank's GPU."""
         self._reshard()
-        learner = self._learner
+        learner, measured = self._learner, arguments["engine_bytes"]
+        engine = EngineMemory.of_numbers(learner.config, num_parameters(learner.actor.network))
 
-        def size(gpu_bytes: int) -> EngineSize:
-            num_weights = num_parameters(learner.actor.network)
-            return EngineSize.of(learner.config, num_weights, gpu_bytes, arguments["engine_bytes"])
+        def needed(parts: Collection[EnginePart]) -> int:
+            return engine.woken(parts, learner.config, self._memory.total, measured)
 
         parts = [EnginePart(word) for word in arguments["parts"]]
-        return release_memory(parts, size, self._memory, learner.ranks)
+        return release_memory(parts, needed, self._memory, learner.ranks)
 
     def _leave(self, arguments: Arguments) -> None:
         attempt(self._learner.ranks, self._publisher.leave)

@@ -6,15 +6,15 @@ Giving memory back takes tenths of a second, and so does taking it again in the 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from paceline.core.members import EnginePart
+from paceline.engines.memory import MARGIN
 from paceline.learner.distributed.collectives import gather_bytes
 from paceline.learner.distributed.ranks import Ranks
-from paceline.sizing.engine_memory import MARGIN, EngineSize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +64,10 @@ class GpuMemory:
 
 
 def release_memory(
-    parts: Sequence[EnginePart], size: Callable[[int], EngineSize], memory: GpuMemory, ranks: Ranks
+    parts: Sequence[EnginePart],
+    needed: Callable[[Collection[EnginePart]], int],
+    memory: GpuMemory,
+    ranks: Ranks,
 ) -> ReleasedMemory:
     """Gives cached memory back where these parts of an engine lack room; all of it without parts.
 
@@ -72,15 +75,14 @@ def release_memory(
 
     Args:
         parts: that wake next and have no memory yet.
-        size: of an engine, by the bytes of a GPU.
+        needed: returns the bytes of the GPU that parts of an engine take when they wake.
         memory: of this rank's GPU.
         ranks: the group.
     """
-    engine, free = size(memory.total), memory.free
-    freed = 0
-    if not parts or free < engine.bytes_of(parts):
+    free, freed = memory.free, 0
+    if not parts or free < needed(parts):
         freed = memory.give_back()
-    has_room = freed > 0 or not parts or free >= engine.bytes_of(tuple(EnginePart))
+    has_room = freed > 0 or not parts or free >= needed(tuple(EnginePart))
     told = [json.loads(data) for data in gather_bytes(json.dumps([freed, has_room]).encode(), ranks)]
     return ReleasedMemory(freed_bytes=sum(part[0] for part in told), has_room=all(part[1] for part in told))
 

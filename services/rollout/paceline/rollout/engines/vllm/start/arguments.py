@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from paceline.config.run import RunConfig
 from paceline.models.facts import family_of
+from paceline.models.model_shape import ModelShape
 from paceline.rollout.engines.vllm.images import vision
 from paceline.rollout.engines.vllm.start import refusals
 from paceline.weights import corrections
@@ -138,10 +139,8 @@ def _cache_bytes_per_token(tree: Mapping[str, Any]) -> int:
     is_uniform = family_of(tree["model_type"]).has_uniform_cache
     if kinds or has_window or tree.get("kv_lora_rank") or not is_uniform:
         return 0
-    num_heads = int(tree["num_attention_heads"])
-    num_kept = int(tree.get("num_key_value_heads") or num_heads)
-    head_size = int(tree.get("head_dim") or int(tree["hidden_size"]) // num_heads)
-    return 2 * 4 * int(tree["num_hidden_layers"]) * num_kept * head_size
+    shape = ModelShape.of(tree)
+    return 4 * shape.num_layers * shape.cached(num_ranks=1) if shape is not None else 0
 
 
 def missing_keys(folder: Path) -> dict[str, str]:

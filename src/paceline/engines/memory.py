@@ -1,0 +1,145 @@
+"""The memory of an engine on its GPU: as a run is planned, and as the learner beside it makes room for it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+from paceline.config.run import RunConfig
+from paceline.core.members import EnginePart
+from paceline.engines.registry import engine_facts
+from paceline.models.model_shape import ModelShape
+
+GIB = 1 << 30
+CONTEXT = 3 * GIB // 2
+"""CUDA's context, NCCL's buffers and libraries of one process, an engine's or a learner rank's."""
+SLICE = 1024
+"""Tokens of the vocabulary per slice: the draw's kernels keep a largest logit and a sum of each."""
+MARGIN = 3 * GIB
+"""Bytes beside weights and KV cache: the engine's activations, and what its libraries allocate."""
+MEASURED_MARGIN = GIB // 2
+"""Bytes beside what an engine was seen to take."""
+
+Parts = Mapping[str, int]
+"""Bytes by what they are for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineMemory:
+    """The memory of one GPU of a rollout engine: one model for planner, checks and learner.
+
+    An engine takes its budget at most (`rollout.gpu_memory_utilization`), weights and context included;
+    asleep it keeps its context and its captured graphs.
+
+    Attributes:
+        weights: bytes, as they are computed with.
+        bytes_per_token: in the KV cache.
+        sampler: the most that drawing a batch at once takes: two rows of numbers and log-probabilities per
+            sequence, four of integers where all begin at once, and a largest logit and a sum per slice of the
+            vocabulary. The kernels keep no table of the vocabulary.
+        rest: activations and CUDA graphs. An engine draws once for all sequences when it starts, with its own
+            sampler, and keeps that memory for activations: logits, and four tables of float32.
+    """
+
+    weights: int
+    bytes_per_token: int = 0
+    sampler: int = 0
+    rest: int
+    asleep: int
+
+    @classmethod
+    def of(cls, config: RunConfig, shape: ModelShape) -> EngineMemory:
+        """Plans the memory of a run's engine."""
+        rollout, ranks = config.rollout, config.rollout.tensor_model_parallel_size
+        rows = (2 * (8 + 4) + 4 * 8) * (config.max_model_len + 1)
+        slices = (4 + 8) * -(-shape.vocab // SLICE)
+        bytes_per_number = _bytes_per_number(config)
+        numbers = shape.num_parameters + shape.num_frozen
+        if shape.latent is not None:
+            numbers += shape.num_layers * shape.latent.absorbed
+        plain = cls.of_numbers(config, numbers)
+        graphs = plain.asleep - CONTEXT
+        logits = rollout.max_num_seqs * (bytes_per_number + 4 * 4) * shape.vocab
+        return replace(
+            plain,
+            bytes_per_token=shape.num_layers * shape.cached(ranks) * bytes_per_number,
+            sampler=0 if rollout.sampler == "engine" else rollout.max_num_seqs * (rows + slices),
+            rest=max(plain.rest, graphs + logits) + cls._of_images(config, shape, bytes_per_number),
+        )
+
+    @classmethod
+    def of_numbers(cls, config: RunConfig, numbers: int) -> EngineMemory:
+        """Plans from how many numbers the weights have, where nothing is known of their shapes."""
+        facts = engine_facts(config.rollout.name)
+        return cls(
+            weights=-(-numbers * _bytes_per_number(config) // config.rollout.tensor_model_parallel_size),
+            rest=facts.rest_bytes,
+            asleep=facts.asleep_bytes,
+        )
+
+    @staticmethod
+    def _of_images(config: RunConfig, shape: ModelShape, bytes_per_number: int) -> int:
+        """The tower's activations for the images of a batch of prompts, and their states, which are kept."""
+        if shape.tower is None or config.data.image_key is None:
+            return 0
+        num_tokens = max(engine_facts(config.rollout.name).prefill_tokens, config.data.max_prompt_length)
+        states = num_tokens * shape.tower.out * bytes_per_number
+        return states + shape.tower.activations(shape.num_patches(num_tokens), bytes_per_number)
+
+    def budget_for(self, num_tokens: int) -> int:
+        """The bytes with which so many tokens fit into the KV cache."""
+        return CONTEXT + self.rest + self.weights + self.sampler + num_tokens * self.bytes_per_token
+
+    def generation(self, budget: int) -> Parts:
+        """What an engine with `budget` bytes makes of them; the cache may be negative."""
+        rest = {
+            "context": CONTEXT,
+            "weights": self.weights,
+            "graphs": self.rest,
+            "sampler": self.sampler,
+        }
+        return {**rest, "kv cache": budget - sum(rest.values())}
+
+    def woken(self, parts: Collection[EnginePart], config: RunConfig, total: int, measured: int = 0) -> int:
+        """Returns the bytes that an engine takes on top when parts of it wake, with a margin.
+
+        Args:
+            parts: those that wake; the margin comes with either.
+            config: of the run.
+            total: bytes of the GPU.
+            measured: the most bytes that an engine of the run was seen to take at once; 0 if none was.
+        """
+        weights = self.weights if EnginePart.WEIGHTS in parts else 0
+        cache = self._woken_cache(config, total, measured) if EnginePart.KV_CACHE in parts else 0
+        return weights + cache + (MEASURED_MARGIN if measured else MARGIN)
+
+    def _woken_cache(self, config: RunConfig, total: int, measured: int) -> int:
+        """Activations come with the cache: nothing is computed before it is there."""
+        if measured:
+            return max(0, measured - self.weights)
+        fixed = fixed_cache(config)
+        if fixed is not None:
+            return fixed
+        return max(0, engine_budget(config, total) - self.asleep - self.weights)
+
+
+def fixed_cache(config: RunConfig) -> int | None:
+    """Returns the bytes that `rollout.engine_kwargs` fix for the KV cache; None: the engine measures."""
+    fixed = config.rollout.engine_kwargs.get(engine_facts(config.rollout.name).cache_argument)
+    return fixed if isinstance(fixed, int) else None
+
+
+def engine_budget(config: RunConfig, total: int) -> int:
+    """Bytes of a GPU with `total` that an engine takes."""
+    return int(config.rollout.gpu_memory_utilization * total)
+
+
+def engine_while_training(config: RunConfig, total: int) -> int:
+    """Bytes that an engine keeps while the learner trains on its GPU."""
+    if config.rollout.sleep == "always":
+        return engine_facts(config.rollout.name).asleep_bytes
+    return engine_budget(config, total)
+
+
+def _bytes_per_number(config: RunConfig) -> int:
+    return 2 if config.model.dtype == "bfloat16" else 4
