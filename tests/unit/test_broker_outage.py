@@ -74,6 +74,56 @@ def test_a_short_outage_is_not_worth_a_word() -> None:
     assert not client.outage.is_on
 
 
+def test_what_a_person_has_to_end_is_said_at_once_even_after_another_cause() -> None:
+    """A server on a full disk is silent first, while it tries to write: that sentence alone would mislead."""
+    text = "MISCONF Errors writing to the AOF file: No space left on device"
+    full = trouble_of(exceptions.ResponseError(text), timeout_s=7.0)
+    assert full is not None
+    sentence = (
+        "broker redis://x cannot write its data to disk (No space left on device); waiting up to 100 s: make "
+        "room on its disk, which is the run directory's if it is the run's own; see its log"
+    )
+    at_once, later = Client(), Client()
+    with at_once.command() as attempts:
+        attempts.failed(full)
+        assert at_once.said == [sentence]
+        at_once.clock.advance(3.0)
+        attempts.failed(full)
+        attempts.failed(GONE)
+        attempts.failed(full)
+        attempts.answered()
+    assert at_once.said == [sentence, "broker redis://x is back after 3 s"]
+    with later.command() as attempts:
+        attempts.failed(GONE)
+        later.clock.advance(2.0)
+        attempts.failed(GONE)
+        attempts.failed(full)
+        attempts.failed(full)
+        assert later.said == ["broker redis://x is gone; waiting up to 100 s: bring it back", sentence]
+        attempts.answered()
+    assert len(later.said) == 3
+    with later.command() as attempts:
+        attempts.failed(full)
+    assert later.said[3:] == [sentence]
+
+
+@pytest.mark.parametrize(
+    ("text", "state"),
+    [
+        ("MISCONF Errors writing to the AOF file: Input/output error", " (Input/output error)"),
+        (
+            "@user_script:3: -MISCONF Errors writing to the AOF file: No space left on device script: 1f",
+            " (No space left on device)",
+        ),
+        ("MISCONF Redis is configured to save RDB snapshots, but it's currently unable to persist", ""),
+    ],
+)
+def test_a_disk_that_is_at_fault_is_named_with_what_the_server_says_of_it(text: str, state: str) -> None:
+    trouble = trouble_of(exceptions.ResponseError(text), timeout_s=7.0)
+    assert trouble is not None
+    assert trouble.state == f"cannot write its data to disk{state}"
+
+
 def test_readers_of_a_full_server_do_not_end_the_outage_of_its_writers() -> None:
     client = Client(timeout_s=10.0)
     with client.command("XADD") as writer:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 SCRIPT = textwrap.dedent(
     """
     import multiprocessing, time
@@ -71,6 +73,59 @@ STOPPED = textwrap.dedent(
         end_all_children()
     """
 )
+
+
+STARTING = textwrap.dedent(
+    """
+    import asyncio, multiprocessing, os, signal, time
+    import psutil
+    from paceline.core.errors import FailedStartError
+    from paceline.rollout.engines import processes
+    from paceline.rollout.engines.vllm.start import startup
+
+    def start_core():
+        core = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(600,))
+        core.start()
+        os.kill(core.pid, signal.SIGSTOP)
+        print(core.pid)
+        core.join()
+        raise RuntimeError("the engine core is gone")
+
+    async def main():
+        startup._LOOK_S, processes._STOPPED_S = 0.05, 0.3
+        engine = processes.EngineProcesses()
+        building = startup.in_daemon(lambda: start_core())
+        try:
+            await startup.built(building, engine)
+        except FailedStartError as error:
+            print(str(error).split(" (")[0])
+        print(building.done(), [p for p in engine.children() if p.status() != "zombie" and "tracker" not in
+                                " ".join(p.cmdline()) and "forkserver" not in " ".join(p.cmdline())])
+        building = startup.in_daemon(lambda: None)
+        await startup.built(building, engine)
+        building = startup.in_daemon(lambda: 1 / 0)
+        try:
+            await startup.built(building, engine)
+        except ZeroDivisionError:
+            print("its own error")
+
+    if __name__ == "__main__":
+        asyncio.run(main())
+        processes.end_all_children()
+    """
+)
+
+
+def test_a_process_that_is_stopped_while_the_engine_starts_ends_the_start(tmp_path: object) -> None:
+    """Its thread would wait for vLLM's own deadline of minutes."""
+    pytest.importorskip("torch")
+    script = f"{tmp_path}/script.py"
+    with open(script, "w", encoding="utf-8") as file:
+        file.write(STARTING)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300, check=False)
+    pid, *lines = done.stdout.splitlines() or [""]
+    assert lines == [f"process {pid}", "True []", "its own error"], done.stderr
+    assert "never retrieved" not in done.stderr
 
 
 def test_a_process_that_stays_stopped_is_named(tmp_path: object) -> None:

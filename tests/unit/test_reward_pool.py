@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -26,7 +27,7 @@ from paceline.core.errors import (
     RewardErrorKind,
 )
 from paceline.core.scoring import ScoreItem
-from paceline.reward.app import scorer_settings
+from paceline.reward.app import consumer_options, scorer_settings
 from paceline.reward.functions.pool import FunctionPool
 from paceline.reward.functions.spec import FunctionSpec
 from paceline.reward.scores import Score
@@ -119,6 +120,32 @@ def test_the_seed_is_the_runs_and_the_members() -> None:
     config = RewardConfig(functions=(RewardFunctionConfig(name="gsm8k"),))
     (pool,) = FunctionPool.configured(replace(settings, config=config))
     assert pool._seed == "5/reward-3"
+
+
+@pytest.mark.parametrize(
+    ("changes", "saves_texts", "max_entries"),
+    [
+        ({"trainer": {"total_steps": 2}}, True, 128),
+        ({"trainer": {"total_steps": 2, "save_trajectories": False}}, False, 128),
+        # The dataflow's function reads them.
+        (
+            {"trainer": {"total_steps": 2, "save_trajectories": False, "dataflow": "my.py:flow"}},
+            True,
+            128,
+        ),
+        ({"reward": {"functions": [{"name": "gsm8k", "group": True}]}, "rollout": {"n": 5}}, True, 25),
+    ],
+)
+def test_the_run_says_whether_texts_stay_and_how_much_is_taken_at_a_time(
+    changes: dict[str, Any], saves_texts: bool, max_entries: int
+) -> None:
+    registration = Registration(
+        run_id="r", run_dir=Path(), broker_url="", heartbeat_s=1.0, term=1, policy=None, checkpoints=(),
+        config=cli_configs.config(**changes),
+    )  # fmt: skip
+    options = consumer_options(registration, "reward-3", "4")
+    assert (options.save_texts, options.max_entries) == (saves_texts, max_entries)
+    assert (options.member_id, options.incarnation) == ("reward-3", "4")
 
 
 async def test_results_come_in_order_with_their_components() -> None:

@@ -102,21 +102,8 @@ class RewardApp:
             broker=broker,
             scorer=scorer,
             tokenizer=tokenizer,
-            options=ConsumerOptions(
-                run_id=registration.run_id,
-                member_id=self._session.options.member_id,
-                incarnation=self._session.link.incarnation,
-                lease_s=config.broker.lease_s,
-                # The controller reads `scored` as a log and trims it after each step: a bound would stop a
-                # step that has more samples. What a step asks for bounds it.
-                max_stream_length=sys.maxsize,
-                room_timeout_s=config.stall_timeout_s,
-                save_texts=config.keeps_texts,
-                max_deliveries=config.reward.max_deliveries,
-                # As many groups as hold the samples of an ordinary batch.
-                max_entries=max(1, MAX_ENTRIES // config.rollout.n)
-                if config.reward.has_groups
-                else MAX_ENTRIES,
+            options=consumer_options(
+                registration, self._session.options.member_id, self._session.link.incarnation
             ),
         )
         self._session.context.defer("attached clients", lambda: self._let_go(scorer.attached))
@@ -135,6 +122,25 @@ class RewardApp:
     def _report(self) -> MemberReport:
         in_flight = self._consumer.num_in_flight if self._consumer else 0
         return MemberReport(state=self._state, in_flight=in_flight)
+
+
+def consumer_options(registration: Registration, member_id: str, incarnation: str) -> ConsumerOptions:
+    """Returns how a member of the run takes trajectories and writes scores."""
+    config = registration.config
+    return ConsumerOptions(
+        run_id=registration.run_id,
+        member_id=member_id,
+        incarnation=incarnation,
+        lease_s=config.broker.lease_s,
+        # The controller reads `scored` as a log and trims it after each step: a bound would stop a step that
+        # has more samples. What a step asks for bounds it.
+        max_stream_length=sys.maxsize,
+        room_timeout_s=config.stall_timeout_s,
+        save_texts=config.keeps_texts,
+        max_deliveries=config.reward.max_deliveries,
+        # As many groups as hold the samples of an ordinary batch.
+        max_entries=max(1, MAX_ENTRIES // config.rollout.n) if config.reward.has_groups else MAX_ENTRIES,
+    )
 
 
 def scorer_settings(registration: Registration, member_id: str) -> ScorerSettings:

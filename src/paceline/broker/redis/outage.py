@@ -1,4 +1,4 @@
-"""One policy for a server that is away: commands wait, within a bound, and the wait is announced once."""
+"""One policy for a server that is away: commands wait, within a bound, and the wait is announced."""
 
 from __future__ import annotations
 
@@ -32,12 +32,14 @@ class Trouble:
         remedy: what a person can do about it.
         silent_s: how long the server had already been silent when this was noticed.
         may_move: whether another server may take over the address meanwhile, so that clients connect anew.
+        needs_help: whether a person has to end it, so that it is said at once.
     """
 
     state: str
     remedy: str
     silent_s: float = 0.0
     may_move: bool = True
+    needs_help: bool = False
 
 
 class Outage:
@@ -53,8 +55,8 @@ class Outage:
     Args:
         server: the server's name for people, without its password.
         timeout_s: longest outage that commands wait through.
-        on_outage, on_recovery: called with a sentence when an outage has lasted for 2 s, and when it is over.
-            Both are logged anyway.
+        on_outage, on_recovery: called with a sentence when an outage has lasted for 2 s, or needs a person,
+            and when it is over. Both are logged anyway.
         clock: tells the time.
     """
 
@@ -72,7 +74,7 @@ class Outage:
         self._clock = clock or SystemClock()
         self._since_s: float | None = None
         self._over_s = _NEVER
-        self._announced = False
+        self._announced: Trouble | None = None
         self.num_waiting = 0
 
     @property
@@ -99,11 +101,17 @@ class Outage:
                 f"{command}: broker {self._server} {trouble.state}, for {seconds:.1f} s now; commands wait "
                 f"{limit_s:g} s (broker.outage_timeout_s): {trouble.remedy}"
             )
-        if seconds >= ANNOUNCED_AFTER_S and not self._announced:
-            self._announced = True
+        if self._is_worth_a_word(trouble, seconds):
+            self._announced = trouble
             sentence = f"broker {self._server} {trouble.state}; waiting up to {limit_s:g} s"
             _say(self._on_outage, f"{sentence}: {trouble.remedy}")
         return limit_s - seconds
+
+    def _is_worth_a_word(self, trouble: Trouble, seconds: float) -> bool:
+        """Whether the outage is announced now; what a person has to end is, even after another cause."""
+        if self._announced is None:
+            return trouble.needs_help or seconds >= ANNOUNCED_AFTER_S
+        return trouble.needs_help and not self._announced.needs_help
 
     def note_answer(self, *, waited: bool) -> None:
         """Notes that the server did what a command asked for."""
@@ -112,7 +120,7 @@ class Outage:
         now = self._clock.monotonic()
         if self._announced:
             _say(self._on_recovery, f"broker {self._server} is back after {now - self._since_s:.0f} s")
-        self._since_s, self._over_s, self._announced = None, now, False
+        self._since_s, self._over_s, self._announced = None, now, None
 
 
 class Attempts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import ssl
+from dataclasses import replace
 from typing import Final
 
 from redis import exceptions
@@ -32,6 +33,7 @@ _BY_CODE: Final = {
     "MISCONF": Trouble(
         state="cannot write its data to disk",
         remedy="make room on its disk, which is the run directory's if it is the run's own; see its log",
+        needs_help=True,
     ),
     "BUSY": Trouble(state="is busy with a script", remedy="wait, or end the script with SCRIPT KILL"),
 }
@@ -42,6 +44,7 @@ _CODE_OF_CLASS: Final = {
     exceptions.ReadOnlyError: "READONLY",
     exceptions.MasterDownError: "MASTERDOWN",
 }
+_DISK_CAUSE: Final = re.compile(r"Errors writing to the AOF file: ([\w /]+?)(?: script:|[.,]|$)")
 _REFUSED_PASSWORD: Final = (exceptions.AuthenticationError, exceptions.AuthenticationWrongNumberOfArgsError)
 
 
@@ -55,13 +58,19 @@ def trouble_of(error: Exception, *, timeout_s: float) -> Trouble | None:
         )
     code = _CODE_OF_CLASS.get(type(error)) or next((code for code in _BY_CODE if _says(error, code)), None)
     if code is not None:
-        return _BY_CODE[code]
+        return _with_cause(_BY_CODE[code], str(error))
     if isinstance(error, (exceptions.ConnectionError, OSError)) and not _is_final(error):
         reason = redact(str(error)).rstrip(".")
         return Trouble(
             state=f"cannot be reached ({reason})", remedy="start the server again, or correct broker.url"
         )
     return None
+
+
+def _with_cause(trouble: Trouble, text: str) -> Trouble:
+    """The same with what the server says of its disk, if it says something: that there is no space left."""
+    cause = _DISK_CAUSE.search(text)
+    return replace(trouble, state=f"{trouble.state} ({cause[1]})") if cause else trouble
 
 
 def refusal(error: Exception, *, server: str, command: str) -> BrokerError:

@@ -25,22 +25,23 @@ class EngineProcesses:
     def __init__(self) -> None:
         self._others = set(_children())
         self._settled: list[psutil.Process] | None = None
-        self._watched: list[psutil.Process] = []
+        self._watched: list[psutil.Process] | None = None
         self._looked, self._stopped_s = 0.0, dict[int, float]()
 
     def settle(self) -> None:
         """The engine has started: children that come from now on are not its own."""
         self._settled = self.children()
-        self._watched = [*_fork_servers(), *self._settled, *self.descendants()]
+        self._watched = self._all()
 
     def stopped(self, now: float) -> str | None:
         """Names a process that a signal has stopped for seconds, and nobody continues; None if there is none.
 
-        That is certain, where silence may be long work: of SIGSTOP and its like, not of a debugger.
+        That is certain, where silence may be long work: of SIGSTOP and its like, not of a debugger. While the
+        engine starts, all that it has started so far is looked at.
         """
         elapsed_s, self._looked = min(now - self._looked, _LONGEST_LOOK_S), now
         before, self._stopped_s = self._stopped_s, {}
-        for process in self._watched:
+        for process in self._all() if self._watched is None else self._watched:
             with contextlib.suppress(psutil.NoSuchProcess):
                 if process.status() == psutil.STATUS_STOPPED:
                     seconds = before[process.pid] + elapsed_s if process.pid in before else 0.0
@@ -48,6 +49,9 @@ class EngineProcesses:
                     if seconds >= _STOPPED_S:
                         return f"{process.pid} ({_title(process)})"
         return None
+
+    def _all(self) -> list[psutil.Process]:
+        return [*_fork_servers(), *self.children(), *self.descendants()]
 
     def children(self) -> list[psutil.Process]:
         """The processes that the engine has started, themselves or through multiprocessing's fork server."""

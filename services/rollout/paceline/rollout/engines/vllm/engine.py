@@ -25,7 +25,7 @@ from paceline.rollout.engines.vllm.sampling.log_probs import LogProbs
 from paceline.rollout.engines.vllm.sampling.samples import submit, to_sample
 from paceline.rollout.engines.vllm.start import environment
 from paceline.rollout.engines.vllm.start.arguments import WORKER_EXTENSION
-from paceline.rollout.engines.vllm.start.startup import build, in_daemon, prepare
+from paceline.rollout.engines.vllm.start.startup import build, built, in_daemon, prepare
 from paceline.weights.digest.agreement import DigestReport
 from paceline.weights.geometry.layout import RankLayout
 from paceline.weights.plan.spec import WeightGroupSpec
@@ -74,27 +74,22 @@ class VllmEngine(Engine):
             EnvironmentLackError: vLLM is not installed.
             ConfigError: rollout.engine_kwargs or rollout.temperature cannot be used.
             ModelError: the engine does not start with this model and configuration.
+            FailedStartError: one of its processes was killed or stopped: the next start may succeed.
         """
         started, processes = time.monotonic(), EngineProcesses()
         context = prepare(config)
         # In a list: the thread's frame would keep a returned engine alive to the interpreter's end, when its
         # finalizer fails.
-        built: list[Any] = []
-        building = in_daemon(lambda: built.append(build(config, load_format, worker_extension, context)))
-        try:
-            await asyncio.shield(building)
-        except asyncio.CancelledError:
-            # A thread cannot be cancelled. Without its processes it fails at once; or it is still importing
-            # and has none: then this process ends while the thread runs (see `__main__`).
-            kill([*processes.descendants(), *processes.children()])
-            await asyncio.wait([building], timeout=_SHUTDOWN_S)
-            raise
+        made: list[Any] = []
+        await built(
+            in_daemon(lambda: made.append(build(config, load_format, worker_extension, context))), processes
+        )
         processes.settle()
         log.info("engine up in %.1f s", time.monotonic() - started)
         # What exists now stays: later collections need not look at it.
         gc.collect()
         gc.freeze()
-        engine = cls(built.pop(), processes, has_tower=vision.has_tower(Path(config.model.path)))
+        engine = cls(made.pop(), processes, has_tower=vision.has_tower(Path(config.model.path)))
         if environment.batches_draws(config):
             await engine.batch_draws()
         return engine

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -13,10 +14,14 @@ from typing import Any
 from paceline.config.run import RunConfig
 from paceline.core.errors import EnvironmentLackError, FailedStartError, ModelError, PacelineError
 from paceline.engines.vllm import VLLM
+from paceline.rollout.engines.processes import EngineProcesses, kill
 from paceline.rollout.engines.vllm.images import vision, without_torchvision
 from paceline.rollout.engines.vllm.start import environment, model_class, prefork
 from paceline.rollout.engines.vllm.start.arguments import engine_arguments
 from paceline.rollout.engines.vllm.start.cause import may_pass, watch
+
+_LOOK_S = 1.0
+_SHUTDOWN_S = 3
 
 
 def prepare(config: RunConfig) -> BaseContext | None:
@@ -63,6 +68,35 @@ def build(
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     except (ValueError, RuntimeError, OSError, TypeError) as error:
         raise failure(config.model.path, str(error), output.root_cause()) from error
+
+
+async def built(building: asyncio.Future[None], processes: EngineProcesses) -> None:
+    """Waits until the engine has started, and looks whether one of its processes is stopped.
+
+    Cancelled, or after its own error, the processes are killed: a thread cannot be cancelled, but fails at
+    once without them. Or it is still importing and has none: then this process ends while the thread runs
+    (see `paceline.rollout.__main__`).
+
+    Raises:
+        FailedStartError: a process was stopped, as by SIGSTOP, and nobody continued it for seconds.
+        PacelineError: what `build` raised.
+    """
+    try:
+        while not building.done():
+            await asyncio.wait([building], timeout=_LOOK_S)
+            if not building.done() and (stopped := processes.stopped(time.monotonic())):
+                raise FailedStartError(
+                    f"process {stopped} of the inference engine is stopped, as by SIGSTOP, while the engine "
+                    "starts, and nobody continues it; another start may succeed",
+                    peer="the engine core",
+                )
+    except (asyncio.CancelledError, FailedStartError):
+        kill([*processes.descendants(), *processes.children()])
+        await asyncio.wait([building], timeout=_SHUTDOWN_S)
+        if building.done():
+            building.exception()  # or asyncio would report it as one that nobody has seen
+        raise
+    building.result()
 
 
 def failure(model: str, error: str, cause: str) -> PacelineError:
