@@ -15,7 +15,9 @@ import pytest
 from paceline.core.step_metrics import meaning
 from paceline.service.observability.metrics import training as exported
 from support import owned_rows
+from support.training_rewards import WAITS_AT_MOST_S
 from support.training_run import (
+    REWARDS,
     ROOT,
     TRANSPORT,
     Row,
@@ -103,6 +105,20 @@ def step_of_death(events: list[Row], server: str) -> int:
     return died_in
 
 
+def truth_met_first(run: TrainingRun, inputs: Path, step: int) -> str:
+    """A ground truth of one prompt of this step, of no validation and of no earlier step."""
+    files = [run.run_dir / f"trajectories/step_{number:06d}.parquet" for number in range(1, step + 1)]
+    *earlier, here = (
+        Counter(pyarrow.parquet.read_table(file)["ground_truth"].to_pylist())
+        for file in (inputs / "data/val.parquet", *files)
+    )
+    return next(
+        truth
+        for truth, count in here.items()
+        if count == NUM_SAMPLES and not any(truth in counts for counts in earlier)
+    )
+
+
 def test_an_undisturbed_run(undisturbed: TrainingRun) -> None:
     run = undisturbed
     assert [row["step"] for row in run.metrics] == list(range(NUM_STEPS + 1))
@@ -182,20 +198,34 @@ def test_a_step_is_one_trace_through_all_services(undisturbed: TrainingRun) -> N
 def test_two_servers_give_the_same_metrics_even_if_one_dies(
     inputs: Path, undisturbed: TrainingRun, tmp_path: Path
 ) -> None:
-    """The same seed on two servers, one of which is killed in step 2 and started again by the launcher."""
-    config = tiny_config(inputs, trainer={"total_steps": NUM_STEPS})
-    config["rollout"]["replicas"] = 2
+    """The same seed on two servers; one is killed in step 2, which waits for that, and is started again."""
+    released = tmp_path / "released"
+    config = tiny_config(
+        inputs,
+        rollout={"replicas": 2},
+        reward={
+            "functions": [
+                {
+                    "name": f"{REWARDS}:letters",
+                    "kwargs": {"late": truth_met_first(undisturbed, inputs, 2), "until": str(released)},
+                }
+            ],
+            # The samples of that prompt occupy one each.
+            "num_processes": NUM_SAMPLES + 1,
+            "timeout_s": 2.0 * WAITS_AT_MOST_S,
+        },
+        trainer={"total_steps": NUM_STEPS},
+    )
     with training(config, tmp_path / "run") as run:
         run.wait_for(lambda e: admitted(e, step=2, server="rollout-1"))
-        # While the controller stands still, so that no step goes by before the launcher has told it.
-        with run.paused("controller"):
-            run.kill_group("rollout-1")
-            run.wait_for_output("rollout-1 ended unexpectedly (killed by SIGKILL)")
+        run.kill_group("rollout-1")
+        run.wait_for(lambda e: e["event"] == "member" and e["what"] == "dead")
+        released.touch()
         assert run.finish() == 0, run.output
         assert_sound(run)
         servers = servers_by_step(run.events)
         death = step_of_death(run.events, "rollout-1")
-        assert 2 <= death < NUM_STEPS
+        assert death == 2
         for step, counts in servers.items():
             # It may have nothing in the step in which it died, and from when it is there again.
             assert "rollout-0" in counts, (step, counts)

@@ -1,4 +1,7 @@
-"""Rewards for runs of a model with random weights: two that give signal, one that fails for some prompts."""
+"""Rewards for runs of a model with random weights: two that give signal, one that fails for some prompts.
+
+They run in the reward service's child processes.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,19 @@ import math
 import time
 from pathlib import Path
 
+WAITS_AT_MOST_S = 240
 
-def letters(response: str, ground_truth: str) -> dict[str, float]:
-    """The share of letters in the response; about a third of random tokens are letters."""
+
+def letters(response: str, ground_truth: str, *, late: str = "", until: str = "") -> dict[str, float]:
+    """The share of letters in the response; about a third of random tokens are letters.
+
+    Responses with the ground truth `late` wait for the file `until`, which keeps their step open.
+    """
+    deadline = time.monotonic() + WAITS_AT_MOST_S
+    while late and ground_truth == late and not Path(until).exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{until} was not written within {WAITS_AT_MOST_S} s")
+        time.sleep(0.02)
     share = sum(c.isascii() and c.isalpha() for c in response) / max(1, len(response))
     return {"score": share, "length": float(len(response))}
 
