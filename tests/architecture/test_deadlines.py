@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 from functools import cache
 
 import pytest
@@ -130,11 +129,14 @@ def _has_timeout(node: ast.Call) -> bool:
     )
 
 
-def _waits() -> Iterator[str]:
+@cache
+def _waits() -> tuple[str, ...]:
+    waits = []
     for name, path in source.modules().items():
         visitor = _Waits()
         visitor.visit(source.tree(path))
-        yield from (f"{name}:{where}: {what}" for where, what in visitor.waits)
+        waits += [f"{name}:{where}: {what}" for where, what in visitor.waits]
+    return tuple(waits)
 
 
 def test_every_wait_has_a_deadline_or_a_reason() -> None:

@@ -7,7 +7,7 @@ not happen, so an assertion follows, or it stands in PAUSES with what it is for.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -141,14 +141,17 @@ class _Speeds(ast.NodeVisitor):
         self.generic_visit(node)
 
 
-def _speeds() -> Iterator[tuple[str, _Speeds]]:
-    tests = source.ROOT / "tests"
+@cache
+def _speeds() -> tuple[tuple[str, _Speeds], ...]:
+    """The functions of every file of tests, by its name."""
+    tests, speeds = source.ROOT / "tests", []
     for path in sorted(tests.rglob("*.py")):
         folder = path.relative_to(tests).parts[0]
         if folder not in ("chaos", "deploy"):
             visitor = _Speeds()
             visitor.visit(source.tree(path))
-            yield str(Path(folder) / path.stem), visitor
+            speeds.append((str(Path(folder) / path.stem), visitor))
+    return tuple(speeds)
 
 
 def test_what_happens_is_waited_for_with_a_generous_deadline() -> None:

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     model = write_model(tmp_path_factory.mktemp("model"))
-    first, second = run_ranks("support.update_forms:everything", 2, str(model), timeout_s=280)
+    first, second = run_ranks("support.update_forms:everything", 2, str(model))
     assert first[:2] == second[:2]
     return first
 

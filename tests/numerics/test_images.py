@@ -174,7 +174,7 @@ def test_the_tower_computes_an_image_once_however_many_rows_have_it(
 
 def test_on_a_gpu_the_towers_convolution_is_computed_in_float32(folder: Path) -> None:
     """As far as a machine without one can see: cuDNN's switch for TF32 in the tower's forward pass."""
-    assert run_ranks("support.image_ranks:tower_in_tf32", 1, str(folder), timeout_s=180) == [[False]]
+    assert run_ranks("support.image_ranks:tower_in_tf32", 1, str(folder)) == [[False]]
 
 
 def test_samples_of_a_group_can_share_a_prompt_with_images(folder: Path, ranks: Ranks) -> None:
@@ -254,7 +254,7 @@ def test_training_moves_all_of_the_language_model_and_none_of_the_tower(folder: 
 def test_a_step_does_not_depend_on_the_number_of_ranks(folder: Path, ranks: Ranks, tmp_path: Path) -> None:
     """In the second step no rank but one has an image."""
     single = steps(ranks, str(folder))
-    first, second = run_ranks("support.image_ranks:steps", 2, str(folder), timeout_s=180)
+    first, second = run_ranks("support.image_ranks:steps", 2, str(folder))
     assert first == second
     for ours, theirs in zip(single, first, strict=True):
         assert ours.keys() == theirs.keys()

@@ -28,7 +28,7 @@ Metrics = dict[str, float]
 @pytest.fixture(scope="module")
 def two_ranks(model: Path) -> dict[str, Metrics]:
     """What two processes make of every variant; both say the same, to the last bit."""
-    first, second = run_ranks("support.learner_variants:all_variants", 2, str(model), timeout_s=180)
+    first, second = run_ranks("support.learner_variants:all_variants", 2, str(model))
     assert first == second
     return dict(first)
 

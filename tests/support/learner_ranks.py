@@ -15,6 +15,8 @@ from typing import Any
 from paceline.sizing.machine import free_port
 
 TESTS = Path(__file__).resolve().parent.parent
+WAIT_S = 300
+"""How long a rank waits for the others; on a busy machine one of them may import torch for a minute."""
 
 
 @contextmanager
@@ -25,7 +27,7 @@ def alone() -> Iterator[Any]:
     from paceline.learner.distributed.ranks import RankEnvironment, form_group, leave_group, open_store
 
     environment = RankEnvironment.read({})
-    ranks = form_group(environment, open_store(environment, 20), torch.device("cpu"), 20)
+    ranks = form_group(environment, open_store(environment, WAIT_S), torch.device("cpu"), WAIT_S)
     try:
         yield ranks
     finally:
@@ -72,8 +74,8 @@ def main() -> None:
 
     module, _, name = sys.argv[1].partition(":")
     environment = RankEnvironment.read()
-    store, context = open_store(environment, 20), int(sys.argv[2])
-    ranks = form_group(environment, store, torch.device("cpu"), 20, context=context)
+    store, context = open_store(environment, WAIT_S), int(sys.argv[2])
+    ranks = form_group(environment, store, torch.device("cpu"), WAIT_S, context=context)
     result = getattr(importlib.import_module(module), name)(ranks, *sys.argv[3:])
     leave_group()
     print(json.dumps(result), flush=True)

@@ -42,7 +42,7 @@ def prepare_inputs(folder: Path, *, num_train: int, num_val: int) -> Path:
     command = [sys.executable, str(ROOT / "examples/arithmetic/prepare.py")]
     command += ["--out", str(folder / "data"), "--model-out", str(folder / "model")]
     command += ["--num-train", str(num_train), "--num-val", str(num_val), "--num-sft", "1"]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
     return folder
 
 
