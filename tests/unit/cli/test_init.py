@@ -13,6 +13,8 @@ from paceline.cli.commands import init
 from paceline.cli.main import main
 from paceline.config.load import load
 from paceline.config.run import RunConfig
+from paceline.data.prompts import encode_prompt, load_tokenizer
+from support.byte_tokenizer import save_tokenizer
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "dapo", "ppo"])
@@ -177,5 +179,86 @@ def test_what_cannot_be_used_is_said_and_nothing_written(
     (project / "bad.jsonl").write_text("\n{oops\n")
     (project / "list.jsonl").write_text("[1]\n")
     assert main(["init", "a.yaml", "--model", "model", *words]) == 2
+    assert sentence in capsys.readouterr().err
+    assert not (project / "a.yaml").exists()
+
+
+def test_lengths_come_from_the_data(project: Path) -> None:
+    """The longest of 40 prompts has 9 characters, and so with the drawn tokenizer's begin 9 or 10 tokens."""
+    save_tokenizer(project / "model")
+    (project / "model" / "config.json").write_text(json.dumps({"max_position_embeddings": 256}))
+    rows = [{"prompt": "1 + 1 = ?"[: 4 + number % 6], "ground_truth": "2"} for number in range(40)]
+    (project / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["init", "a.yaml", "--model", "model", "--data", "rows.jsonl"]) == 0
+    longest = max(len(encode_prompt(load_tokenizer("model"), row["prompt"], "auto")) for row in rows)
+    data = load(RunConfig, "a.yaml").data
+    assert longest < data.max_prompt_length == 8 * -(-9 * longest // 64) <= 16
+    assert data.max_response_length == 256 - data.max_prompt_length
+    assert (
+        f"# tokens; longer prompts are left out; the longest of the first 40 has {longest}\n"
+        in (project / "a.yaml").read_text()
+    )
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "words", "policy", "critic"),
+    [
+        (2, 48, [], 7e-5, 5e-4),
+        (24, 896, [], 1e-6, 1e-5),  # 494 M
+        (6, 896, [], 1e-5, 1e-4),
+        (24, 896, ["--lora", "16"], 1e-5, 1e-5),
+        (2, 48, ["--lora", "8"], 7e-4, 5e-4),
+    ],
+)
+def test_rates_go_by_the_models_size(
+    project: Path, layers: int, hidden: int, words: list[str], policy: float, critic: float
+) -> None:
+    tree = json.loads((project / "model" / "config.json").read_text())
+    sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": 5 * hidden}
+    vocab = {"vocab_size": 151_936 if hidden > 48 else 100, "tie_word_embeddings": True}
+    (project / "model" / "config.json").write_text(json.dumps(tree | sizes | vocab))
+    command = ["init", "a.yaml", "--model", "model", "--data", "train.parquet", "--algorithm", "ppo", *words]
+    assert main(command) == 0
+    config = load(RunConfig, "a.yaml")
+    assert (config.actor.optim.lr, config.critic.optim.lr) == (policy, critic)
+    rank = config.model.lora.rank if config.model.lora else 0
+    assert rank == int(words[1] if words else 0)
+
+
+@pytest.mark.parametrize(("steps", "every"), [(200, (10, 50)), (8, (1, 2)), (1, (1, 1)), (1000, (50, 250))])
+def test_validation_and_checkpoints_go_by_the_steps(
+    project: Path, steps: int, every: tuple[int, int]
+) -> None:
+    words = ["--model", "model", "--data", "train.parquet", "--steps", str(steps)]
+    assert main(["init", "a.yaml", *words]) == 0
+    trainer = load(RunConfig, "a.yaml").trainer
+    assert (trainer.test_freq, trainer.save_freq) == every
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            [],
+            "'prompt' holds 7, and a prompt is a string or a list of messages with role and content; give ",
+        ),
+        (
+            ["--prompt-key", "text"],
+            "the first row has no 'text'; it has prompt, words, ground_truth; correct",
+        ),
+        (
+            ["--prompt-key", "words", "--ground-truth-key", "truth"],
+            "has no 'truth'; it has prompt, words, gro",
+        ),
+        (["--prompt-key", "words", "--reward", "gone.py:f"], "gone.py"),
+        (["--prompt-key", "words", "--reward", "mine.py:g"], "'g'"),
+    ],
+)
+def test_a_row_or_reward_that_no_run_could_use_is_refused(
+    project: Path, capsys: pytest.CaptureFixture[str], words: list[str], sentence: str
+) -> None:
+    (project / "rows.jsonl").write_text('{"prompt": 7, "words": "1 + 1", "ground_truth": "2"}\n')
+    (project / "mine.py").write_text("def f(response, ground_truth, **extra):\n    return 1.0\n")
+    assert main(["init", "a.yaml", "--model", "model", "--data", "rows.jsonl", *words]) == 2
     assert sentence in capsys.readouterr().err
     assert not (project / "a.yaml").exists()

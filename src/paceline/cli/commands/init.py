@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -17,9 +19,10 @@ from paceline.cli.commands import arguments
 from paceline.config.load import load
 from paceline.config.model import ModelConfig
 from paceline.config.run import RunConfig
-from paceline.core.errors import ConfigError, ModelError
+from paceline.core.errors import ConfigError, ModelError, PacelineError
 from paceline.data.hub import local_files
-from paceline.data.rows import count_rows, first_row, value_at
+from paceline.data.rows import Row, count_rows, first_row, first_rows, value_at
+from paceline.models.model_shape import ModelShape
 from paceline.storage.hub import is_named
 
 # What data sets call their columns, the most particular first.
@@ -48,13 +51,30 @@ algorithm:
   use_kl_in_reward: true       # keeps the policy near the starting model
   kl_ctrl: {type: adaptive, kl_coef: 0.001, target_kl: 0.1}
 critic:
-  optim: {lr: 1.0e-5}
+  optim: {lr: CRITIC_RATE}
 actor:
 """,
 }
 
 _PROMPT_TOKENS, _RESPONSE_TOKENS = 512, 1024
 _BATCH_SIZE = 64  # prompts; all of them where the data has fewer
+_LOOKED_AT = 1000  # rows of the first file, for the length of prompts
+
+
+class _Rates(NamedTuple):
+    """Learning rates of models with fewer parameters than `below`, as the examples train such models."""
+
+    below: float
+    policy: str
+    adapters: str
+    critic: str
+
+
+_RATES = (
+    _Rates(20e6, "7.0e-5", "7.0e-4", "5.0e-4"),
+    _Rates(300e6, "1.0e-5", "1.0e-4", "1.0e-4"),
+    _Rates(math.inf, "1.0e-6", "1.0e-5", "1.0e-5"),
+)
 
 _NO_VAL = "  # val_files: FILE          # held-out prompts\n"
 _CHAT = "prompt_format: chat          # strings go through the chat template, as one user message"
@@ -66,15 +86,33 @@ def _no_file(answer: str) -> str:
 
 
 def _no_function(answer: str) -> str:
-    from paceline.reward.functions.registry import BUILTIN_NAMES
+    from paceline.reward.functions.registry import BUILTIN_NAMES, resolve
 
-    if answer in BUILTIN_NAMES or all(answer.rpartition(":")[::2]):
-        return ""
-    return f"{answer!r} is none of {', '.join(BUILTIN_NAMES)}, nor path/to/file.py:function"
+    if answer not in BUILTIN_NAMES and not all(answer.rpartition(":")[::2]):
+        return f"{answer!r} is none of {', '.join(BUILTIN_NAMES)}, nor path/to/file.py:function"
+    try:
+        resolve(answer)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _no_count(answer: str) -> str:
     return "" if answer.isdecimal() and int(answer) > 0 else f"{answer!r} is not a whole number from 1"
+
+
+def _no_prompt(row: Mapping[str, Any], answer: str) -> str:
+    value = value_at(dict(row), answer)
+    if value is None:
+        return f"the first row has no {answer!r}; it has {', '.join(row)}"
+    if isinstance(value, str | list):
+        return ""
+    return f"{answer!r} holds {value!r}, and a prompt is a string or a list of messages with role and content"
+
+
+def _no_truth(row: Mapping[str, Any], answer: str) -> str:
+    is_there = value_at(dict(row), answer) is not None
+    return "" if is_there else f"the first row has no {answer!r}; it has {', '.join(row)}"
 
 
 def _no_algorithm(answer: str) -> str:
@@ -116,6 +154,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--algorithm", choices=_ALGORITHMS, help="default: grpo")
     parser.add_argument("--steps", type=int, metavar="N", help="training steps (default: 200)")
+    parser.add_argument(
+        "--lora", type=int, metavar="RANK", help="train adapters of this rank (default: all weights)"
+    )
     arguments.add_offline(parser)
 
 
@@ -142,12 +183,14 @@ def run(args: argparse.Namespace) -> int:
             words="Column with the prompt",
             default=_known(row, _PROMPTS),
             choices=list(row),
+            fault=partial(_no_prompt, row),
         ),
         _Question(
             name="ground_truth_key",
             words="Column with the answer",
             default=_known(row, _TRUTHS),
             choices=list(row),
+            fault=partial(_no_truth, row),
         ),
         _Question(name="reward", words="Reward function", default="exact_match", fault=_no_function),
         _Question(
@@ -160,7 +203,8 @@ def run(args: argparse.Namespace) -> int:
     ):
         _answer(question, answers, ask)
     batch_size = count_rows(files, at_most=_BATCH_SIZE) or _BATCH_SIZE
-    args.file.write_text(configuration(answers, row, batch_size), encoding="utf-8")
+    rows = first_rows(files[0], _LOOKED_AT)
+    args.file.write_text(configuration(answers, rows, batch_size), encoding="utf-8")
     try:
         load(RunConfig, args.file)
     except ConfigError:
@@ -175,11 +219,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def configuration(answers: Mapping[str, str], row: Mapping[str, Any], batch_size: int) -> str:
-    """The text of the file, with `batch_size` prompts per step."""
-    prompt = value_at(dict(row), answers["prompt_key"])
-    is_chat = isinstance(prompt, str) and _has_chat_template(answers["model"])
-    prompt_length, response_length = _lengths(Path(answers["model"]))
+def configuration(answers: Mapping[str, str], rows: Sequence[Row], batch_size: int) -> str:
+    """Returns the text of the file, for data with these first rows and `batch_size` prompts per step."""
+    prompts = [value_at(row, answers["prompt_key"]) for row in rows]
+    is_chat = isinstance(prompts[0], str) and _has_chat_template(answers["model"])
+    tree = _model_tree(answers["model"])
+    longest = _longest(answers["model"], prompts, "chat" if is_chat else "auto")
+    prompt_length, response_length = _lengths(tree, longest)
+    of_prompts = f"; the longest of the first {len(prompts):,} has {longest}" if longest else ""
+    steps, rates = int(answers["steps"]), _rates(tree)
+    rate = rates.adapters if "lora" in answers else rates.policy
     val = f"  val_files: {_word(answers['val'])}\n" if answers.get("val") else _NO_VAL
     return f"""\
 # Every key with its meaning: docs/configuration.md. What is not here has its default; GPUs are shared out by
@@ -190,23 +239,24 @@ data:
   prompt_key: {_word(answers["prompt_key"])}
   ground_truth_key: {_word(answers["ground_truth_key"])}
   {_CHAT if is_chat else _AUTO}
-  max_prompt_length: {prompt_length:<10}# tokens; longer prompts are left out, and counted
+  max_prompt_length: {prompt_length:<10}# tokens; longer prompts are left out{of_prompts}
   max_response_length: {response_length:<8}# tokens; longer responses are cut off
   train_batch_size: {batch_size:<11}# prompts per step
 model:
   path: {_word(answers["model"])}
-{_ALGORITHMS[answers["algorithm"]]}\
+{_lora(answers)}\
+{_ALGORITHMS[answers["algorithm"]].replace("CRITIC_RATE", rates.critic)}\
   ppo_mini_batch_size: {batch_size:<8}# prompts per optimizer step; fewer than the batch: several steps on it
-  optim: {{lr: 1.0e-6, warmup_steps_ratio: 0.05}}  # the rate rises over the first steps, then stays
+  optim: {{lr: {rate}, warmup_steps_ratio: 0.05}}  # the rate rises over the first steps, then stays
 rollout:
   n: 8                         # samples per prompt
 reward:
   functions: [{_reward(answers["reward"])}
 trainer:
   name: {_name(answers["file"])}
-  total_steps: {int(answers["steps"])}
-  test_freq: 10                # with val_files: validate every so many steps
-  save_freq: 50                # checkpoint every so many steps; Ctrl-C saves one, too
+  total_steps: {steps}
+  test_freq: {max(1, steps // 20):<18}# with val_files: validate every so many steps
+  save_freq: {max(1, steps // 4):<18}# checkpoint every so many steps; Ctrl-C saves one, too
 """
 
 
@@ -223,15 +273,54 @@ def _has_chat_template(model: str) -> bool:
         return False  # it cannot be fetched now; `paceline check` says why
 
 
-def _lengths(model: Path) -> tuple[int, int]:
-    """The longest prompt and response, in tokens; less than usual for a model with few positions."""
+def _model_tree(model: str) -> Mapping[str, Any]:
+    """Returns the model's config.json; {} if it is not here."""
     try:
-        positions = json.loads((model / "config.json").read_text("utf-8")).get("max_position_embeddings")
-    except (OSError, ValueError, AttributeError):
-        positions = None
-    if not isinstance(positions, int) or positions >= _PROMPT_TOKENS + _RESPONSE_TOKENS:
+        tree = json.loads((Path(model) / "config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return tree if isinstance(tree, dict) else {}
+
+
+def _longest(model: str, prompts: Sequence[object], prompt_format: str) -> int:
+    """Returns the tokens of the longest prompt; 0 where the tokenizer is not here, or cannot take them."""
+    from paceline.data.prompts import encode_prompt, load_tokenizer
+
+    try:
+        tokenizer = load_tokenizer(model)
+        return max(len(encode_prompt(tokenizer, prompt, prompt_format)) for prompt in prompts)
+    except PacelineError:
+        return 0  # `paceline check` says why
+
+
+def _lengths(tree: Mapping[str, Any], longest: int) -> tuple[int, int]:
+    """Returns the longest prompt and response, in tokens; together they fit the model's positions.
+
+    Prompts may be an eighth longer than `longest`, as rows further on may be; unknown, they get their usual
+    length, or a third of few positions.
+    """
+    positions = tree.get("max_position_embeddings")
+    if not isinstance(positions, int):
+        positions = _PROMPT_TOKENS + _RESPONSE_TOKENS + longest
+    if longest:
+        prompt = min(8 * math.ceil((longest + longest / 8) / 8), max(longest, positions // 2))
+        return prompt, max(1, min(_RESPONSE_TOKENS, positions - prompt))
+    if positions >= _PROMPT_TOKENS + _RESPONSE_TOKENS:
         return _PROMPT_TOKENS, _RESPONSE_TOKENS
     return positions // 3, positions - positions // 3
+
+
+def _rates(tree: Mapping[str, Any]) -> _Rates:
+    """Returns the learning rates by the model's size; those of large models where it is unknown."""
+    shape = ModelShape.of(tree)
+    return next((rates for rates in _RATES if shape and shape.num_parameters < rates.below), _RATES[-1])
+
+
+def _lora(answers: Mapping[str, str]) -> str:
+    if "lora" not in answers:
+        return ""
+    rank = int(answers["lora"])
+    return f"  lora: {{rank: {rank}, alpha: {2 * rank}}}  # adapters learn, the model's own weights stay\n"
 
 
 def _answer(question: _Question, answers: dict[str, str], ask: Callable[[_Question], str]) -> None:
@@ -247,6 +336,8 @@ def _default(question: _Question) -> str:
     if not question.default:
         choices = f", one of {', '.join(question.choices)}" if question.choices else ""
         raise ConfigError(f"{question.words.lower()} is missing: give {question.flag}{choices}")
+    if fault := question.fault(question.default):
+        raise ConfigError(f"{fault}; give {question.flag}")
     return question.default
 
 
