@@ -33,7 +33,7 @@ from paceline.broker import Broker, Mailbox, Outgoing, append_when_room, names, 
 from paceline.broker.redis.redis_server import RedisServer
 from paceline.core.ids import Purpose, TrajectoryId
 from paceline.core.policy import PolicyTag
-from paceline.core.trajectory import (
+from paceline.core.samples.trajectory import (
     FinishReason,
     PromptGroup,
     RewardContext,

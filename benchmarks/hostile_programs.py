@@ -31,7 +31,7 @@ from rich.table import Table
 from paceline.broker import Mailbox, names
 from paceline.broker.memory import MemoryBroker
 from paceline.config.reward import CodeConfig, RewardConfig
-from paceline.core.trajectory import ScoredHeader
+from paceline.core.samples.trajectory import ScoredHeader
 from paceline.reward.code import scorer as code_scorer
 from paceline.reward.consumer import Consumer, ConsumerOptions
 from paceline.reward.scorer import ScorerSettings

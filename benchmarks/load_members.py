@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 
 from paceline.config.run import RunConfig
-from paceline.core.manifest import manifest_text
 from paceline.core.members import EnginePart, LearnerState, MemberKind
 from paceline.core.policy import PolicyTag
+from paceline.core.run_record.manifest import manifest_text
+from paceline.core.samples.trajectory import FinishReason
 from paceline.core.training import TrainResult
-from paceline.core.trajectory import FinishReason
 from paceline.rollout import app as rollout_app
 from paceline.rollout.engines.base import Engine, Sample, SampleRequest, do_nothing
 from paceline.rpc.v1 import learner_pb2, learner_pb2_grpc
@@ -37,7 +37,7 @@ from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.layout import RankLayout, TensorSlice
 from paceline.weights.plan.spec import WeightGroupSpec
 from paceline.weights.receipt import PushReceipt
-from paceline.wire.training import order_from_proto, result_to_proto
+from paceline.wire.calls.training import order_from_proto, result_to_proto
 
 SHAPE = (2,)
 

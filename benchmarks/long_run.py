@@ -42,14 +42,14 @@ from paceline.controller.verify.digests import digest_of
 from paceline.controller.verify.term import Term
 from paceline.core.ids import TrajectoryId
 from paceline.core.policy import PolicyTag
-from paceline.core.training import batch_digest
-from paceline.core.trajectory import (
+from paceline.core.samples.trajectory import (
     FinishReason,
     RewardContext,
     SamplingSpec,
     ScoredHeader,
     Trajectory,
 )
+from paceline.core.training import batch_digest
 from paceline.data.cursor import PromptCursor
 from paceline.data.prompts import Prompt
 from paceline.wire import blob_digest, encode_trajectory

@@ -48,7 +48,7 @@ from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.core.ids import Purpose, sample_seed
 from paceline.core.policy import PolicyTag
-from paceline.core.trajectory import PromptGroup, RewardContext, SamplingSpec
+from paceline.core.samples.trajectory import PromptGroup, RewardContext, SamplingSpec
 from paceline.engines.vllm import VLLM
 from paceline.rollout.engines.vllm.start import environment
 from paceline.rollout.engines.vllm.start.arguments import engine_arguments

@@ -34,10 +34,10 @@ from paceline.broker.base import Outgoing
 from paceline.broker.memory import MemoryBroker
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
-from paceline.core.chat import Message
 from paceline.core.ids import Purpose, sample_seed
 from paceline.core.policy import PolicyTag
-from paceline.core.trajectory import PromptGroup, RewardContext, SamplingSpec
+from paceline.core.samples.chat import Message
+from paceline.core.samples.trajectory import PromptGroup, RewardContext, SamplingSpec
 from paceline.data.prompts import load_tokenizer
 from paceline.rollout.capacity import SamplerLimits
 from paceline.rollout.engines.base import Sample, SampleRequest, do_nothing

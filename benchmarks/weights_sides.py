@@ -20,7 +20,7 @@ import torch
 from shapes import SHAPES
 
 from paceline.core.members import EnginePart
-from paceline.core.trajectory import SamplingSpec
+from paceline.core.samples.trajectory import SamplingSpec
 from paceline.rollout.engines.base import SampleRequest
 from paceline.weights.plan.spec import WeightGroupSpec
 from paceline.weights.receipt import PushReceipt

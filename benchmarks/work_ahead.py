@@ -39,8 +39,8 @@ from paceline.controller.batch.barrier import Barrier
 from paceline.controller.batch.closed_chunks import ClosedChunks
 from paceline.controller.batch.training_rows import group_rows
 from paceline.core.ids import TrajectoryId
+from paceline.core.samples.trajectory import FinishReason, ScoredHeader
 from paceline.core.training import ChunkOrder, TrainOrder
-from paceline.core.trajectory import FinishReason, ScoredHeader
 from paceline.learner.batch.types import PackedRow
 from paceline.learner.distributed.ranks import RankEnvironment, form_group, leave_group, open_store
 from paceline.learner.train.learner import Learner

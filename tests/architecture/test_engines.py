@@ -18,7 +18,7 @@ ALLOWED = {
     "services/reward/paceline/reward/models/__main__.py": "the table of the engines of reward models",
     "services/reward/paceline/reward/models/pooling.py": "a reward model in vLLM: its room there",
     "src/paceline/cli/convert/trl.py": "TRL's own names of its keys",
-    "src/paceline/cli/commands/export.py": "says to users what can load a checkpoint",
+    "src/paceline/cli/commands/results/export.py": "says to users what can load a checkpoint",
 }
 FILES = {str(path.relative_to(source.ROOT)): path for path in source.modules().values()}
 

@@ -13,7 +13,7 @@ from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.core.errors import PeerLostError
 from paceline.core.members import MemberKind, RolloutState
-from paceline.core.run_events import StepEvent
+from paceline.core.run_record.run_events import StepEvent
 from paceline.runs.controller_client import ControllerClient
 from paceline.service.identity.credentials import Credentials
 from paceline.service.member.controller_link import ControllerLink, MemberReport

@@ -25,7 +25,7 @@ import pytest
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.controller.batch.barrier import Verdict
-from paceline.core.trajectory import FinishReason
+from paceline.core.samples.trajectory import FinishReason
 from paceline.reward.environment import EnvironmentReward
 from paceline.rollout.engines.base import Sample, SampleRequest
 from paceline.rollout.episodes.agents.endpoint import AgentEndpoint

@@ -26,7 +26,7 @@ from paceline.core.errors import (
     WeightSyncError,
 )
 from paceline.core.members import EnginePart, MemberKind, RankRef
-from paceline.core.trajectory import FinishReason, SamplingSpec
+from paceline.core.samples.trajectory import FinishReason, SamplingSpec
 from paceline.rollout.engines.base import Sample, SampleRequest
 from paceline.rollout.sampler import Sampler
 from paceline.weights.digest.agreement import disagreement, model_digest

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from paceline.config.reward import AttachedConfig
-from paceline.core.attachment import Leave
+from paceline.core.attached_clients.attachment import Leave
 from paceline.core.scoring import ScoreItem
 from paceline.reward.attached.scorer import AttachedScorer
 from paceline.reward.attached.servicer import GatewayServicer

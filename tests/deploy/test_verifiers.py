@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from paceline.core.trajectory import RewardContext, sampled_spans
+from paceline.core.samples.trajectory import RewardContext, sampled_spans
 from paceline.rollout.episodes.agents.endpoint import AgentEndpoint
 from paceline.rollout.episodes.environment import EnvironmentLostError
 from paceline.rollout.episodes.environments.remote import RemoteEnvironment, RemoteEnvironmentOptions

@@ -97,7 +97,7 @@ SAMPLES = """
 import asyncio, json, random, sys
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
-from paceline.core.trajectory import SamplingSpec
+from paceline.core.samples.trajectory import SamplingSpec
 from paceline.rollout.engines.base import SampleRequest
 from paceline.rollout.engines.vllm.engine import VllmEngine
 

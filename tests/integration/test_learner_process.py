@@ -27,7 +27,7 @@ from paceline.core.policy import PolicyTag
 from paceline.core.training import BatchRow, ChunkOrder, TrainOrder
 from paceline.rpc.v1 import learner_pb2
 from paceline.weights.geometry.layout import RankLayout, tensor_shapes
-from paceline.wire.training import chunk_to_proto, order_to_proto
+from paceline.wire.calls.training import chunk_to_proto, order_to_proto
 from support.learner_fakes import POLICY, make_batch, write_model
 from support.learner_processes import Learner, running
 

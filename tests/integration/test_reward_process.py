@@ -15,16 +15,16 @@ import pytest
 
 from paceline.broker import Broker, Mailbox, names, open_broker
 from paceline.broker.redis.redis_server import RedisServer
-from paceline.core.attachment import Hello, Leave, Welcome
+from paceline.core.attached_clients.attachment import Hello, Leave, Welcome
+from paceline.core.samples.trajectory import ScoredHeader
 from paceline.core.scoring import ScoreItem
-from paceline.core.trajectory import ScoredHeader
 from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
 from paceline.sdk import RewardClient
 from paceline.service.grpc import channels
 from paceline.service.identity.credentials import Credentials
 from paceline.service.member.run_directory import write_run_id
 from paceline.wire import decode_scored
-from paceline.wire.attachment import gateway_message_from_proto, scorer_message_to_proto
+from paceline.wire.calls.attachment import gateway_message_from_proto, scorer_message_to_proto
 from support.fake_controller import FakeController, serve
 from support.training_rewards import letters
 from support.trajectories import finished_sample

@@ -18,7 +18,7 @@ import pytest_asyncio
 
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
-from paceline.core.trajectory import Float32Array, SamplingSpec
+from paceline.core.samples.trajectory import Float32Array, SamplingSpec
 from paceline.rollout.engines.base import Sample, SampleRequest
 from paceline.rollout.engines.vllm.engine import VllmEngine
 from paceline.rollout.engines.vllm.start import model_class

@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
-from paceline.core.step_metrics import meaning
+from paceline.core.run_record.step_metrics import meaning
 from paceline.service.observability.metrics import training as exported
 from support import owned_rows
 from support.training_rewards import WAITS_AT_MOST_S

@@ -20,8 +20,8 @@ import torch
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.core.errors import InvalidMessageError, PacelineError
-from paceline.core.images import LoadedImage
-from paceline.core.trajectory import SamplingSpec
+from paceline.core.samples.images import LoadedImage
+from paceline.core.samples.trajectory import SamplingSpec
 from paceline.learner.distributed.publisher import WeightPublisher
 from paceline.rollout.engines.base import Sample, SampleRequest
 from paceline.rollout.engines.vllm.engine import VllmEngine

@@ -17,8 +17,8 @@ import torch
 
 from paceline.config.run import RunConfig
 from paceline.core.guard import Adjustments
+from paceline.core.samples.trajectory import Trajectory
 from paceline.core.training import BatchRow, TrainOrder
-from paceline.core.trajectory import Trajectory
 from paceline.learner.batch.fetch import fetch_rows
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.loading import as_fsdp, hugging_face_names

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from paceline.config.run import RunConfig
 from paceline.core.errors import CheckpointError
-from paceline.core.manifest import MANIFEST
+from paceline.core.run_record.manifest import MANIFEST
 from paceline.learner.checkpoint import write
 from paceline.learner.checkpoint.load import load, load_newest, roll_back
 from paceline.learner.checkpoint.manifest import Manifest

@@ -16,7 +16,7 @@ from paceline.config.load import dump_yaml, parse
 from paceline.config.model import LoraConfig
 from paceline.config.run import RunConfig, SftRunConfig
 from paceline.core.errors import CheckpointError, ConfigError, ModelError
-from paceline.core.manifest import manifest_text
+from paceline.core.run_record.manifest import manifest_text
 from paceline.learner.batch.pack import pack
 from paceline.learner.checkpoint.load import load, load_newest
 from paceline.learner.distributed.publisher import WeightPublisher

@@ -16,7 +16,7 @@ from paceline.config.services import ProfileConfig
 from paceline.core.training import TrainOrder, TrainResult
 from paceline.learner import commands
 from paceline.learner.train.profiler import StepProfiler
-from paceline.wire.training import order_to_proto
+from paceline.wire.calls.training import order_to_proto
 from support.learner_fakes import POLICY, make_batch, run_config
 
 pytestmark = pytest.mark.torch

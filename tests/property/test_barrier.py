@@ -13,7 +13,7 @@ from paceline.controller.batch.barrier import Barrier, Verdict
 from paceline.core.errors import ProtocolError
 from paceline.core.ids import Purpose
 from paceline.core.policy import PolicyTag
-from paceline.core.trajectory import FinishReason, ScoredHeader
+from paceline.core.samples.trajectory import FinishReason, ScoredHeader
 from support.headers import POLICY, scored
 
 

@@ -21,7 +21,7 @@ from paceline.controller.batch.barrier import Barrier, Verdict
 from paceline.controller.batch.refill import Refill
 from paceline.core.ids import Purpose, TrajectoryId
 from paceline.core.policy import PolicyTag
-from paceline.core.trajectory import FinishReason, RewardContext, ScoredHeader
+from paceline.core.samples.trajectory import FinishReason, RewardContext, ScoredHeader
 from paceline.data.prompts import Prompt
 from support.headers import POLICY, scored
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from paceline.controller.batch.barrier import Barrier
 from paceline.controller.batch.closed_chunks import ClosedChunk, ClosedChunks
-from paceline.core.trajectory import ScoredHeader
+from paceline.core.samples.trajectory import ScoredHeader
 from support.headers import POLICY, scored
 
 PROMPTS = (3, 5, 8, 9, 12, 20)

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.core.chat import Message, ToolSpec
-from paceline.core.episode import EpisodeOutcome
 from paceline.core.errors import ModelError
-from paceline.core.trajectory import FinishReason, sampled_spans
+from paceline.core.samples.chat import Message, ToolSpec
+from paceline.core.samples.episode import EpisodeOutcome
+from paceline.core.samples.trajectory import FinishReason, sampled_spans
 from paceline.rollout.engines.base import Sample
 from paceline.rollout.episodes.joiner import Joiner
 from paceline.rollout.episodes.recorder import Recorder

@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 from paceline.core.errors import DataError, RewardErrorKind
 from paceline.core.ids import Purpose
 from paceline.core.policy import PolicyTag
+from paceline.core.samples.trajectory import PromptGroup, RewardContext, SamplingSpec, ScoredHeader
 from paceline.core.scoring import ScoreItem
 from paceline.core.text import encodable
-from paceline.core.trajectory import PromptGroup, RewardContext, SamplingSpec, ScoredHeader
 from paceline.data.plain import plain_value
 from paceline.reward.functions.pool import FunctionPool
 from paceline.reward.functions.spec import FunctionSpec
 from paceline.reward.scores import failed
 from paceline.wire import decode_prompt_group, decode_scored, encode_prompt_group, encode_scored_header
-from paceline.wire.protobuf import score_item_from_proto, score_item_to_proto, score_result_to_proto
+from paceline.wire.calls.protobuf import score_item_from_proto, score_item_to_proto, score_result_to_proto
 from support.headers import scored
 
 any_text = st.text() | st.lists(st.integers(0, 0x10FFFF).map(chr), max_size=8).map("".join)

@@ -15,7 +15,7 @@ from paceline.controller.batch.barrier import Barrier
 from paceline.controller.batch.refill import Refill
 from paceline.core.errors import ConfigError
 from paceline.core.ids import Purpose
-from paceline.core.trajectory import ScoredHeader
+from paceline.core.samples.trajectory import ScoredHeader
 from paceline.data.cursor import PromptCursor
 from paceline.data.prompts import Prompt
 from support.headers import POLICY, scored

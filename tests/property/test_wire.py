@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as hnp
 
 from paceline import wire
 from paceline.core.errors import InvalidMessageError
-from paceline.core.trajectory import (
+from paceline.core.samples.trajectory import (
     SCHEMA_VERSION,
     GroupRefusal,
     PromptGroup,

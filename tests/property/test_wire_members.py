@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from paceline.core.errors import InvalidMessageError
 from paceline.core.members import LearnerState, MemberKind, MemberState, RewardState, RolloutState
 from paceline.rpc.v1 import common_pb2
-from paceline.wire.members import member_kind_from_proto, member_kind_to_proto, member_state_from_word
+from paceline.wire.calls.members import member_kind_from_proto, member_kind_to_proto, member_state_from_word
 
 STATES = [
     *((MemberKind.ROLLOUT, state) for state in RolloutState),

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from paceline.core.errors import InvalidMessageError
 from paceline.core.policy import PolicyTag
-from paceline.core.run_events import EndEvent, NoticeEvent, PhaseEvent, RunEvent, StepEvent
+from paceline.core.run_record.run_events import EndEvent, NoticeEvent, PhaseEvent, RunEvent, StepEvent
 from paceline.core.scoring import MAX_ITEMS_PER_CALL, ScoreItem, ScoreResult
 from paceline.rpc.v1 import common_pb2, controller_pb2, reward_pb2
-from paceline.wire import protobuf
+from paceline.wire.calls import protobuf
+from paceline.wire.calls.run_events import run_event_from_proto, run_event_to_proto
 from paceline.wire.fields import DEFAULT_LIMITS
 from paceline.wire.json_object import MAX_JSON_BYTES
-from paceline.wire.run_events import run_event_from_proto, run_event_to_proto
 from support import domain
 
 items = st.builds(

@@ -17,7 +17,7 @@ from paceline.core.ids import TrajectoryId
 from paceline.core.policy import PolicyTag
 from paceline.core.training import BatchRow, ChunkOrder, TrainOrder, TrainResult, batch_digest
 from paceline.rpc.v1 import learner_pb2
-from paceline.wire import training
+from paceline.wire.calls import training
 from support import domain
 
 lengths = st.integers(1, 2**31 - 1)

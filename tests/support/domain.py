@@ -6,12 +6,12 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from paceline.core.episode import EpisodeOutcome
 from paceline.core.errors import RewardErrorKind
 from paceline.core.ids import Purpose, TrajectoryId
-from paceline.core.images import Image
 from paceline.core.policy import PolicyTag
-from paceline.core.trajectory import (
+from paceline.core.samples.episode import EpisodeOutcome
+from paceline.core.samples.images import Image
+from paceline.core.samples.trajectory import (
     FinishReason,
     Float32Array,
     GroupRefusal,

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from paceline.core.chat import Message
 from paceline.core.ids import Purpose
 from paceline.core.policy import PolicyTag
-from paceline.core.trajectory import FinishReason, PromptGroup, RewardContext, SamplingSpec
+from paceline.core.samples.chat import Message
+from paceline.core.samples.trajectory import FinishReason, PromptGroup, RewardContext, SamplingSpec
 from paceline.rollout.engines.base import Sample, SampleRequest, do_nothing
 from paceline.rollout.episodes.environment import EpisodeTask, Grade, Opening, TurnResult
 from paceline.rollout.episodes.group import Episodes

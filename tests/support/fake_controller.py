@@ -26,7 +26,7 @@ from paceline.service.grpc.server import RunningServer, start_server
 from paceline.service.identity.credentials import Credentials
 from paceline.service.member.runtime import ServiceContext, run_service
 from paceline.service.process import write_atomically
-from paceline.wire.protobuf import policy_tag_to_proto
+from paceline.wire.calls.protobuf import policy_tag_to_proto
 
 
 class FakeController(controller_pb2_grpc.ControllerServiceServicer):

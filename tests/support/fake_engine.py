@@ -14,7 +14,7 @@ import numpy as np
 
 from paceline.core.errors import InvalidMessageError, PacelineError, PeerLostError, WeightSyncError
 from paceline.core.members import EnginePart
-from paceline.core.trajectory import FinishReason
+from paceline.core.samples.trajectory import FinishReason
 from paceline.rollout.engines.base import Engine, Sample, SampleRequest, do_nothing
 from paceline.weights.digest.agreement import DigestReport, SliceDigest, model_digest
 from paceline.weights.geometry.boxes import Box

@@ -25,11 +25,11 @@ from paceline.core.errors import (
     VersionMismatchError,
 )
 from paceline.core.guard import Adjustments, Reading
-from paceline.core.manifest import MANIFEST, manifest_text
 from paceline.core.members import EnginePart
 from paceline.core.policy import PolicyTag
+from paceline.core.run_record.manifest import MANIFEST, manifest_text
+from paceline.core.samples.trajectory import FinishReason, GroupRefusal, PromptGroup, ScoredHeader, Trajectory
 from paceline.core.training import TrainOrder, TrainResult
-from paceline.core.trajectory import FinishReason, GroupRefusal, PromptGroup, ScoredHeader, Trajectory
 from paceline.rollout import states
 from paceline.rollout.states import RolloutStatus
 from paceline.weights.digest.agreement import DigestReport, SliceDigest

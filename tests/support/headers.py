@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paceline.core.ids import Purpose, TrajectoryId
 from paceline.core.policy import PolicyTag
-from paceline.core.trajectory import FinishReason, ScoredHeader
+from paceline.core.samples.trajectory import FinishReason, ScoredHeader
 from paceline.wire import blob_digest
 
 POLICY = PolicyTag(version=3, digest="00000000000000aa")

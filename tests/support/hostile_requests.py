@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from paceline.core.episode import OVER_CODE
+from paceline.core.samples.episode import OVER_CODE
 from support.driving import ADD, play
 from support.episodes import Script
 

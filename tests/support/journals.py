@@ -13,8 +13,8 @@ import pyarrow.parquet
 
 from paceline.controller.verify.digests import digest_of
 from paceline.core.ids import TrajectoryId
-from paceline.core.manifest import manifest_text
 from paceline.core.policy import PolicyTag
+from paceline.core.run_record.manifest import manifest_text
 from paceline.core.training import BatchRow, batch_digest
 
 Event = dict[str, Any]

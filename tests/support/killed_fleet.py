@@ -31,8 +31,8 @@ from paceline.core.clock import SystemClock
 from paceline.core.errors import BrokerError
 from paceline.core.ids import Purpose
 from paceline.core.policy import PolicyTag
+from paceline.core.samples.trajectory import RewardContext, SamplingSpec
 from paceline.core.scoring import ScoreItem
-from paceline.core.trajectory import RewardContext, SamplingSpec
 from paceline.data.cursor import PromptCursor
 from paceline.data.prompts import Prompt
 from paceline.reward.consumer import Consumer, ConsumerOptions

@@ -13,8 +13,8 @@ from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.core.ids import TrajectoryId
 from paceline.core.policy import PolicyTag
+from paceline.core.samples.trajectory import FinishReason, SamplingSpec, Trajectory
 from paceline.core.training import BatchRow
-from paceline.core.trajectory import FinishReason, SamplingSpec, Trajectory
 from paceline.wire import blob_digest, encode_trajectory
 
 VOCAB_SIZE = 48

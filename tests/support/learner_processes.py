@@ -18,7 +18,7 @@ from paceline.rpc.v1 import learner_pb2, learner_pb2_grpc
 from paceline.service.grpc.channels import call, connect
 from paceline.service.identity.credentials import Credentials
 from paceline.sizing.machine import free_port
-from paceline.wire.training import order_to_proto
+from paceline.wire.calls.training import order_to_proto
 from support.fake_controller import FakeController, serve
 from support.learner_fakes import run_config
 

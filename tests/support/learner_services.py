@@ -18,7 +18,7 @@ from paceline.learner.servicer import LearnerServicer
 from paceline.learner.train.learner import Learner
 from paceline.learner.train.profiler import StepProfiler
 from paceline.rpc.v1 import learner_pb2
-from paceline.wire.training import order_to_proto, result_from_proto
+from paceline.wire.calls.training import order_to_proto, result_from_proto
 from support.fake_fleet import FakeLearner, FakeServices
 from support.learner_fakes import DictBlobs, Sampler, make_batch
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from paceline.core.trajectory import SamplingSpec
+from paceline.core.samples.trajectory import SamplingSpec
 from paceline.rollout.engines.base import Engine, SampleRequest
 from paceline.rollout.engines.processes import EngineProcesses
 from paceline.rollout.engines.vllm.engine import VllmEngine

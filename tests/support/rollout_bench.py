@@ -15,7 +15,13 @@ from paceline.broker.base import Outgoing
 from paceline.broker.memory import MemoryBroker
 from paceline.core.ids import Purpose, sample_seed
 from paceline.core.policy import PolicyTag
-from paceline.core.trajectory import GroupRefusal, PromptGroup, RewardContext, SamplingSpec, Trajectory
+from paceline.core.samples.trajectory import (
+    GroupRefusal,
+    PromptGroup,
+    RewardContext,
+    SamplingSpec,
+    Trajectory,
+)
 from paceline.rollout.capacity import SamplerLimits
 from paceline.rollout.engines.base import Engine
 from paceline.rollout.episodes.group import Episodes

@@ -35,7 +35,7 @@ from paceline.controller.weights.epoch import Epochs
 from paceline.controller.weights.push import WeightPush
 from paceline.core.clock import SystemClock
 from paceline.core.members import LearnerState, MemberKind, MemberState, RewardState, RolloutState
-from paceline.core.trajectory import RewardContext
+from paceline.core.samples.trajectory import RewardContext
 from paceline.data.cursor import PromptCursor
 from paceline.data.prompts import Prompt, PromptSet
 from paceline.rollout.states import RolloutStatus

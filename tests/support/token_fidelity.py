@@ -26,9 +26,9 @@ from torch.overrides import TorchFunctionMode
 
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
-from paceline.core.chat import Message
 from paceline.core.ids import Purpose, sample_seed
-from paceline.core.trajectory import PromptGroup, RewardContext, SamplingSpec, sampled_spans
+from paceline.core.samples.chat import Message
+from paceline.core.samples.trajectory import PromptGroup, RewardContext, SamplingSpec, sampled_spans
 from paceline.learner.batch.pack import pack
 from paceline.learner.batch.types import PackedRow
 from paceline.learner.model import attention

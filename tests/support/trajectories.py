@@ -7,10 +7,16 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from paceline.broker import Outgoing, names
-from paceline.core.episode import EpisodeOutcome
 from paceline.core.ids import Purpose, TrajectoryId
 from paceline.core.policy import PolicyTag
-from paceline.core.trajectory import FinishReason, RewardContext, SamplingSpec, Trajectory, TrajectoryHeader
+from paceline.core.samples.episode import EpisodeOutcome
+from paceline.core.samples.trajectory import (
+    FinishReason,
+    RewardContext,
+    SamplingSpec,
+    Trajectory,
+    TrajectoryHeader,
+)
 from paceline.wire import blob_digest, encode_trajectory, encode_trajectory_header
 
 POLICY = PolicyTag(version=3, digest="00000000000000aa")

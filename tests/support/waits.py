@@ -14,9 +14,9 @@ _LIFETIME = "waits for the end of a process of the run, for as long as the run l
 
 NEEDLESS: dict[str, str] = {
     # A person waits.
-    "paceline.cli.commands.export:run: subprocess.run": _USERS,
-    "paceline.cli.commands.verify:run: subprocess.run": _USERS,
-    "paceline.cli.commands.chaos:_verify: subprocess.run": _USERS,
+    "paceline.cli.commands.results.export:run: subprocess.run": _USERS,
+    "paceline.cli.commands.results.verify:run: subprocess.run": _USERS,
+    "paceline.cli.commands.start.chaos:_verify: subprocess.run": _USERS,
     "paceline.runs.controller_client:ControllerClient.watch: channels.stream": (
         "follows a run for as long as it lasts; the channel's keep-alive ends it 15 s after the peer froze"
     ),
@@ -77,19 +77,19 @@ NEEDLESS: dict[str, str] = {
         )
         for name in ("open", "step", "close")
     },
-    "paceline.sdk.environment_server:EnvironmentServer.stop: asyncio.wait": _CANCELLED,
-    "paceline.sdk.served:serve_until_signal.serve: context.stopping.wait": _TOLD,
-    "paceline.sdk.attachment:attach_until_signal.serve: await running": _TOLD,
-    "paceline.sdk.attach:_Batches.score: await done": _OTHERS_END_IT,
+    "paceline.sdk.served.environment_server:EnvironmentServer.stop: asyncio.wait": _CANCELLED,
+    "paceline.sdk.served.serving:serve_until_signal.serve: context.stopping.wait": _TOLD,
+    "paceline.sdk.attached.attachment:attach_until_signal.serve: await running": _TOLD,
+    "paceline.sdk.attached.attach_reward:_Batches.score: await done": _OTHERS_END_IT,
     "paceline.sdk.adapters.gym:_Gym._called: await result": "the episode has a lease",
     "paceline.sdk.adapters.verifiers_v1:_Shared._hold: asyncio.Event().wait": (
         "holds what episodes share until the event loop ends, which cancels it"
     ),
     "paceline.sdk.adapters.mcp:_Mcp._connect: self._done.wait": "ends with its episode, which has a lease",
-    "paceline.sdk.attach:_streamed: reward_pb2_grpc.RewardGatewayStub(channel).Attach": (
+    "paceline.sdk.attached.attach_reward:_streamed: reward_pb2_grpc.RewardGatewayStub(channel).Attach": (
         "lasts as long as the run, at most ten minutes a stream; the keep-alive ends it 15 s after a loss"
     ),
-    "paceline.sdk.attach_environment:_streamed: "
+    "paceline.sdk.attached.attach_environment:_streamed: "
     "environment_pb2_grpc.EnvironmentGatewayStub(channel).Attach": (
         "lasts as long as the run, at most ten minutes a stream; the keep-alive ends it 15 s after a loss"
     ),
@@ -140,7 +140,7 @@ NEEDLESS: dict[str, str] = {
         "the agent's call has a deadline, and its end closes the inbox"
     ),
     "paceline.rollout.episodes.agents.drive:_Episode.run: asyncio.wait": _CANCELLED,
-    "paceline.sdk.sessions:Sessions.run: await session.running": (
+    "paceline.sdk.served.sessions:Sessions.run: await session.running": (
         "the caller's deadline cancels it; so does a higher attempt"
     ),
     "paceline.service.children.frames:receive: stream.readexactly": "the callers wait for it with a deadline",

@@ -20,7 +20,7 @@ import pytest
 
 from paceline.cli.certificates import Authority
 from paceline.config.reward import AttachedConfig
-from paceline.core.attachment import (
+from paceline.core.attached_clients.attachment import (
     MAX_WINDOW,
     Answers,
     FromClient,
@@ -45,13 +45,14 @@ from paceline.reward.attached.scorer import AttachedScorer
 from paceline.reward.attached.servicer import GatewayServicer
 from paceline.reward.cached import Cached
 from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
-from paceline.sdk import RewardAttachment, attachment
+from paceline.sdk import RewardAttachment
+from paceline.sdk.attached import attachment
 from paceline.service.attach.gateway import Gateway, GatewayOptions
 from paceline.service.grpc import channels
 from paceline.service.grpc.server import start_server
 from paceline.service.identity import tokens
 from paceline.service.identity.credentials import Credentials, TlsFiles
-from paceline.wire.attachment import GroupAnswer, gateway_message_from_proto, scorer_message_to_proto
+from paceline.wire.calls.attachment import GroupAnswer, gateway_message_from_proto, scorer_message_to_proto
 from support.clocks import ManualClock
 
 

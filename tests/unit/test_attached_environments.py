@@ -13,9 +13,9 @@ import httpx
 import pytest
 
 from paceline.cli.certificates import Authority
-from paceline.core.episode import Play, Played
 from paceline.core.errors import ConfigError
-from paceline.core.trajectory import sampled_spans
+from paceline.core.samples.episode import Play, Played
+from paceline.core.samples.trajectory import sampled_spans
 from paceline.rollout.episodes.agents.endpoint import AgentEndpoint
 from paceline.rollout.episodes.environment import EnvironmentLostError
 from paceline.rollout.episodes.environments.attached import AttachedEnvironment, EnvironmentGatewayServicer
@@ -23,7 +23,8 @@ from paceline.rollout.episodes.environments.remote import RemoteEnvironment, Rem
 from paceline.rollout.episodes.loop import Slot
 from paceline.rollout.episodes.recorder import Draw
 from paceline.rpc.v1 import environment_pb2_grpc
-from paceline.sdk import Environment, EnvironmentAttachment, EnvironmentServer, Observation, playing
+from paceline.sdk import Environment, EnvironmentAttachment, EnvironmentServer, Observation
+from paceline.sdk.attached import playing
 from paceline.service.grpc.server import start_server
 from paceline.service.identity.credentials import Credentials, TlsFiles
 from support.environments import Bad, Guess

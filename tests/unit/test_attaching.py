@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.core.attachment import Answers, FromClient, Hello, Leave, Welcome, Work
+from paceline.core.attached_clients.attachment import Answers, FromClient, Hello, Leave, Welcome, Work
 from paceline.core.errors import PeerLostError
 from paceline.service.attach import attaching
 from paceline.service.attach.attaching import AttachedClient, ClientOptions

@@ -16,7 +16,7 @@ from paceline.controller.run import checkpoints
 from paceline.controller.run.checkpoints import ControllerState, folder_of
 from paceline.core.errors import GuardError
 from paceline.core.guard import Reading
-from paceline.core.manifest import MANIFEST, manifest_text
+from paceline.core.run_record.manifest import MANIFEST, manifest_text
 from paceline.data.cursor import CursorState
 from paceline.storage import folder as storage
 from paceline.storage.folder import Folder

@@ -6,7 +6,13 @@ import random
 
 import pytest
 
-from paceline.core.dispatch import MAX_STRAYS, MAX_TRIES, Assignment, Reception, TaskDispatcher
+from paceline.core.attached_clients.dispatch import (
+    MAX_STRAYS,
+    MAX_TRIES,
+    Assignment,
+    Reception,
+    TaskDispatcher,
+)
 
 
 def dispatcher() -> TaskDispatcher:

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from paceline.core.errors import PacelineError, ProtocolError
-from paceline.core.trajectory import sampled_spans
+from paceline.core.samples.trajectory import sampled_spans
 from paceline.rollout.engines.base import Sample
 from paceline.rollout.episodes.agents import endpoint as endpoint_module
 from paceline.rollout.episodes.agents.completions import RefusedRequestError, read_request
@@ -25,7 +25,7 @@ from paceline.rollout.episodes.environment import EnvironmentLostError
 from paceline.rollout.episodes.joiner import Joiner
 from paceline.rollout.episodes.loop import Slot
 from paceline.sdk import Environment
-from paceline.sdk.sessions import Sessions
+from paceline.sdk.served.sessions import Sessions
 from support import hostile_requests
 from support.driving import ADD, calculate, client, play
 from support.episodes import END, Script, call, group, ids, text

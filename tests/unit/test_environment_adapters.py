@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from paceline.core.chat import Message, ToolCall
 from paceline.core.errors import ConfigError
+from paceline.core.samples.chat import Message, ToolCall
 from paceline.sdk import Environment, Outcome
 from paceline.sdk.adapters import mcp
 from paceline.sdk.adapters.gym import gym_environment

@@ -16,10 +16,11 @@ from paceline.checks import preflight
 from paceline.core.errors import ConfigError, EnvironmentLackError
 from paceline.rollout.episodes.environments.remote import RemoteEnvironment, RemoteEnvironmentOptions
 from paceline.rpc.v1 import environment_pb2 as pb
-from paceline.sdk import Environment, EnvironmentServer, RewardServer, environment_server
+from paceline.sdk import Environment, EnvironmentServer, RewardServer
+from paceline.sdk.served import environment_server
 from paceline.service.identity.credentials import Credentials
 from paceline.sizing.machine import free_port
-from paceline.wire.environment import ENVIRONMENT_CONTRACT
+from paceline.wire.calls.environment import ENVIRONMENT_CONTRACT
 from support.cli_configs import config
 
 

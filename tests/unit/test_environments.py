@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from paceline.config.rollout import EnvironmentConfig
-from paceline.core.chat import Message, ToolCall
 from paceline.core.errors import ConfigError, ProtocolError
+from paceline.core.samples.chat import Message, ToolCall
 from paceline.rollout.episodes.environment import EnvironmentLostError, EpisodeTask
 from paceline.rollout.episodes.environments.remote import RemoteEnvironment, RemoteEnvironmentOptions
 from paceline.sdk import Environment, EnvironmentServer, Observation, tool
-from paceline.sdk.sessions import Sessions
+from paceline.sdk.served.sessions import Sessions
 from paceline.service.identity.credentials import Credentials
 from support.clocks import ManualClock
 from support.environments import Bad, Guess

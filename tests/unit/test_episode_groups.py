@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.core.trajectory import FinishReason, PromptGroup, sampled_spans
+from paceline.core.samples.trajectory import FinishReason, PromptGroup, sampled_spans
 from paceline.rollout.engines.base import Engine, Sample, SampleRequest
 from paceline.rollout.episodes.environment import EnvironmentLostError, EpisodeTask, TurnResult
 from paceline.rollout.episodes.group import Episodes

@@ -13,11 +13,11 @@ import pytest
 from paceline.controller.run import metrics
 from paceline.controller.verify.rows import TrajectoryRow
 from paceline.controller.verify.trajectories import FileCheck
-from paceline.core.episode import EpisodeOutcome
 from paceline.core.ids import TrajectoryId
 from paceline.core.policy import PolicyTag
+from paceline.core.samples.episode import EpisodeOutcome
+from paceline.core.samples.trajectory import sampled_spans
 from paceline.core.scoring import ScoreItem
-from paceline.core.trajectory import sampled_spans
 from paceline.reward.environment import EnvironmentReward
 from paceline.show.report.samples import SampleFiles
 from paceline.show.report.token_texts import TokenTexts

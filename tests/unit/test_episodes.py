@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.core.chat import Message, ToolCall
 from paceline.core.errors import ConfigError, InvalidMessageError, NumericsError, PeerLostError
-from paceline.core.trajectory import FinishReason, sampled_spans
+from paceline.core.samples.chat import Message, ToolCall
+from paceline.core.samples.trajectory import FinishReason, sampled_spans
 from paceline.rollout.episodes.environment import EnvironmentLostError, Opening
 from paceline.rollout.episodes.loop import Slot, turn_seed
 from paceline.rollout.episodes.recorder import Draw

@@ -15,8 +15,8 @@ from paceline.controller.run import checkpoints
 from paceline.controller.run.checkpoints import ControllerState, folder_of
 from paceline.core.errors import CheckpointError, GuardError
 from paceline.core.guard import Reading
-from paceline.core.manifest import manifest_text
-from paceline.core.trajectory import GroupRefusal, PromptGroup
+from paceline.core.run_record.manifest import manifest_text
+from paceline.core.samples.trajectory import GroupRefusal, PromptGroup
 from paceline.data.cursor import CursorState
 from paceline.storage.folder import Folder
 from support.sequencer_run import RUN, SequencerRun, config, run, run_of

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from paceline.cli.commands import export
+from paceline.cli.commands.results import export
 from paceline.cli.main import main
 from paceline.config.load import dump_yaml, load, parse
 from paceline.config.model import ModelConfig

@@ -33,7 +33,7 @@ from paceline.learner.servicer import LearnerServicer
 from paceline.learner.train.profiler import StepProfiler
 from paceline.rpc.v1 import learner_pb2
 from paceline.weights.transport.rendezvous import Abandonment, open_store
-from paceline.wire.training import chunk_to_proto, decode_chunk, decode_order, order_to_proto
+from paceline.wire.calls.training import chunk_to_proto, decode_chunk, decode_order, order_to_proto
 from support.learner_fakes import make_batch, run_config
 from support.learner_ranks import alone
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from paceline.controller.run.metrics import MetricsFile
-from paceline.core.step_metrics import STEP_METRICS, meaning
+from paceline.core.run_record.step_metrics import STEP_METRICS, meaning
 from support import source
 
 _KEY = re.compile(

@@ -13,7 +13,7 @@ import pytest
 from paceline.config.reward import RewardConfig, RewardFunctionConfig, RewardServiceConfig
 from paceline.core.errors import ConfigError
 from paceline.core.ids import Purpose
-from paceline.core.normalizing import Part, normalized, scales
+from paceline.core.samples.normalizing import Part, normalized, scales
 from paceline.core.scoring import ScoreItem, ScoreResult
 from paceline.reward.scorer import ScorerSettings
 from paceline.reward.scores import Score, score_of

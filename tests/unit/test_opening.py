@@ -14,7 +14,7 @@ from paceline.controller.batch.inputs import Inputs
 from paceline.controller.run.opening import open_run
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError
-from paceline.core.trajectory import RewardContext
+from paceline.core.samples.trajectory import RewardContext
 from paceline.data.cursor import PromptCursor
 from paceline.data.prompts import Prompt, PromptSet
 from support.sequencer_run import config, prompts

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from paceline.core.errors import DataError
-from paceline.core.images import Image, ImageSpec, LoadedImage, placeholder_ranges
+from paceline.core.samples.images import Image, ImageSpec, LoadedImage, placeholder_ranges
 
 P = 99
 SPEC = ImageSpec(token_id=P, merge_size=2, width=6)

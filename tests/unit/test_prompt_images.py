@@ -14,9 +14,9 @@ from paceline.broker.log import read_all
 from paceline.broker.memory import MemoryBroker
 from paceline.controller.batch.dispatch import Ask, Dispatcher, Order
 from paceline.core.ids import Purpose
-from paceline.core.images import LoadedImage
 from paceline.core.policy import PolicyTag
-from paceline.core.trajectory import SamplingSpec
+from paceline.core.samples.images import LoadedImage
+from paceline.core.samples.trajectory import SamplingSpec
 from paceline.data.images import ImageSource
 from paceline.wire import decode_prompt_group, image_of, unpack_pixels
 from support.sequencer_run import RUN, config, prompts

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from paceline.core.trajectory import sampled_spans
+from paceline.core.samples.trajectory import sampled_spans
 from paceline.rollout.episodes.agents.completions import RefusedRequestError
 from paceline.rollout.episodes.agents.responses import chat_body
 from paceline.sdk import Outcome

@@ -12,7 +12,6 @@ import pytest
 
 from paceline.broker import Mailbox, Outgoing, names
 from paceline.broker.memory import MemoryBroker, MemoryStore
-from paceline.core.episode import EpisodeOutcome
 from paceline.core.errors import (
     EXIT_FAILED,
     GIVEN_ERRORS,
@@ -23,8 +22,9 @@ from paceline.core.errors import (
     exit_code,
 )
 from paceline.core.ids import Purpose
+from paceline.core.samples.episode import EpisodeOutcome
+from paceline.core.samples.trajectory import GroupRefusal, ScoredHeader
 from paceline.core.scoring import ScoreItem
-from paceline.core.trajectory import GroupRefusal, ScoredHeader
 from paceline.reward.consumer import Consumer, ConsumerOptions
 from paceline.reward.scores import Score, failed
 from paceline.wire import blob_digest, decode_scored

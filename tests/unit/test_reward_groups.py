@@ -20,10 +20,10 @@ from paceline.config.reward import (
     RewardFunctionConfig,
     RewardServiceConfig,
 )
-from paceline.core.attachment import Leave
+from paceline.core.attached_clients.attachment import Leave
 from paceline.core.errors import ConfigError, InvalidMessageError, RewardErrorKind
+from paceline.core.samples.trajectory import GroupRefusal, ScoredHeader
 from paceline.core.scoring import ScoreItem, ScoreResult
-from paceline.core.trajectory import GroupRefusal, ScoredHeader
 from paceline.reward.attached.scorer import AttachedScorer
 from paceline.reward.attached.servicer import GatewayServicer
 from paceline.reward.consumer import Consumer, ConsumerOptions

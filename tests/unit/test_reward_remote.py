@@ -17,8 +17,8 @@ from paceline.cli.certificates import Authority
 from paceline.config.load import dump_yaml
 from paceline.config.reward import RewardConfig, RewardFunctionConfig, RewardServiceConfig
 from paceline.core.errors import ConfigError, PacelineError, RewardErrorKind
-from paceline.core.reward_function import check_extra_keys
 from paceline.core.scoring import ScoreItem
+from paceline.core.user_functions.reward_function import check_extra_keys
 from paceline.reward.cached import Cached
 from paceline.reward.check import main as check_rewards
 from paceline.reward.functions.pool import function_specs

@@ -17,7 +17,7 @@ from paceline.core.errors import (
     PeerLostError,
 )
 from paceline.core.ids import Purpose
-from paceline.core.trajectory import SamplingSpec
+from paceline.core.samples.trajectory import SamplingSpec
 from paceline.rollout.capacity import SamplerLimits
 from paceline.rollout.engines.base import SampleRequest
 from paceline.wire import (

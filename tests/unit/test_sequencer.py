@@ -17,7 +17,7 @@ from paceline.controller.run.checkpoints import ControllerState
 from paceline.core.errors import DataError, DeadlineError, PeerLostError, RewardError, WeightSyncError
 from paceline.core.ids import Purpose
 from paceline.core.members import LearnerState, MemberKind, RankRef, RewardState, RolloutState
-from paceline.core.trajectory import GroupRefusal, PromptGroup
+from paceline.core.samples.trajectory import GroupRefusal, PromptGroup
 from paceline.data.cursor import PromptCursor
 from support.fake_fleet import Answer, score_all
 from support.sequencer_run import RUN, run

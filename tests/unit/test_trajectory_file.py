@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 
 from paceline.controller.run.trajectories import TrajectoryFile
-from paceline.core.trajectory import Float32Array, SamplingSpec, ScoredHeader, Trajectory
+from paceline.core.samples.trajectory import Float32Array, SamplingSpec, ScoredHeader, Trajectory
 from tests.support.headers import scored
 from tests.support.sequencer_run import prompts
 

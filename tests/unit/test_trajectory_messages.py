@@ -8,9 +8,9 @@ import numpy as np
 
 from paceline.broker.base import Outgoing
 from paceline.core.ids import Purpose
-from paceline.core.images import Image
 from paceline.core.policy import PolicyTag
-from paceline.core.trajectory import FinishReason, PromptGroup, RewardContext, SamplingSpec
+from paceline.core.samples.images import Image
+from paceline.core.samples.trajectory import FinishReason, PromptGroup, RewardContext, SamplingSpec
 from paceline.rollout.capacity import SamplerLimits
 from paceline.rollout.engines.base import Sample
 from paceline.rollout.episodes.recorder import Draw

@@ -30,10 +30,10 @@ from paceline.controller.verify.findings import NEVER
 from paceline.controller.verify.trajectories import FileCheck
 from paceline.core.errors import LostDataError
 from paceline.core.ids import Purpose, TrajectoryId
-from paceline.core.manifest import manifest_text
 from paceline.core.policy import PolicyTag
+from paceline.core.run_record.manifest import manifest_text
+from paceline.core.samples.trajectory import FinishReason, PromptGroup, SamplingSpec, Trajectory
 from paceline.core.training import BatchRow, batch_digest
-from paceline.core.trajectory import FinishReason, PromptGroup, SamplingSpec, Trajectory
 from paceline.wire import blob_digest, encode_trajectory
 from support.fake_fleet import FakeServices
 from support.sequencer_run import config, run_of

@@ -12,7 +12,7 @@ import pytest
 
 from paceline.core.errors import DeadlineError, ModelError, PacelineError, PeerLostError, WeightSyncError
 from paceline.core.members import EnginePart, LocalPart, MemberKind, RankRef, peer_to_plain
-from paceline.core.trajectory import FinishReason
+from paceline.core.samples.trajectory import FinishReason
 from paceline.rollout.engines.processes import EngineProcesses
 from paceline.rollout.engines.vllm import calls
 from paceline.rollout.engines.vllm.engine import VllmEngine

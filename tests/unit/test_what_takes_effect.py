@@ -23,7 +23,7 @@ from paceline.core.guard import Reading
 from paceline.core.ids import Purpose, TrajectoryId, sample_seed
 from paceline.core.members import LearnerState, MemberKind, RolloutState
 from paceline.core.policy import PolicyTag
-from paceline.core.trajectory import GroupRefusal, PromptGroup
+from paceline.core.samples.trajectory import GroupRefusal, PromptGroup
 from paceline.data.cursor import PromptCursor
 from paceline.wire import encode_scored_header
 from support.fake_fleet import score_all

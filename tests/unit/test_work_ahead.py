@@ -18,8 +18,8 @@ from paceline.controller.run.work_ahead import WorkAheadDriver
 from paceline.core.errors import ConfigError, LostDataError
 from paceline.core.guard import Adjustments
 from paceline.core.ids import Purpose
+from paceline.core.samples.trajectory import SamplingSpec
 from paceline.core.training import ChunkOrder
-from paceline.core.trajectory import SamplingSpec
 from support.headers import POLICY, scored
 from support.sequencer_run import SequencerRun, prompts, run
 

@@ -14,7 +14,7 @@ from paceline.algorithms.rows import Estimates, SampleRows
 from paceline.algorithms.statistics import keep
 from paceline.core.errors import ConfigError
 from paceline.core.text import one_line
-from paceline.core.user_function import find_function
+from paceline.core.user_functions.user_function import find_function
 
 RESERVED_METRICS = frozenset(
     {

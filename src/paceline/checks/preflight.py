@@ -24,7 +24,7 @@ from paceline.config.model import ModelConfig
 from paceline.config.policy_losses import CustomLoss
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, DataError, EnvironmentLackError, ModelError
-from paceline.core.reward_function import check_extra_keys
+from paceline.core.user_functions.reward_function import check_extra_keys
 from paceline.engines.registry import engine_facts
 from paceline.models.facts import family_of
 from paceline.models.model_shape import ModelShape

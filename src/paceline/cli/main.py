@@ -12,30 +12,39 @@ from collections.abc import Sequence
 from paceline.core.errors import EXIT_FAILED, EXIT_GIVEN, GIVEN_ERRORS, PacelineError
 from paceline.service.imports import without_collections
 
-# Each name is also that of its module in paceline.cli.commands, where a - is a _.
-COMMANDS: dict[str, str] = {
-    "train": "train a model; starts all services on this machine",
-    "up": "train over several hosts; starts their services through ssh",
-    "init": "write a commented configuration from a few flags or questions",
-    "convert-config": "write a configuration of verl or TRL as ours",
-    "check": "validate configuration, data and model without starting anything",
-    "plan": "compare the layouts that a run may have on GPUs, with an estimate of their steps",
-    "doctor": "report what this machine offers and lacks",
-    "chaos": "train under faults, then check what the run has written",
-    "certs": "make certificates, tokens and the Redis user, with which services prove who they are",
-    "status": "show what a run is doing",
-    "rollout": "take a rollout server out of a run",
-    "health": "ask a service whether it serves; for health checks of containers",
-    "sft": "train a starting model on prompt/answer pairs",
-    "rm": "train a reward model on pairs of answers",
-    "export": "write a checkpoint as a safetensors folder",
-    "report": "write the report of a run, one HTML page",
-    "profile": "join the recorded steps of a run with its services' spans, for Perfetto",
-    "ui": "show runs in a browser, while they train",
-    "track": "send what a past run has written to experiment trackers",
-    "verify": "check what a run has written against what Paceline promises",
-    "reward": "score a response, or the samples of a prompt, with a reward function",
+# By the room of paceline.cli.commands in which the command's module lies under its name, where a - is a _.
+_ROOMS: dict[str, dict[str, str]] = {
+    "start": {
+        "train": "train a model; starts all services on this machine",
+        "up": "train over several hosts; starts their services through ssh",
+        "sft": "train a starting model on prompt/answer pairs",
+        "rm": "train a reward model on pairs of answers",
+        "chaos": "train under faults, then check what the run has written",
+    },
+    "prepare": {
+        "init": "write a commented configuration from a few flags or questions",
+        "convert-config": "write a configuration of verl or TRL as ours",
+        "check": "validate configuration, data and model without starting anything",
+        "plan": "compare the layouts that a run may have on GPUs, with an estimate of their steps",
+        "doctor": "report what this machine offers and lacks",
+        "certs": "make certificates, tokens and the Redis user, with which services prove who they are",
+        "reward": "score a response, or the samples of a prompt, with a reward function",
+    },
+    "running": {
+        "status": "show what a run is doing",
+        "rollout": "take a rollout server out of a run",
+        "health": "ask a service whether it serves; for health checks of containers",
+    },
+    "results": {
+        "report": "write the report of a run, one HTML page",
+        "ui": "show runs in a browser, while they train",
+        "verify": "check what a run has written against what Paceline promises",
+        "export": "write a checkpoint as a safetensors folder",
+        "profile": "join the recorded steps of a run with its services' spans, for Perfetto",
+        "track": "send what a past run has written to experiment trackers",
+    },
 }
+COMMANDS = {name: summary for commands in _ROOMS.values() for name, summary in commands.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,8 +95,9 @@ def _run_installed(name: str, words: Sequence[str]) -> int:
 
 
 def _run(name: str, words: Sequence[str]) -> int:
+    room = next(room for room, commands in _ROOMS.items() if name in commands)
     with without_collections():
-        command = importlib.import_module(f"paceline.cli.commands.{name.replace('-', '_')}")
+        command = importlib.import_module(f"paceline.cli.commands.{room}.{name.replace('-', '_')}")
     summary = COMMANDS[name]
     command_parser = argparse.ArgumentParser(
         prog=f"paceline {name}", description=f"{summary[0].upper()}{summary[1:]}."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from paceline.core.episode import EpisodeOutcome
+from paceline.core.samples.episode import EpisodeOutcome
 
 REWARD_CONTRACT = 2
 """Version of the contract of reward services; version 1 had neither a description nor groups."""

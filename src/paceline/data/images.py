@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from paceline.core.errors import DataError, EnvironmentLackError, ModelError
-from paceline.core.images import LoadedImage
+from paceline.core.samples.images import LoadedImage
 from paceline.data.rows import Row, value_at
 from paceline.models.facts import MODELS_WITH_IMAGES, family_of
 from paceline.wire import DEFAULT_LIMITS, image_of

@@ -13,7 +13,7 @@ import numpy as np
 from paceline.config.data import DataConfig
 from paceline.config.run import RunConfig
 from paceline.core.errors import DataError, ModelError
-from paceline.core.trajectory import Int32Array, RewardContext
+from paceline.core.samples.trajectory import Int32Array, RewardContext
 from paceline.data.hub import local_files
 from paceline.data.images import ImageReader, ImageSource, expanded, with_images
 from paceline.data.plain import plain_value

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from paceline.core.trajectory import ScoredHeader
+from paceline.core.samples.trajectory import ScoredHeader
 from paceline.data.prompts import Prompt
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from paceline.core.errors import ProtocolError
-from paceline.core.trajectory import RewardContext, ScoredHeader
+from paceline.core.samples.trajectory import RewardContext, ScoredHeader
 from paceline.data.prompts import Prompt
 from paceline.data.samples import ScoredSample, ScoredSamples
 from paceline.wire import decode_scored, encode_scored_header

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass
 
 from paceline.core.errors import ConfigError, PacelineError, PeerLostError
-from paceline.core.run_events import EndEvent
+from paceline.core.run_record.run_events import EndEvent
 from paceline.launch.processes.spawn import ManagedProcess
 
 

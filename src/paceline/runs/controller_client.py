@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.core.policy import PolicyTag
-from paceline.core.run_events import PhaseEvent, RunEvent
+from paceline.core.run_record.run_events import PhaseEvent, RunEvent
 from paceline.rpc.v1 import controller_pb2, controller_pb2_grpc
 from paceline.service.grpc import channels
 from paceline.service.identity.credentials import Credentials
-from paceline.wire.protobuf import policy_tag_from_proto
-from paceline.wire.run_events import run_event_from_proto
+from paceline.wire.calls.protobuf import policy_tag_from_proto
+from paceline.wire.calls.run_events import run_event_from_proto
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,7 @@ import yaml
 from paceline.config.load import dump_yaml
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, EnvironmentLackError
-from paceline.core.manifest import MANIFEST
+from paceline.core.run_record.manifest import MANIFEST
 from paceline.data.hub import pinned_run
 from paceline.service.disk import writing
 from paceline.service.process import write_atomically

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from paceline.core.episode import OVER_CODE, OVER_MESSAGE
+from paceline.core.samples.episode import OVER_CODE, OVER_MESSAGE
 from paceline.core.text import one_line
 from paceline.sdk.environment import Environment, Observation, Outcome
 

@@ -11,7 +11,7 @@ from paceline.core.scoring import ScoreItem, ScoreResult
 from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
 from paceline.service.grpc import channels
 from paceline.service.identity.credentials import REWARD_TOKEN, Credentials
-from paceline.wire.protobuf import score_item_to_proto, score_result_from_proto
+from paceline.wire.calls.protobuf import score_item_to_proto, score_result_from_proto
 
 
 class RewardClient:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
-from paceline.core.chat import Message, ToolCall, ToolSpec
 from paceline.core.errors import ConfigError
+from paceline.core.samples.chat import Message, ToolCall, ToolSpec
 from paceline.core.text import one_line
-from paceline.core.tool_function import argument_problem, describe_tool, result_text
+from paceline.core.user_functions.tool_function import argument_problem, describe_tool, result_text
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _MARK = "__paceline_tool__"

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import ConfigError, RewardError, RewardErrorKind
-from paceline.core.reward_function import (
+from paceline.core.scoring import ScoreItem, ScoreResult, groups_of
+from paceline.core.text import one_line
+from paceline.core.user_functions.reward_function import (
     RewardFunction,
     check_value,
     check_values,
@@ -21,8 +23,6 @@ from paceline.core.reward_function import (
     inspect_function,
     kind_of,
 )
-from paceline.core.scoring import ScoreItem, ScoreResult, groups_of
-from paceline.core.text import one_line
 from paceline.sdk.threads import LoopThread, Threads
 
 

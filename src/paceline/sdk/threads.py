@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from paceline.core.reward_function import describe
+from paceline.core.user_functions.reward_function import describe
 
 T = TypeVar("T")
 

@@ -1,8 +1,8 @@
 """Codecs: msgpack for the mailboxes, protobuf for the calls, with validation at the door of both."""
 
 from paceline.wire.fields import DEFAULT_LIMITS, Limits
-from paceline.wire.images import image_of, pack_pixels, unpack_pixels
-from paceline.wire.messages import (
+from paceline.wire.mailbox.images import image_of, pack_pixels, unpack_pixels
+from paceline.wire.mailbox.messages import (
     blob_digest,
     decode_log_probs,
     decode_prompt_group,

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.errors import InvalidMessageError
-from paceline.core.trajectory import SCHEMA_VERSION
+from paceline.core.samples.trajectory import SCHEMA_VERSION
 
 INT64_MAX = 2**63 - 1
 MAX_NAME_CHARS = 512

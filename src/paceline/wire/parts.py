@@ -7,12 +7,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from paceline.core.episode import EpisodeOutcome
 from paceline.core.errors import InvalidMessageError
 from paceline.core.ids import TrajectoryId, check_purpose
-from paceline.core.images import Image
 from paceline.core.policy import PolicyTag
-from paceline.core.trajectory import RewardContext, SamplingSpec
+from paceline.core.samples.episode import EpisodeOutcome
+from paceline.core.samples.images import Image
+from paceline.core.samples.trajectory import RewardContext, SamplingSpec
 from paceline.wire.fields import DEFAULT_LIMITS, Fields, plain_problem
 
 BLOB_DIGEST = re.compile(r"[0-9a-f]{32}")

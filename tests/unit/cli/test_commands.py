@@ -47,7 +47,9 @@ def test_reward_refuses_what_a_run_would_refuse(
         ("mine.py:hangs", "timeout: not scored within 0.5 s"),
         ("slow.py:f", "no answer from a reward process that imports slow.py:f within 1 s"),
     ):
-        monkeypatch.setattr("paceline.cli.commands.reward._IMPORT_S", 1.0 if "slow" in reference else 60.0)
+        monkeypatch.setattr(
+            "paceline.cli.commands.prepare.reward._IMPORT_S", 1.0 if "slow" in reference else 60.0
+        )
         timeout_s = "0.5" if "hangs" in reference else "60"
         assert main(["reward", "--timeout", timeout_s, reference, "x", "y"]) == 1
         captured = capsys.readouterr()
@@ -114,7 +116,7 @@ def test_hints_keep_their_brackets(
     finding = Finding(
         part="vLLM", status=Status.LACKING, state="missing [/x]", hint="pip install paceline[gpu]"
     )
-    monkeypatch.setattr("paceline.cli.commands.doctor.examine", lambda: [finding])
+    monkeypatch.setattr("paceline.cli.commands.prepare.doctor.examine", lambda: [finding])
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["doctor"]) == 1
     assert "missing [/x]  pip install paceline[gpu]" in capsys.readouterr().out
@@ -125,7 +127,7 @@ def test_doctor_breaks_long_words_in_a_narrow_terminal(
 ) -> None:
     path, setting = f"/{'A' * 60}/redis-server", f"sysctl kernel.{'B' * 60}=1"
     finding = Finding(part="Redis server", status=Status.OK, state=path, hint=setting)
-    monkeypatch.setattr("paceline.cli.commands.doctor.examine", lambda: [finding])
+    monkeypatch.setattr("paceline.cli.commands.prepare.doctor.examine", lambda: [finding])
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["doctor"]) == 0
     printed = capsys.readouterr().out
@@ -274,13 +276,15 @@ def test_a_package_that_is_not_installed_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As where the wheel was installed without one of its extras."""
-    monkeypatch.setitem(sys.modules, "paceline.cli.commands.ui", None)
+    monkeypatch.setitem(sys.modules, "paceline.cli.commands.results.ui", None)
     with pytest.raises(ModuleNotFoundError):
         main(["ui"])
     monkeypatch.undo()
     (tmp_path / "aiohttp_rest.py").write_text("import a_package_that_nobody_has.web\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("paceline.cli.commands.ui.run", lambda _: importlib.import_module("aiohttp_rest"))
+    monkeypatch.setattr(
+        "paceline.cli.commands.results.ui.run", lambda _: importlib.import_module("aiohttp_rest")
+    )
     assert main(["ui"]) == 2
     said = capsys.readouterr().err
     assert "paceline ui: the package a_package_that_nobody_has is not installed in this environment" in said

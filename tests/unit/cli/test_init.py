@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from paceline.cli.commands import init
+from paceline.cli.commands.prepare import init
 from paceline.cli.main import main
 from paceline.config.load import load
 from paceline.config.run import RunConfig

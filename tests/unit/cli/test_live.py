@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from paceline.core.errors import PeerLostError
-from paceline.core.run_events import EndEvent
+from paceline.core.run_record.run_events import EndEvent
 from paceline.rpc.v1 import controller_pb2 as pb
 from paceline.service.identity.credentials import Credentials
 from paceline.show.live import table

@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 import yaml
 
-from paceline.cli.commands import track
+from paceline.cli.commands.results import track
 from paceline.cli.main import main
 from paceline.show.trackers import adapters, sink
 from paceline.show.trackers.base import Row, TrackedRun

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from paceline.checks import preflight
-from paceline.cli.commands import train
+from paceline.cli.commands.start import train
 from paceline.cli.main import main
 from paceline.config.run import RunConfig
 from paceline.launch.outcome import LaunchOutcome

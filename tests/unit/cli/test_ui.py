@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from paceline.cli.certificates import Authority
-from paceline.cli.commands import ui
+from paceline.cli.commands.results import ui
 from paceline.cli.main import main
 from paceline.core.errors import ConfigError, EnvironmentLackError
 from paceline.rpc.v1 import controller_pb2 as pb

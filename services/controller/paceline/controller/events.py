@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 
-from paceline.core.run_events import EndEvent, NoticeEvent, PhaseEvent, RunEvent, StepEvent
+from paceline.core.run_record.run_events import EndEvent, NoticeEvent, PhaseEvent, RunEvent, StepEvent
 
 _MAX_QUEUED = 4096
 

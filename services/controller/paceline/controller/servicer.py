@@ -23,9 +23,9 @@ from paceline.rpc.v1 import controller_pb2, controller_pb2_grpc
 from paceline.service.grpc.errors import clip
 from paceline.service.identity.credentials import Credentials
 from paceline.storage.folder import Folder
-from paceline.wire.members import member_kind_from_proto, member_kind_to_proto, member_state_from_word
-from paceline.wire.protobuf import policy_tag_from_proto, policy_tag_to_proto
-from paceline.wire.run_events import run_event_to_proto
+from paceline.wire.calls.members import member_kind_from_proto, member_kind_to_proto, member_state_from_word
+from paceline.wire.calls.protobuf import policy_tag_from_proto, policy_tag_to_proto
+from paceline.wire.calls.run_events import run_event_to_proto
 
 _MAX_NAME_CHARS = 200
 _MAX_LR_SCALE = 100.0

@@ -40,7 +40,7 @@ from paceline.learner.train.step import train_step
 from paceline.learner.train.work_ahead import work_ahead
 from paceline.weights.plan.spec import WeightGroupSpec
 from paceline.weights.receipt import PushReceipt
-from paceline.wire.training import decode_chunk, decode_order
+from paceline.wire.calls.training import decode_chunk, decode_order
 
 T = TypeVar("T")
 

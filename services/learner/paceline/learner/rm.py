@@ -21,7 +21,7 @@ from torch import Tensor
 
 from paceline.config.run import RmRunConfig
 from paceline.core.errors import DataError
-from paceline.core.trajectory import Int32Array
+from paceline.core.samples.trajectory import Int32Array
 from paceline.data.prompts import Tokenizer, encode_exchange, last_message, load_tokenizer
 from paceline.data.rows import Row, read_rows
 from paceline.learner import pair_training

@@ -29,7 +29,7 @@ from paceline.service.observability import telemetry
 from paceline.weights.digest.agreement import format_digest, model_digest
 from paceline.weights.receipt import PushReceipt
 from paceline.weights.transport.rendezvous import abandon
-from paceline.wire.training import result_to_proto
+from paceline.wire.calls.training import result_to_proto
 
 T = TypeVar("T")
 

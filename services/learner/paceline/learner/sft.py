@@ -20,7 +20,7 @@ from torch import Tensor
 
 from paceline.config.run import SftRunConfig
 from paceline.core.errors import DataError, ModelError
-from paceline.core.trajectory import Int32Array
+from paceline.core.samples.trajectory import Int32Array
 from paceline.data.prompts import encode_prompt, load_tokenizer
 from paceline.data.rows import read_rows
 from paceline.learner import pair_training

@@ -17,9 +17,9 @@ import grpc
 
 from paceline.broker import open_broker
 from paceline.config.model import ModelConfig
-from paceline.core.attachment import Leave
+from paceline.core.attached_clients.attachment import Leave
 from paceline.core.members import RewardState
-from paceline.core.reward_function import check_extra_keys
+from paceline.core.user_functions.reward_function import check_extra_keys
 from paceline.data.prompts import Tokenizer, load_tokenizer
 from paceline.reward.attached.scorer import AttachedScorer
 from paceline.reward.attached.servicer import GatewayServicer

@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 
 from paceline.broker import Broker, Entry, Mailbox, Outgoing, names
 from paceline.core.errors import GIVEN_ERRORS, InvalidMessageError, RewardError, RewardErrorKind
+from paceline.core.samples.trajectory import ScoredHeader, Trajectory, TrajectoryHeader, sampled_spans
 from paceline.core.scoring import ScoreItem
 from paceline.core.text import encodable
-from paceline.core.trajectory import ScoredHeader, Trajectory, TrajectoryHeader, sampled_spans
 from paceline.data.prompts import Decoder
 from paceline.reward.placing import TokenRewards, token_rewards
 from paceline.reward.scorer import Scorer

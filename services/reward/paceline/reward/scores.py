@@ -9,10 +9,15 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 
 from paceline.core.errors import PacelineError, RewardError, RewardErrorKind
-from paceline.core.normalizing import Part
-from paceline.core.reward_function import MAX_COMPONENT_CHARS, MAX_COMPONENTS, describe, kind_of
+from paceline.core.samples.normalizing import Part
 from paceline.core.scoring import ScoreItem, ScoreResult
 from paceline.core.text import one_line
+from paceline.core.user_functions.reward_function import (
+    MAX_COMPONENT_CHARS,
+    MAX_COMPONENTS,
+    describe,
+    kind_of,
+)
 from paceline.reward.shape import Shape
 
 _log = logging.getLogger(__name__)
@@ -33,7 +38,7 @@ class Score:
     `components` maps each scorer's name to its value; a scorer that returns a dict adds its other values as
     `name/key`. `seconds` is the time spent in the scorers during the last attempt. `placed` are parts of the
     reward that belong to the response up to a character, see `ScoreResult`; weights are applied. `normalized`
-    are the components that the controller normalises, see `paceline.core.normalizing`.
+    are the components that the controller normalises, see `paceline.core.samples.normalizing`.
     """
 
     trajectory_id: str

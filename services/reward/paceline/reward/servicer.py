@@ -6,7 +6,7 @@ from paceline.core.errors import EnvironmentLackError
 from paceline.core.scoring import RewardDescription
 from paceline.reward.scorer import Scorer
 from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
-from paceline.wire.protobuf import description_to_proto, score_items_from_proto, score_result_to_proto
+from paceline.wire.calls.protobuf import description_to_proto, score_items_from_proto, score_result_to_proto
 
 
 class RewardServicer(reward_pb2_grpc.RewardServiceServicer):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.config.run import RunConfig
-from paceline.core.trajectory import PromptGroup
+from paceline.core.samples.trajectory import PromptGroup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

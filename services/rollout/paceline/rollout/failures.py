@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from paceline.broker.base import Entry
 from paceline.core.errors import InvalidMessageError, LostDataError, NumericsError, PeerLostError
 from paceline.core.policy import PolicyTag
+from paceline.core.samples.trajectory import GroupRefusal, PromptGroup
 from paceline.core.text import one_line
-from paceline.core.trajectory import GroupRefusal, PromptGroup
 from paceline.rollout.episodes.environment import EnvironmentLostError
 from paceline.wire import decode_prompt_group, refusal_of
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from paceline.broker import names
 from paceline.broker.base import Broker
 from paceline.core.errors import LostDataError
-from paceline.core.images import Image, LoadedImage
+from paceline.core.samples.images import Image, LoadedImage
 from paceline.wire import unpack_pixels
 
 MAX_KEPT_BYTES = 256 * 2**20

@@ -23,7 +23,7 @@ from paceline.broker.base import Broker, Entry, Outgoing
 from paceline.broker.mailbox import Mailbox
 from paceline.core.errors import PeerLostError
 from paceline.core.policy import PolicyTag
-from paceline.core.trajectory import PromptGroup, SamplingSpec
+from paceline.core.samples.trajectory import PromptGroup, SamplingSpec
 from paceline.rollout.capacity import Capacity, SamplerLimits
 from paceline.rollout.engines.base import Engine, SampleRequest
 from paceline.rollout.episodes.group import Episodes

@@ -9,7 +9,7 @@ from paceline.core.members import EnginePart
 from paceline.rollout.server import RolloutServer
 from paceline.rpc.v1 import rollout_pb2, rollout_pb2_grpc
 from paceline.weights.plan.spec import WeightGroupSpec
-from paceline.wire.protobuf import policy_tag_from_proto
+from paceline.wire.calls.protobuf import policy_tag_from_proto
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):

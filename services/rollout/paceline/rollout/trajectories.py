@@ -9,8 +9,8 @@ import numpy as np
 from paceline.broker import names
 from paceline.broker.base import Outgoing
 from paceline.core.errors import NumericsError, PeerLostError
-from paceline.core.images import LoadedImage
-from paceline.core.trajectory import FinishReason, PromptGroup, Trajectory, TrajectoryHeader
+from paceline.core.samples.images import LoadedImage
+from paceline.core.samples.trajectory import FinishReason, PromptGroup, Trajectory, TrajectoryHeader
 from paceline.rollout.engines.base import Sample, SampleRequest
 from paceline.rollout.episodes.recorder import Draw
 from paceline.service.observability import telemetry

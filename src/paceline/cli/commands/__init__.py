@@ -1,1 +1,1 @@
-"""The sub-commands of `paceline`, one module each."""
+"""The sub-commands of `paceline`, one module each, in rooms by what they are for."""

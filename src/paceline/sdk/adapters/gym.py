@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from paceline.core.chat import Message
+from paceline.core.samples.chat import Message
 from paceline.sdk.environment import Environment, Observation, Outcome
 
 

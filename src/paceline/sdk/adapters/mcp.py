@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from paceline.core.chat import ToolSpec
 from paceline.core.errors import ConfigError
+from paceline.core.samples.chat import ToolSpec
 from paceline.sdk.environment import Environment, Observation
 
 _START_S = 30.0

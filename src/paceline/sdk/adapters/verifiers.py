@@ -11,8 +11,8 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from paceline.core.episode import OVER_MESSAGE
 from paceline.core.errors import ConfigError
+from paceline.core.samples.episode import OVER_MESSAGE
 from paceline.core.text import one_line
 from paceline.sdk.adapters.verifiers_v1 import is_v1, v1_environment, v1_rows
 from paceline.sdk.agent import agent

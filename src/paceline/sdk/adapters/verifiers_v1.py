@@ -12,8 +12,8 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from paceline.core.episode import OVER_MESSAGE
 from paceline.core.errors import ConfigError
+from paceline.core.samples.episode import OVER_MESSAGE
 from paceline.core.text import one_line
 from paceline.sdk.agent import agent
 from paceline.sdk.environment import Environment, Outcome

@@ -15,7 +15,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from paceline.core.attachment import Answers, FromClient, Hello, Leave, ToClient, Welcome, Work
+from paceline.core.attached_clients.attachment import (
+    Answers,
+    FromClient,
+    Hello,
+    Leave,
+    ToClient,
+    Welcome,
+    Work,
+)
 from paceline.core.errors import DeadlineError, EnvironmentLackError, PeerLostError, ProtocolError
 
 _log = logging.getLogger(__name__)

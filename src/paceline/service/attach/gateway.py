@@ -15,8 +15,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from paceline.core.attachment import Answers, FromClient, Hello, Leave, ToClient, Welcome, Window, Work
-from paceline.core.dispatch import MAX_TRIES, Failure, Reception, TaskDispatcher
+from paceline.core.attached_clients.attachment import (
+    Answers,
+    FromClient,
+    Hello,
+    Leave,
+    ToClient,
+    Welcome,
+    Window,
+    Work,
+)
+from paceline.core.attached_clients.dispatch import MAX_TRIES, Failure, Reception, TaskDispatcher
 from paceline.core.errors import ConfigError, DeadlineError, ProtocolError
 from paceline.core.text import one_line
 

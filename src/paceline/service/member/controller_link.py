@@ -31,8 +31,8 @@ from paceline.service.grpc.fencing import TermFence
 from paceline.service.identity.credentials import Credentials
 from paceline.service.observability import metrics, telemetry
 from paceline.service.process import STARTED_AS
-from paceline.wire.members import member_kind_to_proto
-from paceline.wire.protobuf import policy_tag_from_proto, policy_tag_to_proto
+from paceline.wire.calls.members import member_kind_to_proto
+from paceline.wire.calls.protobuf import policy_tag_from_proto, policy_tag_to_proto
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from paceline.core import step_metrics
+from paceline.core.run_record import step_metrics
 
 
 class MetricKind(enum.Enum):

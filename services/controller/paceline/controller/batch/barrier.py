@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from paceline.core.errors import ProtocolError
 from paceline.core.ids import TrajectoryId
 from paceline.core.policy import PolicyTag
-from paceline.core.trajectory import FinishReason, ScoredHeader
+from paceline.core.samples.trajectory import FinishReason, ScoredHeader
 
 
 class Verdict(enum.Enum):

@@ -28,8 +28,8 @@ from paceline.controller.batch.refill import DEGENERATE, Refill
 from paceline.controller.progress import Run
 from paceline.core.errors import DeadlineError, InvalidMessageError, LostDataError
 from paceline.core.ids import Purpose
-from paceline.core.normalizing import Scale, normalized, scales
-from paceline.core.trajectory import Float32Array, GroupRefusal, ScoredHeader, Trajectory
+from paceline.core.samples.normalizing import Scale, normalized, scales
+from paceline.core.samples.trajectory import Float32Array, GroupRefusal, ScoredHeader, Trajectory
 from paceline.data.prompts import Prompt
 from paceline.service.observability import metrics, telemetry
 from paceline.wire import decode_scored

@@ -21,7 +21,7 @@ from paceline.controller.progress import Run
 from paceline.core.errors import InvalidMessageError
 from paceline.core.ids import sample_seed
 from paceline.core.policy import PolicyTag
-from paceline.core.trajectory import PromptGroup, SamplingSpec
+from paceline.core.samples.trajectory import PromptGroup, SamplingSpec
 from paceline.data.images import ImageReader
 from paceline.data.prompts import Prompt
 from paceline.service.observability.telemetry import current_traceparent

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from paceline.broker import names
 from paceline.broker.base import Broker
-from paceline.core.images import Image
+from paceline.core.samples.images import Image
 from paceline.data.images import ImageReader, ImageSource
 from paceline.wire import pack_pixels
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from paceline.config.run import RunConfig
 from paceline.core.errors import DataError
-from paceline.core.trajectory import RewardContext, SamplingSpec
+from paceline.core.samples.trajectory import RewardContext, SamplingSpec
 from paceline.data.cursor import PromptCursor
 from paceline.data.images import ImageReader
 from paceline.data.prompts import (

@@ -18,7 +18,7 @@ from paceline.broker import names
 from paceline.broker.base import Broker
 from paceline.broker.log import is_after, read_all
 from paceline.core.errors import InvalidMessageError, LostDataError
-from paceline.core.trajectory import Float32Array, ScoredHeader, Trajectory
+from paceline.core.samples.trajectory import Float32Array, ScoredHeader, Trajectory
 from paceline.wire import decode_log_probs, decode_scored, decode_trajectory
 
 _OWN_SERVER = "the run's own server"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from paceline.controller.batch.barrier import Barrier
 from paceline.core.errors import ConfigError
-from paceline.core.trajectory import ScoredHeader
+from paceline.core.samples.trajectory import ScoredHeader
 from paceline.data.prompts import Prompt
 
 DEGENERATE = "degenerate"

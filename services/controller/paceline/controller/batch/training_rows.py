@@ -16,8 +16,8 @@ from paceline.controller.batch.collect import Batch
 from paceline.controller.batch.dispatch import Order
 from paceline.core.errors import ConfigError, DataError
 from paceline.core.ids import NEVER_TRAINED, Purpose, TrajectoryId
+from paceline.core.samples.trajectory import ScoredHeader
 from paceline.core.training import BatchRow
-from paceline.core.trajectory import ScoredHeader
 from paceline.data.samples import ScoredSample, ScoredSamples
 
 

@@ -28,8 +28,8 @@ from paceline.service.grpc.channels import call, connect
 from paceline.service.identity.credentials import Credentials
 from paceline.weights.geometry.layout import RankLayout
 from paceline.weights.receipt import PushReceipt
-from paceline.wire.protobuf import policy_tag_to_proto
-from paceline.wire.training import chunk_to_proto, order_to_proto, result_from_proto
+from paceline.wire.calls.protobuf import policy_tag_to_proto
+from paceline.wire.calls.training import chunk_to_proto, order_to_proto, result_from_proto
 
 # A rank waits for others no longer than the configured time. The call's deadline is later, so that the
 # rank's own error, which names the rank that it waited for, arrives first.

@@ -8,7 +8,7 @@ from statistics import fmean
 
 from paceline.controller.batch.collect import Batch
 from paceline.core.guard import Histories, Reading
-from paceline.core.trajectory import ScoredHeader
+from paceline.core.samples.trajectory import ScoredHeader
 
 _OF_A_REWARD = "reward:"  # what the reason of such a dropped group begins with
 _FAILED = "/failed"

@@ -14,7 +14,7 @@ from paceline.controller.fleet.membership import Member
 from paceline.controller.progress import Run
 from paceline.controller.verify.digests import digest_of
 from paceline.core.errors import CheckpointError, DeadlineError, GuardError, PeerLostError
-from paceline.core.manifest import MANIFEST, manifest_fields
+from paceline.core.run_record.manifest import MANIFEST, manifest_fields
 from paceline.data.cursor import CursorState
 from paceline.service.threads import in_thread
 from paceline.storage.folder import Folder, reason

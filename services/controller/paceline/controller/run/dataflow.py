@@ -11,7 +11,7 @@ from paceline.config.run import RunConfig
 from paceline.controller.run.verbs import Verbs
 from paceline.core.errors import ConfigError, DeadlineError, PacelineError
 from paceline.core.text import one_line
-from paceline.core.user_function import find_function
+from paceline.core.user_functions.user_function import find_function
 
 Dataflow = Callable[[Verbs], Awaitable[None]]
 """Called once per step, and again from the beginning where the step was interrupted."""

@@ -14,8 +14,8 @@ from statistics import fmean, pstdev
 from paceline.controller.batch.barrier import Verdict
 from paceline.controller.batch.collect import Batch, reward_components, share_without_spread
 from paceline.controller.verify.digests import digest_of
-from paceline.core.step_metrics import TIME
-from paceline.core.trajectory import ScoredHeader
+from paceline.core.run_record.step_metrics import TIME
+from paceline.core.samples.trajectory import ScoredHeader
 from paceline.service.disk import writing
 
 _REJECTED = (Verdict.WRONG_VERSION, Verdict.WRONG_DIGEST, Verdict.UNKNOWN, Verdict.ABORTED)

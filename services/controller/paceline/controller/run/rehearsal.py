@@ -34,8 +34,8 @@ from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError
 from paceline.core.ids import TrajectoryId
 from paceline.core.policy import PolicyTag
+from paceline.core.samples.trajectory import FinishReason, ScoredHeader
 from paceline.core.training import TrainOrder, TrainResult
-from paceline.core.trajectory import FinishReason, ScoredHeader
 
 _POLICY = PolicyTag(version=0, digest="0" * 16)
 _MADE_UP_S = 60.0

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 from paceline.controller.batch.collect import Batch
 from paceline.controller.progress import Run
 from paceline.controller.verify.digests import file_digest
-from paceline.core.episode import EpisodeOutcome
 from paceline.core.errors import CheckpointError, GuardError
-from paceline.core.trajectory import Float32Array, ScoredHeader, Trajectory
+from paceline.core.samples.episode import EpisodeOutcome
+from paceline.core.samples.trajectory import Float32Array, ScoredHeader, Trajectory
 from paceline.data.prompts import Prompt
 from paceline.service.disk import writing
 from paceline.service.threads import in_thread

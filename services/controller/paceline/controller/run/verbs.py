@@ -39,8 +39,8 @@ from paceline.controller.run.trajectories import saving_trajectories
 from paceline.controller.run.work_ahead import WorkAheadDriver
 from paceline.core.errors import ConfigError, IllegalTransitionError
 from paceline.core.policy import PolicyTag
+from paceline.core.samples.trajectory import RewardContext
 from paceline.core.training import TrainOrder, TrainResult
-from paceline.core.trajectory import RewardContext
 from paceline.data.prompts import Prompt
 from paceline.data.samples import ScoredSample, ScoredSamples
 from paceline.service.observability.telemetry import span

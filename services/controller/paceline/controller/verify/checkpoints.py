@@ -12,7 +12,7 @@ from paceline.controller.verify.history import History
 from paceline.controller.verify.metrics_lines import MetricsLines
 from paceline.controller.verify.steps import plain_digest
 from paceline.core.errors import CheckpointError
-from paceline.core.manifest import MANIFEST, manifest_fields
+from paceline.core.run_record.manifest import MANIFEST, manifest_fields
 from paceline.storage.folder import Folder
 
 _METADATA = ".metadata"

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
 from paceline.core.ids import Purpose, TrajectoryId
-from paceline.core.normalizing import Part, Scale, normalized, scales
 from paceline.core.policy import PolicyTag
+from paceline.core.samples.normalizing import Part, Scale, normalized, scales
 from paceline.core.training import BatchRow
 
 _TRAIN, _GREEDY = Purpose.TRAIN.value, Purpose.GREEDY.value

@@ -15,7 +15,7 @@ from paceline.controller.verify.steps import StepHistory
 from paceline.controller.verify.term import Shape, Term
 from paceline.controller.verify.trajectories import FileCheck
 from paceline.core.policy import PolicyTag
-from paceline.core.trajectory import SCHEMA_VERSION
+from paceline.core.samples.trajectory import SCHEMA_VERSION
 
 _VALIDATION = "val/"
 

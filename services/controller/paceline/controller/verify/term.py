@@ -9,7 +9,7 @@ from typing import Any, Self
 from paceline.config.reward import ShapedConfig
 from paceline.config.run import RunConfig
 from paceline.controller.verify.findings import Findings, JournalEntry
-from paceline.core.trajectory import SCHEMA_VERSION
+from paceline.core.samples.trajectory import SCHEMA_VERSION
 from paceline.data.cursor import PromptCursor
 
 Shape = tuple[float, float | None, float | None]

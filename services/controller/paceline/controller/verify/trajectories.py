@@ -20,9 +20,9 @@ import numpy.typing as npt
 from paceline.controller.verify.rows import TrajectoryRow
 from paceline.controller.verify.term import Shape
 from paceline.core.ids import Purpose
-from paceline.core.images import Image
 from paceline.core.policy import PolicyTag
-from paceline.core.trajectory import FinishReason, SamplingSpec, Trajectory
+from paceline.core.samples.images import Image
+from paceline.core.samples.trajectory import FinishReason, SamplingSpec, Trajectory
 from paceline.wire import blob_digest, encode_trajectory
 
 _PORTION = 256

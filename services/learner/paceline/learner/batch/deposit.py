@@ -10,8 +10,8 @@ import numpy as np
 
 from paceline.broker import names
 from paceline.core.errors import BrokerError
+from paceline.core.samples.trajectory import Float32Array
 from paceline.core.training import BatchRow
-from paceline.core.trajectory import Float32Array
 from paceline.learner.batch.types import ScoredBatch
 from paceline.wire import encode_log_probs
 

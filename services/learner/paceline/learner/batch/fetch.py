@@ -11,10 +11,10 @@ import numpy as np
 from paceline.broker import names
 from paceline.core.errors import DataError, LostDataError, VersionMismatchError
 from paceline.core.ids import NEVER_TRAINED
-from paceline.core.images import ImageSpec
 from paceline.core.policy import PolicyTag
+from paceline.core.samples.images import ImageSpec
+from paceline.core.samples.trajectory import Trajectory
 from paceline.core.training import BatchRow
-from paceline.core.trajectory import Trajectory
 from paceline.learner.batch.images import find_images
 from paceline.learner.batch.types import PackedRow
 from paceline.wire import blob_digest, decode_trajectory, unpack_pixels

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from paceline.core.images import ImageSpec, LoadedImage, placeholder_ranges
-from paceline.core.trajectory import Int32Array
+from paceline.core.samples.images import ImageSpec, LoadedImage, placeholder_ranges
+from paceline.core.samples.trajectory import Int32Array
 from paceline.learner.batch.blocks import Int64Array
 from paceline.learner.batch.types import PackedImages, PromptImage
 

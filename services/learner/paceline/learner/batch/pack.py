@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.core.trajectory import Int32Array
+from paceline.core.samples.trajectory import Int32Array
 from paceline.learner.batch.blocks import Int64Array
 from paceline.learner.batch.images import PlacedImages, in_three, prompt_positions
 from paceline.learner.batch.types import MicroBatch, PackedRow, PackedSequences

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.core.trajectory import Float32Array, Int32Array, UInt8Array
+from paceline.core.samples.trajectory import Float32Array, Int32Array, UInt8Array
 from paceline.learner.batch.blocks import SequenceBlock
 from paceline.learner.batch.padded import PaddedSequences
 from paceline.learner.batch.row_index import RowIndex

@@ -14,7 +14,7 @@ import torch
 
 from paceline.config.model import LoraConfig
 from paceline.core.errors import CheckpointError
-from paceline.core.manifest import MANIFEST, manifest_fields, manifest_text
+from paceline.core.run_record.manifest import MANIFEST, manifest_fields, manifest_text
 from paceline.learner.checkpoint.files import FileRecord
 from paceline.storage.folder import Folder, Place, reason
 

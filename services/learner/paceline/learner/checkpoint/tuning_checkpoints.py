@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import CheckpointError
-from paceline.core.manifest import MANIFEST
+from paceline.core.run_record.manifest import MANIFEST
 from paceline.learner.checkpoint.load import fill, verify
 from paceline.learner.checkpoint.manifest import Manifest
 from paceline.learner.checkpoint.state import State

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from paceline.core.errors import CheckpointError, DeadlineError
-from paceline.core.manifest import MANIFEST
 from paceline.core.members import MemberKind, RankRef
+from paceline.core.run_record.manifest import MANIFEST
 from paceline.core.text import one_line
 from paceline.learner.checkpoint.files import FileRecord, measure
 from paceline.learner.checkpoint.manifest import Manifest

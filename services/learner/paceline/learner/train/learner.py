@@ -16,7 +16,7 @@ from paceline.config.actor import OptimConfig
 from paceline.config.algorithm import KLControlConfig
 from paceline.config.run import RunConfig
 from paceline.core.guard import Histories
-from paceline.core.images import ImageSpec
+from paceline.core.samples.images import ImageSpec
 from paceline.learner.distributed.catching_up import count_collectives
 from paceline.learner.distributed.collectives import broadcast_bytes
 from paceline.learner.distributed.host_memory import host_mesh

@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 
 from paceline.config.reward import AttachedConfig
-from paceline.core.attachment import Leave
-from paceline.core.dispatch import Failure
+from paceline.core.attached_clients.attachment import Leave
+from paceline.core.attached_clients.dispatch import Failure
 from paceline.core.errors import InvalidMessageError, RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem, ScoreResult, groups_of
 from paceline.reward.scorer import ScorerSettings
@@ -15,8 +15,8 @@ from paceline.reward.scores import Score, failed, score_of
 from paceline.reward.shape import Shape
 from paceline.reward.shaped import Shaped
 from paceline.service.attach.gateway import Gateway, GatewayOptions
-from paceline.wire.attachment import GroupResult, Result, Task
-from paceline.wire.protobuf import check_score_item
+from paceline.wire.calls.attachment import GroupResult, Result, Task
+from paceline.wire.calls.protobuf import check_score_item
 
 
 class AttachedScorer:

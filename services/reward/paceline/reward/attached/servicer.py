@@ -8,7 +8,12 @@ from paceline.core.errors import ConfigError, EnvironmentLackError
 from paceline.core.text import one_line
 from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
 from paceline.service.attach.gateway import Gateway, first_hello
-from paceline.wire.attachment import GroupResult, Task, gateway_message_to_proto, scorer_message_from_proto
+from paceline.wire.calls.attachment import (
+    GroupResult,
+    Task,
+    gateway_message_to_proto,
+    scorer_message_from_proto,
+)
 
 
 class GatewayServicer(reward_pb2_grpc.RewardGatewayServicer):

@@ -17,9 +17,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any, BinaryIO
 
 from paceline.core.errors import ConfigError, RewardError
-from paceline.core.reward_function import RewardFunction, check_value, check_values, describe, kind_of
 from paceline.core.scoring import ScoreItem
 from paceline.core.text import one_line
+from paceline.core.user_functions.reward_function import (
+    RewardFunction,
+    check_value,
+    check_values,
+    describe,
+    kind_of,
+)
 from paceline.reward.functions.registry import load
 from paceline.reward.functions.spec import FunctionSpec, combine
 from paceline.reward.shape import Shape

@@ -6,8 +6,12 @@ import dataclasses
 from collections.abc import Mapping
 
 from paceline.core.errors import ConfigError
-from paceline.core.reward_function import RewardFunction, inspect_function, inspect_group_function
-from paceline.core.user_function import find_function
+from paceline.core.user_functions.reward_function import (
+    RewardFunction,
+    inspect_function,
+    inspect_group_function,
+)
+from paceline.core.user_functions.user_function import find_function
 from paceline.reward import builtin
 from paceline.reward.builtin import mathematics
 

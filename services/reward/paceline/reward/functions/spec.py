@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.core.errors import RewardError, RewardErrorKind
-from paceline.core.reward_function import check_value
 from paceline.core.scoring import ScoreItem
+from paceline.core.user_functions.reward_function import check_value
 from paceline.reward.shape import Shape
 
 

@@ -10,8 +10,8 @@ from paceline.core.errors import ProtocolError, RewardError, RewardErrorKind
 from paceline.core.scoring import REWARD_CONTRACT, RewardDescription, ScoreItem
 from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
 from paceline.service.grpc import channels
-from paceline.wire.attachment import Result, result_or_error
-from paceline.wire.protobuf import description_from_proto, score_item_to_proto
+from paceline.wire.calls.attachment import Result, result_or_error
+from paceline.wire.calls.protobuf import description_from_proto, score_item_to_proto
 
 
 async def call_score(

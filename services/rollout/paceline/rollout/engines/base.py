@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from paceline.core.images import LoadedImage
 from paceline.core.members import EnginePart
-from paceline.core.trajectory import FinishReason, Float32Array, Int32Array, SamplingSpec
+from paceline.core.samples.images import LoadedImage
+from paceline.core.samples.trajectory import FinishReason, Float32Array, Int32Array, SamplingSpec
 from paceline.weights.digest.agreement import DigestReport
 from paceline.weights.geometry.layout import RankLayout
 from paceline.weights.plan.spec import WeightGroupSpec

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.core.images import Image, LoadedImage
+from paceline.core.samples.images import Image, LoadedImage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

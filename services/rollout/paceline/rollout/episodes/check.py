@@ -13,7 +13,7 @@ from paceline.rollout.episodes.group import environment_of, rules_of
 from paceline.rpc.v1.environment_pb2 import EnvironmentDescription
 from paceline.service.identity.credentials import Credentials
 from paceline.storage.models import local_model
-from paceline.wire.environment import ENVIRONMENT_CONTRACT
+from paceline.wire.calls.environment import ENVIRONMENT_CONTRACT
 
 
 def check_episodes(config: RunConfig) -> str:

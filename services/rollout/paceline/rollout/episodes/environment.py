@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from paceline.core.chat import Message, ToolSpec
 from paceline.core.errors import PeerLostError
+from paceline.core.samples.chat import Message, ToolSpec
 
 
 class EnvironmentLostError(PeerLostError):

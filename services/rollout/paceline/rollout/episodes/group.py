@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from paceline.config.run import RunConfig
 from paceline.core.errors import ModelError
-from paceline.core.trajectory import PromptGroup
+from paceline.core.samples.trajectory import PromptGroup
 from paceline.data.prompts import Tokenizer
 from paceline.rollout.engines.base import Engine, Sample, SampleRequest
 from paceline.rollout.episodes.admission import AdmissionControl, AdmittedConversation

@@ -12,8 +12,8 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.core.chat import Message, ToolSpec
 from paceline.core.errors import ModelError
+from paceline.core.samples.chat import Message, ToolSpec
 from paceline.core.text import encodable
 from paceline.data.prompts import Tokenizer
 

@@ -14,10 +14,10 @@ import itertools
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 
-from paceline.core.chat import Message
-from paceline.core.episode import EpisodeOutcome
 from paceline.core.errors import InvalidMessageError
-from paceline.core.trajectory import FinishReason, PromptGroup
+from paceline.core.samples.chat import Message
+from paceline.core.samples.episode import EpisodeOutcome
+from paceline.core.samples.trajectory import FinishReason, PromptGroup
 from paceline.data.prompts import Tokenizer
 from paceline.rollout.engines.base import Sample, SampleRequest
 from paceline.rollout.episodes import states

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from paceline.core.episode import EpisodeOutcome
-from paceline.core.trajectory import FinishReason, Float32Array, Int32Array, UInt8Array
+from paceline.core.samples.episode import EpisodeOutcome
+from paceline.core.samples.trajectory import FinishReason, Float32Array, Int32Array, UInt8Array
 from paceline.rollout.engines.base import Sample
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from paceline.core.errors import EnvironmentLackError, ModelError
+from paceline.core.samples.trajectory import SamplingSpec
 from paceline.core.text import one_line
-from paceline.core.trajectory import SamplingSpec
 from paceline.rollout.engines.base import SampleRequest
 from paceline.rollout.engines.scored_rows import ScoredRow
 from paceline.rollout.engines.vllm.images import vision, without_torchvision

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.core.chat import Message, ToolCall, ToolSpec
+from paceline.core.samples.chat import Message, ToolCall, ToolSpec
 from paceline.core.text import encodable
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}

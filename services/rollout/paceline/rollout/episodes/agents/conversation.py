@@ -11,8 +11,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from paceline.core.chat import Message, ToolSpec
-from paceline.core.episode import EpisodeOutcome
+from paceline.core.samples.chat import Message, ToolSpec
+from paceline.core.samples.episode import EpisodeOutcome
 from paceline.rollout.episodes.joiner import Joiner
 from paceline.rollout.episodes.recorder import Draw, Recorder
 

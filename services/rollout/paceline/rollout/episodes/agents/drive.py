@@ -14,10 +14,10 @@ import hashlib
 import time
 from dataclasses import dataclass, replace
 
-from paceline.core.chat import Message
-from paceline.core.episode import OVER_CODE, OVER_MESSAGE, EpisodeOutcome
+from paceline.core.samples.chat import Message
+from paceline.core.samples.episode import OVER_CODE, OVER_MESSAGE, EpisodeOutcome
+from paceline.core.samples.trajectory import FinishReason, PromptGroup
 from paceline.core.text import one_line
-from paceline.core.trajectory import FinishReason, PromptGroup
 from paceline.rollout.engines.base import Sample, SampleRequest
 from paceline.rollout.episodes import states
 from paceline.rollout.episodes.agents.completions import ChatAnswer, ChatRequest, RefusedRequestError

@@ -22,8 +22,8 @@ from typing import Any
 
 from aiohttp import web
 
-from paceline.core.episode import OVER_CODE, OVER_MESSAGE
 from paceline.core.errors import EnvironmentLackError
+from paceline.core.samples.episode import OVER_CODE, OVER_MESSAGE
 from paceline.rollout.episodes.agents.completions import (
     ChatAnswer,
     ChatRequest,

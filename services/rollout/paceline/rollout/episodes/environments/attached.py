@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
-from paceline.core.attachment import Leave
-from paceline.core.chat import Message
-from paceline.core.dispatch import Failure
-from paceline.core.episode import Play, Played
+from paceline.core.attached_clients.attachment import Leave
+from paceline.core.attached_clients.dispatch import Failure
 from paceline.core.errors import ConfigError, EnvironmentLackError
+from paceline.core.samples.chat import Message
+from paceline.core.samples.episode import Play, Played
 from paceline.core.text import one_line
 from paceline.rollout.episodes.environment import (
     EnvironmentLostError,
@@ -24,7 +24,7 @@ from paceline.rollout.episodes.environment import (
 from paceline.rpc.v1 import environment_pb2 as pb
 from paceline.rpc.v1 import environment_pb2_grpc
 from paceline.service.attach.gateway import Gateway, GatewayOptions, first_hello
-from paceline.wire.playing import play_gateway_message_to_proto, player_message_from_proto
+from paceline.wire.calls.playing import play_gateway_message_to_proto, player_message_from_proto
 
 
 class AttachedEnvironment:

@@ -17,8 +17,8 @@ from typing import Any
 import grpc
 
 from paceline.config.rollout import EnvironmentConfig
-from paceline.core.chat import Message
 from paceline.core.errors import ConfigError, PacelineError, PeerLostError
+from paceline.core.samples.chat import Message
 from paceline.core.text import one_line
 from paceline.rollout.episodes.environment import (
     EnvironmentLostError,
@@ -31,7 +31,7 @@ from paceline.rpc.v1 import environment_pb2 as pb
 from paceline.rpc.v1 import environment_pb2_grpc
 from paceline.service.grpc import channels
 from paceline.service.identity.credentials import Credentials
-from paceline.wire.environment import (
+from paceline.wire.calls.environment import (
     grade_from_proto,
     message_to_proto,
     messages_from_proto,

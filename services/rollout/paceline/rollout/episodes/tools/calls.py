@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from paceline.core.chat import Message, ToolCall
 from paceline.core.errors import ConfigError
+from paceline.core.samples.chat import Message, ToolCall
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _TAGGED = re.compile(re.escape(_OPEN) + r"(.*?)(?:" + re.escape(_CLOSE) + r"|(?=<tool_call>)|\Z)", re.DOTALL)

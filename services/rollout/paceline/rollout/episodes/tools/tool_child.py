@@ -11,11 +11,11 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
-from paceline.core.chat import ToolSpec
 from paceline.core.errors import ConfigError
+from paceline.core.samples.chat import ToolSpec
 from paceline.core.text import one_line
-from paceline.core.tool_function import argument_problem, describe_tool, result_text
-from paceline.core.user_function import find_function
+from paceline.core.user_functions.tool_function import argument_problem, describe_tool, result_text
+from paceline.core.user_functions.user_function import find_function
 from paceline.service.children import frames, pipes
 from paceline.service.children.progress import ItemProgress
 

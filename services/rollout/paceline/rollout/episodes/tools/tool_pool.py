@@ -12,8 +12,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.core.chat import Message, ToolCall, ToolSpec
 from paceline.core.errors import PacelineError, ProtocolError
+from paceline.core.samples.chat import Message, ToolCall, ToolSpec
 from paceline.rollout.episodes.environment import (
     EnvironmentLostError,
     EpisodeTask,

@@ -16,7 +16,7 @@ from typing import Any, Final, NoReturn
 import numpy as np
 
 from paceline.core.errors import DataError, InvalidMessageError
-from paceline.core.images import ImageSpec, PlaceholderRange, placeholder_ranges
+from paceline.core.samples.images import ImageSpec, PlaceholderRange, placeholder_ranges
 from paceline.rollout.engines.base import SampleRequest
 
 LATER: Final = ("mm_device_do_normalize",)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from paceline.core.trajectory import Float32Array
+from paceline.core.samples.trajectory import Float32Array
 
 _CLOSE_S = 1.0
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from paceline.core.errors import InvalidMessageError, PacelineError
-from paceline.core.trajectory import FinishReason
+from paceline.core.samples.trajectory import FinishReason
 from paceline.rollout.engines.base import Sample, SampleRequest
 from paceline.rollout.engines.vllm.images.vision import ImageSender, prompt_with_images
 from paceline.rollout.engines.vllm.sampling.log_probs import LogProbs

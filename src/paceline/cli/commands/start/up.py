@@ -9,7 +9,7 @@ from pathlib import Path
 from paceline.checks.host_check import check_hosts
 from paceline.checks.preflight import notes, quick_check
 from paceline.cli.commands import arguments
-from paceline.cli.commands.train import train
+from paceline.cli.commands.start.train import train
 from paceline.config.load import load
 from paceline.config.run import RunConfig
 from paceline.launch import hosts as several

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable
 from typing import Final
 
-from paceline.core.chat import Message, ToolCall, ToolSpec
 from paceline.core.errors import InvalidMessageError
+from paceline.core.samples.chat import Message, ToolCall, ToolSpec
 from paceline.core.text import encodable
 from paceline.rpc.v1 import environment_pb2 as pb
 from paceline.wire.fields import reject

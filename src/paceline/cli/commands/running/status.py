@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.cli.commands import arguments
-from paceline.core.run_events import EndEvent
+from paceline.core.run_record.run_events import EndEvent
 from paceline.runs.controller_client import ControllerClient, RunStatus
 from paceline.show.live.follow import follow
 from paceline.show.live.view import PlainView, phase_words, step_line

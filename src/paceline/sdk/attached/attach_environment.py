@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from paceline.core.attachment import FromClient, ToClient
-from paceline.core.episode import Play, Played
+from paceline.core.attached_clients.attachment import FromClient, ToClient
+from paceline.core.samples.episode import Play, Played
 from paceline.rpc.v1 import environment_pb2 as pb
 from paceline.rpc.v1 import environment_pb2_grpc
-from paceline.sdk.attachment import Attachment, attach_until_signal
+from paceline.sdk.attached.attachment import Attachment, attach_until_signal
+from paceline.sdk.attached.playing import Asker, play
 from paceline.sdk.environment import Environment
-from paceline.sdk.playing import Asker, play
 from paceline.service.grpc import channels
 from paceline.service.identity.credentials import ENVIRONMENT_TOKEN, Credentials
-from paceline.wire.playing import play_gateway_message_from_proto, player_message_to_proto
+from paceline.wire.calls.playing import play_gateway_message_from_proto, player_message_to_proto
 
 
 class EnvironmentAttachment(Attachment[Play, Played]):

@@ -10,8 +10,8 @@ import hashlib
 import numpy as np
 
 from paceline.core.errors import InvalidMessageError
-from paceline.core.images import Image, LoadedImage
-from paceline.core.trajectory import Float32Array
+from paceline.core.samples.images import Image, LoadedImage
+from paceline.core.samples.trajectory import Float32Array
 
 
 def image_of(pixels: Float32Array, grid: tuple[int, int, int]) -> Image:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.core.run_events import EndEvent, NoticeEvent, PhaseEvent, RunEvent, StepEvent
+from paceline.core.run_record.run_events import EndEvent, NoticeEvent, PhaseEvent, RunEvent, StepEvent
 from paceline.rpc.v1 import controller_pb2
 
 

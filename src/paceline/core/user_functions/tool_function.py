@@ -9,8 +9,8 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from paceline.core.chat import ToolSpec
 from paceline.core.errors import ConfigError
+from paceline.core.samples.chat import ToolSpec
 from paceline.core.text import encodable
 
 _FORM = "write a function with named, annotated parameters and a docstring that says what it does"

@@ -9,9 +9,9 @@ from paceline.core.guard import RULES, Adjustments, Reading
 from paceline.core.ids import TrajectoryId
 from paceline.core.training import BatchRow, ChunkOrder, TrainOrder, TrainResult
 from paceline.rpc.v1 import learner_pb2
+from paceline.wire.calls.protobuf import policy_tag_from_proto, policy_tag_to_proto
 from paceline.wire.fields import reject
 from paceline.wire.parts import BLOB_DIGEST
-from paceline.wire.protobuf import policy_tag_from_proto, policy_tag_to_proto
 
 
 def order_to_proto(order: TrainOrder) -> learner_pb2.TrainStepRequest:

@@ -7,15 +7,20 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.core.attachment import FromClient, ToClient
+from paceline.core.attached_clients.attachment import FromClient, ToClient
 from paceline.core.errors import RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem, ScoreResult
 from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
-from paceline.sdk.attachment import Attachment, attach_until_signal
+from paceline.sdk.attached.attachment import Attachment, attach_until_signal
 from paceline.sdk.function import CalledFunction, version_of
 from paceline.service.grpc import channels
 from paceline.service.identity.credentials import REWARD_TOKEN, Credentials
-from paceline.wire.attachment import GroupAnswer, Task, gateway_message_from_proto, scorer_message_to_proto
+from paceline.wire.calls.attachment import (
+    GroupAnswer,
+    Task,
+    gateway_message_from_proto,
+    scorer_message_to_proto,
+)
 
 
 class RewardAttachment(Attachment[Task, GroupAnswer]):

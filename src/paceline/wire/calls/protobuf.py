@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from paceline.core.attachment import MAX_DATA_SOURCES, MAX_NAME_CHARS
+from paceline.core.attached_clients.attachment import MAX_DATA_SOURCES, MAX_NAME_CHARS
 from paceline.core.policy import PolicyTag
 from paceline.core.scoring import MAX_ITEMS_PER_CALL, RewardDescription, ScoreItem, ScoreResult
 from paceline.core.text import one_line

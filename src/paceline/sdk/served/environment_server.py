@@ -7,15 +7,15 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 
-from paceline.core.chat import Message
 from paceline.core.errors import ProtocolError
+from paceline.core.samples.chat import Message
 from paceline.rpc.v1 import environment_pb2 as pb
 from paceline.rpc.v1 import environment_pb2_grpc
 from paceline.sdk.environment import Environment, Observation
-from paceline.sdk.served import Served, serve_until_signal
-from paceline.sdk.sessions import Key, Sessions
+from paceline.sdk.served.serving import Served, serve_until_signal
+from paceline.sdk.served.sessions import Key, Sessions
 from paceline.service.identity.credentials import ENVIRONMENT_TOKEN, Credentials
-from paceline.wire.environment import (
+from paceline.wire.calls.environment import (
     ENVIRONMENT_CONTRACT,
     message_from_proto,
     message_to_proto,

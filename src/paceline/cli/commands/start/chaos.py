@@ -17,7 +17,7 @@ from paceline.chaos.faults import deck
 from paceline.chaos.record import SUMMARY, RecoveryTally, summary, table
 from paceline.checks.preflight import quick_check
 from paceline.cli.commands import arguments
-from paceline.cli.commands.train import log_to, make_view
+from paceline.cli.commands.start.train import log_to, make_view
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.runs import run_dir as run_dirs

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from paceline.core.episode import EpisodeOutcome
 from paceline.core.ids import TrajectoryId
-from paceline.core.images import Image
-from paceline.core.normalizing import Part
 from paceline.core.policy import PolicyTag
+from paceline.core.samples.episode import EpisodeOutcome
+from paceline.core.samples.images import Image
+from paceline.core.samples.normalizing import Part
 
 SCHEMA_VERSION = 6
 
@@ -159,7 +159,7 @@ class ScoredHeader:
     Exactly one of `reward` and `reward_error` is set. `reward_error` is (RewardErrorKind value, message).
     `text_key` names the blob with the response's text in UTF-8; "" if none was stored. `token_rewards` are
     (position, part): parts of the reward that belong to response tokens before the last. `normalized` are the
-    parts of `reward` that are normalised over the batch (`paceline.core.normalizing`).
+    parts of `reward` that are normalised over the batch (`paceline.core.samples.normalizing`).
     """
 
     run_id: str

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.core.attachment import FromClient, ToClient
-from paceline.core.episode import Play, Played
+from paceline.core.attached_clients.attachment import FromClient, ToClient
 from paceline.core.errors import InvalidMessageError
+from paceline.core.samples.episode import Play, Played
 from paceline.core.text import encodable
 from paceline.rpc.v1 import environment_pb2 as pb
-from paceline.wire.attachment import (
+from paceline.wire.calls.attachment import (
     client_message_from_proto,
     client_message_to_proto,
     server_message_from_proto,
     server_message_to_proto,
 )
-from paceline.wire.environment import grade_from_proto
+from paceline.wire.calls.environment import grade_from_proto
 from paceline.wire.json_object import read_json_object, write_json_object
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from paceline.core.attachment import (
+from paceline.core.attached_clients.attachment import (
     CONTRACT,
     MAX_DATA_SOURCES,
     MAX_NAME_CHARS,
@@ -24,14 +24,14 @@ from paceline.core.errors import InvalidMessageError, ProtocolError, RewardError
 from paceline.core.scoring import MAX_ITEMS_PER_CALL, ScoreItem, ScoreResult
 from paceline.core.text import one_line
 from paceline.rpc.v1 import attachment_pb2, reward_pb2
-from paceline.wire.fields import reject
-from paceline.wire.protobuf import (
+from paceline.wire.calls.protobuf import (
     score_item_from_proto,
     score_item_to_proto,
     score_items_from_proto,
     score_result_from_proto,
     score_result_to_proto,
 )
+from paceline.wire.fields import reject
 
 T = TypeVar("T")
 P = TypeVar("P")

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Seque
 from pathlib import Path
 from typing import Any, Final, Generic, Protocol, TypeVar
 
-from paceline.core.attachment import FromClient, Hello, ToClient
+from paceline.core.attached_clients.attachment import FromClient, Hello, ToClient
 from paceline.core.errors import ConfigError, DeadlineError, EnvironmentLackError, PeerLostError
 from paceline.service import addresses
 from paceline.service.attach.attaching import AttachedClient, ClientOptions

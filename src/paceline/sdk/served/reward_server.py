@@ -8,9 +8,9 @@ from typing import Any
 from paceline.core.scoring import RewardDescription, ScoreItem, ScoreResult
 from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
 from paceline.sdk.function import CalledFunction, version_of
-from paceline.sdk.served import Served, serve_until_signal
+from paceline.sdk.served.serving import Served, serve_until_signal
 from paceline.service.identity.credentials import REWARD_TOKEN, Credentials
-from paceline.wire.protobuf import description_to_proto, score_items_from_proto, score_result_to_proto
+from paceline.wire.calls.protobuf import description_to_proto, score_items_from_proto, score_result_to_proto
 
 
 class RewardServer(Served):

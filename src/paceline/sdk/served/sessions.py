@@ -16,9 +16,9 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.core.chat import Message, ToolSpec
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import ProtocolError
+from paceline.core.samples.chat import Message, ToolSpec
 from paceline.sdk.environment import Environment, Observation, Outcome, specs_for
 
 _log = logging.getLogger(__name__)

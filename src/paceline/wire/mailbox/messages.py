@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from paceline.core.errors import InvalidMessageError, RewardErrorKind
-from paceline.core.normalizing import Part
-from paceline.core.training import DIGEST_BYTES
-from paceline.core.trajectory import (
+from paceline.core.samples.normalizing import Part
+from paceline.core.samples.trajectory import (
     FinishReason,
     Float32Array,
     GroupRefusal,
@@ -26,6 +25,7 @@ from paceline.core.trajectory import (
     Trajectory,
     TrajectoryHeader,
 )
+from paceline.core.training import DIGEST_BYTES
 from paceline.wire.fields import DEFAULT_LIMITS, MAX_NAME_CHARS, Fields, Limits, pack, pack_array, unpack
 from paceline.wire.parts import (
     pack_context,

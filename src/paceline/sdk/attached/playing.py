@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from paceline.core.chat import Message, ToolCall
-from paceline.core.episode import OVER_CODE, Play, Played
+from paceline.core.samples.chat import Message, ToolCall
+from paceline.core.samples.episode import OVER_CODE, Play, Played
 from paceline.core.text import one_line
 from paceline.sdk.environment import Environment, Observation, specs_for
 from paceline.service.identity.credentials import CA_FILE, TlsFiles

@@ -1,0 +1,1 @@
+"""Commands before a run: write, check and try what it needs."""

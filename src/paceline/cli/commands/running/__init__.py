@@ -1,0 +1,1 @@
+"""Commands that ask something of a run or a service while it lives."""

@@ -1,0 +1,1 @@
+"""What a run says of itself: events, metrics, the manifest of a checkpoint."""

@@ -1,0 +1,1 @@
+"""Rewards and environments as servers of their own."""

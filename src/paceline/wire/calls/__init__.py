@@ -1,0 +1,1 @@
+"""Domain types as protobuf messages of the calls between services and clients."""

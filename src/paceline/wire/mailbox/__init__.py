@@ -1,0 +1,1 @@
+"""Messages of the mailboxes as msgpack, and the blobs that they name."""
