@@ -34,7 +34,7 @@ from paceline.config.reward import CodeConfig, RewardConfig
 from paceline.core.samples.trajectory import ScoredHeader
 from paceline.reward.code import scorer as code_scorer
 from paceline.reward.consumer import Consumer, ConsumerOptions
-from paceline.reward.scorer import ScorerSettings
+from paceline.reward.scoring.scorer import ScorerSettings
 from paceline.reward.weighted_sum import WeightedSum
 from paceline.service.confinement.confined import Command, CommandResult, run_confined
 from paceline.wire import decode_scored

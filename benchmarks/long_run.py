@@ -36,10 +36,10 @@ from paceline.config.load import dump_yaml, parse
 from paceline.config.run import RunConfig
 from paceline.controller.batch.collect import Batch
 from paceline.controller.batch.training_rows import rows
-from paceline.controller.run.trajectories import TrajectoryFile
-from paceline.controller.verify import recomputed
+from paceline.controller.run.records.trajectories import TrajectoryFile
 from paceline.controller.verify.digests import digest_of
-from paceline.controller.verify.term import Term
+from paceline.controller.verify.journal import recomputed_metrics
+from paceline.controller.verify.journal.term import Term
 from paceline.core.ids import TrajectoryId
 from paceline.core.policy import PolicyTag
 from paceline.core.samples.trajectory import (
@@ -190,7 +190,9 @@ class DrawnRun:
         for header in headers:
             groups.setdefault(header.trajectory_id.prompt_id, []).append(header.reward or 0.0)
         admitted = Counter({"admitted": len(headers)})
-        self._finish(step, recomputed.of_barrier(admitted, ()) | recomputed.of_rewards(groups))
+        self._finish(
+            step, recomputed_metrics.of_barrier(admitted, ()) | recomputed_metrics.of_rewards(groups)
+        )
         self._spans.write("".join(json.dumps(span) + "\n" for span in spans_of(step)))
 
     def _sample(

@@ -26,7 +26,7 @@ from typing import Any
 from paceline.config.reward import RewardConfig
 from paceline.core.scoring import ScoreItem
 from paceline.reward.attached.servicer import GatewayServicer
-from paceline.reward.scorer import ScorerSettings
+from paceline.reward.scoring.scorer import ScorerSettings
 from paceline.reward.weighted_sum import WeightedSum
 from paceline.rpc.v1 import reward_pb2_grpc
 from paceline.sdk import attach_reward, serve_reward

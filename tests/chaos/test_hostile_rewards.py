@@ -24,7 +24,7 @@ from paceline.core.scoring import ScoreItem
 from paceline.reward.functions.pool import FunctionPool
 from paceline.reward.functions.spec import FunctionSpec
 from paceline.reward.remote.scorer import RemoteScorer, RemoteScorerOptions
-from paceline.reward.scores import Score
+from paceline.reward.scoring.scores import Score
 from paceline.reward.servicer import RewardServicer
 from paceline.rpc.v1 import reward_pb2
 from paceline.sdk import RewardServer

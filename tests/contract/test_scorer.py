@@ -13,8 +13,8 @@ from paceline.core.scoring import ScoreItem
 from paceline.reward.functions.pool import FunctionPool
 from paceline.reward.functions.spec import FunctionSpec
 from paceline.reward.remote.scorer import RemoteScorer, RemoteScorerOptions
-from paceline.reward.scorer import Scorer, ScorerSettings
-from paceline.reward.shape import Shape
+from paceline.reward.scoring.scorer import Scorer, ScorerSettings
+from paceline.reward.scoring.shape import Shape
 from paceline.reward.weighted_sum import WeightedSum
 from paceline.sdk import RewardServer
 

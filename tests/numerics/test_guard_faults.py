@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.controller.run.checkpoints import complete
+from paceline.controller.run.records.checkpoints import complete
 from paceline.core.errors import GuardError
 from paceline.learner.checkpoint.load import load
 from paceline.learner.distributed.ranks import Ranks

@@ -23,7 +23,7 @@ from paceline.core.text import encodable
 from paceline.data.plain import plain_value
 from paceline.reward.functions.pool import FunctionPool
 from paceline.reward.functions.spec import FunctionSpec
-from paceline.reward.scores import failed
+from paceline.reward.scoring.scores import failed
 from paceline.wire import decode_prompt_group, decode_scored, encode_prompt_group, encode_scored_header
 from paceline.wire.calls.protobuf import score_item_from_proto, score_item_to_proto, score_result_to_proto
 from support.headers import scored

@@ -36,8 +36,8 @@ from paceline.core.scoring import ScoreItem
 from paceline.data.cursor import PromptCursor
 from paceline.data.prompts import Prompt
 from paceline.reward.consumer import Consumer, ConsumerOptions
-from paceline.reward.scorer import Scorer
-from paceline.reward.scores import Score
+from paceline.reward.scoring.scorer import Scorer
+from paceline.reward.scoring.scores import Score
 from paceline.rollout.capacity import SamplerLimits
 from paceline.rollout.engines.base import Engine, do_nothing
 from paceline.rollout.episodes.group import Episodes

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from paceline.runs import run_dir as run_dirs
 from paceline.launch.launcher import ProcessPlanner, launch
-from paceline.launch.plan import ProcessSpec, Role
+from paceline.launch.planning.plan import ProcessSpec, Role
 from paceline.show.live.view import PlainView
 from paceline.config.load import parse
 from paceline.config.run import RunConfig

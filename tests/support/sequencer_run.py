@@ -25,12 +25,12 @@ from paceline.controller.fleet.turns import Turns
 from paceline.controller.guard.report import Guard
 from paceline.controller.journal import Journal
 from paceline.controller.progress import Progress, Run
-from paceline.controller.run.dataflow import load_dataflow
-from paceline.controller.run.opening import begin_term
+from paceline.controller.run.dataflow.dataflow import load_dataflow
+from paceline.controller.run.records.opening import begin_term
 from paceline.controller.run.sequencer import Sequencer
 from paceline.controller.verify.check import follow
-from paceline.controller.verify.entries import read
 from paceline.controller.verify.findings import Findings
+from paceline.controller.verify.journal.entries import read
 from paceline.controller.weights.epoch import Epochs
 from paceline.controller.weights.push import WeightPush
 from paceline.core.clock import SystemClock

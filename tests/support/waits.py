@@ -58,7 +58,7 @@ NEEDLESS: dict[str, str] = {
     "paceline.service.threads:_finished: asyncio.wait": (
         "files, or an object store, whose client has timeouts; what may take long is told to stop"
     ),
-    "paceline.reward.scores:answered: await answer": "whoever answers has a deadline of its own",
+    "paceline.reward.scoring.scores:answered: await answer": "whoever answers has a deadline of its own",
     "paceline.reward.app:RewardApp._work: asyncio.wait": _CANCELLED,
     "paceline.reward.app:RewardApp._work: await loading": "a copy of a model; the launcher bounds a start",
     "paceline.controller.events:EventHub.follow: queue.get": (
@@ -114,10 +114,10 @@ NEEDLESS: dict[str, str] = {
         "a task beside a call that has a deadline; it is cancelled when the call is over"
     ),
     "paceline.controller.weights.epoch:Epochs.call_each: asyncio.wait": _OTHERS_END_IT,
-    "paceline.controller.run.checkpoints:Checkpoints.written: await writing": _OTHERS_END_IT,
+    "paceline.controller.run.records.checkpoints:Checkpoints.written: await writing": _OTHERS_END_IT,
     "paceline.controller.run.publication:Publication._call_off: asyncio.wait": _CANCELLED,
-    "paceline.controller.run.trajectories:saving_trajectories: asyncio.wait": _CANCELLED,
-    "paceline.controller.run.trajectories:saving_trajectories: await saving": (
+    "paceline.controller.run.records.trajectories:saving_trajectories: asyncio.wait": _CANCELLED,
+    "paceline.controller.run.records.trajectories:saving_trajectories: await saving": (
         "reads texts, and each command to the broker has a deadline, and writes a file"
     ),
     "paceline.controller.fleet.clients:while_alive: asyncio.wait": (

@@ -43,7 +43,7 @@ from paceline.core.errors import (
 from paceline.core.scoring import MAX_ITEMS_PER_CALL, ScoreItem, ScoreResult
 from paceline.reward.attached.scorer import AttachedScorer
 from paceline.reward.attached.servicer import GatewayServicer
-from paceline.reward.cached import Cached
+from paceline.reward.scoring.cached import Cached
 from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
 from paceline.sdk import RewardAttachment
 from paceline.sdk.attached import attachment

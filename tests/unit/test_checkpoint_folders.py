@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from paceline.broker.memory import MemoryBroker
-from paceline.controller.run import checkpoints
-from paceline.controller.run.checkpoints import ControllerState, folder_of
+from paceline.controller.run.records import checkpoints
+from paceline.controller.run.records.checkpoints import ControllerState, folder_of
 from paceline.core.errors import GuardError
 from paceline.core.guard import Reading
 from paceline.core.run_record.manifest import MANIFEST, manifest_text

@@ -15,7 +15,7 @@ from paceline.controller import app
 from paceline.controller.__main__ import main
 from paceline.controller.batch.inputs import Inputs
 from paceline.controller.batch.mailboxes import Mailboxes
-from paceline.controller.run.opening import open_run
+from paceline.controller.run.records.opening import open_run
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError
 from paceline.data.cursor import PromptCursor

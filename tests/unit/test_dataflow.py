@@ -14,8 +14,8 @@ from paceline.broker.memory import MemoryBroker
 from paceline.controller.batch.collect import Batch
 from paceline.controller.batch.dispatch import Order
 from paceline.controller.batch.inputs import Inputs
-from paceline.controller.run.dataflow import load_dataflow
-from paceline.controller.run.rehearsal import rehearse
+from paceline.controller.run.dataflow.dataflow import load_dataflow
+from paceline.controller.run.dataflow.rehearsal import rehearse
 from paceline.controller.verify.check import verify
 from paceline.core.errors import ConfigError, DataError, DeadlineError, LostDataError
 from paceline.core.ids import sample_seed

@@ -10,9 +10,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from paceline.controller.run import metrics
-from paceline.controller.verify.rows import TrajectoryRow
-from paceline.controller.verify.trajectories import FileCheck
+from paceline.controller.run.records import metrics
+from paceline.controller.verify.files.trajectory_files import FileCheck
+from paceline.controller.verify.journal.trajectory_row import TrajectoryRow
 from paceline.core.ids import TrajectoryId
 from paceline.core.policy import PolicyTag
 from paceline.core.samples.episode import EpisodeOutcome

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from paceline.controller.journal import Journal
-from paceline.controller.run.metrics import MetricsFile
+from paceline.controller.run.records.metrics import MetricsFile
 from paceline.core.clock import SystemClock
 from paceline.core.errors import EXIT_GIVEN, EnvironmentLackError, exit_code
 from paceline.runs import run_dir as run_dirs

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from paceline.controller.run import checkpoints
-from paceline.controller.run.checkpoints import ControllerState, folder_of
+from paceline.controller.run.records import checkpoints
+from paceline.controller.run.records.checkpoints import ControllerState, folder_of
 from paceline.core.errors import CheckpointError, GuardError
 from paceline.core.guard import Reading
 from paceline.core.run_record.manifest import manifest_text

@@ -24,7 +24,7 @@ from paceline.config.model import ModelConfig
 from paceline.config.run import RunConfig
 from paceline.core.errors import DataError, ModelError
 from paceline.data.hub import local_files, pinned_run, uses_hub
-from paceline.launch.dry_run import describe
+from paceline.launch.planning.dry_run import describe
 from paceline.runs import run_dir as run_dirs
 from paceline.storage.hub import HubName, is_named
 from paceline.storage.models import local_folder, local_model

@@ -18,7 +18,7 @@ from paceline.core.scoring import ScoreItem
 from paceline.reward.judge.client import JudgeClient, JudgeOptions
 from paceline.reward.judge.question import GradePattern, JudgePrompt
 from paceline.reward.judge.scorer import JudgeScorer
-from paceline.reward.scorer import ScorerSettings
+from paceline.reward.scoring.scorer import ScorerSettings
 from support.clocks import ManualClock
 
 PROMPT = "Is {response} right for {prompt}? The truth is {ground_truth}; {level}, {unknown}. Grade:"

@@ -18,7 +18,7 @@ from paceline.broker.base import Outgoing
 from paceline.broker.mailbox import Mailbox
 from paceline.broker.memory import MemoryBroker
 from paceline.core.errors import ConfigError, EnvironmentLackError
-from paceline.launch import plan
+from paceline.launch.planning import plan
 from paceline.service.observability import metrics, prometheus, telemetry
 from paceline.service.observability.gpu_metrics import observe_gpus
 from paceline.service.observability.metrics import Metric, MetricKind, Observation, Observer

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from paceline.controller.run.metrics import MetricsFile
+from paceline.controller.run.records.metrics import MetricsFile
 from paceline.core.run_record.step_metrics import STEP_METRICS, meaning
 from support import source
 

@@ -15,9 +15,9 @@ from paceline.core.errors import ConfigError
 from paceline.core.ids import Purpose
 from paceline.core.samples.normalizing import Part, normalized, scales
 from paceline.core.scoring import ScoreItem, ScoreResult
-from paceline.reward.scorer import ScorerSettings
-from paceline.reward.scores import Score, score_of
-from paceline.reward.shape import Shape
+from paceline.reward.scoring.scorer import ScorerSettings
+from paceline.reward.scoring.scores import Score, score_of
+from paceline.reward.scoring.shape import Shape
 from paceline.reward.weighted_sum import WeightedSum
 from support import cli_configs
 from support.sequencer_run import run

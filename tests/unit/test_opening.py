@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from paceline.controller.batch.inputs import Inputs
-from paceline.controller.run.opening import open_run
+from paceline.controller.run.records.opening import open_run
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError
 from paceline.core.samples.trajectory import RewardContext

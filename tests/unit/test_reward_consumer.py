@@ -26,7 +26,7 @@ from paceline.core.samples.episode import EpisodeOutcome
 from paceline.core.samples.trajectory import GroupRefusal, ScoredHeader
 from paceline.core.scoring import ScoreItem
 from paceline.reward.consumer import Consumer, ConsumerOptions
-from paceline.reward.scores import Score, failed
+from paceline.reward.scoring.scores import Score, failed
 from paceline.wire import blob_digest, decode_scored
 from support.trajectories import POLICY, finished_sample
 

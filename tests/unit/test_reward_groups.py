@@ -31,9 +31,9 @@ from paceline.reward.functions.pool import FunctionPool
 from paceline.reward.functions.registry import load
 from paceline.reward.functions.spec import FunctionSpec
 from paceline.reward.remote.scorer import RemoteScorer, RemoteScorerOptions
-from paceline.reward.scorer import ScorerSettings
-from paceline.reward.scores import Score, failed
-from paceline.reward.shape import Shape
+from paceline.reward.scoring.scorer import ScorerSettings
+from paceline.reward.scoring.scores import Score, failed
+from paceline.reward.scoring.shape import Shape
 from paceline.reward.weighted_sum import WeightedSum
 from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
 from paceline.sdk import RewardAttachment, RewardServer

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from paceline.controller.batch.collect import Batch
-from paceline.controller.run import metrics
+from paceline.controller.run.records import metrics
 from support.headers import scored
 
 

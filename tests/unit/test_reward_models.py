@@ -19,14 +19,14 @@ import yaml
 from paceline.config.reward import RewardConfig, RewardModelConfig
 from paceline.core.errors import ConfigError, ModelError, RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem
-from paceline.launch.plan import reward_model
+from paceline.launch.planning.plan import reward_model
 from paceline.reward.models import __main__ as reward_models
 from paceline.reward.models.generative import GenerativeModel
 from paceline.reward.models.model import ModelOptions
 from paceline.reward.models.process import ProcessModel, step_ends
 from paceline.reward.models.sequence import SequenceModel
 from paceline.reward.models.version import folder_version
-from paceline.reward.scorer import ScorerSettings
+from paceline.reward.scoring.scorer import ScorerSettings
 from paceline.reward.weighted_sum import WeightedSum
 from paceline.sdk import RewardClient, RewardServer
 from support.cli_configs import config

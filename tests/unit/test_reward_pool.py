@@ -30,8 +30,8 @@ from paceline.core.scoring import ScoreItem
 from paceline.reward.app import consumer_options, scorer_settings
 from paceline.reward.functions.pool import FunctionPool
 from paceline.reward.functions.spec import FunctionSpec
-from paceline.reward.scores import Score
-from paceline.reward.shape import Shape
+from paceline.reward.scoring.scores import Score
+from paceline.reward.scoring.shape import Shape
 from paceline.service.children.process import ChildLimits
 from paceline.service.member.controller_link import Registration
 from support import cli_configs

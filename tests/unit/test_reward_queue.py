@@ -13,7 +13,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from paceline.config.reward import RewardConfig, RewardFunctionConfig, RewardServiceConfig
 from paceline.core.scoring import ScoreItem
-from paceline.reward.scorer import ScorerSettings
+from paceline.reward.scoring.scorer import ScorerSettings
 from paceline.reward.weighted_sum import WeightedSum
 from paceline.rpc.v1 import reward_pb2
 from paceline.service.observability import metrics

@@ -19,13 +19,13 @@ from paceline.config.reward import RewardConfig, RewardFunctionConfig, RewardSer
 from paceline.core.errors import ConfigError, PacelineError, RewardErrorKind
 from paceline.core.scoring import ScoreItem
 from paceline.core.user_functions.reward_function import check_extra_keys
-from paceline.reward.cached import Cached
 from paceline.reward.check import main as check_rewards
 from paceline.reward.functions.pool import function_specs
 from paceline.reward.remote.scorer import RemoteScorer, RemoteScorerOptions
-from paceline.reward.scorer import ScorerSettings
-from paceline.reward.scores import Score, join_error, split_error
-from paceline.reward.shape import Shape
+from paceline.reward.scoring.cached import Cached
+from paceline.reward.scoring.scorer import ScorerSettings
+from paceline.reward.scoring.scores import Score, join_error, split_error
+from paceline.reward.scoring.shape import Shape
 from paceline.reward.weighted_sum import WeightedSum
 from paceline.rpc.v1 import reward_pb2
 from paceline.sdk import RewardServer

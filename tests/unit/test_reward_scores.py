@@ -9,10 +9,10 @@ import pytest
 from paceline.core.errors import ConfigError, RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem, ScoreResult
 from paceline.core.text import MAX_MESSAGE_CHARS
-from paceline.reward.cached import Cached
 from paceline.reward.functions.spec import FunctionSpec, combine
-from paceline.reward.scores import Score, failed, score_of
-from paceline.reward.shape import Shape
+from paceline.reward.scoring.cached import Cached
+from paceline.reward.scoring.scores import Score, failed, score_of
+from paceline.reward.scoring.shape import Shape
 from paceline.reward.weighted_sum import add_scores, check_names
 from support.reward_functions import RETURNED
 

@@ -13,7 +13,7 @@ import pytest
 
 from paceline.broker import names
 from paceline.controller.fleet.membership import Health
-from paceline.controller.run.checkpoints import ControllerState
+from paceline.controller.run.records.checkpoints import ControllerState
 from paceline.core.errors import DataError, DeadlineError, PeerLostError, RewardError, WeightSyncError
 from paceline.core.ids import Purpose
 from paceline.core.members import LearnerState, MemberKind, RankRef, RewardState, RolloutState

@@ -13,7 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from paceline.controller.run.trajectories import TrajectoryFile
+from paceline.controller.run.records.trajectories import TrajectoryFile
 from paceline.core.samples.trajectory import Float32Array, SamplingSpec, ScoredHeader, Trajectory
 from tests.support.headers import scored
 from tests.support.sequencer_run import prompts

@@ -18,9 +18,9 @@ from paceline.config.load import load
 from paceline.config.run import RunConfig
 from paceline.controller.verify.__main__ import main
 from paceline.controller.verify.check import follow, verify
-from paceline.controller.verify.entries import read
 from paceline.controller.verify.findings import Findings
-from paceline.controller.verify.history import History
+from paceline.controller.verify.journal.entries import read
+from paceline.controller.verify.journal.history import History
 from paceline.core.errors import DataError
 from paceline.service import process_ends
 from paceline.service.process_ends import ProcessEnd

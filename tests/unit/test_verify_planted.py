@@ -22,12 +22,12 @@ from paceline.config.load import dump_yaml
 from paceline.config.run import RunConfig
 from paceline.controller.batch.collect import Batch
 from paceline.controller.batch.dispatch import Order
-from paceline.controller.run import trajectories
-from paceline.controller.verify import rows as rows_of
+from paceline.controller.run.records import trajectories
 from paceline.controller.verify.check import verify
 from paceline.controller.verify.digests import digest_of, file_digest
+from paceline.controller.verify.files.trajectory_files import FileCheck
 from paceline.controller.verify.findings import NEVER
-from paceline.controller.verify.trajectories import FileCheck
+from paceline.controller.verify.journal import trajectory_row as rows_of
 from paceline.core.errors import LostDataError
 from paceline.core.ids import Purpose, TrajectoryId
 from paceline.core.policy import PolicyTag

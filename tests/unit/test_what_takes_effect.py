@@ -17,7 +17,7 @@ from paceline.broker import names
 from paceline.broker.base import Outgoing
 from paceline.broker.memory import MemoryBroker, MemoryStore
 from paceline.controller.batch import collect
-from paceline.controller.run.checkpoints import ControllerState
+from paceline.controller.run.records.checkpoints import ControllerState
 from paceline.core.errors import DeadlineError, LostDataError, PeerLostError, RewardError
 from paceline.core.guard import Reading
 from paceline.core.ids import Purpose, TrajectoryId, sample_seed
@@ -447,7 +447,7 @@ async def test_newcomers_get_no_weights_but_the_committed_ones(
 
 
 def test_lines_of_metrics_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.controller.run import metrics
+    from paceline.controller.run.records import metrics
 
     synced: list[str] = []
     monkeypatch.setattr(metrics.os, "fsync", lambda _: synced.append((tmp_path / "m").read_text()))

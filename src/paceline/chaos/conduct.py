@@ -24,10 +24,10 @@ from paceline.chaos.roster import Roster, controller_of, ends_its_process
 from paceline.config.run import RunConfig
 from paceline.core.errors import DeadlineError, PacelineError
 from paceline.engines.registry import engine_facts
-from paceline.launch import plan
 from paceline.launch.launcher import ProcessPlanner, launch
 from paceline.launch.outcome import LaunchOutcome
-from paceline.launch.plan import ProcessSpec
+from paceline.launch.planning import plan
+from paceline.launch.planning.plan import ProcessSpec
 from paceline.runs import run_dir as run_dirs
 from paceline.show.live.view import View
 from paceline.show.live.watched_view import WatchedView

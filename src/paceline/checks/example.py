@@ -13,7 +13,7 @@ from paceline.data.prompts import PromptSet, Tokenizer, last_message
 from paceline.data.rows import Row, first_rows, value_at
 from paceline.reward.functions.pool import FunctionPool, function_specs
 from paceline.reward.functions.spec import FunctionSpec
-from paceline.reward.scores import Score
+from paceline.reward.scoring.scores import Score
 
 _SHOWN = 400
 # Of the first rows, whose ground truths are scored.

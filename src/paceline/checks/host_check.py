@@ -12,7 +12,7 @@ from typing import IO
 
 from paceline.core.errors import EnvironmentLackError
 from paceline.launch import remote
-from paceline.launch.hosts import Host, Hosts, shell_words
+from paceline.launch.planning.hosts import Host, Hosts, shell_words
 from paceline.service.packages import version
 
 _LIMIT_S = 60.0

@@ -17,7 +17,7 @@ from paceline.wire import decode_scored, encode_scored_header
 SOCKET = "PACELINE_SCRIPT"
 """The variable that names the script's socket for the controller."""
 
-FLOW = "paceline.controller.run.script:flow"
+FLOW = "paceline.controller.run.dataflow.script:flow"
 """The dataflow that a script leads."""
 
 

@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any
 from paceline.config.run import RunConfig
 from paceline.core.errors import DeadlineError, EnvironmentLackError, PacelineError, exit_code
 from paceline.core.run_record.run_events import EndEvent
-from paceline.launch import joining, plan
 from paceline.launch.liveness import Liveness
 from paceline.launch.outcome import LaunchOutcome, error_at_start, failed, outcome_of_run
-from paceline.launch.plan import ProcessSpec, Role
+from paceline.launch.planning import joining, plan
+from paceline.launch.planning.plan import ProcessSpec, Role
 from paceline.launch.presence import Presence
 from paceline.launch.processes.process_tree import ProcessTree
 from paceline.launch.processes.restarts import RestartHistory, RestartRule

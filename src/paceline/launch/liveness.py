@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from paceline.core.errors import PacelineError
 from paceline.core.members import READY_STATES
-from paceline.launch.plan import Role
+from paceline.launch.planning.plan import Role
 from paceline.launch.presence import Sighting
 from paceline.launch.services import Services, Unit
 from paceline.runs.controller_client import ControllerClient, MemberStatus

@@ -17,7 +17,7 @@ import re
 import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from paceline.launch.plan import ProcessSpec, Role
+from paceline.launch.planning.plan import ProcessSpec, Role
 from paceline.launch.presence import Presence
 from paceline.launch.processes.process_tree import ProcessTree
 from paceline.launch.processes.restarts import End, RestartHistory, RestartRule, judge

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from paceline.launch.plan import ProcessSpec, Role
+from paceline.launch.planning.plan import ProcessSpec, Role
 from paceline.launch.processes import fork_server, forking
 
 LAUNCHER = textwrap.dedent(
@@ -28,7 +28,7 @@ LAUNCHER = textwrap.dedent(
         fork_server.SHARED = ("colorsys", "torch", "huggingface_hub.constants")
         fork_server.is_cpu_build = lambda: CPU_BUILD
         fork_server.begin()
-        from paceline.launch import plan
+        from paceline.launch.planning import plan
         from paceline.launch.processes import forking, process_tree
         from paceline.service.process import adopt_orphans
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from paceline.core.members import MemberKind
-from paceline.launch import plan
-from paceline.launch.joining import how_to_join, keep_token
+from paceline.launch.planning import plan
+from paceline.launch.planning.joining import how_to_join, keep_token
 from paceline.service.identity.credentials import Credentials
 from paceline.service.member.bootstrap import MemberOptions
 from paceline.sizing.machine import Machine

@@ -9,7 +9,7 @@ import yaml
 
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
-from paceline.launch import dry_run, plan
+from paceline.launch.planning import dry_run, plan
 from paceline.sizing.gpus import gpus_to_share
 from paceline.sizing.machine import Machine
 from support.cli_configs import config

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.plan import ProcessSpec, Role
+from paceline.launch.planning.plan import ProcessSpec, Role
 from paceline.launch.processes import spawn
 
 KILLS_ITSELF = "import os, signal; print('at work', flush=True); os.kill(os.getpid(), signal.SIGKILL)"

@@ -19,9 +19,9 @@ from paceline.checks import host_check
 from paceline.checks.host_check import check_hosts
 from paceline.config.load import load, parse
 from paceline.core.errors import ConfigError, EnvironmentLackError
-from paceline.launch import hosts as several
-from paceline.launch.hosts import Hosts
-from paceline.launch.plan import ProcessSpec, Role
+from paceline.launch.planning import hosts as several
+from paceline.launch.planning.hosts import Hosts
+from paceline.launch.planning.plan import ProcessSpec, Role
 from paceline.launch.processes.spawn import ManagedProcess, start
 from paceline.sizing.machine import Machine
 from support.cli_configs import config

@@ -28,10 +28,10 @@ from paceline.controller.guard.report import Guard
 from paceline.controller.health import measure_mailboxes, observe_run
 from paceline.controller.phases import Phase
 from paceline.controller.progress import Progress, Run
-from paceline.controller.run import checkpoints
-from paceline.controller.run.dataflow import Dataflow, load_dataflow
-from paceline.controller.run.opening import open_run
-from paceline.controller.run.rehearsal import rehearse
+from paceline.controller.run.dataflow.dataflow import Dataflow, load_dataflow
+from paceline.controller.run.dataflow.rehearsal import rehearse
+from paceline.controller.run.records import checkpoints
+from paceline.controller.run.records.opening import open_run
 from paceline.controller.run.sequencer import Sequencer
 from paceline.controller.servicer import ControllerServicer
 from paceline.controller.watchdog import Watchdog

@@ -14,8 +14,8 @@ from pathlib import Path
 from paceline.config.load import load
 from paceline.config.run import RunConfig
 from paceline.controller.batch.inputs import load_inputs
-from paceline.controller.run.dataflow import load_dataflow
-from paceline.controller.run.rehearsal import rehearse
+from paceline.controller.run.dataflow.dataflow import load_dataflow
+from paceline.controller.run.dataflow.rehearsal import rehearse
 from paceline.service.member.check import run_check
 
 

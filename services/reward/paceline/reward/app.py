@@ -24,7 +24,7 @@ from paceline.data.prompts import Tokenizer, load_tokenizer
 from paceline.reward.attached.scorer import AttachedScorer
 from paceline.reward.attached.servicer import GatewayServicer
 from paceline.reward.consumer import MAX_ENTRIES, Consumer, ConsumerOptions
-from paceline.reward.scorer import ScorerSettings
+from paceline.reward.scoring.scorer import ScorerSettings
 from paceline.reward.servicer import RewardServicer
 from paceline.reward.weighted_sum import WeightedSum
 from paceline.rpc.v1 import reward_pb2_grpc

@@ -17,7 +17,7 @@ from paceline.config.load import load
 from paceline.config.run import RunConfig
 from paceline.reward.functions import registry
 from paceline.reward.remote.scorer import RemoteScorer
-from paceline.reward.scorer import ScorerSettings
+from paceline.reward.scoring.scorer import ScorerSettings
 from paceline.service.identity.credentials import REWARD_TOKEN, Credentials
 from paceline.service.member.check import run_check
 

@@ -25,8 +25,8 @@ from paceline.core.scoring import ScoreItem
 from paceline.core.text import encodable
 from paceline.data.prompts import Decoder
 from paceline.reward.placing import TokenRewards, token_rewards
-from paceline.reward.scorer import Scorer
-from paceline.reward.scores import Score, failed
+from paceline.reward.scoring.scorer import Scorer
+from paceline.reward.scoring.scores import Score, failed
 from paceline.service.observability.telemetry import current_traceparent, span
 from paceline.service.threads import in_thread
 from paceline.wire import (

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Self
 
 from paceline.core.scoring import ScoreItem
-from paceline.reward.scorer import ScorerSettings
-from paceline.reward.scores import Score
+from paceline.reward.scoring.scorer import ScorerSettings
+from paceline.reward.scoring.scores import Score
 
 NAME = "environment"
 """Of its component; the environment's further components are `environment/NAME`."""

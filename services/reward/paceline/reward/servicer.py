@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paceline.core.errors import EnvironmentLackError
 from paceline.core.scoring import RewardDescription
-from paceline.reward.scorer import Scorer
+from paceline.reward.scoring.scorer import Scorer
 from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
 from paceline.wire.calls.protobuf import description_to_proto, score_items_from_proto, score_result_to_proto
 

@@ -18,10 +18,10 @@ from paceline.reward.environment import EnvironmentReward
 from paceline.reward.functions.pool import FunctionPool, function_specs
 from paceline.reward.judge.scorer import JudgeScorer
 from paceline.reward.remote.scorer import RemoteScorer
-from paceline.reward.scorer import Queued, Scorer, ScorerSettings
-from paceline.reward.scores import Score, failed
-from paceline.reward.shape import Shape
-from paceline.reward.shaped import Shaped
+from paceline.reward.scoring.scorer import Queued, Scorer, ScorerSettings
+from paceline.reward.scoring.scores import Score, failed
+from paceline.reward.scoring.shape import Shape
+from paceline.reward.scoring.shaped import Shaped
 from paceline.service.observability.metrics import Observation
 
 _log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from paceline.config.base import Section
 from paceline.config.load import load, top_level_keys
 from paceline.config.run import RmRunConfig, RunConfig, SftRunConfig
 from paceline.core.errors import ConfigError
-from paceline.launch.hosts import Hosts
+from paceline.launch.planning.hosts import Hosts
 from paceline.runs import run_dir as run_dirs
 from paceline.service.identity.credentials import Credentials
 from paceline.storage.hub import OFFLINE

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from paceline.launch.plan import ProcessSpec
+from paceline.launch.planning.plan import ProcessSpec
 from paceline.launch.processes import fork_server
 from paceline.launch.processes.fork_server import Begun
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from paceline.launch.plan import ProcessSpec, Role
+from paceline.launch.planning.plan import ProcessSpec, Role
 from paceline.launch.processes import spawn
 from paceline.launch.processes.forking import Forking
 from paceline.launch.processes.spawn import ManagedProcess

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.core.errors import PeerLostError
-from paceline.launch.plan import KEEP_MEMORY, ProcessSpec, Role, torchrun_env
+from paceline.launch.planning.plan import KEEP_MEMORY, ProcessSpec, Role, torchrun_env
 from paceline.launch.processes.process_tree import ProcessTree
 from paceline.launch.processes.spawn import ManagedProcess
 from paceline.service.process import adopt_orphans

@@ -17,7 +17,7 @@ import psutil
 
 from paceline.core.errors import EnvironmentLackError
 from paceline.launch import remote
-from paceline.launch.plan import ProcessSpec
+from paceline.launch.planning.plan import ProcessSpec
 from paceline.launch.processes.forking import Forking
 from paceline.service.process import DIE_WITH_PARENT, PARENT_PID, STARTED_AS
 

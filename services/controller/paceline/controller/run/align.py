@@ -25,10 +25,10 @@ from paceline.controller.fleet.supervisor import Supervisor
 from paceline.controller.guard.report import Guard
 from paceline.controller.phases import Phase
 from paceline.controller.progress import Progress, Run
-from paceline.controller.run import checkpoints
-from paceline.controller.run.checkpoints import ControllerState
-from paceline.controller.run.metrics import MetricsFile
 from paceline.controller.run.publication import Publication
+from paceline.controller.run.records import checkpoints
+from paceline.controller.run.records.checkpoints import ControllerState
+from paceline.controller.run.records.metrics import MetricsFile
 from paceline.controller.standing import Standing
 from paceline.core.errors import LostDataError, PeerLostError
 from paceline.core.members import LearnerState

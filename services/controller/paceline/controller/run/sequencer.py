@@ -3,7 +3,7 @@
     FORMING -> PUBLISH v0 -> COMMIT -> (VALIDATE) ->
       { DISPATCH -> COLLECT -> LEARN -> (ROLLBACK) -> PUBLISH -> COMMIT -> (VALIDATE) (CHECKPOINT) } -> ENDED
 
-A step is carried out by a dataflow (`run/dataflow`) over verbs (`run/verbs`), which may sample several times.
+A step is carried out by a dataflow (`run/dataflow`) over its verbs, which may sample several times.
 
 consumes     prompt ids of the cursor, scored headers
 waits for    the barrier to close, the learner to train, the servers to hold the new digest
@@ -37,12 +37,12 @@ from paceline.controller.phases import Phase
 from paceline.controller.progress import Progress, Run
 from paceline.controller.run.align import Alignment
 from paceline.controller.run.backoff import MemberLossBackoff
-from paceline.controller.run.checkpoints import Checkpoints, ControllerState
-from paceline.controller.run.dataflow import Dataflow, carry_out, policy_gradient
-from paceline.controller.run.metrics import MetricsFile
+from paceline.controller.run.dataflow.dataflow import Dataflow, carry_out, policy_gradient
+from paceline.controller.run.dataflow.verbs import StepParts, Verbs, timer
 from paceline.controller.run.publication import Publication
+from paceline.controller.run.records.checkpoints import Checkpoints, ControllerState
+from paceline.controller.run.records.metrics import MetricsFile
 from paceline.controller.run.validation import Validation
-from paceline.controller.run.verbs import StepParts, Verbs, timer
 from paceline.controller.run.work_ahead import WorkAheadDriver
 from paceline.controller.weights.push import WeightPush
 from paceline.core.errors import DeadlineError, LostDataError, PeerLostError

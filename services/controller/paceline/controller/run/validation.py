@@ -9,9 +9,9 @@ from paceline.controller.batch.dispatch import Ask, Order
 from paceline.controller.batch.inputs import Inputs
 from paceline.controller.phases import Phase
 from paceline.controller.progress import Progress, Run
-from paceline.controller.run import metrics
 from paceline.controller.run.publication import Publication
-from paceline.controller.run.trajectories import save_trajectories
+from paceline.controller.run.records import metrics
+from paceline.controller.run.records.trajectories import save_trajectories
 from paceline.core.errors import LostDataError
 from paceline.core.ids import Purpose
 from paceline.core.policy import PolicyTag

@@ -8,13 +8,14 @@ from pathlib import Path
 
 from paceline.config.load import load
 from paceline.config.run import RunConfig
-from paceline.controller.verify import checkpoints, deadlines
-from paceline.controller.verify.entries import parse, read
-from paceline.controller.verify.files import StepFiles
+from paceline.controller.verify.files import checkpoints
+from paceline.controller.verify.files.metrics_lines import MetricsLines
+from paceline.controller.verify.files.step_files import StepFiles
 from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
-from paceline.controller.verify.history import History, OnFinished
-from paceline.controller.verify.metrics_lines import MetricsLines
-from paceline.controller.verify.steps import StepHistory
+from paceline.controller.verify.journal import deadlines
+from paceline.controller.verify.journal.entries import parse, read
+from paceline.controller.verify.journal.history import History, OnFinished
+from paceline.controller.verify.journal.steps import StepHistory
 from paceline.service import process_ends
 from paceline.storage.places import checkpoints_of
 

@@ -10,10 +10,10 @@ from paceline.core.attached_clients.attachment import Leave
 from paceline.core.attached_clients.dispatch import Failure
 from paceline.core.errors import InvalidMessageError, RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem, ScoreResult, groups_of
-from paceline.reward.scorer import ScorerSettings
-from paceline.reward.scores import Score, failed, score_of
-from paceline.reward.shape import Shape
-from paceline.reward.shaped import Shaped
+from paceline.reward.scoring.scorer import ScorerSettings
+from paceline.reward.scoring.scores import Score, failed, score_of
+from paceline.reward.scoring.shape import Shape
+from paceline.reward.scoring.shaped import Shaped
 from paceline.service.attach.gateway import Gateway, GatewayOptions
 from paceline.wire.calls.attachment import GroupResult, Result, Task
 from paceline.wire.calls.protobuf import check_score_item

@@ -9,10 +9,10 @@ from paceline.config.reward import CodeConfig
 from paceline.core.errors import ConfigError, EnvironmentLackError, RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem, ScoreResult
 from paceline.reward.code.tests import CodeTest, code_of, program_of, tests_of
-from paceline.reward.scorer import ScorerSettings
-from paceline.reward.scores import Score, answered
-from paceline.reward.shape import Shape
-from paceline.reward.shaped import Shaped
+from paceline.reward.scoring.scorer import ScorerSettings
+from paceline.reward.scoring.scores import Score, answered
+from paceline.reward.scoring.shape import Shape
+from paceline.reward.scoring.shaped import Shaped
 from paceline.service.confinement.confined import (
     Command,
     CommandResult,

@@ -28,7 +28,7 @@ from paceline.core.user_functions.reward_function import (
 )
 from paceline.reward.functions.registry import load
 from paceline.reward.functions.spec import FunctionSpec, combine
-from paceline.reward.shape import Shape
+from paceline.reward.scoring.shape import Shape
 from paceline.service.children import frames, pipes
 from paceline.service.children.progress import ItemProgress
 

@@ -11,7 +11,7 @@ from typing import Any
 from paceline.core.errors import ProtocolError, RewardErrorKind
 from paceline.core.scoring import ScoreItem
 from paceline.core.text import one_line
-from paceline.reward.scores import Score, failed
+from paceline.reward.scoring.scores import Score, failed
 from paceline.service.children import frames
 
 _LONGEST_S = 1e6

@@ -20,9 +20,9 @@ from paceline.core.errors import ConfigError, PacelineError, ProtocolError, Rewa
 from paceline.core.scoring import ScoreItem, groups_of
 from paceline.reward.functions.jobs import Job, ScoreCall, encode_batch, parse_row
 from paceline.reward.functions.spec import FunctionSpec
-from paceline.reward.scorer import ScorerSettings
-from paceline.reward.scores import Score
-from paceline.reward.shape import Shape
+from paceline.reward.scoring.scorer import ScorerSettings
+from paceline.reward.scoring.scores import Score
+from paceline.reward.scoring.shape import Shape
 from paceline.service.children.process import ChildLimits, ChildProcess
 
 _log = logging.getLogger(__name__)

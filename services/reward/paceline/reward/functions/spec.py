@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from paceline.core.errors import RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem
 from paceline.core.user_functions.reward_function import check_value
-from paceline.reward.shape import Shape
+from paceline.reward.scoring.shape import Shape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

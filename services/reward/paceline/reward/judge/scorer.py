@@ -12,10 +12,10 @@ from paceline.core.errors import ConfigError, RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem, ScoreResult
 from paceline.reward.judge.client import JudgeClient, JudgeOptions
 from paceline.reward.judge.question import GradePattern, JudgePrompt, read_prompt_file
-from paceline.reward.scorer import ScorerSettings
-from paceline.reward.scores import RETRIED_KINDS, Score, answered
-from paceline.reward.shape import Shape
-from paceline.reward.shaped import Shaped
+from paceline.reward.scoring.scorer import ScorerSettings
+from paceline.reward.scoring.scores import RETRIED_KINDS, Score, answered
+from paceline.reward.scoring.shape import Shape
+from paceline.reward.scoring.shaped import Shaped
 
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 8.0

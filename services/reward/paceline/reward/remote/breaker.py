@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from paceline.reward.scorer import to_nobody
+from paceline.reward.scoring.scorer import to_nobody
 
 _log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import grpc
 from paceline.core.errors import ConfigError, RewardError, RewardErrorKind
 from paceline.core.scoring import REWARD_CONTRACT, RewardDescription, ScoreItem
 from paceline.reward.remote.client import call_describe
-from paceline.reward.shape import Shape
+from paceline.reward.scoring.shape import Shape
 
 _log = logging.getLogger(__name__)
 

@@ -29,10 +29,10 @@ from paceline.reward.remote.client import call_score
 from paceline.reward.remote.handshake import Handshake
 from paceline.reward.remote.merging import CallRequest, Merger, Results
 from paceline.reward.remote.parts import CallItems, Cutter
-from paceline.reward.scorer import ScorerSettings, to_nobody
-from paceline.reward.scores import Score, failed, score_of
-from paceline.reward.shape import Shape
-from paceline.reward.shaped import Shaped
+from paceline.reward.scoring.scorer import ScorerSettings, to_nobody
+from paceline.reward.scoring.scores import Score, failed, score_of
+from paceline.reward.scoring.shape import Shape
+from paceline.reward.scoring.shaped import Shaped
 from paceline.service.grpc import channels
 from paceline.service.grpc.connection import DEFAULT_MAX_MESSAGE_BYTES
 from paceline.service.identity.credentials import TLS_DIR, Credentials, TlsFiles

@@ -12,7 +12,7 @@ from paceline.core.errors import ConfigError, RewardError
 from paceline.core.scoring import ScoreItem
 
 if TYPE_CHECKING:
-    from paceline.reward.scores import Score
+    from paceline.reward.scoring.scores import Score
 
 _IMPORT_S = 30.0
 _OWN_FIELDS = ("prompt", "data_source")
@@ -95,7 +95,7 @@ def _items(args: argparse.Namespace) -> list[ScoreItem]:
 async def _score(args: argparse.Namespace, items: list[ScoreItem]) -> list[Score]:
     from paceline.reward.functions.pool import FunctionPool
     from paceline.reward.functions.spec import FunctionSpec
-    from paceline.reward.shape import Shape
+    from paceline.reward.scoring.shape import Shape
     from paceline.service.children.process import ChildLimits
 
     spec = FunctionSpec(

@@ -17,8 +17,8 @@ from paceline.cli.commands import arguments
 from paceline.cli.commands.arguments import Form
 from paceline.config.run import RunConfig
 from paceline.core.errors import EXIT_FAILED
-from paceline.launch import dry_run
 from paceline.launch.launcher import ProcessPlanner, launch
+from paceline.launch.planning import dry_run
 from paceline.runs import run_dir as run_dirs
 from paceline.service.grpc.server import check_port
 from paceline.service.observability.logs import LineHandler

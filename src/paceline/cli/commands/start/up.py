@@ -12,8 +12,8 @@ from paceline.cli.commands import arguments
 from paceline.cli.commands.start.train import train
 from paceline.config.load import load
 from paceline.config.run import RunConfig
-from paceline.launch import hosts as several
 from paceline.launch.launcher import ProcessPlanner
+from paceline.launch.planning import hosts as several
 from paceline.sizing.colocation import settle_elsewhere
 from paceline.sizing.memory_choice import LEAST
 from paceline.sizing.placement import settle_model

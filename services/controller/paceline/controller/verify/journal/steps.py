@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from paceline.controller.verify import recomputed
-from paceline.controller.verify.collection import Collection, Wanted
 from paceline.controller.verify.digests import digest_of
 from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
-from paceline.controller.verify.rows import TrajectoryRow
-from paceline.controller.verify.term import Shape, Term
-from paceline.controller.verify.validation import ValidationCheck
+from paceline.controller.verify.journal import recomputed_metrics
+from paceline.controller.verify.journal.collection import Collection, Wanted
+from paceline.controller.verify.journal.term import Shape, Term
+from paceline.controller.verify.journal.trajectory_row import TrajectoryRow
+from paceline.controller.verify.journal.validation import ValidationCheck
 from paceline.core.ids import TrajectoryId
 from paceline.core.training import BatchRow
 
@@ -133,7 +133,9 @@ class StepHistory:
         reasons = [reason for collection in self.collections for reason in collection.drop_reasons]
         verdicts = sum((collection.verdicts for collection in self.collections), Counter[str]())
         self.num_dropped = len(reasons)
-        self.metrics = recomputed.of_barrier(verdicts, reasons) | recomputed.of_rewards(groups)
+        self.metrics = recomputed_metrics.of_barrier(verdicts, reasons) | recomputed_metrics.of_rewards(
+            groups
+        )
 
     def finished(self, entry: JournalEntry) -> Finished:
         """What is kept of it after its event `step`."""

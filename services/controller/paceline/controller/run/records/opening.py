@@ -11,9 +11,9 @@ from typing import Any
 from paceline.config.run import RunConfig
 from paceline.controller.batch.inputs import Inputs
 from paceline.controller.journal import Journal
-from paceline.controller.run import checkpoints
+from paceline.controller.run.records import checkpoints
 from paceline.controller.standing import Standing
-from paceline.controller.verify.term import Term
+from paceline.controller.verify.journal.term import Term
 from paceline.core.clock import Clock
 from paceline.core.errors import ConfigError
 from paceline.core.ids import run_id_for

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from paceline.controller.verify import recomputed
 from paceline.controller.verify.digests import digest_of, file_digest
+from paceline.controller.verify.files.metrics_lines import MetricsLines
+from paceline.controller.verify.files.trajectory_files import FileCheck
 from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
-from paceline.controller.verify.metrics_lines import MetricsLines
-from paceline.controller.verify.rows import TrajectoryRow
-from paceline.controller.verify.steps import StepHistory
-from paceline.controller.verify.term import Shape, Term
-from paceline.controller.verify.trajectories import FileCheck
+from paceline.controller.verify.journal import recomputed_metrics
+from paceline.controller.verify.journal.steps import StepHistory
+from paceline.controller.verify.journal.term import Shape, Term
+from paceline.controller.verify.journal.trajectory_row import TrajectoryRow
 from paceline.core.policy import PolicyTag
 from paceline.core.samples.trajectory import SCHEMA_VERSION
 
@@ -44,7 +44,7 @@ class StepFiles:
             check = self._file_check(run_id, step.wanted.tag, step.shapes, of_batch)
             name = f"step_{number:06d}.parquet"
             self._check_file(name, check, step.rows, step.saved.get(name), of_batch, step.batch)
-            computed |= recomputed.of_components(check.components, "reward")
+            computed |= recomputed_metrics.of_components(check.components, "reward")
         if step.validation is not None:
             validation, of_answers = step.validation, step.validation.term
             rows = list(validation.rows())
@@ -52,7 +52,7 @@ class StepFiles:
             check = self._file_check(run_id, policy, of_answers.shapes, of_answers)
             name = f"val_{number:06d}.parquet"
             self._check_file(name, check, rows, step.saved.get(name), of_answers, validation.entry)
-            computed |= validation.metrics() | recomputed.of_components(check.components, "val")
+            computed |= validation.metrics() | recomputed_metrics.of_components(check.components, "val")
             if check.num_sampled:
                 computed["val/response_length/mean"] = fmean(check.num_sampled)
         self._check_line(number, computed, entry, step, term)
@@ -107,9 +107,9 @@ class StepFiles:
         if line is None:
             return
         text, plain = line
-        faults = list(recomputed.differences(plain, computed))
+        faults = list(recomputed_metrics.differences(plain, computed))
         if (step.term or term).is_recorded and step.validation is None:
-            faults += recomputed.strangers(plain, (), _VALIDATION)
+            faults += recomputed_metrics.strangers(plain, (), _VALIDATION)
         if entry.get("metrics") not in (None, digest_of(text)):
             faults.append("is another line than the one that was written")
         for fault in faults:

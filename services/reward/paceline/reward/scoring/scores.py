@@ -18,7 +18,7 @@ from paceline.core.user_functions.reward_function import (
     describe,
     kind_of,
 )
-from paceline.reward.shape import Shape
+from paceline.reward.scoring.shape import Shape
 
 _log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 from paceline.core.scoring import ScoreItem
-from paceline.reward.scorer import Scorer
-from paceline.reward.scores import Score
+from paceline.reward.scoring.scorer import Scorer
+from paceline.reward.scoring.scores import Score
 
 
 @runtime_checkable

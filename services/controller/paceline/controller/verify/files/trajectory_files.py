@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.controller.verify.rows import TrajectoryRow
-from paceline.controller.verify.term import Shape
+from paceline.controller.verify.journal.term import Shape
+from paceline.controller.verify.journal.trajectory_row import TrajectoryRow
 from paceline.core.ids import Purpose
 from paceline.core.policy import PolicyTag
 from paceline.core.samples.images import Image

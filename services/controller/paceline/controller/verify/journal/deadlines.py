@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from paceline.config.run import RunConfig
 from paceline.controller.phases import Phase
 from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
-from paceline.controller.verify.term import Term
+from paceline.controller.verify.journal.term import Term
 
 # A machine may be slow to wake a process, and a clock may be set.
 _SLACK = 1.5

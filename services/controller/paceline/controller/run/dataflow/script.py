@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from paceline.controller.run.verbs import Verbs
+from paceline.controller.run.dataflow.verbs import Verbs
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.data.prompts import Prompt
 from paceline.data.samples import ScoredSample

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from statistics import fmean
 
 from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
-from paceline.controller.verify.rows import TrajectoryRow
-from paceline.controller.verify.term import Term
+from paceline.controller.verify.journal.term import Term
+from paceline.controller.verify.journal.trajectory_row import TrajectoryRow
 from paceline.core.ids import Purpose, TrajectoryId
 
 

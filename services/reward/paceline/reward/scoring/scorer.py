@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from paceline.config.reward import RewardConfig
 from paceline.core.scoring import ScoreItem
-from paceline.reward.scores import Score
+from paceline.reward.scoring.scores import Score
 from paceline.service.grpc.connection import DEFAULT_MAX_MESSAGE_BYTES
 from paceline.service.identity.credentials import Credentials
 

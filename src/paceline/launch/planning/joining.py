@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from paceline.config.run import RunConfig
-from paceline.launch import plan
+from paceline.launch.planning import plan
 from paceline.service.addresses import is_loopback
 from paceline.service.identity.credentials import FILE_SUFFIX, TLS_DIR, TOKEN, Credentials
 from paceline.service.process import write_atomically

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
-from paceline.controller.verify.term import Term
+from paceline.controller.verify.journal.term import Term
 from paceline.data.cursor import CursorState, PromptCursor
 
 

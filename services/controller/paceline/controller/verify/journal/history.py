@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable, Mapping
 
 from paceline.config.run import RunConfig
 from paceline.controller.phases import Phase, move
-from paceline.controller.verify.chosen import rows_of
-from paceline.controller.verify.collection import Collection, Wanted
 from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
-from paceline.controller.verify.prompt_order import PromptOrder
-from paceline.controller.verify.steps import Finished, StepHistory, asked_digest
-from paceline.controller.verify.term import Term
-from paceline.controller.verify.validation import ValidationCheck
-from paceline.controller.verify.versions import Versions
+from paceline.controller.verify.journal.chosen_rows import rows_of
+from paceline.controller.verify.journal.collection import Collection, Wanted
+from paceline.controller.verify.journal.prompt_order import PromptOrder
+from paceline.controller.verify.journal.steps import Finished, StepHistory, asked_digest
+from paceline.controller.verify.journal.term import Term
+from paceline.controller.verify.journal.validation import ValidationCheck
+from paceline.controller.verify.journal.versions import Versions
 from paceline.core.errors import IllegalTransitionError
 from paceline.core.ids import Purpose, TrajectoryId
 from paceline.core.training import batch_digest

@@ -28,8 +28,8 @@ from paceline.controller.guard.report import Guard
 from paceline.controller.journal import Journal
 from paceline.controller.phases import Phase
 from paceline.controller.progress import Progress, Run
-from paceline.controller.run.dataflow import Dataflow, carry_out
-from paceline.controller.run.verbs import StepParts, Verbs
+from paceline.controller.run.dataflow.dataflow import Dataflow, carry_out
+from paceline.controller.run.dataflow.verbs import StepParts, Verbs
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError
 from paceline.core.ids import TrajectoryId

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from paceline.core.scoring import ScoreItem
-from paceline.reward.cached import Cached
-from paceline.reward.scorer import Scorer
-from paceline.reward.scores import Score
-from paceline.reward.shape import Shape
+from paceline.reward.scoring.cached import Cached
+from paceline.reward.scoring.scorer import Scorer
+from paceline.reward.scoring.scores import Score
+from paceline.reward.scoring.shape import Shape
 
 
 class Shaped:

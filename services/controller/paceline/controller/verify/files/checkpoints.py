@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.controller.verify.digests import digest_of
+from paceline.controller.verify.files.metrics_lines import MetricsLines
 from paceline.controller.verify.findings import Invariant, JournalEntry
-from paceline.controller.verify.history import History
-from paceline.controller.verify.metrics_lines import MetricsLines
-from paceline.controller.verify.steps import plain_digest
+from paceline.controller.verify.journal.history import History
+from paceline.controller.verify.journal.steps import plain_digest
 from paceline.core.errors import CheckpointError
 from paceline.core.run_record.manifest import MANIFEST, manifest_fields
 from paceline.storage.folder import Folder

@@ -18,8 +18,8 @@ from paceline.config.base import Section
 from paceline.config.reward import RewardModelConfig
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
-from paceline.launch import plan
-from paceline.launch.plan import ProcessSpec, Role
+from paceline.launch.planning import plan
+from paceline.launch.planning.plan import ProcessSpec, Role
 from paceline.service.addresses import is_loopback, join
 from paceline.sizing.machine import Machine
 

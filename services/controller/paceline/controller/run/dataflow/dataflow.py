@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Awaitable, Callable
 
 from paceline.config.run import RunConfig
-from paceline.controller.run.verbs import Verbs
+from paceline.controller.run.dataflow.verbs import Verbs
 from paceline.core.errors import ConfigError, DeadlineError, PacelineError
 from paceline.core.text import one_line
 from paceline.core.user_functions.user_function import find_function

@@ -31,11 +31,11 @@ from paceline.controller.fleet.turns import Turn, Turns
 from paceline.controller.guard.report import Guard, TrainedStep
 from paceline.controller.phases import Phase
 from paceline.controller.progress import Progress, Run
-from paceline.controller.run import metrics as step_metrics
 from paceline.controller.run.align import Alignment
-from paceline.controller.run.checkpoints import Checkpoints
 from paceline.controller.run.publication import Publication
-from paceline.controller.run.trajectories import saving_trajectories
+from paceline.controller.run.records import metrics as step_metrics
+from paceline.controller.run.records.checkpoints import Checkpoints
+from paceline.controller.run.records.trajectories import saving_trajectories
 from paceline.controller.run.work_ahead import WorkAheadDriver
 from paceline.core.errors import ConfigError, IllegalTransitionError
 from paceline.core.policy import PolicyTag

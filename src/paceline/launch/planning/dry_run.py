@@ -9,8 +9,8 @@ import yaml
 
 from paceline.broker.address import redact
 from paceline.config.run import RunConfig
-from paceline.launch import plan
-from paceline.launch.plan import ProcessSpec
+from paceline.launch.planning import plan
+from paceline.launch.planning.plan import ProcessSpec
 from paceline.runs.run_dir import folder_of
 from paceline.service.process import BROKER_URL, DIE_WITH_PARENT
 from paceline.sizing.machine import Machine

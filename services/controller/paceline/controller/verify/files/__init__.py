@@ -1,0 +1,1 @@
+"""Whether what lies on disk beside the journal is what the journal says."""

@@ -1,0 +1,1 @@
+"""What every scorer is made of: its interface, the score of an item, how a value enters the sum."""
