@@ -23,7 +23,7 @@ from rich.table import Table
 from torch import Tensor
 
 from paceline.learner.batch.types import PackedSequences
-from paceline.learner.model.attention import packed_attention
+from paceline.learner.model.decoder.attention import packed_attention
 
 Attention = Callable[[Tensor, Tensor, Tensor, PackedSequences], Tensor]
 

@@ -20,8 +20,8 @@ from functools import partial
 from rich.console import Console
 from rich.table import Table
 
-from paceline.learner.batch.arithmetic import Arithmetic, RowLength
-from paceline.learner.batch.plan import BatchPlan, plan_batch, plan_chunk
+from paceline.learner.batch.planning.arithmetic import Arithmetic, RowLength
+from paceline.learner.batch.planning.plan import BatchPlan, plan_batch, plan_chunk
 
 # Qwen2.5: parameters of the layers and of the head, attention width times layers.
 SHAPES = {"0.5B": (357_897_856, 136_134_656, 896 * 24), "7B": (6_525_621_760, 544_997_376, 3584 * 28)}

@@ -25,8 +25,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from paceline.learner.batch.arithmetic import RowLength
 from paceline.learner.batch.pack import pack
+from paceline.learner.batch.planning.arithmetic import RowLength
 from paceline.learner.batch.types import MicroBatch, PackedRow
 from paceline.learner.distributed.ranks import RankEnvironment, Ranks, form_group, leave_group, open_store
 from paceline.learner.model.flops import arithmetic_of

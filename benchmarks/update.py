@@ -41,7 +41,7 @@ from paceline.core.policy import PolicyTag
 from paceline.core.training import BatchRow, TrainOrder
 from paceline.learner.batch.types import PackedRow
 from paceline.learner.distributed.ranks import RankEnvironment, Ranks, form_group, leave_group, open_store
-from paceline.learner.model.layers import LayerOptions
+from paceline.learner.model.decoder.layers import LayerOptions
 from paceline.learner.model.loading import Precision, hugging_face_names, local_rows, unfilled_policy
 from paceline.learner.train.learner import DTYPES, Learner
 from paceline.learner.train.shared_prompts import SharedPrompts, SharingMode

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from paceline.learner.batch.row_index import RowIndex
 from paceline.learner.batch.types import PackedSequences
-from paceline.learner.model import attention, flash_attention
-from paceline.learner.model.rows import take_rows
+from paceline.learner.model.decoder import attention, flash_attention
+from paceline.learner.model.decoder.rows import take_rows
 
 pytestmark = [
     pytest.mark.gpu,

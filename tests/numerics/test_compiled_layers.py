@@ -22,7 +22,7 @@ from paceline.core.errors import NumericsError
 from paceline.learner.batch.types import PackedSequences
 from paceline.learner.distributed.engine_memory import GpuMemory
 from paceline.learner.distributed.ranks import Ranks
-from paceline.learner.model import compiling
+from paceline.learner.model.decoder import compiling
 from paceline.learner.model.networks import body_of, decoder_layers
 from paceline.learner.train import score
 from paceline.learner.train.learner import Learner

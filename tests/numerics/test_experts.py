@@ -18,7 +18,7 @@ from paceline.learner.batch.types import PackedRow
 from paceline.learner.checkpoint.load import load
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.export import export
-from paceline.learner.model import experts
+from paceline.learner.model.decoder import experts
 from paceline.learner.model.flops import arithmetic_of
 from paceline.learner.model.folder import gathered_tensors, write_folder
 from paceline.learner.model.loading import Precision, as_fsdp, hugging_face_names, load_policy

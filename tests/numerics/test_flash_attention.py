@@ -19,8 +19,8 @@ from transformers import (
 )
 
 from paceline.core.errors import EnvironmentLackError
-from paceline.learner.model import flash_attention
-from paceline.learner.model.flash_attention import Kind, Lengths
+from paceline.learner.model.decoder import flash_attention
+from paceline.learner.model.decoder.flash_attention import Kind, Lengths
 
 pytestmark = pytest.mark.torch
 

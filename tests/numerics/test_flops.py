@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from paceline.config.model import LoraConfig
-from paceline.learner.batch.arithmetic import Arithmetic, RowLength
+from paceline.learner.batch.planning.arithmetic import Arithmetic, RowLength
 from paceline.learner.model.flops import arithmetic_of, peak_flops
 from paceline.learner.model.lora import add_adapters, is_adapter
 from paceline.learner.model.networks import PolicyNetwork

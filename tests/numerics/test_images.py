@@ -25,7 +25,7 @@ from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.export import export
 from paceline.learner.model import loading
 from paceline.learner.model.architectures import require_text_alone
-from paceline.learner.model.layers import LayerOptions
+from paceline.learner.model.decoder.layers import LayerOptions
 from paceline.learner.model.loading import Precision, as_fsdp, load_critic, load_policy, local_rows
 from paceline.learner.model.networks import body_of, vision_tower
 from paceline.models.model_shape import ModelShape, TowerShape

@@ -24,10 +24,10 @@ from paceline.algorithms.policy_losses import LossInputs, highest_covariance
 from paceline.algorithms.rows import SampleRows
 from paceline.algorithms.statistics import ALL_ROWS, RowShard, masked_mean
 from paceline.algorithms.value_losses import clipped_value_loss
-from paceline.config.actor import ActorConfig
-from paceline.config.algorithm import AlgorithmConfig
-from paceline.config.estimators import ADV_ESTIMATORS
 from paceline.config.load import section_types
+from paceline.config.training.actor import ActorConfig
+from paceline.config.training.algorithm import AlgorithmConfig
+from paceline.config.training.estimators import ADV_ESTIMATORS
 
 pytestmark = pytest.mark.torch
 

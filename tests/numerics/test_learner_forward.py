@@ -17,10 +17,11 @@ from paceline.core.errors import ModelError
 from paceline.learner.batch.pack import pack
 from paceline.learner.batch.types import MicroBatch, PackedRow, PackedSequences
 from paceline.learner.distributed.ranks import Ranks
-from paceline.learner.model import attention, loading
+from paceline.learner.model import loading
 from paceline.learner.model import networks as models
-from paceline.learner.model.attention import packed_attention
-from paceline.learner.model.layers import LayerOptions
+from paceline.learner.model.decoder import attention
+from paceline.learner.model.decoder.attention import packed_attention
+from paceline.learner.model.decoder.layers import LayerOptions
 from paceline.learner.model.loading import Precision, as_fsdp, draw_normal, load_critic, load_policy
 from support.learner_fakes import VOCAB_SIZE, write_model
 

@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from paceline.algorithms.aggregation import MODES
 from paceline.algorithms.algorithm import Algorithm
 from paceline.algorithms.rows import SampleRows
-from paceline.config.actor import ActorConfig
 from paceline.config.load import section_types
 from paceline.config.run import RunConfig
+from paceline.config.training.actor import ActorConfig
 from paceline.core.guard import Adjustments
-from paceline.learner.batch.arithmetic import Arithmetic, RowLength
 from paceline.learner.batch.minibatch import Denominators, MiniBatch, cut_mini_batches
 from paceline.learner.batch.pack import pack
-from paceline.learner.batch.plan import plan_batch, plan_chunk
+from paceline.learner.batch.planning.arithmetic import Arithmetic, RowLength
+from paceline.learner.batch.planning.plan import plan_batch, plan_chunk
 from paceline.learner.batch.types import MicroBatch, PackedRow, ScoredBatch, TrainingBatch
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.train import shaping

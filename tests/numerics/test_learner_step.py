@@ -14,7 +14,7 @@ from paceline.config.load import dump_yaml
 from paceline.config.run import RunConfig
 from paceline.core.errors import CheckpointError, ConfigError, ModelError, NumericsError
 from paceline.core.guard import Adjustments, Histories
-from paceline.learner.batch import plan as batching
+from paceline.learner.batch.planning import plan as batching
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.export import export
 from paceline.learner.model.loading import as_fsdp, hugging_face_names

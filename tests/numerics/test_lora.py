@@ -22,7 +22,7 @@ from paceline.learner.checkpoint.load import load, load_newest
 from paceline.learner.distributed.publisher import WeightPublisher
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.export import export
-from paceline.learner.model.layers import free_gathered
+from paceline.learner.model.decoder.layers import free_gathered
 from paceline.learner.model.loading import (
     Precision,
     as_fsdp,

@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.learner.batch import padded
 from paceline.learner.batch.padded import MOST_SCORES, SHORT, STEP
 from paceline.learner.batch.types import PackedSequences
-from paceline.learner.model import attention
+from paceline.learner.model.decoder import attention
 
 CPU = torch.device("cpu")
 HEADS, GROUPS, SIZE = 4, 2, 8

@@ -12,11 +12,11 @@ import torch
 
 from paceline.algorithms import advantages, kl, own, policy_losses
 from paceline.algorithms.rows import SampleRows
-from paceline.config.actor import ActorConfig
-from paceline.config.algorithm import AlgorithmConfig, KLKind
-from paceline.config.estimators import ADV_ESTIMATORS
 from paceline.config.load import section_types
-from paceline.config.policy_losses import CovarianceLoss
+from paceline.config.training.actor import ActorConfig
+from paceline.config.training.algorithm import AlgorithmConfig, KLKind
+from paceline.config.training.estimators import ADV_ESTIMATORS
+from paceline.config.training.policy_losses import CovarianceLoss
 from paceline.core.errors import ConfigError
 
 pytestmark = pytest.mark.torch

@@ -18,9 +18,9 @@ from paceline.learner.batch import padded
 from paceline.learner.batch.pack import pack
 from paceline.learner.batch.types import PackedRow, PackedSequences
 from paceline.learner.distributed.ranks import Ranks
-from paceline.learner.model import attention, flash_attention
+from paceline.learner.model.decoder import attention, flash_attention
+from paceline.learner.model.decoder.rows import take_rows
 from paceline.learner.model.loading import Precision, load_critic, load_policy
-from paceline.learner.model.rows import take_rows
 from paceline.learner.train import shared_prompts
 from paceline.learner.train.learner import Learner
 from support.learner_fakes import run_config

@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigError, DataError
-from paceline.learner.batch.arithmetic import Arithmetic, RowLength
-from paceline.learner.batch.bin_packing import Bundle, pack_bins
-from paceline.learner.batch.plan import (
+from paceline.learner.batch.planning.arithmetic import Arithmetic, RowLength
+from paceline.learner.batch.planning.bin_packing import Bundle, pack_bins
+from paceline.learner.batch.planning.plan import (
     CPU_TOKEN_BUDGET,
     BatchPlan,
     Chunk,

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from paceline.learner.batch.arithmetic import Arithmetic, RowLength
-from paceline.learner.batch.bin_packing import Bin, Bundle
-from paceline.learner.batch.plan import Chunk, Rows
+from paceline.learner.batch.planning.arithmetic import Arithmetic, RowLength
+from paceline.learner.batch.planning.bin_packing import Bin, Bundle
+from paceline.learner.batch.planning.plan import Chunk, Rows
 
 
 def naive_chunk(

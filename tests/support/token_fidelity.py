@@ -31,7 +31,7 @@ from paceline.core.samples.chat import Message
 from paceline.core.samples.trajectory import PromptGroup, RewardContext, SamplingSpec, sampled_spans
 from paceline.learner.batch.pack import pack
 from paceline.learner.batch.types import PackedRow
-from paceline.learner.model import attention
+from paceline.learner.model.decoder import attention
 from paceline.learner.model.networks import PolicyNetwork
 from paceline.rollout.engines.base import Sample, SampleRequest, do_nothing
 from paceline.rollout.engines.vllm.engine import VllmEngine

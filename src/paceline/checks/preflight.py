@@ -21,8 +21,8 @@ from paceline.checks.service_checks import (
     with_local_models,
 )
 from paceline.config.model import ModelConfig
-from paceline.config.policy_losses import CustomLoss
 from paceline.config.run import RunConfig
+from paceline.config.training.policy_losses import CustomLoss
 from paceline.core.errors import ConfigError, DataError, EnvironmentLackError, ModelError
 from paceline.core.user_functions.reward_function import check_extra_keys
 from paceline.engines.registry import engine_facts

@@ -7,13 +7,10 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from paceline.config.actor import ActorConfig, CriticConfig
-from paceline.config.algorithm import REFERENCE, AlgorithmConfig
 from paceline.config.base import Section
 from paceline.config.data import DataConfig
 from paceline.config.guard import GuardConfig
 from paceline.config.model import ModelConfig
-from paceline.config.policy_losses import CovarianceLoss, CustomLoss
 from paceline.config.reward import RewardConfig
 from paceline.config.rollout import RolloutConfig
 from paceline.config.services import (
@@ -25,7 +22,10 @@ from paceline.config.services import (
     TrainerConfig,
     WeightsConfig,
 )
-from paceline.config.tuning import PairDataConfig, RmConfig, SftConfig
+from paceline.config.training.actor import ActorConfig, CriticConfig
+from paceline.config.training.algorithm import REFERENCE, AlgorithmConfig
+from paceline.config.training.policy_losses import CovarianceLoss, CustomLoss
+from paceline.config.training.tuning import PairDataConfig, RmConfig, SftConfig
 from paceline.core.guard import Action
 
 

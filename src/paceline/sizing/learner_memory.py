@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.config.memory import KEPT_LOGITS_SHARE
 from paceline.config.model import ModelConfig
 from paceline.config.run import RunConfig
+from paceline.config.training.memory import KEPT_LOGITS_SHARE
 from paceline.core.errors import ModelError
 from paceline.engines.memory import CONTEXT, GIB, Parts
 from paceline.models.model_shape import ModelShape

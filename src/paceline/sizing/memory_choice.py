@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.config.memory import MemoryConfig
 from paceline.config.run import RunConfig
+from paceline.config.training.memory import MemoryConfig
 from paceline.engines.memory import engine_budget, engine_while_training
 from paceline.models.model_shape import ModelShape
 from paceline.sizing.learner_memory import LearnerMemory, longest_row

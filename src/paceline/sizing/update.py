@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from paceline.config.memory import MemoryConfig
 from paceline.config.run import RunConfig
+from paceline.config.training.memory import MemoryConfig
 from paceline.core.errors import ConfigError
 from paceline.models.model_shape import ModelShape
 from paceline.sizing.gpus import share_gpus

@@ -15,11 +15,11 @@ from torch import nn
 from paceline.config.load import load
 from paceline.config.run import TuningRunConfig
 from paceline.config.services import LearnerConfig
-from paceline.config.tuning import TuningConfig
+from paceline.config.training.tuning import TuningConfig
 from paceline.core.errors import DataError, ModelError, NumericsError, PacelineError
-from paceline.learner.batch.arithmetic import RowLength
 from paceline.learner.batch.pack import pack
-from paceline.learner.batch.plan import effective_budget, plan_chunk
+from paceline.learner.batch.planning.arithmetic import RowLength
+from paceline.learner.batch.planning.plan import effective_budget, plan_chunk
 from paceline.learner.batch.types import MicroBatch, PackedRow
 from paceline.learner.checkpoint.state import State, state_of_trainable
 from paceline.learner.checkpoint.tuning_checkpoints import TuningCheckpoints

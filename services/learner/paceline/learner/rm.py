@@ -25,12 +25,12 @@ from paceline.core.samples.trajectory import Int32Array
 from paceline.data.prompts import Tokenizer, encode_exchange, last_message, load_tokenizer
 from paceline.data.rows import Row, read_rows
 from paceline.learner import pair_training
-from paceline.learner.batch.arithmetic import RowLength
+from paceline.learner.batch.planning.arithmetic import RowLength
 from paceline.learner.batch.types import MicroBatch, PackedRow
 from paceline.learner.distributed.ranks import RankEnvironment, Ranks, leave_group
 from paceline.learner.model.architectures import require_text_alone
+from paceline.learner.model.decoder.layers import LayerOptions
 from paceline.learner.model.folder import Tensors, write_folder, write_from_ranks
-from paceline.learner.model.layers import LayerOptions
 from paceline.learner.model.loading import Precision, forget_forward_passes, load_critic, read_config
 from paceline.learner.model.networks import ValueNetwork, num_parameters
 from paceline.learner.train.learner import DTYPES

@@ -24,11 +24,11 @@ from paceline.core.samples.trajectory import Int32Array
 from paceline.data.prompts import encode_prompt, load_tokenizer
 from paceline.data.rows import read_rows
 from paceline.learner import pair_training
-from paceline.learner.batch.arithmetic import RowLength
+from paceline.learner.batch.planning.arithmetic import RowLength
 from paceline.learner.batch.types import MicroBatch, PackedRow
 from paceline.learner.distributed.ranks import RankEnvironment, Ranks, leave_group
+from paceline.learner.model.decoder.layers import LayerOptions
 from paceline.learner.model.folder import Tensors, write_folder, write_from_ranks
-from paceline.learner.model.layers import LayerOptions
 from paceline.learner.model.loading import Precision, forget_forward_passes, load_policy
 from paceline.learner.model.networks import PolicyNetwork, num_parameters
 from paceline.learner.train.learner import DTYPES

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.config.run import RunConfig
-from paceline.learner.batch.plan import BatchPlan
+from paceline.learner.batch.planning.plan import BatchPlan
 from paceline.learner.batch.types import TrainingBatch
 from paceline.learner.distributed.ranks import Ranks
 

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
-from paceline.config.algorithm import REFERENCE
+from paceline.config.training.algorithm import REFERENCE
 from paceline.core.errors import CheckpointError
 from paceline.learner.checkpoint import files
 from paceline.learner.checkpoint.manifest import UNNAMED_ADAPTERS, Manifest

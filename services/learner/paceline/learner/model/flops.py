@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from paceline.learner.batch.arithmetic import Arithmetic
-from paceline.learner.model.experts import active_parameters
+from paceline.learner.batch.planning.arithmetic import Arithmetic
+from paceline.learner.model.decoder.experts import active_parameters
 from paceline.learner.model.lora import adapter_names
 from paceline.learner.model.networks import (
     PolicyNetwork,

@@ -24,11 +24,11 @@ from transformers import AutoConfig
 from paceline.config.model import LoraConfig
 from paceline.core.errors import ModelError
 from paceline.learner.distributed.ranks import Ranks
-from paceline.learner.model import architectures, attention
-from paceline.learner.model.compiling import take_numbers_as_known
-from paceline.learner.model.experts import use_correction_parameters, use_float32_routers
-from paceline.learner.model.files import ModelFiles, ReadRows
-from paceline.learner.model.layers import DEFAULT_OPTIONS, LayerOptions
+from paceline.learner.model import architectures
+from paceline.learner.model.decoder import attention
+from paceline.learner.model.decoder.compiling import take_numbers_as_known
+from paceline.learner.model.decoder.experts import use_correction_parameters, use_float32_routers
+from paceline.learner.model.decoder.layers import DEFAULT_OPTIONS, LayerOptions
 from paceline.learner.model.lora import B, add_adapters, is_adapter
 from paceline.learner.model.networks import (
     PolicyNetwork,
@@ -38,6 +38,7 @@ from paceline.learner.model.networks import (
     hidden_size,
     vision_tower,
 )
+from paceline.learner.model.tensor_files import ModelFiles, ReadRows
 from paceline.models.facts import family_of
 from paceline.storage.weight_files import require_plain_weights, weight_files
 from paceline.weights import corrections

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.config.memory import KEPT_LOGITS_SHARE
+from paceline.config.training.memory import KEPT_LOGITS_SHARE
 from paceline.core.errors import ModelError
 from paceline.learner.batch.types import MicroBatch, PackedImages
 from paceline.learner.logits.log_probs import bounded, chunked_log_probs, token_log_probs
 from paceline.learner.model.architectures import logit_scale, logit_softcap
-from paceline.learner.model.rows import take_rows
+from paceline.learner.model.decoder.rows import take_rows
 
 MAX_LOGITS_ELEMENTS = {"cpu": 1 << 26, "cuda": 1 << 28}
 """Elements of a chunk of logits, tokens by vocabulary: 256 MiB in float32, 512 MiB in bfloat16."""

@@ -15,8 +15,8 @@ from torch import Tensor
 from paceline.algorithms import kl
 from paceline.algorithms.rows import SampleRows
 from paceline.algorithms.statistics import RowShard, masked_mean
-from paceline.config.algorithm import KLKind
 from paceline.config.run import RunConfig
+from paceline.config.training.algorithm import KLKind
 from paceline.learner.batch.types import ScoredBatch
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.train.algorithm import algorithm_of

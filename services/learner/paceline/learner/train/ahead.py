@@ -16,7 +16,7 @@ from torch import Tensor
 from paceline.core.guard import Adjustments
 from paceline.core.policy import PolicyTag
 from paceline.core.training import BatchRow
-from paceline.learner.batch.plan import Chunk
+from paceline.learner.batch.planning.plan import Chunk
 from paceline.learner.batch.types import ScoredBatch, TrainingBatch
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.networks import PolicyNetwork

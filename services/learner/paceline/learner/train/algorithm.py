@@ -10,9 +10,9 @@ from paceline.algorithms import advantages, own, policy_losses, trial
 from paceline.algorithms.algorithm import Algorithm
 from paceline.algorithms.policy_losses import LossInputs, LossOutputs
 from paceline.algorithms.rows import Estimates, SampleRows
-from paceline.config.algorithm import REFERENCE
-from paceline.config.policy_losses import CustomLoss
 from paceline.config.run import RunConfig
+from paceline.config.training.algorithm import REFERENCE
+from paceline.config.training.policy_losses import CustomLoss
 from paceline.core.errors import ConfigError
 from paceline.core.guard import Action
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from paceline.core.training import BatchRow
-from paceline.learner.batch.arithmetic import Arithmetic, RowLength
 from paceline.learner.batch.pack import pack
-from paceline.learner.batch.plan import BatchPlan, Chunk, effective_budget, plan_batch, plan_chunk
+from paceline.learner.batch.planning.arithmetic import Arithmetic, RowLength
+from paceline.learner.batch.planning.plan import BatchPlan, Chunk, effective_budget, plan_batch, plan_chunk
 from paceline.learner.batch.types import MicroBatch, PackedRow
 from paceline.learner.model.flops import arithmetic_of
 from paceline.learner.train.ahead import ScoredChunk

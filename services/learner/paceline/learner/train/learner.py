@@ -12,19 +12,19 @@ import torch
 from torch import nn
 
 from paceline.algorithms.kl import AdaptiveKLController, FixedKLController, KLController
-from paceline.config.actor import OptimConfig
-from paceline.config.algorithm import KLControlConfig
 from paceline.config.run import RunConfig
+from paceline.config.training.actor import OptimConfig
+from paceline.config.training.algorithm import KLControlConfig
 from paceline.core.guard import Histories
 from paceline.core.samples.images import ImageSpec
 from paceline.learner.distributed.catching_up import count_collectives
 from paceline.learner.distributed.collectives import broadcast_bytes
 from paceline.learner.distributed.host_memory import host_mesh
 from paceline.learner.distributed.ranks import Ranks
-from paceline.learner.model import flash_attention
-from paceline.learner.model.compiling import CompileClock
-from paceline.learner.model.experts import routers
-from paceline.learner.model.layers import LayerOptions
+from paceline.learner.model.decoder import flash_attention
+from paceline.learner.model.decoder.compiling import CompileClock
+from paceline.learner.model.decoder.experts import routers
+from paceline.learner.model.decoder.layers import LayerOptions
 from paceline.learner.model.loading import (
     Precision,
     digest_of_frozen,

@@ -25,7 +25,7 @@ from paceline.core.errors import ConfigError, NumericsError
 from paceline.core.guard import Adjustments
 from paceline.learner.batch.minibatch import Denominators
 from paceline.learner.batch.types import MicroBatch, TrainingBatch
-from paceline.learner.model.experts import balance_by_row, recorded_choices, routers
+from paceline.learner.model.decoder.experts import balance_by_row, recorded_choices, routers
 from paceline.learner.model.networks import PolicyNetwork, ValueNetwork
 from paceline.learner.train.algorithm import algorithm_of, metric_names
 from paceline.learner.train.optimizer import Scaling

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.learner.batch.types import LogProbs, MicroBatch, ScoredBatch
-from paceline.learner.model.layers import free_gathered
+from paceline.learner.model.decoder.layers import free_gathered
 from paceline.learner.model.loading import forget_forward_passes
 from paceline.learner.model.networks import PolicyNetwork
 from paceline.learner.train.learner import Learner

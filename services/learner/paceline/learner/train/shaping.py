@@ -14,10 +14,10 @@ from torch import Tensor
 from paceline.algorithms import rollout_correction
 from paceline.algorithms.policy_losses import highest_covariance
 from paceline.algorithms.shaping import overlong_penalty, resample_indices
-from paceline.config.actor import ActorConfig
-from paceline.config.policy_losses import CovarianceLoss
 from paceline.config.run import RunConfig
-from paceline.config.shaping import RolloutCorrectionConfig
+from paceline.config.training.actor import ActorConfig
+from paceline.config.training.policy_losses import CovarianceLoss
+from paceline.config.training.shaping import RolloutCorrectionConfig
 from paceline.core.training import BatchRow
 from paceline.learner.batch.minibatch import MiniBatch
 from paceline.learner.batch.types import MicroBatch, ScoredBatch, TrainingBatch

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from paceline.core.errors import EnvironmentLackError, NumericsError
 from paceline.learner.batch.pack import pack
-from paceline.learner.batch.plan import Chunk
+from paceline.learner.batch.planning.plan import Chunk
 from paceline.learner.batch.types import PackedRow
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.networks import PolicyNetwork

@@ -17,7 +17,7 @@ from torch import Tensor
 from paceline.config.run import RunConfig
 from paceline.core.training import BatchRow, TrainOrder, TrainResult
 from paceline.learner.batch.minibatch import MiniBatch, cut_mini_batches
-from paceline.learner.batch.plan import BatchPlan
+from paceline.learner.batch.planning.plan import BatchPlan
 from paceline.learner.batch.types import ScoredBatch, TrainingBatch
 from paceline.learner.model.flops import arithmetic_of, peak_flops
 from paceline.learner.train import shaping

@@ -18,13 +18,13 @@ from torch._dynamo.exc import TorchDynamoException
 
 from paceline.config.run import RunConfig
 from paceline.learner.batch.pack import pack
-from paceline.learner.batch.plan import effective_budget
+from paceline.learner.batch.planning.plan import effective_budget
 from paceline.learner.batch.types import MicroBatch, PackedRow
 from paceline.learner.distributed.engine_memory import GpuMemory
 from paceline.learner.distributed.ranks import Ranks
-from paceline.learner.model.compiling import TOKEN_MULTIPLE
-from paceline.learner.model.experts import recorded_choices, routers
-from paceline.learner.model.layers import free_gathered
+from paceline.learner.model.decoder.compiling import TOKEN_MULTIPLE
+from paceline.learner.model.decoder.experts import recorded_choices, routers
+from paceline.learner.model.decoder.layers import free_gathered
 from paceline.learner.model.loading import forget_forward_passes
 from paceline.learner.model.networks import PolicyNetwork, body_of, first_layers
 from paceline.learner.train.learner import Learner

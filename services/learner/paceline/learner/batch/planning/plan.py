@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 
 from paceline.core.errors import ConfigError, DataError
-from paceline.learner.batch.arithmetic import Arithmetic, RowLength
-from paceline.learner.batch.bin_packing import Bin, Bundle, pack_bins
+from paceline.learner.batch.planning.arithmetic import Arithmetic, RowLength
+from paceline.learner.batch.planning.bin_packing import Bin, Bundle, pack_bins
 
 CPU_TOKEN_BUDGET = 3072
 """Larger micro-batches run slower on a CPU: their activations leave the caches (a fifth slower at 8 k)."""

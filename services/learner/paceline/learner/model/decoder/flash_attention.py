@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.config.actor import AttentionKernel
+from paceline.config.training.actor import AttentionKernel
 from paceline.core.errors import EnvironmentLackError
 from paceline.learner.batch.padded import causal_mask
 

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from paceline.config.actor import ActorConfig
-from paceline.config.memory import MemoryConfig
-from paceline.learner.model.compiling import TOKEN_MULTIPLE, compile_layers
+from paceline.config.training.actor import ActorConfig
+from paceline.config.training.memory import MemoryConfig
+from paceline.learner.model.decoder.compiling import TOKEN_MULTIPLE, compile_layers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.learner.model import attention
+from paceline.learner.model.decoder import attention
 from paceline.storage.cache import KERNEL_CACHE
 
 BACKEND: Any = "inductor"

@@ -3,9 +3,9 @@
 A micro-batch is one row of tokens, its sequences side by side without padding. `PackedSequences` says where
 they begin; it is computed once and passed through the model as the keyword argument `packed`, so no layer
 derives it from position ids and transformers builds no mask. On CUDA in half precision
-`paceline.learner.model.flash_attention` does the work. Elsewhere, sequences of about the same length run as
-padded batches of scaled dot products. With sinks, or a softcap for which no kernel does, the scores of such a
-batch are computed by their formula, in slices of queries.
+`flash_attention` beside this file does the work. Elsewhere, sequences of about the same length run as padded
+batches of scaled dot products. With sinks, or a softcap for which no kernel does, the scores of such a batch
+are computed by their formula, in slices of queries.
 
 Responses may share a prompt, which is then their prefix: its states, keys and values are computed once. Each
 response's queries run against the prompt's keys and its own, side by side; with fewer queries than keys, all
@@ -26,8 +26,8 @@ from torch.utils.checkpoint import checkpoint
 from paceline.core.errors import ModelError
 from paceline.learner.batch.padded import PaddedBatch, causal_mask
 from paceline.learner.batch.types import PackedSequences
-from paceline.learner.model import flash_attention
-from paceline.learner.model.rows import take_rows
+from paceline.learner.model.decoder import flash_attention
+from paceline.learner.model.decoder.rows import take_rows
 
 PACKED_ATTENTION = "paceline_packed"
 SLICE_SCORES = 1 << 26

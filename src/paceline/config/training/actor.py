@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from paceline.config.algorithm import KL_KINDS, KLKind
 from paceline.config.base import Section
-from paceline.config.memory import ActorMemory, ActorMemoryConfig
-from paceline.config.policy_losses import Aggregation, Clip, PolicyLossConfig, PPOClip
+from paceline.config.training.algorithm import KL_KINDS, KLKind
+from paceline.config.training.memory import ActorMemory, ActorMemoryConfig
+from paceline.config.training.policy_losses import Aggregation, Clip, PolicyLossConfig, PPOClip
 from paceline.core.errors import ConfigError
 
 # YAML 1.1 reads a bare on and off as booleans.

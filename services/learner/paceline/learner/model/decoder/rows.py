@@ -21,7 +21,7 @@ class _TakeRows(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (gradient,), (index, order, starts) = gradients, ctx.saved_tensors
         if order is not None and gradient.is_cuda:
-            from paceline.learner.model import rows_kernel
+            from paceline.learner.model.decoder import rows_kernel
 
             return rows_kernel.sum_rows(gradient, order, starts, ctx.shape), None, None, None
         wide = torch.promote_types(ctx.dtype, torch.float32)

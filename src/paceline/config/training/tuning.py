@@ -8,7 +8,7 @@ from pydantic import Field
 
 from paceline.config.base import Section
 from paceline.config.data import Files
-from paceline.config.memory import Memory, MemoryConfig
+from paceline.config.training.memory import Memory, MemoryConfig
 
 
 class TuningConfig(Section):

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from paceline.config.base import OneOf, OwnOptions, Section, own_path
-from paceline.config.estimators import ADV_ESTIMATORS, EstimatorTraits
-from paceline.config.shaping import OverlongConfig, ResampleConfig, RolloutCorrectionConfig
+from paceline.config.training.estimators import ADV_ESTIMATORS, EstimatorTraits
+from paceline.config.training.shaping import OverlongConfig, ResampleConfig, RolloutCorrectionConfig
 
 KLKind = Literal[
     "k1",
