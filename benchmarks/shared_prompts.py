@@ -32,7 +32,7 @@ from paceline.learner.distributed.ranks import RankEnvironment, Ranks, form_grou
 from paceline.learner.model.flops import arithmetic_of
 from paceline.learner.model.loading import Precision, as_fsdp, load_policy
 from paceline.learner.model.networks import PolicyNetwork
-from paceline.learner.train.shared_prompts import compare
+from paceline.learner.train.state.shared_prompts import compare
 
 SAMPLES = 8
 # hidden, intermediate, heads, key and value heads, vocabulary

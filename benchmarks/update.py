@@ -43,8 +43,8 @@ from paceline.learner.batch.types import PackedRow
 from paceline.learner.distributed.ranks import RankEnvironment, Ranks, form_group, leave_group, open_store
 from paceline.learner.model.decoder.layers import LayerOptions
 from paceline.learner.model.loading import Precision, hugging_face_names, local_rows, unfilled_policy
-from paceline.learner.train.learner import DTYPES, Learner
-from paceline.learner.train.shared_prompts import SharedPrompts, SharingMode
+from paceline.learner.train.state.learner import DTYPES, Learner
+from paceline.learner.train.state.shared_prompts import SharedPrompts, SharingMode
 from paceline.learner.train.step import train_step
 
 SAMPLES = 8

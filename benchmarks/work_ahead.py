@@ -43,7 +43,7 @@ from paceline.core.samples.trajectory import FinishReason, ScoredHeader
 from paceline.core.training import ChunkOrder, TrainOrder
 from paceline.learner.batch.types import PackedRow
 from paceline.learner.distributed.ranks import RankEnvironment, form_group, leave_group, open_store
-from paceline.learner.train.learner import Learner
+from paceline.learner.train.state.learner import Learner
 from paceline.learner.train.step import train_step
 from paceline.learner.train.work_ahead import work_ahead
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.algorithms.own import checked_estimates
 from paceline.algorithms.policy_losses import LossInputs
 from paceline.algorithms.rows import Estimates, SampleRows
+from paceline.algorithms.users_own.own import checked_estimates
 from paceline.core.errors import ConfigError
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.train.algorithm import algorithm_of, try_algorithm
-from paceline.learner.train.learner import Learner
+from paceline.learner.train.state.learner import Learner
 from support.learner_fakes import run_config
 from support.learner_scenarios import numbers, take_step
 

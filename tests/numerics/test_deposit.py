@@ -18,7 +18,7 @@ from paceline.learner.batch.fetch import fetch_rows
 from paceline.learner.batch.pack import pack
 from paceline.learner.batch.types import PackedRow, ScoredBatch
 from paceline.learner.distributed.ranks import Ranks
-from paceline.learner.train.learner import Learner
+from paceline.learner.train.state.learner import Learner
 from paceline.learner.train.step import train_step
 from paceline.wire import decode_log_probs
 from support.learner_fakes import POLICY, DictBlobs, make_batch, run_config

@@ -22,8 +22,8 @@ from paceline.learner.model.decoder import experts
 from paceline.learner.model.flops import arithmetic_of
 from paceline.learner.model.folder import gathered_tensors, write_folder
 from paceline.learner.model.loading import Precision, as_fsdp, hugging_face_names, load_policy
-from paceline.learner.train.learner import Learner
-from paceline.learner.train.losses import PolicyLoss
+from paceline.learner.train.state.learner import Learner
+from paceline.learner.train.updating.losses import PolicyLoss
 from paceline.weights import corrections
 from support.architectures import tiny_config
 from support.learner_fakes import VOCAB_SIZE, run_config

@@ -12,8 +12,8 @@ import torch
 
 from paceline.core.errors import NumericsError
 from paceline.learner.distributed.ranks import Ranks
-from paceline.learner.train import update
-from paceline.learner.train.learner import Learner
+from paceline.learner.train.state.learner import Learner
+from paceline.learner.train.updating import update
 from support.learner_fakes import run_config
 from support.learner_scenarios import numbers, take_step, train
 

@@ -18,8 +18,8 @@ from paceline.learner.checkpoint.load import load
 from paceline.learner.checkpoint.manifest import Manifest
 from paceline.learner.distributed.host_memory import local_part
 from paceline.learner.distributed.ranks import Ranks
-from paceline.learner.train.frozen import HostShards
-from paceline.learner.train.learner import Learner
+from paceline.learner.train.state.frozen import HostShards
+from paceline.learner.train.state.learner import Learner
 from support.frozen_networks import (
     OWN,
     log_probs_alone,
@@ -190,7 +190,7 @@ def test_halved_micro_batches_keep_their_teachers_rows(
     model: Path, teacher: Path, own: str, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loss reads the teacher, so rows of others would be another gradient."""
-    from paceline.learner.train.losses import PolicyLoss
+    from paceline.learner.train.updating.losses import PolicyLoss
 
     config = with_teacher(model, teacher, own, policy_loss={"type": "custom", "path": f"{own}:towards"})
     plain = numbers(take_step(Learner.build(config, ranks), 1))

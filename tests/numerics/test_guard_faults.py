@@ -17,8 +17,8 @@ from paceline.core.errors import GuardError
 from paceline.learner.checkpoint.load import load
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.loading import as_fsdp, hugging_face_names
-from paceline.learner.train import update
-from paceline.learner.train.learner import Learner
+from paceline.learner.train.state.learner import Learner
+from paceline.learner.train.updating import update
 from paceline.storage.folder import Folder
 from support.architectures import tiny_config
 from support.fake_fleet import Answer

@@ -12,8 +12,8 @@ import torch
 from paceline.algorithms.policy_losses import highest_covariance
 from paceline.learner.batch.minibatch import MiniBatch
 from paceline.learner.distributed.ranks import Ranks
-from paceline.learner.train.learner import Learner
-from paceline.learner.train.shaping import select_tokens
+from paceline.learner.train.estimating.shaping import select_tokens
+from paceline.learner.train.state.learner import Learner
 from support import learner_variants
 from support.learner_fakes import run_config
 from support.learner_ranks import alone, run_ranks
@@ -84,7 +84,7 @@ def test_covariance_tokens_are_those_of_the_whole_mini_batch(
         seen.append((mini, select_tokens(mini, actor, group)))
         return seen[-1][1]
 
-    monkeypatch.setattr("paceline.learner.train.update.select_tokens", watch)
+    monkeypatch.setattr("paceline.learner.train.updating.update.select_tokens", watch)
     config = run_config(
         model,
         algorithm=VARIANTS["kl_cov"]["algorithm"],

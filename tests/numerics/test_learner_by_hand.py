@@ -22,7 +22,7 @@ from paceline.core.training import BatchRow, TrainOrder
 from paceline.learner.batch.fetch import fetch_rows
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.loading import as_fsdp, hugging_face_names
-from paceline.learner.train.learner import Learner
+from paceline.learner.train.state.learner import Learner
 from paceline.learner.train.step import train_step
 from paceline.wire import decode_trajectory
 from support.learner_fakes import POLICY, DictBlobs, make_batch, run_config, write_model

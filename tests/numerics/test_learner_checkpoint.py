@@ -29,8 +29,8 @@ from paceline.learner.distributed.host_memory import pinned_memory
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.export import read_policy
 from paceline.learner.model.loading import as_fsdp
-from paceline.learner.train import host_averages
-from paceline.learner.train.learner import Learner
+from paceline.learner.train.state import host_averages
+from paceline.learner.train.state.learner import Learner
 from paceline.storage.folder import Folder
 from support.learner_fakes import run_config
 from support.learner_scenarios import numbers, save, take_step, train

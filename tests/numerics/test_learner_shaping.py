@@ -28,10 +28,10 @@ from paceline.learner.batch.planning.arithmetic import Arithmetic, RowLength
 from paceline.learner.batch.planning.plan import plan_batch, plan_chunk
 from paceline.learner.batch.types import MicroBatch, PackedRow, ScoredBatch, TrainingBatch
 from paceline.learner.distributed.ranks import Ranks
-from paceline.learner.train import shaping
-from paceline.learner.train.advantages import Advantages
-from paceline.learner.train.learner import Learner
-from paceline.learner.train.losses import PolicyLoss, ValueLoss
+from paceline.learner.train.estimating import shaping
+from paceline.learner.train.estimating.advantages import Advantages
+from paceline.learner.train.state.learner import Learner
+from paceline.learner.train.updating.losses import PolicyLoss, ValueLoss
 from paceline.wire import decode_trajectory
 from support import learner_scenarios as scenarios
 from support.learner_fakes import make_batch, run_config

@@ -18,9 +18,9 @@ from paceline.learner.batch.planning import plan as batching
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.export import export
 from paceline.learner.model.loading import as_fsdp, hugging_face_names
-from paceline.learner.train import update
-from paceline.learner.train.learner import Learner
-from paceline.learner.train.update_guard import UpdateGuard
+from paceline.learner.train.state.learner import Learner
+from paceline.learner.train.updating import update
+from paceline.learner.train.updating.update_guard import UpdateGuard
 from support.learner_fakes import make_batch, run_config
 from support.learner_scenarios import numbers, save, take_step, train
 

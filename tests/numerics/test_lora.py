@@ -33,7 +33,7 @@ from paceline.learner.model.loading import (
 )
 from paceline.learner.model.lora import LoraLinear, adapter_names, base_alone, is_adapter, with_adapters
 from paceline.learner.model.networks import PolicyNetwork
-from paceline.learner.train.learner import Learner
+from paceline.learner.train.state.learner import Learner
 from paceline.models.model_shape import ModelShape
 from paceline.sizing.learner_memory import LearnerMemory
 from support.architectures import tiny_config

@@ -14,9 +14,9 @@ from paceline.learner.batch.halve import Halves
 from paceline.learner.batch.pack import pack
 from paceline.learner.batch.types import TrainingBatch
 from paceline.learner.distributed.ranks import Ranks
-from paceline.learner.train.learner import Learner
-from paceline.learner.train.memory import MemoryRoom
-from paceline.learner.train.optimizer import OutOfMemoryError
+from paceline.learner.train.state.learner import Learner
+from paceline.learner.train.state.memory import MemoryRoom
+from paceline.learner.train.state.optimizer import OutOfMemoryError
 from support.learner_fakes import run_config
 from support.learner_scenarios import numbers, take_step
 from support.learner_shapes import rows_with_holes
@@ -84,7 +84,7 @@ def test_memory_that_stays_short_is_halved_until_single_rows_do_not_fit(model: P
 def test_the_critic_and_resampled_rows_are_halved_too(
     model: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from paceline.learner.train.losses import ValueLoss
+    from paceline.learner.train.updating.losses import ValueLoss
 
     config = run_config(model, algorithm={"resample": {"method": "pow"}})
     plain = numbers(take_step(Learner.build(config, ranks), 1))

@@ -10,8 +10,9 @@ from typing import get_args
 import pytest
 import torch
 
-from paceline.algorithms import advantages, kl, own, policy_losses
+from paceline.algorithms import advantages, kl, policy_losses
 from paceline.algorithms.rows import SampleRows
+from paceline.algorithms.users_own import own
 from paceline.config.load import section_types
 from paceline.config.training.actor import ActorConfig
 from paceline.config.training.algorithm import AlgorithmConfig, KLKind

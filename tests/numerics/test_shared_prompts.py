@@ -21,8 +21,8 @@ from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.decoder import attention, flash_attention
 from paceline.learner.model.decoder.rows import take_rows
 from paceline.learner.model.loading import Precision, load_critic, load_policy
-from paceline.learner.train import shared_prompts
-from paceline.learner.train.learner import Learner
+from paceline.learner.train.state import shared_prompts
+from paceline.learner.train.state.learner import Learner
 from support.learner_fakes import run_config
 from support.learner_scenarios import numbers, take_step, train
 from support.learner_shapes import rows_with_holes

@@ -18,11 +18,11 @@ from paceline.learner.batch.types import PackedRow
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.flops import arithmetic_of
 from paceline.learner.model.loading import as_fsdp, hugging_face_names
-from paceline.learner.train.chunks import lengths
-from paceline.learner.train.learner import Learner
-from paceline.learner.train.losses import PolicyLoss
-from paceline.learner.train.shared_prompts import SharedPrompts
+from paceline.learner.train.scoring.chunks import lengths
+from paceline.learner.train.state.learner import Learner
+from paceline.learner.train.state.shared_prompts import SharedPrompts
 from paceline.learner.train.step import train_step
+from paceline.learner.train.updating.losses import PolicyLoss
 from paceline.learner.train.work_ahead import work_ahead
 from paceline.wire import blob_digest, decode_trajectory, encode_trajectory
 from support.learner_fakes import POLICY, DictBlobs, make_batch, run_config

@@ -11,8 +11,8 @@ from paceline.config.run import RunConfig
 from paceline.learner.batch.fetch import fetch_rows
 from paceline.learner.batch.pack import pack
 from paceline.learner.distributed.ranks import Ranks
-from paceline.learner.train.learner import Learner
-from paceline.learner.train.score import score
+from paceline.learner.train.scoring.score import score
+from paceline.learner.train.state.learner import Learner
 from paceline.learner.train.stopwatch import Stopwatch
 from support.learner_fakes import POLICY, VOCAB_SIZE, DictBlobs, make_batch, run_config, write_model
 from support.learner_scenarios import numbers, take_step
@@ -124,7 +124,7 @@ def on_ranks(ranks: Ranks, model: str, teacher: str, own: str) -> list[Any]:
 def _on_ranks(ranks: Ranks, model: str, teacher: str, own: str, offload: bool) -> list[Any]:
     from unittest import mock
 
-    from paceline.learner.train import chunks
+    from paceline.learner.train.scoring import chunks
 
     tables: dict[str, list[float]] = {}
     honest = chunks.score

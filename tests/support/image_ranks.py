@@ -18,7 +18,7 @@ from paceline.core.training import BatchRow, TrainOrder, TrainResult
 from paceline.learner.batch.types import PackedRow
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.loading import as_fsdp, hugging_face_names
-from paceline.learner.train.learner import Learner
+from paceline.learner.train.state.learner import Learner
 from paceline.learner.train.step import train_step
 from paceline.wire import blob_digest, encode_trajectory, image_of, pack_pixels
 from support.image_rows import PROMPTS, image_rows

@@ -15,7 +15,7 @@ import torch
 from paceline.config.run import RunConfig
 from paceline.learner.checkpoint.load import load
 from paceline.learner.distributed.ranks import RankEnvironment, Ranks, form_group, leave_group, open_store
-from paceline.learner.train.learner import Learner
+from paceline.learner.train.state.learner import Learner
 from support.learner_fakes import run_config, write_model
 from support.learner_scenarios import save, take_step, train
 

@@ -22,12 +22,12 @@ from paceline.learner.distributed.collectives import CommandError, attempt
 from paceline.learner.distributed.command_loop import CommandLoop, CommandQueue
 from paceline.learner.distributed.ranks import Ranks, leave_group
 from paceline.learner.model.loading import as_fsdp, hugging_face_names
-from paceline.learner.train import shaping
-from paceline.learner.train.advantages import Advantages
-from paceline.learner.train.learner import Learner
-from paceline.learner.train.losses import PolicyLoss
-from paceline.learner.train.shaping import training_batch
+from paceline.learner.train.estimating import shaping
+from paceline.learner.train.estimating.advantages import Advantages
+from paceline.learner.train.estimating.shaping import training_batch
+from paceline.learner.train.state.learner import Learner
 from paceline.learner.train.step import train_step
+from paceline.learner.train.updating.losses import PolicyLoss
 from paceline.learner.train.work_ahead import work_ahead
 from support.learner_fakes import POLICY, DictBlobs, make_batch, run_config
 

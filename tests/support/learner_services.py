@@ -15,8 +15,8 @@ from paceline.learner.commands import Commands
 from paceline.learner.distributed.collectives import CommandError
 from paceline.learner.distributed.command_loop import CommandQueue
 from paceline.learner.servicer import LearnerServicer
-from paceline.learner.train.learner import Learner
 from paceline.learner.train.profiler import StepProfiler
+from paceline.learner.train.state.learner import Learner
 from paceline.rpc.v1 import learner_pb2
 from paceline.wire.calls.training import order_to_proto, result_from_proto
 from support.fake_fleet import FakeLearner, FakeServices

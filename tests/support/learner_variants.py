@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.loading import as_fsdp, hugging_face_names
 from paceline.learner.model.lora import is_adapter, with_adapters
-from paceline.learner.train.learner import Learner
+from paceline.learner.train.state.learner import Learner
 from support.learner_fakes import run_config
 from support.learner_scenarios import numbers, take_step
 

@@ -13,7 +13,7 @@ import torch
 
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.networks import body_of, decoder_layers
-from paceline.learner.train.learner import Learner
+from paceline.learner.train.state.learner import Learner
 from support.learner_fakes import run_config
 from support.learner_scenarios import numbers, take_step
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.learner.distributed.ranks import Ranks
-from paceline.learner.train.learner import Learner
+from paceline.learner.train.state.learner import Learner
 from support.learner_fakes import run_config
 from support.learner_scenarios import numbers, take_step
 

@@ -56,7 +56,7 @@ def _text(node: ast.AST | None) -> str:
 
 def _standard_metrics() -> tuple[str, ...]:
     """Of every policy loss; read from the source, which spares the import of torch."""
-    for node in source.tree(source.modules()["paceline.learner.train.losses"]).body:
+    for node in source.tree(source.modules()["paceline.learner.train.updating.losses"]).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "STANDARD_METRICS":
             return tuple(ast.literal_eval(node.value))
     raise AssertionError("no STANDARD_METRICS")

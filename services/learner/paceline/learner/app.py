@@ -19,7 +19,7 @@ from paceline.learner.distributed.command_loop import STOP, CommandQueue
 from paceline.learner.distributed.ranks import RankEnvironment
 from paceline.learner.group import RankRegistration, follow, lead
 from paceline.learner.servicer import LearnerServicer
-from paceline.learner.train.learner import Learner
+from paceline.learner.train.state.learner import Learner
 from paceline.rpc.v1 import learner_pb2_grpc
 from paceline.service.addresses import split, to_bind
 from paceline.service.member.bootstrap import MemberSession

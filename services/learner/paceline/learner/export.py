@@ -29,7 +29,7 @@ from paceline.learner.checkpoint.state import POLICY
 from paceline.learner.model.folder import by_layer, write_adapters, write_folder
 from paceline.learner.model.loading import digest_of_frozen, empty_lm, frozen, read_config, stored_tensors
 from paceline.learner.model.lora import merged
-from paceline.learner.train.learner import DTYPES
+from paceline.learner.train.state.learner import DTYPES
 from paceline.models.facts import family_of
 from paceline.storage.folder import Folder
 from paceline.storage.models import local_model

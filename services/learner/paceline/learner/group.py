@@ -40,8 +40,8 @@ from paceline.learner.distributed.ranks import (
 )
 from paceline.learner.model.lora import adapter_names
 from paceline.learner.model.self_test import check_models
-from paceline.learner.train.learner import Learner
 from paceline.learner.train.profiler import StepProfiler
+from paceline.learner.train.state.learner import Learner
 from paceline.learner.train.warm_up import load_warm
 from paceline.service.observability.logs import set_level
 from paceline.storage.folder import Folder

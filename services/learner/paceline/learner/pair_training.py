@@ -36,7 +36,7 @@ from paceline.learner.distributed.ranks import (
 from paceline.learner.model.flops import arithmetic_of
 from paceline.learner.model.networks import PolicyNetwork, ValueNetwork
 from paceline.learner.model.self_test import check_model
-from paceline.learner.train.optimizer import Optimizer, PartLoss, Schedule, StepOutcome, Trainable
+from paceline.learner.train.state.optimizer import Optimizer, PartLoss, Schedule, StepOutcome, Trainable
 from paceline.service.observability.logs import setup_logging
 from paceline.service.process import die_with_parent
 

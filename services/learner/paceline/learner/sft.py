@@ -31,7 +31,7 @@ from paceline.learner.model.decoder.layers import LayerOptions
 from paceline.learner.model.folder import Tensors, write_folder, write_from_ranks
 from paceline.learner.model.loading import Precision, forget_forward_passes, load_policy
 from paceline.learner.model.networks import PolicyNetwork, num_parameters
-from paceline.learner.train.learner import DTYPES
+from paceline.learner.train.state.learner import DTYPES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

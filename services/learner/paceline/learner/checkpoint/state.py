@@ -14,8 +14,8 @@ from paceline.learner.distributed.host_memory import host_mesh, local_part, pinn
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.loading import hugging_face_names
 from paceline.learner.model.lora import described
-from paceline.learner.train.learner import Learner
-from paceline.learner.train.optimizer import Trainable
+from paceline.learner.train.state.learner import Learner
+from paceline.learner.train.state.optimizer import Trainable
 from paceline.weights import corrections
 
 POLICY = "actor"

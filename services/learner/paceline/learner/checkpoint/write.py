@@ -29,7 +29,7 @@ from paceline.learner.checkpoint.shards import writer
 from paceline.learner.checkpoint.state import HostCopy, State, base_of, state_of, trainables_of
 from paceline.learner.distributed.collectives import CommandError, attempt, broadcast_bytes, gather_bytes
 from paceline.learner.distributed.ranks import WRITE_TIMEOUT_S, Ranks
-from paceline.learner.train.learner import Learner
+from paceline.learner.train.state.learner import Learner
 from paceline.service.disk import full_disk
 from paceline.storage.folder import Folder, Place, is_url, reason
 

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from paceline.algorithms import advantages, own, policy_losses, trial
+from paceline.algorithms import advantages, policy_losses
 from paceline.algorithms.algorithm import Algorithm
 from paceline.algorithms.policy_losses import LossInputs, LossOutputs
 from paceline.algorithms.rows import Estimates, SampleRows
+from paceline.algorithms.users_own import own, trial
 from paceline.config.run import RunConfig
 from paceline.config.training.algorithm import REFERENCE
 from paceline.config.training.policy_losses import CustomLoss

@@ -20,15 +20,15 @@ from paceline.learner.batch.minibatch import MiniBatch, cut_mini_batches
 from paceline.learner.batch.planning.plan import BatchPlan
 from paceline.learner.batch.types import ScoredBatch, TrainingBatch
 from paceline.learner.model.flops import arithmetic_of, peak_flops
-from paceline.learner.train import shaping
-from paceline.learner.train.advantages import compute_advantages, mean_reference_kl
-from paceline.learner.train.ahead import BegunGradient, ScoredChunk
-from paceline.learner.train.chunks import Fetch, critic_alone, lengths, num_unscored, score_chunks
-from paceline.learner.train.learner import Learner
-from paceline.learner.train.score import score_rest
+from paceline.learner.train.estimating import shaping
+from paceline.learner.train.estimating.advantages import compute_advantages, mean_reference_kl
+from paceline.learner.train.scoring.chunks import Fetch, critic_alone, lengths, num_unscored, score_chunks
+from paceline.learner.train.scoring.score import score_rest
+from paceline.learner.train.state.ahead import BegunGradient, ScoredChunk
+from paceline.learner.train.state.learner import Learner
 from paceline.learner.train.stopwatch import Stopwatch
-from paceline.learner.train.update import UpdateReport, update_critic, update_policy
-from paceline.learner.train.update_guard import UpdateGuard
+from paceline.learner.train.updating.update import UpdateReport, update_critic, update_policy
+from paceline.learner.train.updating.update_guard import UpdateGuard
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from paceline.learner.model.decoder.experts import recorded_choices, routers
 from paceline.learner.model.decoder.layers import free_gathered
 from paceline.learner.model.loading import forget_forward_passes
 from paceline.learner.model.networks import PolicyNetwork, body_of, first_layers
-from paceline.learner.train.learner import Learner
+from paceline.learner.train.state.learner import Learner
 from paceline.learner.train.stopwatch import GIB
 
 log = logging.getLogger(__name__)

@@ -15,14 +15,14 @@ from functools import partial
 from paceline.core.training import ChunkOrder
 from paceline.learner.batch.minibatch import nominal_counts
 from paceline.learner.batch.types import TrainingBatch
-from paceline.learner.train import shaping
-from paceline.learner.train.advantages import compute_advantages
-from paceline.learner.train.ahead import ScoredChunk
-from paceline.learner.train.chunks import Fetch, score_chunks
-from paceline.learner.train.learner import Learner
-from paceline.learner.train.losses import PolicyLoss
-from paceline.learner.train.optimizer import OutOfMemoryError
+from paceline.learner.train.estimating import shaping
+from paceline.learner.train.estimating.advantages import compute_advantages
+from paceline.learner.train.scoring.chunks import Fetch, score_chunks
+from paceline.learner.train.state.ahead import ScoredChunk
+from paceline.learner.train.state.learner import Learner
+from paceline.learner.train.state.optimizer import OutOfMemoryError
 from paceline.learner.train.stopwatch import Stopwatch
+from paceline.learner.train.updating.losses import PolicyLoss
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from paceline.learner.batch.types import MicroBatch, TrainingBatch
 from paceline.learner.model.decoder.experts import balance_by_row, recorded_choices, routers
 from paceline.learner.model.networks import PolicyNetwork, ValueNetwork
 from paceline.learner.train.algorithm import algorithm_of, metric_names
-from paceline.learner.train.optimizer import Scaling
+from paceline.learner.train.state.optimizer import Scaling
 
 STANDARD_METRICS = ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy")
 """Token means that every policy loss reports: 0 where a loss has no such thing, as without a clip."""

@@ -22,7 +22,7 @@ from paceline.learner.batch.planning.plan import Chunk
 from paceline.learner.batch.types import PackedRow
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.networks import PolicyNetwork
-from paceline.learner.train.optimizer import OutOfMemoryError, Trainable
+from paceline.learner.train.state.optimizer import OutOfMemoryError, Trainable
 
 SharingMode = Literal["auto", "on", "off"]
 

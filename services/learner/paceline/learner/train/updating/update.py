@@ -16,12 +16,12 @@ from paceline.learner.batch.minibatch import Denominators, MiniBatch, nominal_co
 from paceline.learner.batch.types import TrainingBatch
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.networks import PolicyNetwork, ValueNetwork
-from paceline.learner.train.ahead import BegunGradient
-from paceline.learner.train.losses import PolicyLoss, ValueLoss
-from paceline.learner.train.memory import MemoryRoom
-from paceline.learner.train.optimizer import PartLoss, Scaling, StepOutcome, Trainable
-from paceline.learner.train.shaping import select_tokens
-from paceline.learner.train.update_guard import NetworkGuard, UpdateGuard
+from paceline.learner.train.estimating.shaping import select_tokens
+from paceline.learner.train.state.ahead import BegunGradient
+from paceline.learner.train.state.memory import MemoryRoom
+from paceline.learner.train.state.optimizer import PartLoss, Scaling, StepOutcome, Trainable
+from paceline.learner.train.updating.losses import PolicyLoss, ValueLoss
+from paceline.learner.train.updating.update_guard import NetworkGuard, UpdateGuard
 
 FIRST_KL_TOLERANCE = 1e-6
 """On policy the first mini-batch's log-ratio is 0; rounding in float32 may move its mean this far."""

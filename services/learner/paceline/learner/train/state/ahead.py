@@ -20,7 +20,7 @@ from paceline.learner.batch.planning.plan import Chunk
 from paceline.learner.batch.types import ScoredBatch, TrainingBatch
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.networks import PolicyNetwork
-from paceline.learner.train.optimizer import Trainable
+from paceline.learner.train.state.optimizer import Trainable
 from paceline.learner.train.stopwatch import Stopwatch
 
 log = logging.getLogger(__name__)

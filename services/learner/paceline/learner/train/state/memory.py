@@ -11,7 +11,7 @@ from paceline.core.errors import EnvironmentLackError
 from paceline.learner.batch.halve import Halves
 from paceline.learner.batch.types import TrainingBatch
 from paceline.learner.distributed.ranks import Ranks
-from paceline.learner.train.optimizer import OutOfMemoryError
+from paceline.learner.train.state.optimizer import OutOfMemoryError
 
 T = TypeVar("T")
 

@@ -34,12 +34,12 @@ from paceline.learner.model.loading import (
     load_policy,
 )
 from paceline.learner.model.networks import PolicyNetwork, ValueNetwork
-from paceline.learner.train.ahead import WorkAhead
 from paceline.learner.train.algorithm import try_algorithm
-from paceline.learner.train.frozen import FrozenNetwork
-from paceline.learner.train.memory import MemoryRoom
-from paceline.learner.train.optimizer import N, Optimizer, Schedule, Trainable
-from paceline.learner.train.shared_prompts import SharedPrompts
+from paceline.learner.train.state.ahead import WorkAhead
+from paceline.learner.train.state.frozen import FrozenNetwork
+from paceline.learner.train.state.memory import MemoryRoom
+from paceline.learner.train.state.optimizer import N, Optimizer, Schedule, Trainable
+from paceline.learner.train.state.shared_prompts import SharedPrompts
 from paceline.models.facts import family_of
 
 log = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from paceline.core.guard import (
     worst,
 )
 from paceline.learner.distributed.ranks import Ranks
-from paceline.learner.train.optimizer import StepOutcome
+from paceline.learner.train.state.optimizer import StepOutcome
 
 
 class UpdateGuard:

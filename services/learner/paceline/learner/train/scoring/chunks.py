@@ -17,9 +17,9 @@ from paceline.learner.batch.planning.arithmetic import Arithmetic, RowLength
 from paceline.learner.batch.planning.plan import BatchPlan, Chunk, effective_budget, plan_batch, plan_chunk
 from paceline.learner.batch.types import MicroBatch, PackedRow
 from paceline.learner.model.flops import arithmetic_of
-from paceline.learner.train.ahead import ScoredChunk
-from paceline.learner.train.learner import Learner
-from paceline.learner.train.score import score
+from paceline.learner.train.scoring.score import score
+from paceline.learner.train.state.ahead import ScoredChunk
+from paceline.learner.train.state.learner import Learner
 from paceline.learner.train.stopwatch import Stopwatch
 
 Fetch = Callable[[Sequence[int]], dict[int, PackedRow]]

@@ -15,7 +15,7 @@ from paceline.learner.batch.types import LogProbs, MicroBatch, ScoredBatch
 from paceline.learner.model.decoder.layers import free_gathered
 from paceline.learner.model.loading import forget_forward_passes
 from paceline.learner.model.networks import PolicyNetwork
-from paceline.learner.train.learner import Learner
+from paceline.learner.train.state.learner import Learner
 from paceline.learner.train.stopwatch import Stopwatch
 
 

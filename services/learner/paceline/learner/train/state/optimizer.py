@@ -23,7 +23,7 @@ from paceline.learner.batch.pack import pack
 from paceline.learner.distributed.catching_up import PassCollectives
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.loading import as_fsdp, hugging_face_names
-from paceline.learner.train.host_averages import host_averages, step_from_host
+from paceline.learner.train.state.host_averages import host_averages, step_from_host
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from paceline.core.training import BatchRow
 from paceline.learner.batch.minibatch import MiniBatch
 from paceline.learner.batch.types import MicroBatch, ScoredBatch, TrainingBatch
 from paceline.learner.distributed.ranks import Ranks
-from paceline.learner.train.advantages import Advantages
+from paceline.learner.train.estimating.advantages import Advantages
 
 
 def overlong_scores(

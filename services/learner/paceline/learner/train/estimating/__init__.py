@@ -1,0 +1,1 @@
+"""From scores to advantages, and what is shaped around them."""

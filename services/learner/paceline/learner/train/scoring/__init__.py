@@ -1,0 +1,1 @@
+"""From the rows' headers to scored micro-batches."""
