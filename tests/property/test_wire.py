@@ -25,6 +25,7 @@ from paceline.core.samples.trajectory import (
     Trajectory,
     TrajectoryHeader,
 )
+from paceline.wire import fields
 from support import domain
 
 Message = PromptGroup | Trajectory | TrajectoryHeader | ScoredHeader | GroupRefusal
@@ -477,8 +478,12 @@ def test_arrays_of_another_dtype_are_not_encoded(trajectory: Trajectory, dtype: 
 @settings(max_examples=10)
 def test_messages_over_the_size_cap_are_not_even_opened(message: Message) -> None:
     data = encode(message)
-    with pytest.raises(InvalidMessageError, match=rf"{len(data)} bytes, at most 10 are accepted") as caught:
-        decode(type(message), data, limits=wire.Limits(max_bytes=10))
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(InvalidMessageError, match=rf"{len(data)} bytes, at most 10 are accepted") as caught,
+    ):
+        patch.setattr(fields, "LIMITS", fields.Limits(max_bytes=10))
+        decode(type(message), data)
     assert caught.value.reason == "too_large"
 
 

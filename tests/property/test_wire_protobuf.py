@@ -16,7 +16,7 @@ from paceline.core.scoring import MAX_ITEMS_PER_CALL, ScoreItem, ScoreResult
 from paceline.rpc.v1 import common_pb2, controller_pb2, reward_pb2
 from paceline.wire.calls import protobuf
 from paceline.wire.calls.run_events import run_event_from_proto, run_event_to_proto
-from paceline.wire.fields import DEFAULT_LIMITS
+from paceline.wire.fields import LIMITS
 from paceline.wire.json_object import MAX_JSON_BYTES
 from support import domain
 
@@ -84,7 +84,7 @@ def test_rejected_extra_columns(extra_json: str, reason: str) -> None:
     assert caught.value.reason == reason
 
 
-MOST_VALUES = DEFAULT_LIMITS.max_values
+MOST_VALUES = LIMITS.max_values
 
 
 def with_extra(extra_json: str) -> reward_pb2.ScoreItem:

@@ -19,7 +19,7 @@ from paceline.core.errors import ConfigError, DataError, ModelError
 from paceline.data import images as data_images
 from paceline.data.images import ImageReader
 from paceline.data.prompts import Prompt, PromptSet, load_tokenizer
-from paceline.wire import Limits
+from paceline.wire.fields import Limits
 from support.cli_configs import config
 from support.tiny_vl import IMAGE, drawn_image, save_tiny_vl
 
@@ -261,9 +261,9 @@ def test_an_image_that_cannot_travel_is_refused_when_its_row_is_read(
     (tmp_path / "a.png").write_bytes(png(1))
     file = jsonl(tmp_path, {"prompt": "x", "images": "a.png"})
     num_bytes = 4 * 16 * 1176
-    monkeypatch.setattr(data_images, "DEFAULT_LIMITS", Limits(max_bytes=num_bytes))
+    monkeypatch.setattr(data_images, "LIMITS", Limits(max_bytes=num_bytes))
     load(model, file)
-    monkeypatch.setattr(data_images, "DEFAULT_LIMITS", Limits(max_bytes=num_bytes - 1))
+    monkeypatch.setattr(data_images, "LIMITS", Limits(max_bytes=num_bytes - 1))
     with pytest.raises(DataError, match="image 0 of column 'images' takes 0 MiB .* lower data.max_pixels"):
         load(model, file)
 

@@ -22,7 +22,7 @@ from paceline.core.errors import DataError, EnvironmentLackError, ModelError
 from paceline.core.samples.images import LoadedImage
 from paceline.data.rows import Row, value_at
 from paceline.models.facts import MODELS_WITH_IMAGES, family_of
-from paceline.wire import DEFAULT_LIMITS, image_of
+from paceline.wire import LIMITS, image_of
 
 if TYPE_CHECKING:
     from paceline.config.data import DataConfig
@@ -234,9 +234,9 @@ def _content(place: Path | bytes, where: str) -> bytes:
 
 
 def _check_size(where: str, num_bytes: int) -> None:
-    if num_bytes > DEFAULT_LIMITS.max_bytes:
+    if num_bytes > LIMITS.max_bytes:
         raise DataError(
-            f"{where} takes {num_bytes >> 20} MiB as patches, at most {DEFAULT_LIMITS.max_bytes >> 20} MiB "
+            f"{where} takes {num_bytes >> 20} MiB as patches, at most {LIMITS.max_bytes >> 20} MiB "
             "travel; lower data.max_pixels"
         )
 

@@ -10,9 +10,9 @@ from uuid import UUID
 
 from paceline.core.errors import DataError
 from paceline.core.text import encodable
-from paceline.wire.fields import DEFAULT_LIMITS, plain_problem
+from paceline.wire.fields import LIMITS, plain_problem
 
-_MAX_DEPTH = DEFAULT_LIMITS.max_depth - 1
+_MAX_DEPTH = LIMITS.max_depth - 1
 """Of nesting in one value: the column's name is one level of a message."""
 _MAX_DIGITS = 18
 """Of a decimal that becomes a whole number."""

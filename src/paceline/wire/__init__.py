@@ -1,6 +1,6 @@
 """Codecs: msgpack for the mailboxes, protobuf for the calls, with validation at the door of both."""
 
-from paceline.wire.fields import DEFAULT_LIMITS, Limits
+from paceline.wire.fields import LIMITS
 from paceline.wire.mailbox.images import image_of, pack_pixels, unpack_pixels
 from paceline.wire.mailbox.messages import (
     blob_digest,
@@ -21,8 +21,7 @@ from paceline.wire.mailbox.messages import (
 )
 
 __all__ = [
-    "DEFAULT_LIMITS",
-    "Limits",
+    "LIMITS",
     "blob_digest",
     "decode_log_probs",
     "decode_prompt_group",

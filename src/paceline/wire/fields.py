@@ -43,7 +43,7 @@ class Limits:
     max_values: int = 2**20
 
 
-DEFAULT_LIMITS = Limits()
+LIMITS = Limits()
 
 
 def pack(kind: str, fields: dict[str, Any]) -> bytes:
@@ -66,7 +66,7 @@ def pack(kind: str, fields: dict[str, Any]) -> bytes:
     return packed
 
 
-def unpack(kinds: str | tuple[str, ...], data: bytes, limits: Limits) -> Fields:
+def unpack(kinds: str | tuple[str, ...], data: bytes) -> Fields:
     """Opens a message of the given kind, or of any of these kinds.
 
     Raises:
@@ -74,9 +74,9 @@ def unpack(kinds: str | tuple[str, ...], data: bytes, limits: Limits) -> Fields:
     """
     allowed = (kinds,) if isinstance(kinds, str) else kinds
     kind = allowed[0]
-    if len(data) > limits.max_bytes:
-        reject(kind, "too_large", f"{len(data)} bytes, at most {limits.max_bytes} are accepted")
-    count = _Count(limits.max_values)
+    if len(data) > LIMITS.max_bytes:
+        reject(kind, "too_large", f"{len(data)} bytes, at most {LIMITS.max_bytes} are accepted")
+    count = _Count(LIMITS.max_values)
     try:
         content = msgpack.unpackb(
             data,
@@ -84,11 +84,11 @@ def unpack(kinds: str | tuple[str, ...], data: bytes, limits: Limits) -> Fields:
             object_hook=count.mapping,
             list_hook=count.items,
             # Memory for a list is taken when its length is read, before its items.
-            max_array_len=limits.max_values,
-            max_map_len=limits.max_values,
+            max_array_len=LIMITS.max_values,
+            max_map_len=LIMITS.max_values,
         )
     except _TooManyError:
-        reject(kind, "too_large", f"over {limits.max_values} values in its lists and mappings")
+        reject(kind, "too_large", f"over {LIMITS.max_values} values in its lists and mappings")
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         reject(kind, "not_msgpack", f"{len(data)} bytes that are not one msgpack value ({error})")
     if not isinstance(content, dict):
@@ -98,7 +98,7 @@ def unpack(kinds: str | tuple[str, ...], data: bytes, limits: Limits) -> Fields:
         reject(kind, "unknown_schema", f"schema version {version!r}, this build reads {SCHEMA_VERSION}")
     if content.get("kind") not in allowed:
         reject(kind, "wrong_kind", f"the message says that it is {content.get('kind')!r}")
-    return Fields(content["kind"], content, limits)
+    return Fields(content["kind"], content)
 
 
 class _TooManyError(Exception):
@@ -135,10 +135,10 @@ def reject(kind: str, reason: str, detail: str) -> NoReturn:
 class Fields:
     """The fields of one opened message; every getter returns a checked value or rejects the message."""
 
-    __slots__ = ("_content", "_kind", "_limits")
+    __slots__ = ("_content", "_kind")
 
-    def __init__(self, kind: str, content: Mapping[str, Any], limits: Limits) -> None:
-        self._kind, self._content, self._limits = kind, content, limits
+    def __init__(self, kind: str, content: Mapping[str, Any]) -> None:
+        self._kind, self._content = kind, content
 
     @property
     def kind(self) -> str:
@@ -195,7 +195,7 @@ class Fields:
 
     def text(self, name: str) -> str:
         """Text within the limits, possibly empty."""
-        return self._text(name, self._get(name), self._limits.max_text_chars)
+        return self._text(name, self._get(name), LIMITS.max_text_chars)
 
     def name(self, name: str) -> str:
         """A short, non-empty text: an id or a key."""
@@ -229,7 +229,7 @@ class Fields:
         value = self._get(name)
         if type(value) is not dict:
             self._wrong_type(name, value, "a mapping")
-        return Fields(f"{self._kind}.{name}", value, self._limits)
+        return Fields(f"{self._kind}.{name}", value)
 
     def mappings(self, name: str, *, max_items: int) -> list[Fields]:
         """A list of mappings, each opened as fields of its own."""
@@ -237,16 +237,16 @@ class Fields:
         for item in items:
             if type(item) is not dict:
                 self._wrong_type(name, item, "a mapping in each place")
-        return [Fields(f"{self._kind}.{name}", item, self._limits) for item in items]
+        return [Fields(f"{self._kind}.{name}", item) for item in items]
 
     def numbers(self, name: str) -> dict[str, float]:
         """A mapping of short names to finite numbers."""
         value = self._get(name)
         if type(value) is not dict:
             self._wrong_type(name, value, "a mapping")
-        if len(value) > self._limits.max_items:
+        if len(value) > LIMITS.max_items:
             self.reject(
-                "too_large", f"{name} has {len(value)} items, at most {self._limits.max_items} are accepted"
+                "too_large", f"{name} has {len(value)} items, at most {LIMITS.max_items} are accepted"
             )
         return {
             self._text(name, key, MAX_NAME_CHARS): self._number(f"{name}[{key}]", item, -math.inf, math.inf)
@@ -258,7 +258,7 @@ class Fields:
         value = self._get(name)
         if type(value) is not dict:
             self._wrong_type(name, value, "a mapping")
-        problem = plain_problem(value, self._limits.max_depth)
+        problem = plain_problem(value, LIMITS.max_depth)
         if problem:
             self.reject(problem[0], f"{name}: {problem[1]}")
         return value
@@ -272,9 +272,9 @@ class Fields:
         num_items, rest = divmod(len(value), packed.itemsize)
         if rest:
             self.reject("unequal_lengths", f"{name} has {len(value)} bytes, no multiple of {packed.itemsize}")
-        if num_items > self._limits.max_tokens:
+        if num_items > LIMITS.max_tokens:
             self.reject(
-                "too_large", f"{name} has {num_items} items, at most {self._limits.max_tokens} are accepted"
+                "too_large", f"{name} has {num_items} items, at most {LIMITS.max_tokens} are accepted"
             )
         if num_items < min_items:
             self.reject("out_of_range", f"{name} has {num_items} items, at least {min_items} are needed")

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from paceline.core.errors import InvalidMessageError
-from paceline.wire.fields import DEFAULT_LIMITS, plain_problem, reject
+from paceline.wire.fields import LIMITS, plain_problem, reject
 
 MAX_JSON_BYTES = 16 * 2**20
 """Of one object's text, in UTF-8."""
@@ -24,7 +24,7 @@ def write_json_object(value: Mapping[str, object], subject: str) -> str:
     Raises:
         InvalidMessageError: it holds what JSON cannot express, or is too large.
     """
-    problem = plain_problem(dict(value), DEFAULT_LIMITS.max_depth)
+    problem = plain_problem(dict(value), LIMITS.max_depth)
     if problem:
         reject(subject, problem[0], problem[1])
     text = json.dumps(value)
@@ -45,14 +45,14 @@ def check_json_text(text: str, subject: str) -> int:
         reject(subject, "too_large", f"{num_bytes} bytes of JSON, at most {MAX_JSON_BYTES} are accepted")
     num_brackets = text.count("[") + text.count("{")
     num_values = num_brackets + text.count(",")
-    if num_brackets <= DEFAULT_LIMITS.max_depth and num_values <= DEFAULT_LIMITS.max_values:
+    if num_brackets <= LIMITS.max_depth and num_values <= LIMITS.max_values:
         return num_values
     return _count_values(text, subject)
 
 
 def _count_values(text: str, subject: str) -> int:
     """The values of a text whose strings may hold commas and brackets."""
-    most, deepest = DEFAULT_LIMITS.max_values, DEFAULT_LIMITS.max_depth
+    most, deepest = LIMITS.max_values, LIMITS.max_depth
     escaped = text.encode(errors="surrogatepass")
     chars = np.frombuffer(escaped.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
     outside = chars[~np.logical_xor.accumulate(chars == ord('"'))]  # of strings
@@ -86,7 +86,7 @@ def read_json_object(text: str, subject: str) -> dict[str, object]:
         ) from error
     if not isinstance(value, dict):
         reject(subject, "wrong_type", f"a {type(value).__name__} where a JSON object belongs")
-    problem = plain_problem(value, DEFAULT_LIMITS.max_depth)
+    problem = plain_problem(value, LIMITS.max_depth)
     if problem:
         reject(subject, problem[0], problem[1])
     return value

@@ -13,7 +13,7 @@ from paceline.core.policy import PolicyTag
 from paceline.core.samples.episode import EpisodeOutcome
 from paceline.core.samples.images import Image
 from paceline.core.samples.trajectory import RewardContext, SamplingSpec
-from paceline.wire.fields import DEFAULT_LIMITS, Fields, plain_problem
+from paceline.wire.fields import LIMITS, Fields, plain_problem
 
 BLOB_DIGEST = re.compile(r"[0-9a-f]{32}")
 _DIGEST = re.compile(r"[0-9a-f]{16}")
@@ -98,7 +98,7 @@ def read_sampling(fields: Fields) -> SamplingSpec:
 def pack_context(context: RewardContext) -> dict[str, Any]:
     """Field by field; `extra` must be plain data, and its tuples arrive as lists."""
     extra = dict(context.extra)
-    problem = plain_problem(extra, DEFAULT_LIMITS.max_depth)
+    problem = plain_problem(extra, LIMITS.max_depth)
     if problem:
         raise InvalidMessageError(
             f"reward context cannot be encoded: extra: {problem[1]}; give numbers, text, lists and mappings",
@@ -184,7 +184,7 @@ def read_episode(fields: Fields) -> EpisodeOutcome | None:
 
 def pack_messages(messages: Sequence[Mapping[str, object]]) -> list[Any] | None:
     """Chat messages as a list of mappings; None if there are none."""
-    problem = plain_problem(list(messages), DEFAULT_LIMITS.max_depth)
+    problem = plain_problem(list(messages), LIMITS.max_depth)
     if problem:
         raise InvalidMessageError(f"chat messages cannot be encoded: {problem[1]}", reason=problem[0])
     return [dict(message) for message in messages] or None
@@ -194,8 +194,8 @@ def read_messages(fields: Fields) -> tuple[Mapping[str, object], ...]:
     """The field `messages`: mappings of JSON values."""
     if fields.missing("messages"):
         return ()
-    items = fields.items("messages", max_items=DEFAULT_LIMITS.max_items)
-    problem = plain_problem(items, DEFAULT_LIMITS.max_depth)
+    items = fields.items("messages", max_items=LIMITS.max_items)
+    problem = plain_problem(items, LIMITS.max_depth)
     if problem:
         fields.reject(problem[0], f"messages: {problem[1]}")
     if any(type(item) is not dict for item in items):
@@ -212,14 +212,12 @@ def read_images(fields: Fields) -> tuple[Image, ...]:
     """The field `images`; their patches are no more than the tokens that a message may hold."""
     if fields.missing("images"):
         return ()
-    images = tuple(
-        _read_image(item) for item in fields.mappings("images", max_items=DEFAULT_LIMITS.max_items)
-    )
+    images = tuple(_read_image(item) for item in fields.mappings("images", max_items=LIMITS.max_items))
     num_patches = sum(image.num_patches for image in images)
-    if num_patches > DEFAULT_LIMITS.max_tokens:
+    if num_patches > LIMITS.max_tokens:
         fields.reject(
             "too_large",
-            f"images have {num_patches} patches, at most {DEFAULT_LIMITS.max_tokens} are accepted",
+            f"images have {num_patches} patches, at most {LIMITS.max_tokens} are accepted",
         )
     return images
 
@@ -228,7 +226,7 @@ def _read_image(fields: Fields) -> Image:
     name = fields.name("hash")
     if not _IMAGE_HASH.fullmatch(name):
         fields.reject("out_of_range", f"hash {name[:40]!r}, wanted 64 lower-case hexadecimal digits")
-    grid = fields.integers("grid_thw", max_items=3, minimum=1, maximum=DEFAULT_LIMITS.max_tokens)
+    grid = fields.integers("grid_thw", max_items=3, minimum=1, maximum=LIMITS.max_tokens)
     if len(grid) != 3:
         fields.reject("unequal_lengths", f"grid_thw has {len(grid)} parts, wanted time, height and width")
     return Image(hash=name, grid=grid)

@@ -128,8 +128,8 @@ def sampled_spans(mask: UInt8Array) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrajectoryHeader:
-    """The part of a trajectory that the mailboxes carry; the arrays are in the blob `blob_key`.
+class SampleHeader:
+    """The part of a sample that the mailboxes carry, scored or not; the arrays are in the blob `blob_key`.
 
     `blob_digest` is taken over the blob's bytes: whoever fetches the blob can tell that it is the one meant.
     `num_sampled_tokens` counts the response tokens that the policy sampled, `num_patches` the patches of the
@@ -146,14 +146,20 @@ class TrajectoryHeader:
     num_sampled_tokens: int
     finish_reason: FinishReason
     server_id: str
-    seconds: float
-    context: RewardContext
     episode: EpisodeOutcome | None = None
     num_patches: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ScoredHeader:
+class TrajectoryHeader(SampleHeader):
+    """Adds what scorers need: the reward context, and how long the generation took."""
+
+    seconds: float
+    context: RewardContext
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoredHeader(SampleHeader):
     """A trajectory's header with its reward, and without the reward context, which only scorers need.
 
     Exactly one of `reward` and `reward_error` is set. `reward_error` is (RewardErrorKind value, message).
@@ -162,16 +168,6 @@ class ScoredHeader:
     parts of `reward` that are normalised over the batch (`paceline.core.samples.normalizing`).
     """
 
-    run_id: str
-    trajectory_id: TrajectoryId
-    policy: PolicyTag
-    blob_key: str
-    blob_digest: str
-    num_prompt_tokens: int
-    num_response_tokens: int
-    num_sampled_tokens: int
-    finish_reason: FinishReason
-    server_id: str
     generation_s: float
     reward: float | None
     components: Mapping[str, float]
@@ -179,10 +175,8 @@ class ScoredHeader:
     scorer: str
     reward_s: float
     text_key: str = ""
-    episode: EpisodeOutcome | None = None
     token_rewards: tuple[tuple[int, float], ...] = ()
     normalized: tuple[Part, ...] = ()
-    num_patches: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from paceline.core.policy import PolicyTag
 from paceline.core.scoring import MAX_ITEMS_PER_CALL, RewardDescription, ScoreItem, ScoreResult
 from paceline.core.text import one_line
 from paceline.rpc.v1 import common_pb2, reward_pb2
-from paceline.wire.fields import DEFAULT_LIMITS, reject
+from paceline.wire.fields import LIMITS, reject
 from paceline.wire.json_object import check_json_text, read_json_object, write_json_object
 
 
@@ -78,11 +78,11 @@ def score_items_from_proto(messages: Sequence[reward_pb2.ScoreItem]) -> list[Sco
     if len(messages) > MAX_ITEMS_PER_CALL:
         detail = f"{len(messages)} items, at most {MAX_ITEMS_PER_CALL}: send fewer items in a call"
         reject("ScoreRequest", "too_large", detail)
-    items, left = [], DEFAULT_LIMITS.max_values
+    items, left = [], LIMITS.max_values
     for message in messages:
         left -= check_json_text(message.extra_json, _extra_of(message))
         if left < 0:
-            most = DEFAULT_LIMITS.max_values
+            most = LIMITS.max_values
             detail = f"over {most} values in extra_json of all items: send fewer items in a call"
             reject("ScoreRequest", "too_large", detail)
         items.append(score_item_from_proto(message))

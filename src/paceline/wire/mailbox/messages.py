@@ -21,12 +21,13 @@ from paceline.core.samples.trajectory import (
     Float32Array,
     GroupRefusal,
     PromptGroup,
+    SampleHeader,
     ScoredHeader,
     Trajectory,
     TrajectoryHeader,
 )
 from paceline.core.training import DIGEST_BYTES
-from paceline.wire.fields import DEFAULT_LIMITS, MAX_NAME_CHARS, Fields, Limits, pack, pack_array, unpack
+from paceline.wire.fields import LIMITS, MAX_NAME_CHARS, Fields, pack, pack_array, unpack
 from paceline.wire.parts import (
     pack_context,
     pack_episode,
@@ -82,16 +83,14 @@ def encode_prompt_group(group: PromptGroup) -> bytes:
     )
 
 
-def decode_prompt_group(
-    data: bytes, *, vocab_size: int | None = None, limits: Limits = DEFAULT_LIMITS
-) -> PromptGroup:
+def decode_prompt_group(data: bytes, *, vocab_size: int | None = None) -> PromptGroup:
     """Reads and checks an order for samples.
 
     Raises:
         InvalidMessageError: the message is invalid; `reason` is a short word for why.
     """
-    fields = unpack(PROMPT_GROUP, data, limits)
-    seeds = fields.integers("seeds", max_items=limits.max_samples, maximum=_MAX_SEED)
+    fields = unpack(PROMPT_GROUP, data)
+    seeds = fields.integers("seeds", max_items=LIMITS.max_samples, maximum=_MAX_SEED)
     if not seeds:
         fields.reject("out_of_range", "seeds is empty: a group asks for at least one sample")
     return PromptGroup(
@@ -130,15 +129,13 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
     )
 
 
-def decode_trajectory(
-    data: bytes, *, vocab_size: int | None = None, limits: Limits = DEFAULT_LIMITS
-) -> Trajectory:
+def decode_trajectory(data: bytes, *, vocab_size: int | None = None) -> Trajectory:
     """Reads and checks a sample; its arrays are writable copies.
 
     Raises:
         InvalidMessageError: the message is invalid; `reason` is a short word for why.
     """
-    fields = unpack(TRAJECTORY, data, limits)
+    fields = unpack(TRAJECTORY, data)
     response = fields.token_ids("response_token_ids", vocab_size)
     log_probs = fields.array("response_log_probs", "<f4", min_items=1)
     mask = fields.array("response_mask", "|u1", min_items=1)
@@ -164,13 +161,13 @@ def decode_trajectory(
         finish_reason=read_choice(fields, "finish_reason", FinishReason),
         sampling=read_sampling(fields),
         seed=fields.integer("seed", maximum=_MAX_SEED),
-        segment_starts=_read_segment_starts(fields, mask, limits),
+        segment_starts=_read_segment_starts(fields, mask),
         images=read_images(fields),
     )
 
 
-def _read_segment_starts(fields: Fields, mask: Any, limits: Limits) -> tuple[int, ...]:
-    starts = fields.integers("segment_starts", max_items=limits.max_items, minimum=1, maximum=len(mask) - 1)
+def _read_segment_starts(fields: Fields, mask: Any) -> tuple[int, ...]:
+    starts = fields.integers("segment_starts", max_items=LIMITS.max_items, minimum=1, maximum=len(mask) - 1)
     if any(second <= first for first, second in itertools.pairwise(starts)):
         fields.reject("inconsistent", f"segment_starts do not rise: {starts[:8]}")
     if any(mask[start] for start in starts):
@@ -222,22 +219,28 @@ def encode_trajectory_header(header: TrajectoryHeader) -> bytes:
     return pack(
         HEADER,
         {
-            "run_id": header.run_id,
-            "trajectory_id": pack_trajectory_id(header.trajectory_id),
-            "policy": pack_policy(header.policy),
-            "blob_key": header.blob_key,
-            "blob_digest": header.blob_digest,
-            "num_prompt_tokens": header.num_prompt_tokens,
-            "num_response_tokens": header.num_response_tokens,
-            "num_sampled_tokens": header.num_sampled_tokens,
-            "finish_reason": header.finish_reason.value,
-            "server_id": header.server_id,
+            **_pack_header(header),
             "seconds": header.seconds,
             "context": pack_context(header.context),
             "episode": pack_episode(header.episode),
             "num_patches": header.num_patches or None,
         },
     )
+
+
+def _pack_header(header: SampleHeader) -> dict[str, Any]:
+    return {
+        "run_id": header.run_id,
+        "trajectory_id": pack_trajectory_id(header.trajectory_id),
+        "policy": pack_policy(header.policy),
+        "blob_key": header.blob_key,
+        "blob_digest": header.blob_digest,
+        "num_prompt_tokens": header.num_prompt_tokens,
+        "num_response_tokens": header.num_response_tokens,
+        "num_sampled_tokens": header.num_sampled_tokens,
+        "finish_reason": header.finish_reason.value,
+        "server_id": header.server_id,
+    }
 
 
 def encode_trajectory_group(headers: Sequence[TrajectoryHeader]) -> bytes:
@@ -256,60 +259,58 @@ def encode_trajectory_group(headers: Sequence[TrajectoryHeader]) -> bytes:
     )
 
 
-def decode_trajectory_header(data: bytes, *, limits: Limits = DEFAULT_LIMITS) -> TrajectoryHeader:
+def decode_trajectory_header(data: bytes) -> TrajectoryHeader:
     """Reads and checks a header.
 
     Raises:
         InvalidMessageError: the message is invalid; `reason` is a short word for why.
     """
-    return _read_header(unpack(HEADER, data, limits), limits)
+    return _read_header(unpack(HEADER, data))
 
 
-def decode_trajectory_headers(
-    data: bytes, *, limits: Limits = DEFAULT_LIMITS
-) -> TrajectoryHeader | tuple[TrajectoryHeader, ...]:
+def decode_trajectory_headers(data: bytes) -> TrajectoryHeader | tuple[TrajectoryHeader, ...]:
     """Reads and checks a message of the mailbox `trajectories`: a sample's header, or those of a group.
 
     Raises:
         InvalidMessageError: the message is invalid, or its headers are not all of its group.
     """
-    fields = unpack((HEADER, GROUP), data, limits)
+    fields = unpack((HEADER, GROUP), data)
     if fields.kind == HEADER:
-        return _read_header(fields, limits)
+        return _read_header(fields)
     group = (fields.integer("step"), read_purpose(fields), fields.integer("prompt_id"))
-    packed = fields.items("headers", max_items=limits.max_samples)
+    packed = fields.items("headers", max_items=LIMITS.max_samples)
     if not packed or any(type(header) is not bytes for header in packed):
         fields.reject("wrong_type", "headers must be a list of messages with at least one")
-    headers = tuple(decode_trajectory_header(header, limits=limits) for header in packed)
+    headers = tuple(decode_trajectory_header(header) for header in packed)
     ids = [header.trajectory_id for header in headers]
     if any((key.step, key.purpose, key.prompt_id) != group for key in ids) or len(set(ids)) < len(ids):
         fields.reject("inconsistent", "headers holds one of another group, or one twice")
     return headers
 
 
-def _read_header(fields: Fields, limits: Limits) -> TrajectoryHeader:
+def _read_header(fields: Fields) -> TrajectoryHeader:
     return TrajectoryHeader(
         run_id=fields.name("run_id"),
         trajectory_id=read_trajectory_id(fields),
         policy=read_policy(fields),
         blob_key=fields.name("blob_key"),
         blob_digest=read_blob_digest(fields),
-        num_prompt_tokens=fields.integer("num_prompt_tokens", minimum=1, maximum=limits.max_tokens),
-        num_response_tokens=fields.integer("num_response_tokens", minimum=1, maximum=limits.max_tokens),
-        num_sampled_tokens=fields.integer("num_sampled_tokens", minimum=0, maximum=limits.max_tokens),
+        num_prompt_tokens=fields.integer("num_prompt_tokens", minimum=1, maximum=LIMITS.max_tokens),
+        num_response_tokens=fields.integer("num_response_tokens", minimum=1, maximum=LIMITS.max_tokens),
+        num_sampled_tokens=fields.integer("num_sampled_tokens", minimum=0, maximum=LIMITS.max_tokens),
         finish_reason=read_choice(fields, "finish_reason", FinishReason),
         server_id=fields.name("server_id"),
         seconds=fields.number("seconds", minimum=0.0),
         context=read_context(fields),
         episode=read_episode(fields),
-        num_patches=_read_num_patches(fields, limits),
+        num_patches=_read_num_patches(fields),
     )
 
 
-def _read_num_patches(fields: Fields, limits: Limits) -> int:
+def _read_num_patches(fields: Fields) -> int:
     if fields.missing("num_patches"):
         return 0
-    return fields.integer("num_patches", minimum=1, maximum=limits.max_tokens)
+    return fields.integer("num_patches", minimum=1, maximum=LIMITS.max_tokens)
 
 
 def encode_scored_header(header: ScoredHeader) -> bytes:
@@ -317,16 +318,7 @@ def encode_scored_header(header: ScoredHeader) -> bytes:
     return pack(
         SCORED,
         {
-            "run_id": header.run_id,
-            "trajectory_id": pack_trajectory_id(header.trajectory_id),
-            "policy": pack_policy(header.policy),
-            "blob_key": header.blob_key,
-            "blob_digest": header.blob_digest,
-            "num_prompt_tokens": header.num_prompt_tokens,
-            "num_response_tokens": header.num_response_tokens,
-            "num_sampled_tokens": header.num_sampled_tokens,
-            "finish_reason": header.finish_reason.value,
-            "server_id": header.server_id,
+            **_pack_header(header),
             "generation_s": header.generation_s,
             "reward": header.reward,
             "components": dict(header.components),
@@ -367,14 +359,13 @@ def refusal_of(
     reason: str,
     detail: str,
     deliveries: int,
-    limits: Limits = DEFAULT_LIMITS,
 ) -> GroupRefusal | None:
     """The refusal of the group that a prompt group's message or one of the mailbox `trajectories` is about.
 
     The rest of the message may be invalid; None if not even the group can be read.
     """
     try:
-        fields = unpack((PROMPT_GROUP, HEADER, GROUP), message, limits)
+        fields = unpack((PROMPT_GROUP, HEADER, GROUP), message)
         if fields.kind == HEADER:
             sample = read_trajectory_id(fields)
             step, purpose, prompt_id = sample.step, sample.purpose, sample.prompt_id
@@ -396,14 +387,14 @@ def refusal_of(
         return None
 
 
-def decode_scored(data: bytes, *, limits: Limits = DEFAULT_LIMITS) -> ScoredHeader | GroupRefusal:
+def decode_scored(data: bytes) -> ScoredHeader | GroupRefusal:
     """Reads and checks a message of the mailbox `scored`: a scored header, or a group's refusal.
 
     Raises:
         InvalidMessageError: the message is invalid; `reason` is a short word for why.
     """
-    fields = unpack((SCORED, REFUSAL), data, limits)
-    return _read_refusal(fields) if fields.kind == REFUSAL else _read_scored_header(fields, limits)
+    fields = unpack((SCORED, REFUSAL), data)
+    return _read_refusal(fields) if fields.kind == REFUSAL else _read_scored_header(fields)
 
 
 def _read_refusal(fields: Fields) -> GroupRefusal:
@@ -420,7 +411,7 @@ def _read_refusal(fields: Fields) -> GroupRefusal:
     )
 
 
-def _read_scored_header(fields: Fields, limits: Limits) -> ScoredHeader:
+def _read_scored_header(fields: Fields) -> ScoredHeader:
     """Exactly one of reward and reward error is set."""
     reward = None if fields.missing("reward") else fields.number("reward")
     error = _read_reward_error(fields)
@@ -432,9 +423,9 @@ def _read_scored_header(fields: Fields, limits: Limits) -> ScoredHeader:
         policy=read_policy(fields),
         blob_key=fields.name("blob_key"),
         blob_digest=read_blob_digest(fields),
-        num_prompt_tokens=fields.integer("num_prompt_tokens", minimum=1, maximum=limits.max_tokens),
-        num_response_tokens=fields.integer("num_response_tokens", minimum=1, maximum=limits.max_tokens),
-        num_sampled_tokens=fields.integer("num_sampled_tokens", minimum=0, maximum=limits.max_tokens),
+        num_prompt_tokens=fields.integer("num_prompt_tokens", minimum=1, maximum=LIMITS.max_tokens),
+        num_response_tokens=fields.integer("num_response_tokens", minimum=1, maximum=LIMITS.max_tokens),
+        num_sampled_tokens=fields.integer("num_sampled_tokens", minimum=0, maximum=LIMITS.max_tokens),
         finish_reason=read_choice(fields, "finish_reason", FinishReason),
         server_id=fields.name("server_id"),
         generation_s=fields.number("generation_s", minimum=0.0),
@@ -445,16 +436,16 @@ def _read_scored_header(fields: Fields, limits: Limits) -> ScoredHeader:
         reward_s=fields.number("reward_s", minimum=0.0),
         text_key="" if fields.missing("text_key") else fields.name("text_key"),
         episode=read_episode(fields),
-        token_rewards=_read_token_rewards(fields, limits),
-        num_patches=_read_num_patches(fields, limits),
-        normalized=_read_normalized(fields, limits),
+        token_rewards=_read_token_rewards(fields),
+        num_patches=_read_num_patches(fields),
+        normalized=_read_normalized(fields),
     )
 
 
-def _read_normalized(fields: Fields, limits: Limits) -> tuple[Part, ...]:
+def _read_normalized(fields: Fields) -> tuple[Part, ...]:
     if fields.missing("normalized"):
         return ()
-    parts = fields.items("normalized", max_items=limits.max_items)
+    parts = fields.items("normalized", max_items=LIMITS.max_items)
     if bad := [part for part in parts if not _is_part(part)]:
         fields.reject("out_of_range", f"normalized holds {bad[0]!r:.80}")
     return tuple((name, value, weight) for name, value, weight in parts)
@@ -466,11 +457,11 @@ def _is_part(part: object) -> bool:
     return len(part[0]) <= MAX_NAME_CHARS and all(type(x) is float and math.isfinite(x) for x in part[1:])
 
 
-def _read_token_rewards(fields: Fields, limits: Limits) -> tuple[tuple[int, float], ...]:
+def _read_token_rewards(fields: Fields) -> tuple[tuple[int, float], ...]:
     if fields.missing("token_rewards"):
         return ()
-    largest = fields.integer("num_response_tokens", minimum=1, maximum=limits.max_tokens) - 1
-    pairs = fields.items("token_rewards", max_items=limits.max_items)
+    largest = fields.integer("num_response_tokens", minimum=1, maximum=LIMITS.max_tokens) - 1
+    pairs = fields.items("token_rewards", max_items=LIMITS.max_items)
     if bad := [pair for pair in pairs if not _is_token_reward(pair, largest)]:
         fields.reject("out_of_range", f"token_rewards holds {bad[0]!r:.80}")
     return tuple((position, float(part)) for position, part in pairs)
