@@ -262,3 +262,19 @@ def test_a_row_or_reward_that_no_run_could_use_is_refused(
     assert main(["init", "a.yaml", "--model", "model", "--data", "rows.jsonl", *words]) == 2
     assert sentence in capsys.readouterr().err
     assert not (project / "a.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("positions", "longest", "lengths"),
+    [
+        (1000, 64, (72, 928)),
+        (100, 60, (60, 40)),
+        (100, 30, (40, 60)),
+        (None, 64, (72, 1024)),
+        (80, 79, (79, 1)),
+    ],
+)
+def test_prompts_may_be_an_eighth_longer_than_those_looked_at(
+    positions: int | None, longest: int, lengths: tuple[int, int]
+) -> None:
+    assert init._lengths({"max_position_embeddings": positions}, longest) == lengths
