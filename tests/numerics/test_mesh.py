@@ -12,7 +12,7 @@ import torch
 
 from paceline.core.errors import ConfigError
 from paceline.learner.distributed.ranks import RankEnvironment, form_group, leave_group, open_store
-from support.learner_ranks import run_ranks
+from support.learner_ranks import WAIT_S, run_ranks
 
 pytestmark = pytest.mark.torch
 
@@ -26,7 +26,7 @@ def group_of(ranks: list[int], rank: int) -> dict[str, Any]:
         "sum": sum(numbers),
         "max": max(numbers),
         "all": numbers,
-        "timeout_s": 20.0,
+        "timeout_s": WAIT_S,
     }
 
 
@@ -55,6 +55,6 @@ def test_a_number_of_ranks_that_does_not_divide_is_refused() -> None:
     environment = RankEnvironment.read({})
     try:
         with pytest.raises(ConfigError, match="1 ranks cannot have the same rows in groups of 2"):
-            form_group(environment, open_store(environment, 20), torch.device("cpu"), 20, context=2)
+            form_group(environment, open_store(environment, WAIT_S), torch.device("cpu"), WAIT_S, context=2)
     finally:
         leave_group()

@@ -15,7 +15,7 @@ from typing import Any
 from paceline.sizing.machine import free_port
 
 TESTS = Path(__file__).resolve().parent.parent
-WAIT_S = 300
+WAIT_S = 300.0
 """How long a rank waits for the others; on a busy machine one of them may import torch for a minute."""
 
 
