@@ -8,9 +8,9 @@ from typing import Any
 
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
-from paceline.engines.memory import EngineMemory
+from paceline.engines.memory import GIB, EngineMemory
 from paceline.models.model_shape import ModelShape
-from paceline.sizing.learner_memory import GIB, LearnerMemory
+from paceline.sizing.learner_memory import LearnerMemory
 
 _RANKS = (1, 2, 4, 8)
 _ENGINE_GIB = 80

@@ -35,7 +35,7 @@ def scheme_of(url: str) -> str:
 
 
 def redact(text: str) -> str:
-    """The text with `***` in place of the user and password of every address in it.
+    """Returns the text with `***` in place of the user and password of every address in it.
 
     Of a Redis address everything up to the last @ of its line goes: a password that is not percent-encoded
     may hold any character.
@@ -46,7 +46,7 @@ def redact(text: str) -> str:
 
 
 def with_password(url: str, environ: Mapping[str, str]) -> str:
-    """The address with the password of the file that PACELINE_REDIS_PASSWORD_FILE names, if it has none.
+    """Adds the password of the file that PACELINE_REDIS_PASSWORD_FILE names to an address that has none.
 
     Raises:
         ConfigError: the file cannot be read or is empty.
@@ -80,7 +80,7 @@ def check_reach(url: str, *, insecure: bool) -> None:
 
 
 def split(url: str) -> SplitResult:
-    """The parts of an address.
+    """Returns the parts of an address.
 
     Raises:
         ConfigError: it cannot be read; the reason is left out, because it may hold a piece of the password.

@@ -116,11 +116,11 @@ class Broker(Protocol):
         ...
 
     async def length(self, stream: str) -> int:
-        """Number of entries in the stream, read or not."""
+        """Returns the number of entries in the stream, read or not."""
         ...
 
     async def all_done(self, stream: str, group: str) -> bool:
-        """Whether the group has taken and acknowledged every entry that the stream holds.
+        """Returns whether the group has taken and acknowledged every entry that the stream holds.
 
         A stream that does not exist holds none. A group that does not exist has taken none.
         """
@@ -139,7 +139,7 @@ class Broker(Protocol):
         ...
 
     async def get_blobs(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Values in the order of the keys, None for a missing one."""
+        """Returns the values in the order of the keys, None for a missing one."""
         ...
 
     async def delete_blobs(self, keys: Sequence[str]) -> None:

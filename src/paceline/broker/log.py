@@ -13,12 +13,12 @@ _PORTION = 512
 
 
 def is_after(entry_id: str, other: str) -> bool:
-    """Whether an entry comes after another of its stream, or after the position LOG_START."""
+    """Returns whether an entry comes after another of its stream, or after the position LOG_START."""
     return _parts(entry_id) > _parts(other)
 
 
 async def read_all(broker: Broker, stream: str) -> AsyncIterator[Entry]:
-    """Every entry that the stream holds; ends where nothing more is there at once."""
+    """Returns every entry that the stream holds; ends where nothing more is there at once."""
     position = LOG_START
     while entries := await broker.read_log(stream, after=position, max_entries=_PORTION, block_s=0.0):
         for entry in entries:

@@ -50,7 +50,7 @@ _NAMED_STORES: WeakValueDictionary[str, MemoryStore] = WeakValueDictionary()
 
 
 def named_store(name: str) -> MemoryStore:
-    """The store of `memory://NAME`, alive as long as a broker uses it; without a name a new store."""
+    """Returns the store of `memory://NAME`, alive as long as a broker uses it; without a name a new store."""
     if not name:
         return MemoryStore()
     return _NAMED_STORES.setdefault(name, MemoryStore())
@@ -198,13 +198,13 @@ class MemoryBroker:
             state.last_delivered = _number(entry_id)
 
     async def length(self, stream: str) -> int:
-        """Number of entries in the stream, read or not."""
+        """Returns the number of entries in the stream, read or not."""
         self._check_open()
         state = self._store.streams.get(stream)
         return len(state.entries) if state else 0
 
     async def all_done(self, stream: str, group: str) -> bool:
-        """Whether the group has taken and acknowledged every entry that the stream holds."""
+        """Returns whether the group has taken and acknowledged every entry that the stream holds."""
         self._check_open()
         state = self._store.streams.get(stream, _Stream())
         reader = state.groups.get(group, _Group())
@@ -234,7 +234,7 @@ class MemoryBroker:
         self._store.blobs[key] = value
 
     async def get_blobs(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Values in the order of the keys, None for a missing one."""
+        """Returns the values in the order of the keys, None for a missing one."""
         self._check_open()
         return [self._store.blobs.get(key) for key in keys]
 

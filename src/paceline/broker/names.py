@@ -8,12 +8,12 @@ CONTROLLER_GROUP = "controller"
 
 
 def prefix(run_id: str) -> str:
-    """The beginning of every name of the run."""
+    """Returns the beginning of every name of the run."""
     return f"paceline:{run_id}:"
 
 
 def prompts(run_id: str, version: int) -> str:
-    """Prompt groups for exactly one policy version: a server at another version cannot even read them."""
+    """Names the prompt groups for exactly one policy version: a server at another cannot even read them."""
     return f"{prefix(run_id)}prompts:v{version}"
 
 
@@ -23,18 +23,18 @@ def trajectories(run_id: str) -> str:
 
 
 def scored(run_id: str) -> str:
-    """Scored headers, for the barrier."""
+    """Names the scored headers, for the barrier."""
     return f"{prefix(run_id)}scored"
 
 
 def mailbox(stream: str) -> str:
-    """A stream's name without run and version: prompts, trajectories or scored."""
+    """Strips a stream's name of run and version: prompts, trajectories or scored."""
     *before, last = stream.split(":")
     return before[-1] if before and last[:1] == "v" and last[1:].isdecimal() else last
 
 
 def blob(run_id: str, trajectory_id: str, server_id: str, incarnation: str) -> str:
-    """The arrays of one sample.
+    """Names the arrays of one sample.
 
     Each start of a server has keys of its own: a copy that is generated again overwrites nothing. The
     barrier admits one copy and deletes the others.
@@ -43,22 +43,22 @@ def blob(run_id: str, trajectory_id: str, server_id: str, incarnation: str) -> s
 
 
 def text(blob_key: str) -> str:
-    """The decoded response of the sample with this blob, for the saved trajectories."""
+    """Names the decoded response of the sample with this blob, for the saved trajectories."""
     return f"{blob_key}:text"
 
 
 def learner_log_probs(blob_key: str) -> str:
-    """The learner's log-probs of the sample with this blob, for the saved trajectories."""
+    """Names the learner's log-probs of the sample with this blob, for the saved trajectories."""
     return f"{blob_key}:learner"
 
 
 def image(run_id: str, image_hash: str) -> str:
-    """The pixels of an image of the run's prompts; there as long as a step that needs it."""
+    """Names the pixels of an image of the run's prompts; there as long as a step that needs it."""
     return f"{prefix(run_id)}image:{image_hash}"
 
 
 def marker(run_id: str) -> str:
-    """A blob that the controller stores with the run's first data: where it is missing, the data was lost.
+    """Names a blob that the controller stores with the run's first data: without it, the data was lost.
 
     It says which server process holds the data (`Broker.incarnation`): another may lack the last messages.
     """

@@ -20,7 +20,7 @@ def open_broker(
     on_outage: Say | None = None,
     on_recovery: Say | None = None,
 ) -> Broker:
-    """A broker for redis://, rediss:// or unix:// (`ping` connects, this does not), or for memory://[NAME].
+    """Makes a broker for redis://, rediss:// or unix:// (`ping` connects, this does not), or memory://[NAME].
 
     Memory brokers of the same name in one process share their streams; without a name each has its own.
 

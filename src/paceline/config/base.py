@@ -42,7 +42,7 @@ OwnOptions = dict[str, bool | int | float | str | None]
 
 
 def own_path(path: str) -> str:
-    """The path of what is the user's own, if it has both parts."""
+    """Returns the path of what is the user's own, if it has both parts."""
     place, _, name = path.rpartition(":")
     if not place or not name:
         raise ValueError("write path/to/file.py:function or module:function; of an algorithm, its class")

@@ -179,7 +179,7 @@ class GuardConfig(Section):
         return limits is not None and Action.SKIP in limits.bounds
 
     def uses(self, action: Action) -> bool:
-        """Whether any rule in force may take the action."""
+        """Returns whether any rule in force may take the action."""
         return any(action in limits.bounds for limits in self.limits.values())
 
     @model_validator(mode="before")

@@ -46,7 +46,7 @@ def load(kind: type[S], path: str | Path, overrides: Iterable[str] = ()) -> S:
 
 
 def top_level_keys(path: str | Path) -> set[str]:
-    """The sections that a file has, or those that it extends; raises ConfigError like `load`."""
+    """Reads the sections that a file has, or those that it extends; raises ConfigError like `load`."""
     return set(_read(Path(path)))
 
 
@@ -75,7 +75,7 @@ def _blame(origin: str, faults: Sequence[str]) -> str:
 
 
 def dump_yaml(config: Section) -> str:
-    """The resolved configuration as YAML, every key with its value in force."""
+    """Returns the resolved configuration as YAML, every key with its value in force."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
@@ -126,7 +126,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def parse_yaml(text: str, source: Path) -> Any:
-    """What a YAML file holds; raises ConfigError if it is not YAML, or has a key twice in a mapping."""
+    """Reads what a YAML file holds; raises ConfigError if it is not YAML, or has a key twice in a mapping."""
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
@@ -265,13 +265,13 @@ def _types(kind: type[BaseModel], path: Sequence[str]) -> list[str]:
 
 
 def sections_in(annotation: Any) -> list[type[BaseModel]]:
-    """The sections that an annotation is, lists or chooses from."""
+    """Returns the sections that an annotation is, lists or chooses from."""
     parts = [annotation, *get_args(annotation)]
     return [part for part in parts if isinstance(part, type) and issubclass(part, BaseModel)]
 
 
 def section_types(field: FieldInfo) -> dict[str, type[BaseModel]]:
-    """The sections that a field chooses from by their `type`; empty for any other field."""
+    """Returns the sections that a field chooses from by their `type`; empty for any other field."""
     if not isinstance(field.discriminator, str):
         return {}
     return {

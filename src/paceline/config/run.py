@@ -71,7 +71,7 @@ class RunConfig(Section):
         return self.trainer.save_trajectories or self.trainer.dataflow is not None
 
     def with_compile(self, *, on_gpu: bool) -> RunConfig:
-        """The same with `actor.compile` chosen, where it is left open."""
+        """Returns the same with `actor.compile` chosen, where it is left open."""
         if self.actor.compile != "auto":
             return self
         chosen = self.actor.model_copy(update={"compile": on_gpu and self.model.lora is None})

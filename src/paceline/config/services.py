@@ -92,13 +92,13 @@ class TrainerConfig(Section):
         return dataflow
 
     def saves_after(self, step: int) -> bool:
-        """Whether a checkpoint follows a step in any case."""
+        """Returns whether a checkpoint follows a step in any case."""
         return step == self.total_steps or (self.save_freq > 0 and step % self.save_freq == 0)
 
     profile: ProfileConfig = ProfileConfig()
 
     def validates_after(self, step: int) -> bool:
-        """Whether a validation follows a step."""
+        """Returns whether a validation follows a step."""
         if step == self.total_steps:
             return self.test_freq != 0
         return self.test_freq is not None and self.test_freq > 0 and step % self.test_freq == 0

@@ -10,7 +10,7 @@ class Clock(Protocol):
     """`monotonic` seconds for durations and deadlines, `wall` seconds for records that people read."""
 
     def monotonic(self) -> float:
-        """Seconds since some fixed moment, never going back."""
+        """Returns the seconds since some fixed moment, never going back."""
         ...
 
     def wall(self) -> float:
@@ -22,7 +22,7 @@ class SystemClock:
     """Reads the clocks of this machine."""
 
     def monotonic(self) -> float:
-        """Seconds since some fixed moment, never going back."""
+        """Returns the seconds since some fixed moment, never going back."""
         return time.monotonic()
 
     def wall(self) -> float:

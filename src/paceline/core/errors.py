@@ -56,7 +56,7 @@ EXIT_FAILED, EXIT_GIVEN, EXIT_FINAL, EXIT_AGAIN = 1, 2, 3, 4
 
 
 def exit_code(error: BaseException) -> int:
-    """A process's exit code, which says whether starting the process again can help.
+    """Returns a process's exit code, which says whether starting the process again can help.
 
     2 where its inputs or the machine are unusable (GIVEN_ERRORS); 3 where the run itself cannot go on: a
     guard rule, impossible numbers, a checkpoint that does not fit; 4 where a start failed for a reason that

@@ -157,12 +157,12 @@ class Reading:
         return size if RULES[self.rule].sense is Sense.ABOVE else -size
 
     def threshold(self, bound: float) -> float:
-        """A bound in the units of the value."""
+        """Returns a bound in the units of the value."""
         return bound * self.reference if RULES[self.rule].relative else bound
 
 
 def crossed(limits: RuleLimits, reading: Reading) -> tuple[Action, ...]:
-    """The actions whose bound is crossed, mildest first.
+    """Returns the actions whose bound is crossed, mildest first.
 
     A value that is not a number crosses nothing; the rule `non_finite` counts those.
     """
@@ -180,7 +180,7 @@ def crossed(limits: RuleLimits, reading: Reading) -> tuple[Action, ...]:
 
 
 def describe(reading: Reading, bound: float, action: Action) -> str:
-    """The reading, the bound and its configuration key, in one clause."""
+    """Describes the reading, the bound and its configuration key, in one clause."""
     rule = RULES[reading.rule]
     of = f"{reading.network} " if reading.network else ""
     detail = f" ({reading.detail})" if reading.detail else ""
@@ -194,7 +194,7 @@ def describe(reading: Reading, bound: float, action: Action) -> str:
 
 
 def spread(values: Sequence[float]) -> float:
-    """The standard deviation over all values; exactly 0 where all are equal."""
+    """Returns the standard deviation over all values; exactly 0 where all are equal."""
     if min(values) == max(values):
         return 0.0
     mean = math.fsum(values) / len(values)
@@ -202,7 +202,7 @@ def spread(values: Sequence[float]) -> float:
 
 
 def worst(readings: Iterable[Reading]) -> list[Reading]:
-    """The worst reading of each rule and network, with all skipped steps, in order of first appearance."""
+    """Picks the worst reading per rule and network, with all skipped steps, in order of first appearance."""
     by_rule: dict[tuple[str, str], Reading] = {}
     for reading in readings:
         key = reading.rule, reading.network
@@ -224,7 +224,7 @@ class Histories:
     _values: dict[str, deque[float]] = field(default_factory=dict)
 
     def reference(self, name: str) -> float | None:
-        """The median of the values; None if there are fewer than `min_history`, or if it is not above 0."""
+        """Returns the median of the values; None if they are too few (`min_history`) or it is not above 0."""
         values = self._values.get(name, ())
         if len(values) < self.min_history:
             return None
@@ -240,7 +240,7 @@ class Histories:
             self._values.setdefault(name, deque(maxlen=self.window)).append(value)
 
     def streak(self, name: str, value: float) -> int:
-        """How many of the newest values in a row are `value`; at most `window`."""
+        """Returns how many of the newest values in a row are `value`; at most `window`."""
         values = reversed(self._values.get(name, ()))
         return sum(1 for _ in itertools.takewhile(lambda other: other == value, values))
 
@@ -270,5 +270,5 @@ class Adjustments:
     fixed_kl_coef: float | None = None
 
     def kl_coef(self, controlled: float) -> float:
-        """The coefficient in force, where the KL controller says `controlled`."""
+        """Returns the coefficient in force, where the KL controller says `controlled`."""
         return self.kl_scale * (controlled if self.fixed_kl_coef is None else self.fixed_kl_coef)

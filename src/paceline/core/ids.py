@@ -68,7 +68,7 @@ class TrajectoryId:
 def sample_seed(
     *, run_seed: int, step: int, prompt_id: int, sample_index: int, purpose: str = Purpose.TRAIN
 ) -> int:
-    """The sampling seed of one trajectory, in [0, 2**31).
+    """Returns the sampling seed of one trajectory, in [0, 2**31).
 
     A sample that is repeated after a crash gets the same tokens on any server; the same prompt in a later
     step gets others, and so it does for a dataflow's own purpose.
@@ -80,10 +80,10 @@ def sample_seed(
 
 
 def new_run_id(name: str = "run") -> str:
-    """A run id that sorts by start time: NAME-YYYYMMDD-HHMMSS-xxxx (UTC)."""
+    """Returns a run id that sorts by start time: NAME-YYYYMMDD-HHMMSS-xxxx (UTC)."""
     return f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
 
 
 def run_id_for(folder_name: str, name: str) -> str:
-    """The id of a run in a folder: the folder's name where `new_run_id` made it, else a new id."""
+    """Returns the id of a run in a folder: the folder's name where `new_run_id` made it, else a new id."""
     return folder_name if re.fullmatch(r".+-\d{8}-\d{6}-[0-9a-f]{4}", folder_name) else new_run_id(name)

@@ -110,7 +110,7 @@ anything else by its name."""
 
 
 def peer_to_plain(peer: Peer) -> str | list[str | int | None]:
-    """A peer as values that JSON and msgpack carry."""
+    """Returns a peer as values that JSON and msgpack carry."""
     match peer:
         case RankRef():
             return [peer.kind and peer.kind.value, peer.number]

@@ -38,7 +38,7 @@ class ScoreItem:
 
 
 def groups_of(items: Sequence[ScoreItem]) -> list[list[int]]:
-    """The places of the items of each group, by the place of its first; an item without a group is alone."""
+    """Finds the places of each group's items, by the place of its first; one without a group is alone."""
     groups: dict[tuple[str, int], list[int]] = {}
     for place, item in enumerate(items):
         key = (item.group, 0) if item.group else ("", place)

@@ -6,18 +6,18 @@ MAX_MESSAGE_CHARS = 500
 
 
 def encodable(text: str) -> str:
-    """The text with lone surrogates escaped; no encoding has a form for them."""
+    """Returns the text with lone surrogates escaped; no encoding has a form for them."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def printable(text: str) -> str:
-    """The text with control characters escaped, except for line ends and tabs."""
+    """Returns the text with control characters escaped, except for line ends and tabs."""
     return "".join(
         letter if letter.isprintable() or letter in "\n\t" else ascii(letter)[1:-1] for letter in text
     )
 
 
 def one_line(text: str) -> str:
-    """The text on one line, printable and encodable, cut off after `MAX_MESSAGE_CHARS`."""
+    """Returns the text on one line, printable and encodable, cut off after `MAX_MESSAGE_CHARS`."""
     line = printable(encodable(" ".join(text.split())))
     return line if len(line) <= MAX_MESSAGE_CHARS else f"{line[: MAX_MESSAGE_CHARS - 3]}..."

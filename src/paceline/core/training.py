@@ -42,7 +42,7 @@ class BatchRow:
 
 
 def batch_digest(policy: PolicyTag, rows: Iterable[BatchRow]) -> str:
-    """What identifies a batch: BLAKE2b of the policy and, row by row, of trajectory, blob digest and scores.
+    """Identifies a batch: BLAKE2b of the policy and, row by row, of trajectory, blob digest and scores.
 
     Returns:
         32 hexadecimal digits; equal for batches that train alike, whatever keys their blobs have.

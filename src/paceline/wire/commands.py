@@ -8,7 +8,7 @@ import msgpack
 
 
 def encode_command(name: str, arguments: Mapping[str, object]) -> bytes:
-    """A command's name and its arguments: numbers, text and bytes by name."""
+    """Packs a command's name and its arguments: numbers, text and bytes by name."""
     packed: bytes = msgpack.packb([name, dict(arguments)])
     return packed
 

@@ -47,7 +47,7 @@ LIMITS = Limits()
 
 
 def pack(kind: str, fields: dict[str, Any]) -> bytes:
-    """A message's bytes: its schema version, its kind, its fields; lone surrogates in text are escaped.
+    """Packs a message: its schema version, its kind, its fields; lone surrogates in text are escaped.
 
     Raises:
         InvalidMessageError: a field holds a value that msgpack cannot express.
@@ -159,7 +159,7 @@ class Fields:
         self.reject("wrong_type", f"{name} is a {type(value).__name__}, wanted {wanted}")
 
     def integer(self, name: str, *, minimum: int = 0, maximum: int = INT64_MAX) -> int:
-        """An integer in [minimum, maximum]; a bool is rejected."""
+        """Reads an integer in [minimum, maximum]; a bool is rejected."""
         return self._integer(name, self._get(name), minimum, maximum)
 
     def _integer(self, name: str, value: Any, minimum: int, maximum: int) -> int:
@@ -172,12 +172,12 @@ class Fields:
     def integers(
         self, name: str, *, max_items: int, minimum: int = 0, maximum: int = INT64_MAX
     ) -> tuple[int, ...]:
-        """A list of at most `max_items` integers."""
+        """Reads a list of at most `max_items` integers."""
         values = self.items(name, max_items=max_items)
         return tuple(self._integer(name, value, minimum, maximum) for value in values)
 
     def number(self, name: str, *, minimum: float = -math.inf, maximum: float = math.inf) -> float:
-        """A finite number in [minimum, maximum]."""
+        """Reads a finite number in [minimum, maximum]."""
         return self._number(name, self._get(name), minimum, maximum)
 
     def _number(self, name: str, value: Any, minimum: float, maximum: float) -> float:
@@ -194,11 +194,11 @@ class Fields:
         return number
 
     def text(self, name: str) -> str:
-        """Text within the limits, possibly empty."""
+        """Reads text within the limits, possibly empty."""
         return self._text(name, self._get(name), LIMITS.max_text_chars)
 
     def name(self, name: str) -> str:
-        """A short, non-empty text: an id or a key."""
+        """Reads a short, non-empty text: an id or a key."""
         value = self._text(name, self._get(name), MAX_NAME_CHARS)
         if not value:
             self.reject("out_of_range", f"{name} is empty")
@@ -212,7 +212,7 @@ class Fields:
         return value
 
     def items(self, name: str, *, max_items: int) -> list[Any]:
-        """A list of at most `max_items` values, which the caller checks."""
+        """Reads a list of at most `max_items` values, which the caller checks."""
         value = self._get(name)
         if type(value) is not list:
             self._wrong_type(name, value, "a list")
@@ -221,18 +221,18 @@ class Fields:
         return value
 
     def missing(self, name: str) -> bool:
-        """Whether an optional field is absent or nil."""
+        """Returns whether an optional field is absent or nil."""
         return self._content.get(name) is None
 
     def nested(self, name: str) -> Fields:
-        """A mapping, opened as fields of its own."""
+        """Reads a mapping, opened as fields of its own."""
         value = self._get(name)
         if type(value) is not dict:
             self._wrong_type(name, value, "a mapping")
         return Fields(f"{self._kind}.{name}", value)
 
     def mappings(self, name: str, *, max_items: int) -> list[Fields]:
-        """A list of mappings, each opened as fields of its own."""
+        """Reads a list of mappings, each opened as fields of its own."""
         items = self.items(name, max_items=max_items)
         for item in items:
             if type(item) is not dict:
@@ -240,7 +240,7 @@ class Fields:
         return [Fields(f"{self._kind}.{name}", item) for item in items]
 
     def numbers(self, name: str) -> dict[str, float]:
-        """A mapping of short names to finite numbers."""
+        """Reads a mapping of short names to finite numbers."""
         value = self._get(name)
         if type(value) is not dict:
             self._wrong_type(name, value, "a mapping")
@@ -254,7 +254,7 @@ class Fields:
         }
 
     def plain(self, name: str) -> dict[str, object]:
-        """A mapping of JSON values: text keys; text, finite numbers, bools, None, lists, mappings."""
+        """Reads a mapping of JSON values: text keys; text, finite numbers, bools, None, lists, mappings."""
         value = self._get(name)
         if type(value) is not dict:
             self._wrong_type(name, value, "a mapping")
@@ -264,7 +264,7 @@ class Fields:
         return value
 
     def array(self, name: str, dtype: str, *, min_items: int) -> npt.NDArray[Any]:
-        """A packed little-endian array of shape (n,), n >= min_items, copied to native byte order."""
+        """Reads a packed little-endian array of shape (n,), n >= min_items, copied to native byte order."""
         value = self._get(name)
         if type(value) is not bytes:
             self._wrong_type(name, value, "bytes")
@@ -281,7 +281,7 @@ class Fields:
         return np.frombuffer(value, dtype=packed).astype(native)
 
     def token_ids(self, name: str, vocab_size: int | None) -> npt.NDArray[np.int32]:
-        """Token ids (n,), n >= 1, all in [0, 2**31) and below `vocab_size` where it is given."""
+        """Reads token ids (n,), n >= 1, all in [0, 2**31) and below `vocab_size` where it is given."""
         ids: npt.NDArray[np.int32] = self.array(name, "<i4", min_items=1)
         # As an unsigned number a negative id exceeds every allowed one, so a single pass checks both bounds.
         limit = 2**31 if vocab_size is None else vocab_size
@@ -293,7 +293,7 @@ class Fields:
 
 
 def plain_problem(value: object, depth: int) -> tuple[str, str] | None:
-    """Why a value is no plain data: (reason, detail), or None if it is."""
+    """Says why a value is no plain data: (reason, detail), or None if it is."""
     if value is None or type(value) in (str, bool):
         return None
     if type(value) is int:
@@ -318,7 +318,7 @@ _DTYPES = {name: (np.dtype(name), np.dtype(name).newbyteorder("=")) for name in 
 
 
 def pack_array(name: str, array: npt.NDArray[Any], dtype: str) -> bytes:
-    """An array of shape (n,) as little-endian bytes; its dtype must already be the one on the wire."""
+    """Packs an array of shape (n,) as little-endian bytes; its dtype must already be the one on the wire."""
     wanted, native = _DTYPES[dtype]
     if array.ndim != 1 or array.dtype != native:
         raise InvalidMessageError(

@@ -19,7 +19,7 @@ MAX_JSON_BYTES = 16 * 2**20
 
 
 def write_json_object(value: Mapping[str, object], subject: str) -> str:
-    """A JSON object as text that `read_json_object` accepts.
+    """Returns a JSON object as text that `read_json_object` accepts.
 
     Raises:
         InvalidMessageError: it holds what JSON cannot express, or is too large.

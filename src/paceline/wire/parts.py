@@ -22,7 +22,7 @@ _Choice = TypeVar("_Choice", bound=enum.Enum)
 
 
 def pack_trajectory_id(trajectory_id: TrajectoryId) -> list[Any]:
-    """[purpose, step, prompt id, sample index]: the order of its text form."""
+    """Packs [purpose, step, prompt id, sample index]: the order of its text form."""
     return [
         trajectory_id.purpose,
         trajectory_id.step,
@@ -96,7 +96,7 @@ def read_sampling(fields: Fields) -> SamplingSpec:
 
 
 def pack_context(context: RewardContext) -> dict[str, Any]:
-    """Field by field; `extra` must be plain data, and its tuples arrive as lists."""
+    """Packs field by field; `extra` must be plain data, and its tuples arrive as lists."""
     extra = dict(context.extra)
     problem = plain_problem(extra, LIMITS.max_depth)
     if problem:
@@ -132,7 +132,7 @@ def read_blob_digest(fields: Fields) -> str:
 
 
 def read_choice(fields: Fields, name: str, choices: type[_Choice]) -> _Choice:
-    """A field that holds the value of one of an Enum's members."""
+    """Reads a field that holds the value of one of an Enum's members."""
     value = fields.name(name)
     try:
         return choices(value)
@@ -154,7 +154,7 @@ def _check_purpose(fields: Fields, purpose: str) -> str:
 
 
 def pack_episode(episode: EpisodeOutcome | None) -> dict[str, Any] | None:
-    """An episode's outcome as a mapping; None for a single answer."""
+    """Packs an episode's outcome as a mapping; None for a single answer."""
     if episode is None:
         return None
     return {
@@ -183,7 +183,7 @@ def read_episode(fields: Fields) -> EpisodeOutcome | None:
 
 
 def pack_messages(messages: Sequence[Mapping[str, object]]) -> list[Any] | None:
-    """Chat messages as a list of mappings; None if there are none."""
+    """Packs chat messages as a list of mappings; None if there are none."""
     problem = plain_problem(list(messages), LIMITS.max_depth)
     if problem:
         raise InvalidMessageError(f"chat messages cannot be encoded: {problem[1]}", reason=problem[0])
@@ -191,7 +191,7 @@ def pack_messages(messages: Sequence[Mapping[str, object]]) -> list[Any] | None:
 
 
 def read_messages(fields: Fields) -> tuple[Mapping[str, object], ...]:
-    """The field `messages`: mappings of JSON values."""
+    """Reads the field `messages`: mappings of JSON values."""
     if fields.missing("messages"):
         return ()
     items = fields.items("messages", max_items=LIMITS.max_items)
@@ -204,12 +204,12 @@ def read_messages(fields: Fields) -> tuple[Mapping[str, object], ...]:
 
 
 def pack_images(images: Sequence[Image]) -> list[Any] | None:
-    """Hash and grid of each image; None if there are none."""
+    """Packs hash and grid of each image; None if there are none."""
     return [{"hash": image.hash, "grid_thw": list(image.grid)} for image in images] or None
 
 
 def read_images(fields: Fields) -> tuple[Image, ...]:
-    """The field `images`; their patches are no more than the tokens that a message may hold."""
+    """Reads the field `images`; their patches are no more than the tokens that a message may hold."""
     if fields.missing("images"):
         return ()
     images = tuple(_read_image(item) for item in fields.mappings("images", max_items=LIMITS.max_items))

@@ -12,9 +12,9 @@ import pytest
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
-from paceline.engines.memory import EngineMemory
+from paceline.engines.memory import CONTEXT, GIB, EngineMemory
 from paceline.models.model_shape import ModelShape
-from paceline.sizing.learner_memory import CONTEXT, GIB, LearnerMemory, longest_row
+from paceline.sizing.learner_memory import LearnerMemory, longest_row
 from paceline.sizing.memory_plan import MemoryPlan
 
 SEVEN = {

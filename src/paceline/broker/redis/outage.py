@@ -83,7 +83,7 @@ class Outage:
         return self._since_s is not None
 
     def is_recent(self, seconds: float) -> bool:
-        """Whether there is an outage, or the last was over less than `seconds` seconds ago."""
+        """Returns whether there is an outage, or the last was over less than `seconds` seconds ago."""
         return self.is_on or self._clock.monotonic() - self._over_s < seconds
 
     def note_failure(self, command: str, trouble: Trouble, limit_s: float) -> float:

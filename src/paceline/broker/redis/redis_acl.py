@@ -14,7 +14,7 @@ COMMANDS = (
 
 
 def acl_line(user: str, password: str, *, keys: str = "paceline:*") -> str:
-    """A line of Redis' ACL file, with the password's hash.
+    """Writes a line of Redis' ACL file, with the password's hash.
 
     Args:
         user: its name.
@@ -26,5 +26,5 @@ def acl_line(user: str, password: str, *, keys: str = "paceline:*") -> str:
 
 
 def rules(keys: str = "paceline:*") -> str:
-    """What the user may do."""
+    """Lists what the user may do."""
     return " ".join(["resetchannels", f"~{keys}", "-@all", *(f"+{command}" for command in COMMANDS)])

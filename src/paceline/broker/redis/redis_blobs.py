@@ -57,7 +57,7 @@ class BlobClient:
         self.close()
 
     def get(self, keys: Sequence[str]) -> list[bytes]:
-        """Values in the order of the keys.
+        """Returns the values in the order of the keys.
 
         Raises:
             LostDataError: blobs are missing; names them.

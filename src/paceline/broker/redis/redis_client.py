@@ -85,7 +85,7 @@ class RedisClient:
         self._blocking = asyncio.Semaphore(max_connections - reserved_connections)
 
     async def run(self, *words: Any, limit_s: float | None = None) -> Any:
-        """The server's reply; `limit_s` is the longest outage that this command waits through, if shorter.
+        """Returns the server's reply; `limit_s` is the longest outage to wait through, if shorter.
 
         Raises:
             BrokerError: the outage lasted too long, or the server refuses the command.
@@ -96,7 +96,7 @@ class RedisClient:
         )
 
     async def run_blocking(self, *words: Any, block_s: float) -> Any:
-        """The reply to a command that the server answers after up to `block_s` seconds."""
+        """Returns the reply to a command that the server answers after up to `block_s` seconds."""
 
         async def block() -> Any:
             async with self._blocking:

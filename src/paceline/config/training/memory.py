@@ -71,7 +71,7 @@ class MemoryConfig(Section):
         return None in (self.keep_gathered, self.accumulate, self.offload) or self.recompute == "auto"
 
     def with_rest_of(self, other: MemoryConfig) -> MemoryConfig:
-        """The same with the other's values where something is left open."""
+        """Returns the same with the other's values where something is left open."""
         chosen = {
             name: getattr(other, name)
             for name in MemoryConfig.model_fields

@@ -39,7 +39,7 @@ class PolicyLossOptions(Section):
         return ()
 
     def arguments(self, default: Clip) -> dict[str, Any]:
-        """The keyword arguments of the loss's function; `default` is the clip of `actor.*`.
+        """Returns the keyword arguments of the loss's function; `default` is the clip of `actor.*`.
 
         Raises:
             ValueError: the values do not make sense together.
@@ -215,7 +215,7 @@ class CustomLoss(PolicyLossOptions):
         return self.scalable
 
     def arguments(self, default: Clip) -> dict[str, Any]:
-        """The options as they are."""
+        """Returns the options as they are."""
         return dict(self.options)
 
 

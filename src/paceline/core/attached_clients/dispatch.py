@@ -105,21 +105,21 @@ class TaskDispatcher:
     # --- clients
 
     def join(self, name: str, *, window: int, sources: frozenset[str] = frozenset()) -> int:
-        """A client has attached; its number."""
+        """Notes that a client has attached; returns its number."""
         number = next(self._numbers)
         self._clients[number] = _Client(name, sources, window)
         return number
 
     def resize(self, client: int, window: int) -> None:
-        """A client takes more or fewer tasks at a time."""
+        """Notes that a client takes more or fewer tasks at a time."""
         self._clients[client].window = window
 
     def take_no_more(self, client: int) -> None:
-        """A client will leave: it answers what it has, and gets nothing more."""
+        """Lets a client leave: it answers what it has and gets nothing more."""
         self._clients[client].is_leaving = True
 
     def leave(self, client: int) -> list[Failure]:
-        """A client is gone; its tasks go to others, but for those that have been tried too often."""
+        """Notes that a client is gone; its tasks go to others, unless they have been tried too often."""
         gone = self._clients.pop(client)
         failures = []
         # The lowest ticket, which was submitted first, comes to the head of the queue last.
@@ -131,14 +131,14 @@ class TaskDispatcher:
     # --- tasks
 
     def submit(self, source: str, *, until: float) -> int:
-        """A task of a data source; its ticket. It fails if no client has been given it by `until`."""
+        """Adds a task of a data source; returns its ticket. It fails if no client is given it by `until`."""
         ticket = next(self._tickets)
         self._tasks[ticket] = _Task(source, until)
         self._queues.setdefault(source, deque()).append(ticket)
         return ticket
 
     def withdraw(self, ticket: int) -> None:
-        """Nobody waits for a task any more; harmless when it has ended."""
+        """Drops a task that nobody waits for any more; harmless when it has ended."""
         task = self._tasks.pop(ticket, None)
         if task is not None and task.client is not None:
             client = self._clients[task.client]
@@ -146,7 +146,7 @@ class TaskDispatcher:
             client.late.add(ticket)
 
     def answer(self, client: int, ticket: int) -> Reception:
-        """A client has answered a task, which ends if the answer is TAKEN."""
+        """Notes that a client has answered a task, which ends if the answer is TAKEN."""
         answering = self._clients[client]
         if ticket in answering.tickets:
             answering.tickets.discard(ticket)
@@ -159,7 +159,7 @@ class TaskDispatcher:
         return Reception.STRAY
 
     def is_confused(self, client: int) -> bool:
-        """Whether a client has answered too many tasks that it did not have."""
+        """Returns whether a client has answered too many tasks that it did not have."""
         return self._clients[client].strays > MAX_STRAYS
 
     def assign(self, now: float) -> list[Assignment]:

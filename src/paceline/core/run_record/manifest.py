@@ -14,7 +14,7 @@ SCHEMA = 2
 
 
 def manifest_text(fields: Mapping[str, Any]) -> str:
-    """The file's text, with schema and digest."""
+    """Returns the file's text, with schema and digest."""
     tree = {**fields, "schema": SCHEMA}
     return json.dumps({**tree, "digest": _digest(tree)}, indent=1, sort_keys=True)
 

@@ -211,7 +211,7 @@ _PATTERNS = {
 
 
 def meaning(name: str) -> str:
-    """What a number of metrics.jsonl says; "" where that is written nowhere."""
+    """Says what a number of metrics.jsonl is; "" where that is written nowhere."""
     if name in STEP_METRICS:
         return STEP_METRICS[name]
     return next((text for pattern, text in _PATTERNS.items() if pattern.fullmatch(name)), "")

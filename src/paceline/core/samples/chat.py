@@ -25,7 +25,7 @@ class ToolSpec:
     parameters: Mapping[str, object]
 
     def to_template(self) -> dict[str, object]:
-        """The form that chat templates take."""
+        """Returns the form that chat templates take."""
         function = {
             "name": self.name,
             "description": self.description,

@@ -77,7 +77,7 @@ class ImageSpec:
 def placeholder_ranges(
     prompt_token_ids: npt.ArrayLike, images: Sequence[LoadedImage], spec: ImageSpec
 ) -> tuple[PlaceholderRange, ...]:
-    """Where the placeholders of each image stand in its prompt, in the order of the images.
+    """Says where the placeholders of each image stand in its prompt, in the order of the images.
 
     Raises:
         DataError: the prompt's placeholders are not those of the images, or an image was prepared for another

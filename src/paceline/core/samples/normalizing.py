@@ -38,12 +38,12 @@ class Scale:
         return cls(unit, mean, std if std > _ROUNDING else 0.0)
 
     def apply(self, value: float) -> float:
-        """The value in standard deviations from the mean."""
+        """Returns the value in standard deviations from the mean."""
         return (value / self.unit - self.mean) / self.std if self.std else 0.0
 
 
 def scales(samples: Iterable[Sequence[Part]]) -> dict[str, Scale]:
-    """The scale of each component over the samples to train."""
+    """Returns the scale of each component over the samples to train."""
     values: dict[str, list[float]] = {}
     for parts in samples:
         for name, value, _ in parts:
@@ -52,7 +52,7 @@ def scales(samples: Iterable[Sequence[Part]]) -> dict[str, Scale]:
 
 
 def normalized(reward: float, parts: Sequence[Part], by_name: Mapping[str, Scale]) -> float:
-    """A sample's reward with its components normalised; those without a scale stay as they are."""
+    """Returns a sample's reward with its components normalised; those without a scale stay as they are."""
     terms = [reward]
     for name, value, weight in parts:
         if name in by_name:

@@ -85,7 +85,7 @@ class PromptGroup:
         return len(self.seeds)
 
     def trajectory_id(self, sample_index: int) -> TrajectoryId:
-        """The id of one of the samples."""
+        """Returns the id of one of the samples."""
         return TrajectoryId(
             step=self.step, purpose=str(self.purpose), prompt_id=self.prompt_id, sample_index=sample_index
         )
@@ -122,7 +122,7 @@ class Trajectory:
 
 
 def sampled_spans(mask: UInt8Array) -> list[tuple[int, int]]:
-    """First and one past the last token of each turn, by `Trajectory.response_mask`."""
+    """Returns the first and one past the last token of each turn, by `Trajectory.response_mask`."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask != 0, [0]])))
     return [(int(first), int(stop)) for first, stop in edges.reshape(-1, 2)]
 

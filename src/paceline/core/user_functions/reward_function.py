@@ -65,7 +65,7 @@ class RewardFunction:
         return f"it has {', '.join(sorted(self.named))}" if self.named else "it has none"
 
     def keywords(self, item: ScoreItem, arguments: Mapping[str, object]) -> dict[str, object]:
-        """The keyword arguments of its call for one item.
+        """Returns the keyword arguments of its call for one item.
 
         `arguments` take precedence over the item's fields.
 
@@ -182,7 +182,7 @@ def _kind_of_object(function: object) -> str:
 
 
 def check_values(name: str, returned: object, count: int) -> list[object]:
-    """What a function returned for several items, as a list with one value for each; they are not checked.
+    """Takes what a function returned for several items as a list with one value for each, not checked.
 
     Raises:
         RewardError: WRONG_COUNT for anything else.
@@ -213,7 +213,7 @@ def check_extra_keys(extra_keys: Sequence[str]) -> None:
 
 
 def check_value(name: str, returned: object) -> tuple[float, dict[str, float]]:
-    """A function's return value as its value and its further components (named `name/key`).
+    """Splits a function's return value into its value and its further components (named `name/key`).
 
     Raises:
         RewardError: WRONG_TYPE for anything but a number or a dict of numbers with "score" (or "reward");
@@ -227,7 +227,7 @@ def check_value(name: str, returned: object) -> tuple[float, dict[str, float]]:
 
 
 def kind_of(error: BaseException) -> RewardErrorKind:
-    """The kind of an exception. TimeoutError and ConnectionError tell that another attempt may help."""
+    """Returns the kind of an exception. TimeoutError and ConnectionError say that another try may help."""
     if isinstance(error, RewardError):
         return error.kind
     if isinstance(error, TimeoutError):
@@ -238,7 +238,7 @@ def kind_of(error: BaseException) -> RewardErrorKind:
 
 
 def describe(name: str, error: BaseException) -> str:
-    """An exception that a function raised, on one line."""
+    """Describes an exception that a function raised, on one line."""
     try:
         text = str(error)
     except Exception:  # noqa: BLE001  an exception whose own __str__ raises

@@ -25,7 +25,7 @@ _TYPES: Mapping[object, str] = {
 
 
 def describe_tool(reference: str, function: object) -> ToolSpec:
-    """The tool that a function is: its name, its docstring, its parameters by their annotations.
+    """Describes the tool that a function is: its name, its docstring, its parameters by their annotations.
 
     Raises:
         ConfigError: it is no function, has no docstring, or a parameter that cannot be given by name.
@@ -51,7 +51,7 @@ def describe_tool(reference: str, function: object) -> ToolSpec:
 
 
 def argument_problem(spec: ToolSpec, arguments: Mapping[str, object]) -> str:
-    """Why a call cannot be made with these arguments, for the model to read; "" if it can."""
+    """Says why a call cannot be made with these arguments, for the model to read; "" if it can."""
     known: Any = spec.parameters.get("properties", {})
     needed: Any = spec.parameters.get("required", [])
     has = f"it has {', '.join(known) or 'none'}"
@@ -63,7 +63,7 @@ def argument_problem(spec: ToolSpec, arguments: Mapping[str, object]) -> str:
 
 
 def result_text(returned: object) -> str:
-    """What a tool returned as text: a string as it is, other values as JSON where they have such a form."""
+    """Writes what a tool returned as text: a string as it is, other values as JSON where that is possible."""
     if isinstance(returned, str):
         return encodable(returned)
     if returned is None:

@@ -13,7 +13,7 @@ from paceline.core.text import one_line
 
 
 def find_function(reference: str, subject: str) -> object:
-    """The object that `reference` names.
+    """Finds the object that `reference` names.
 
     Args:
         reference: `module:function` or `path/to/file.py:function`, both parts not empty; a path is relative

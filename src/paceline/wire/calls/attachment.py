@@ -50,7 +50,7 @@ GroupResult = Result | tuple[tuple[str, Result], ...]
 
 
 def scorer_message_to_proto(message: FromClient[GroupAnswer]) -> reward_pb2.ScorerMessage:
-    """What an attached scorer says, as a message."""
+    """Writes what an attached scorer says, as a message."""
 
     def answers(rows: Sequence[tuple[int, GroupAnswer]]) -> reward_pb2.ScoreAnswers:
         return reward_pb2.ScoreAnswers(answers=[_answer_to_proto(*row) for row in rows])
@@ -87,7 +87,7 @@ def _answer_from_proto(row: reward_pb2.ScoreAnswer) -> GroupResult:
 
 
 def gateway_message_to_proto(message: ToClient[Task]) -> reward_pb2.GatewayMessage:
-    """What a scorer is sent, as a message."""
+    """Writes what a scorer is sent, as a message."""
 
     def work(tasks: Sequence[tuple[int, Task]]) -> reward_pb2.ScoreTasks:
         return reward_pb2.ScoreTasks(tasks=[_task_to_proto(*task) for task in tasks])
@@ -133,7 +133,7 @@ def result_or_error(message: reward_pb2.ScoreResult) -> Result:
 def client_message_to_proto(
     message: FromClient[T], kind: Callable[..., P], answers: Callable[[Sequence[tuple[int, T]]], object]
 ) -> P:
-    """What a client says, as a message of this kind; `answers` makes its field of that name."""
+    """Writes what a client says, as a message of this kind; `answers` makes its field of that name."""
     match message:
         case Hello():
             return kind(hello=hello_to_proto(message))
@@ -171,7 +171,7 @@ def client_message_from_proto(message: Any, read: Callable[[Any], T]) -> FromCli
 def server_message_to_proto(
     message: ToClient[T], kind: Callable[..., P], work: Callable[[Sequence[tuple[int, T]]], object]
 ) -> P:
-    """What a client is sent, as a message of this kind; `work` makes its field of that name."""
+    """Writes what a client is sent, as a message of this kind; `work` makes its field of that name."""
     match message:
         case Welcome():
             return kind(welcome=welcome_to_proto(message))
@@ -204,7 +204,7 @@ def _empty(message: Any) -> InvalidMessageError:
 
 
 def hello_to_proto(hello: Hello) -> attachment_pb2.AttachHello:
-    """A hello as a message."""
+    """Writes a hello as a message."""
     return attachment_pb2.AttachHello(
         contract=hello.contract,
         name=hello.name,
@@ -243,7 +243,7 @@ def hello_from_proto(message: attachment_pb2.AttachHello) -> Hello:
 
 
 def welcome_to_proto(welcome: Welcome) -> attachment_pb2.AttachWelcome:
-    """A welcome as a message."""
+    """Writes a welcome as a message."""
     return attachment_pb2.AttachWelcome(
         contract=welcome.contract, run_id=welcome.run_id, answer_within_s=welcome.answer_within_s
     )
@@ -265,7 +265,7 @@ def welcome_from_proto(message: attachment_pb2.AttachWelcome) -> Welcome:
 
 
 def leave_to_proto(leave: Leave) -> attachment_pb2.AttachLeave:
-    """A leave as a message."""
+    """Writes a leave as a message."""
     return attachment_pb2.AttachLeave(reason=leave.reason, for_good=leave.for_good)
 
 

@@ -21,7 +21,7 @@ _MAX_CALLS = 256
 
 
 def message_to_proto(message: Message) -> pb.ChatMessage:
-    """A message; lone surrogates are escaped, and arguments that cannot be sent are the call's problem."""
+    """Writes a message; lone surrogates are escaped, arguments that cannot be sent are the call's problem."""
     return pb.ChatMessage(
         role=message.role,
         content=encodable(message.content),
@@ -56,7 +56,7 @@ def messages_from_proto(messages: Iterable[pb.ChatMessage]) -> tuple[Message, ..
 
 
 def tool_to_proto(tool: ToolSpec) -> pb.ToolDescription:
-    """A tool's description; raises InvalidMessageError if its schema is no plain data."""
+    """Writes a tool's description; raises InvalidMessageError if its schema is no plain data."""
     parameters = write_json_object(tool.parameters, "ToolDescription")
     return pb.ToolDescription(name=tool.name, description=tool.description, parameters_json=parameters)
 
@@ -74,7 +74,7 @@ def tool_from_proto(message: pb.ToolDescription) -> ToolSpec:
 
 
 def grade_from_proto(message: pb.EpisodeGrade) -> tuple[float | None, dict[str, float]]:
-    """The reward, None if there is none, and the components.
+    """Reads the reward, None if there is none, and the components.
 
     Raises:
         InvalidMessageError: a number is not finite.

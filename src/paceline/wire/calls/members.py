@@ -20,7 +20,7 @@ _STATES: dict[MemberKind, type[RolloutState] | type[LearnerState] | type[RewardS
 
 
 def member_kind_to_proto(kind: MemberKind) -> common_pb2.MemberKind.ValueType:
-    """A kind as its number in the protocol."""
+    """Writes a kind as its number in the protocol."""
     return _KIND_NUMBERS[kind]
 
 

@@ -20,7 +20,7 @@ from paceline.wire.json_object import read_json_object, write_json_object
 
 
 def player_message_to_proto(message: FromClient[Played]) -> pb.PlayerMessage:
-    """What an environment says, as a message."""
+    """Writes what an environment says, as a message."""
 
     def answers(rows: Sequence[tuple[int, Played]]) -> pb.PlayAnswers:
         return pb.PlayAnswers(answers=[_played_to_proto(ticket, played) for ticket, played in rows])
@@ -39,7 +39,7 @@ def player_message_from_proto(message: pb.PlayerMessage) -> FromClient[Played]:
 
 
 def play_gateway_message_to_proto(message: ToClient[Play]) -> pb.PlayGatewayMessage:
-    """What an environment is sent, as a message."""
+    """Writes what an environment is sent, as a message."""
 
     def work(tasks: Sequence[tuple[int, Play]]) -> pb.PlayTasks:
         return pb.PlayTasks(tasks=[_play_to_proto(ticket, play) for ticket, play in tasks])

@@ -15,7 +15,7 @@ from paceline.wire.json_object import check_json_text, read_json_object, write_j
 
 
 def policy_tag_to_proto(tag: PolicyTag) -> common_pb2.PolicyTag:
-    """A policy tag as a message."""
+    """Writes a policy tag as a message."""
     return common_pb2.PolicyTag(version=tag.version, digest=tag.digest)
 
 
@@ -36,7 +36,7 @@ def policy_tag_from_proto(message: common_pb2.PolicyTag) -> PolicyTag:
 
 
 def score_item_to_proto(item: ScoreItem) -> reward_pb2.ScoreItem:
-    """An item to score as a message.
+    """Writes an item to score as a message.
 
     Raises:
         InvalidMessageError: `extra` is too large, or holds a value that JSON cannot express.
@@ -114,7 +114,7 @@ def _extra_of(message: reward_pb2.ScoreItem) -> str:
 
 
 def score_result_to_proto(result: ScoreResult) -> reward_pb2.ScoreResult:
-    """A score as a message; an empty error becomes "unknown error"."""
+    """Writes a score as a message; an empty error becomes "unknown error"."""
     if result.error is not None or result.reward is None:
         return reward_pb2.ScoreResult(
             trajectory_id=result.trajectory_id, error=result.error or "unknown error"
@@ -151,7 +151,7 @@ def score_result_from_proto(message: reward_pb2.ScoreResult) -> ScoreResult:
 
 
 def description_to_proto(description: RewardDescription) -> reward_pb2.RewardDescription:
-    """What a reward service says that it is, as a message."""
+    """Writes what a reward service says that it is, as a message."""
     return reward_pb2.RewardDescription(
         contract=description.contract,
         name=description.name,

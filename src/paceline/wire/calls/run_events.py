@@ -7,7 +7,7 @@ from paceline.rpc.v1 import controller_pb2
 
 
 def run_event_to_proto(event: RunEvent) -> controller_pb2.WatchEvent:
-    """The event as a message."""
+    """Writes the event as a message."""
     match event:
         case PhaseEvent():
             phase = controller_pb2.PhaseEvent(
@@ -24,7 +24,7 @@ def run_event_to_proto(event: RunEvent) -> controller_pb2.WatchEvent:
 
 
 def run_event_from_proto(message: controller_pb2.WatchEvent) -> RunEvent | None:
-    """The event of a message; None for an event that only a newer controller knows."""
+    """Returns the event of a message; None for an event that only a newer controller knows."""
     match message.WhichOneof("event"):
         case "phase":
             now = message.phase

@@ -15,7 +15,7 @@ from paceline.wire.parts import BLOB_DIGEST
 
 
 def order_to_proto(order: TrainOrder) -> learner_pb2.TrainStepRequest:
-    """A training order as a message."""
+    """Writes a training order as a message."""
     return learner_pb2.TrainStepRequest(
         step=order.step,
         policy=policy_tag_to_proto(order.policy),
@@ -48,7 +48,7 @@ def order_from_proto(message: learner_pb2.TrainStepRequest) -> TrainOrder:
 
 
 def chunk_to_proto(order: ChunkOrder) -> learner_pb2.WorkAheadRequest:
-    """An order for a chunk as a message."""
+    """Writes an order for a chunk as a message."""
     return learner_pb2.WorkAheadRequest(
         step=order.step,
         policy=policy_tag_to_proto(order.policy),
@@ -93,7 +93,7 @@ def decode_order(data: bytes) -> TrainOrder:
 
 
 def result_to_proto(result: TrainResult) -> learner_pb2.TrainStepResponse:
-    """A training result as a message."""
+    """Writes a training result as a message."""
     return learner_pb2.TrainStepResponse(
         step=result.step,
         metrics=result.metrics,

@@ -15,12 +15,12 @@ from paceline.core.samples.trajectory import Float32Array
 
 
 def image_of(pixels: Float32Array, grid: tuple[int, int, int]) -> Image:
-    """The image with these pixels (patches, width), under its hash."""
+    """Returns the image with these pixels (patches, width), under its hash."""
     return Image(hash=_hash(pack_pixels(pixels), grid), grid=grid)
 
 
 def pack_pixels(pixels: Float32Array) -> bytes:
-    """The blob of pixels (patches, width)."""
+    """Packs the blob of pixels (patches, width)."""
     return np.ascontiguousarray(pixels, dtype="<f4").tobytes()
 
 

@@ -64,7 +64,7 @@ _MAX_SEED = 2**63 - 1
 
 
 def encode_prompt_group(group: PromptGroup) -> bytes:
-    """An order for samples, as bytes."""
+    """Packs an order for samples."""
     return pack(
         PROMPT_GROUP,
         {
@@ -109,7 +109,7 @@ def decode_prompt_group(data: bytes, *, vocab_size: int | None = None) -> Prompt
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
-    """One sample with its arrays, as the bytes of its blob."""
+    """Packs one sample with its arrays, as the bytes of its blob."""
     return pack(
         TRAJECTORY,
         {
@@ -176,7 +176,7 @@ def _read_segment_starts(fields: Fields, mask: Any) -> tuple[int, ...]:
 
 
 def encode_log_probs(log_probs: Float32Array) -> bytes:
-    """The learner's log-probs of one sample, as the bytes of their blob."""
+    """Packs the learner's log-probs of one sample, as the bytes of their blob."""
     return np.ascontiguousarray(log_probs, dtype="<f4").tobytes()
 
 
@@ -197,7 +197,7 @@ def decode_log_probs(data: bytes, num_tokens: int) -> Float32Array:
 
 
 def blob_digest(blob: bytes) -> str:
-    """The digest of an encoded trajectory that its headers carry: blake2b with 16 bytes, in hexadecimal."""
+    """Returns the digest of an encoded trajectory that its headers carry: blake2b, 16 bytes, hexadecimal."""
     return hashlib.blake2b(blob, digest_size=DIGEST_BYTES).hexdigest()
 
 
@@ -215,7 +215,7 @@ def _check_log_probs(fields: Fields, log_probs: Any) -> None:
 
 
 def encode_trajectory_header(header: TrajectoryHeader) -> bytes:
-    """A sample's header as bytes."""
+    """Packs a sample's header as bytes."""
     return pack(
         HEADER,
         {
@@ -244,7 +244,7 @@ def _pack_header(header: SampleHeader) -> dict[str, Any]:
 
 
 def encode_trajectory_group(headers: Sequence[TrajectoryHeader]) -> bytes:
-    """The headers of a prompt group's samples as one message, for scorers that score them together."""
+    """Packs the headers of a prompt group's samples as one message, for scorers that score them together."""
     first = headers[0]
     return pack(
         GROUP,
@@ -314,7 +314,7 @@ def _read_num_patches(fields: Fields) -> int:
 
 
 def encode_scored_header(header: ScoredHeader) -> bytes:
-    """A scored header as bytes."""
+    """Packs a scored header as bytes."""
     return pack(
         SCORED,
         {
@@ -335,7 +335,7 @@ def encode_scored_header(header: ScoredHeader) -> bytes:
 
 
 def encode_group_refusal(refusal: GroupRefusal) -> bytes:
-    """Why a prompt group gets no samples, as bytes."""
+    """Packs why a prompt group gets no samples."""
     return pack(
         REFUSAL,
         {
@@ -360,7 +360,7 @@ def refusal_of(
     detail: str,
     deliveries: int,
 ) -> GroupRefusal | None:
-    """The refusal of the group that a prompt group's message or one of the mailbox `trajectories` is about.
+    """Makes the refusal of the group that a message of the mailbox prompts or trajectories is about.
 
     The rest of the message may be invalid; None if not even the group can be read.
     """
