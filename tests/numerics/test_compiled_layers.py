@@ -17,15 +17,16 @@ import pytest
 import torch
 from torch._dynamo.exc import TorchDynamoException
 
+from paceline.config.algorithm import FrozenNetworkConfig
 from paceline.config.run import RunConfig
 from paceline.core.errors import NumericsError
 from paceline.learner.batch.types import PackedSequences
 from paceline.learner.distributed.engine_memory import GpuMemory
 from paceline.learner.distributed.ranks import Ranks
-from paceline.learner.model.decoder import compiling
+from paceline.learner.model import compiling
 from paceline.learner.model.networks import body_of, decoder_layers
-from paceline.learner.train.scoring import score
-from paceline.learner.train.state.learner import Learner
+from paceline.learner.train import score
+from paceline.learner.train.learner import Learner
 from paceline.learner.train.warm_up import load_warm, warm_up
 from support.learner_fakes import run_config, write_model
 from support.learner_scenarios import numbers, take_step
@@ -135,13 +136,16 @@ def test_graphs_for_gpus_do_not_probe_the_cpu(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_nothing_is_left_to_compile_for_the_first_step_and_its_numbers_stay(
-    model: Path, ranks: Ranks, compiler: Compiler, caplog: pytest.LogCaptureFixture
+    model: Path, ranks: Ranks, compiler: Compiler, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    """With critic and reference."""
+    """With critic, reference and a frozen network of another shape."""
+    teacher = FrozenNetworkConfig(path=str(write_model(tmp_path, hidden_size=32, num_layers=3)))
 
     def learner() -> Learner:
         actor = {"ppo_max_token_len_per_gpu": 96, "compile": True, "shared_prompts": "on"}
-        return Learner.build(run_config(model, actor=actor, critic={"warmup": 0}), ranks)
+        config = run_config(model, actor=actor, critic={"warmup": 0})
+        algorithm = config.algorithm.model_copy(update={"networks": {"teacher": teacher}})
+        return Learner.build(config.model_copy(update={"algorithm": algorithm}), ranks)
 
     cold = learner()
     expected = [numbers(take_step(cold, step)) for step in (1, 2)]
