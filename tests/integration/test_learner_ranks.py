@@ -144,3 +144,22 @@ def test_random_states_travel_with_a_checkpoint(model: Path, tmp_path: Path) -> 
         drawn = torch.rand(3)
         scenarios.resumed_steps(ranks, str(model), folder)
         assert torch.equal(torch.rand(3), drawn)
+
+
+def test_an_own_step_that_goes_on_differently_on_a_rank_ends_on_all_with_one_sentence(
+    two_ranks: tuple[list[Any], Path],
+) -> None:
+    first, second = (results[6] for results in two_ranks[0])
+    assert first == second
+    well, *strayed = first
+    assert well == "step 1"
+    for said, where in zip(
+        strayed,
+        (
+            "estimate on rank 0, policy on rank 1",
+            "estimate on rank 0, the end on rank 1",
+            "estimate on rank 0, ZeroDivisionError: by a rank's own rows on rank 1",
+        ),
+        strict=True,
+    ):
+        assert said.startswith(f"the algorithm's step goes on differently from rank to rank ({where});")

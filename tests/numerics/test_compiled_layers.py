@@ -95,7 +95,7 @@ def test_lengths_compile_once_and_numbers_are_those_of_eager_layers(
     model: Path, ranks: Ranks, compiler: Compiler, caplog: pytest.LogCaptureFixture
 ) -> None:
     eager, compiled = build(model, ranks), build(model, ranks, compile=True, shared_prompts="on")
-    caplog.set_level("INFO", "paceline.learner.train.step")
+    caplog.set_level("INFO", "paceline.learner.train.result")
     assert take_step(compiled, 1).metrics["perf/compile_s"] > 0
     first = compiler.num_graphs
     assert 0 < first <= 8

@@ -14,9 +14,11 @@ from paceline.algorithms.users_own.own import checked_estimates
 from paceline.core.errors import ConfigError
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.train.algorithm import algorithm_of, try_algorithm
+from paceline.learner.train.estimating.shaping import draw_rows
 from paceline.learner.train.state.learner import Learner
-from support.learner_fakes import run_config
+from support.learner_fakes import make_batch, run_config
 from support.learner_scenarios import numbers, take_step
+from support.memory_faults import known_by_a_loss
 
 pytestmark = pytest.mark.torch
 
@@ -52,9 +54,9 @@ def write(folder: Path, text: str) -> Path:
     return file
 
 
-def try_own(path: str, options: dict[str, float]) -> None:
+def try_own(path: str, options: dict[str, float], **algorithm: Any) -> None:
     loss = {"type": "custom", "path": path, "options": options}
-    try_algorithm(run_config(Path("m"), algorithm=GROUPS, actor={"policy_loss": loss}))
+    try_algorithm(run_config(Path("m"), algorithm=GROUPS | algorithm, actor={"policy_loss": loss}))
 
 
 def two_steps(model: Path, ranks: Ranks, **actor: Any) -> list[dict[str, float]]:
@@ -89,6 +91,44 @@ def test_its_own_metrics_and_what_it_may_read_reach_the_step(
     assert small["actor/pg_loss"] == pytest.approx(metrics["actor/pg_loss"], rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("sections", "failing"),
+    [
+        ({}, set()),
+        ({"actor": {"ppo_max_token_len_per_gpu": 24}}, set()),
+        ({"actor": {"ppo_max_token_len_per_gpu": 96}}, {1}),
+        ({"algorithm": {"resample": {"method": "pow"}}}, set()),
+    ],
+)
+def test_a_loss_knows_the_group_and_the_values_of_each_sequence_however_a_batch_is_cut(
+    model: Path, ranks: Ranks, sections: dict[str, Any], failing: set[int]
+) -> None:
+    metrics, learner = known_by_a_loss(ranks, str(model), failing, **sections)
+    rows, _ = make_batch(step=1, seed=1)
+    counts = [1] * len(rows)
+    if "algorithm" in sections:
+        scores, ids = [row.reward for row in rows], [row.trajectory_id.prompt_id for row in rows]
+        drawn, _ = draw_rows(learner.config, scores=scores, group_ids=ids, step=1)
+        assert drawn is not None
+        counts = drawn.tolist()
+    tokens = [count * row.num_sampled_tokens for count, row in zip(counts, rows, strict=True)]
+    ids = sum(
+        number * row.trajectory_id.prompt_id**2 for number, row in zip(tokens, rows, strict=True)
+    ) / sum(tokens)
+    assert metrics["actor/group"] == pytest.approx(ids, rel=1e-5)
+    if "algorithm" not in sections:  # of the whole batch, each row once
+        assert metrics["actor/value"] == pytest.approx(metrics["critic/values/mean"], rel=1e-4)
+    assert ("guard/out_of_memory" in metrics) == bool(failing)
+
+
+def test_a_loss_without_a_critic_has_no_values(tmp_path: Path) -> None:
+    body = "def my_loss(inputs):\n    assert inputs.values is None\n    return LossOutputs(inputs.log_probs)"
+    path = f"{write(tmp_path, body)}:my_loss"
+    try_own(path, {})
+    with pytest.raises(ConfigError, match="raised AssertionError"):
+        try_own(path, {}, adv_estimator="gae")
+
+
 def test_the_pages_loss_trains(tmp_path: Path, model: Path, ranks: Ranks) -> None:
     page = PAGE.read_text(encoding="utf-8")
     code = next(part for part in page.split("```python\n") if "def my_loss(" in part).split("```")[0]
@@ -114,7 +154,7 @@ def test_the_pages_loss_trains(tmp_path: Path, model: Path, ranks: Ranks) -> Non
         ),
         (
             "def my_loss(inputs):\n    return LossOutputs(inputs.log_probs.mean())",
-            r"returned a loss of \(\) torch.float32; return one number per token, .*, here \(2, 3\)",
+            r"returned a loss of \(\) torch.float32; return one number per token, .*, here \(3, 3\)",
         ),
         (
             "def my_loss(inputs):\n    return LossOutputs(inputs.log_probs.detach())",
@@ -122,7 +162,7 @@ def test_the_pages_loss_trains(tmp_path: Path, model: Path, ranks: Ranks) -> Non
         ),
         (
             "def my_loss(inputs):\n    return LossOutputs(inputs.log_probs / 0.0)",
-            r"its loss is not finite on two sequences",
+            r"its loss is not finite on three sequences",
         ),
         (
             "def my_loss(inputs):\n    x = inputs.log_probs\n    return LossOutputs((x - x.data) ** 0.5)",
@@ -134,7 +174,7 @@ def test_the_pages_loss_trains(tmp_path: Path, model: Path, ranks: Ranks) -> Non
         ),
         (
             "def my_loss(inputs):\n    return LossOutputs(inputs.log_probs, {'x': inputs.mask.sum(-1)})",
-            r"reports 'x' as a tensor of shape \(2,\); report one number",
+            r"reports 'x' as a tensor of shape \(3,\); report one number",
         ),
         (
             "def my_loss(inputs):\n    return LossOutputs(inputs.log_probs - inputs.ref_log_probs)",
@@ -287,16 +327,21 @@ def test_an_estimator_that_cannot_be_trained_with_is_one_sentence(
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ("loss = x - x.mean(0)", r"its loss is another when two sequences are passed one by one"),
+        ("loss = x - x.mean(0)", r"its loss is another when sequences are passed one by one"),
         ("loss = x / inputs.mask.sum()", r"its loss is another"),
         ("loss = x\n    metrics = {'most': x.min()}", r"its metric 'most' is another"),
+        (
+            "same = (inputs.group_ids[:, None] == inputs.group_ids) * 1.0\n    loss = x - same @ x.detach()",
+            r"its loss is another",
+        ),
+        ("loss = x - inputs.values.detach().mean(0)", r"its loss is another"),
     ],
 )
 def test_a_loss_that_depends_on_the_cut_is_refused(tmp_path: Path, body: str, said: str) -> None:
     head = "def cut(inputs):\n    x, metrics = inputs.log_probs, {}\n"
     text = f"{head}    {body}\n    return LossOutputs(loss, metrics)"
     with pytest.raises(ConfigError, match=said):
-        try_own(f"{write(tmp_path, text)}:cut", {})
+        try_own(f"{write(tmp_path, text)}:cut", {}, adv_estimator="gae" if "values" in body else "grpo")
 
 
 @pytest.mark.parametrize(
@@ -335,12 +380,12 @@ def test_an_own_loss_without_clip_ranges_and_a_guard_that_lowers_them(tmp_path: 
 
 
 def test_what_an_own_estimator_needs_is_what_the_run_makes() -> None:
-    def traits(*needs: str) -> tuple[bool, bool]:
+    def traits(*needs: str) -> frozenset[str]:
         algorithm = {**GROUPS, "adv_estimator": "my.py:f", "needs": needs}
         config = run_config(Path("m"), algorithm=algorithm)
-        return config.needs_critic, config.needs_greedy
+        return config.needs
 
-    assert [traits(), traits("critic"), traits("greedy")] == [(False, False), (True, False), (False, True)]
+    assert [traits(), traits("critic"), traits("greedy")] == [set(), {"critic"}, {"greedy"}]
     algorithm = {**GROUPS, "adv_estimator": "my.py:f", "needs": ("group",)}
     with pytest.raises(ValueError, match=r"adv_estimator=my\.py:f compares the samples of a group"):
         run_config(Path("m"), algorithm=algorithm, rollout={"n": 1})

@@ -422,6 +422,7 @@ def bare(batch: MicroBatch) -> TrainingBatch:
         log_probs={},
         values=None,
         scores=torch.zeros(len(batch.rows)),
+        group_ids=torch.zeros(len(batch.rows), dtype=torch.int64),
         advantages=torch.zeros(batch.mask.shape),
         returns=None,
         weights=None,

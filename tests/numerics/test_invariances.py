@@ -27,7 +27,7 @@ from paceline.algorithms.value_losses import clipped_value_loss
 from paceline.config.load import section_types
 from paceline.config.training.actor import ActorConfig
 from paceline.config.training.algorithm import AlgorithmConfig
-from paceline.config.training.estimators import ADV_ESTIMATORS
+from paceline.core.estimators import ADV_ESTIMATORS
 
 pytestmark = pytest.mark.torch
 

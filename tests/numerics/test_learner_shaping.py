@@ -28,6 +28,8 @@ from paceline.learner.batch.planning.arithmetic import Arithmetic, RowLength
 from paceline.learner.batch.planning.plan import plan_batch, plan_chunk
 from paceline.learner.batch.types import MicroBatch, PackedRow, ScoredBatch, TrainingBatch
 from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.model.networks import PolicyNetwork
+from paceline.learner.train.algorithm import algorithm_of
 from paceline.learner.train.estimating import shaping
 from paceline.learner.train.estimating.advantages import Advantages
 from paceline.learner.train.state.learner import Learner
@@ -235,6 +237,10 @@ def packed_rows(count: int = 6) -> list[PackedRow]:
     return packed
 
 
+def policy_loss(config: RunConfig, network: PolicyNetwork) -> PolicyLoss:
+    return PolicyLoss(config, network, Adjustments(), algorithm_of(config).loss)
+
+
 def made_up(batch: MicroBatch, counts: torch.Tensor | None = None) -> TrainingBatch:
     """Old log-probs near the model's, the rest from a generator; rows are repeated by `counts`."""
     draw = torch.Generator().manual_seed(5)
@@ -252,7 +258,12 @@ def made_up(batch: MicroBatch, counts: torch.Tensor | None = None) -> TrainingBa
         },
         values=table(0.5),
     )
-    advantages = Advantages(scores=table(1.0)[:, 0], advantages=table(1.0), returns=table(1.0))
+    advantages = Advantages(
+        scores=table(1.0)[:, 0],
+        group_ids=torch.arange(len(batch.mask)),
+        advantages=table(1.0),
+        returns=table(1.0),
+    )
     return shaping.training_batch(scored, advantages, table(0.1, 1.0), counts)
 
 
@@ -277,6 +288,7 @@ class TestResampling:
             log_probs={name: pick(table) for name, table in part.log_probs.items()},
             values=pick(part.values),
             scores=part.scores[take],
+            group_ids=part.group_ids[take],
             advantages=pick(part.advantages),
             returns=pick(part.returns),
             weights=pick(part.weights),
@@ -310,7 +322,7 @@ class TestResampling:
         config = run_config(model, actor=actor, algorithm=GROUPS)
         learner = Learner.build(config, ranks)
         network = learner.actor.network
-        loss = PolicyLoss(config, network, Adjustments())
+        loss = policy_loss(config, network)
         outcomes = []
         for part in self.both():
             mini = MiniBatch(parts=(part,), denominators=Denominators(num_tokens=1, num_sequences=1))
@@ -353,7 +365,7 @@ class TestResampling:
         }
         actor |= {"entropy_coeff": 0.1, "use_kl_loss": True}
         config = run_config(Path("m"), actor=actor, algorithm=GROUPS)
-        loss = PolicyLoss(config, network, Adjustments())
+        loss = policy_loss(config, network)
         outcomes = []
         for part in self.both(torch.tensor(counts)):
             mask = part.batch.mask
@@ -388,7 +400,7 @@ class TestResampling:
         def gradient_and_factor(mode: str | None) -> tuple[torch.Tensor, float]:
             clip = {"gspo": 0.02, "geo_mean": 0.4}.get(name, 0.2)
             actor = {"policy_loss": name, "loss_agg_mode": mode, "clip_ratio": clip}
-            loss = PolicyLoss(run_config(Path("m"), actor=actor, algorithm=GROUPS), network, Adjustments())
+            loss = policy_loss(run_config(Path("m"), actor=actor, algorithm=GROUPS), network)
             selected = torch.zeros_like(mask) if "cov" in name else None
             (gradient,) = torch.autograd.grad(loss(replace(part, selected=selected), counted)[0], by_token)
             return gradient, loss.scaling(counted, actual).gradient
@@ -418,7 +430,7 @@ class TestResampling:
             config = run_config(
                 Path("m"), actor={"positive_loss_coef": coef, "positive_above": above}, algorithm=GROUPS
             )
-            loss = PolicyLoss(config, network, Adjustments())
+            loss = policy_loss(config, network)
             total, sums = loss(part, counts)
             (gradient,) = torch.autograd.grad(total, by_token)
             outcomes.append((dict(zip(loss.names, sums.tolist(), strict=True)), gradient))

@@ -126,6 +126,7 @@ def test_halves_by_hand(share_prompts: bool) -> None:
         log_probs={"rollout": table + 500, "reference": table + 200, "teacher": table + 600},
         values=table,
         scores=torch.tensor([1.0, 2.0, 3.0, 4.0]),
+        group_ids=torch.tensor([70, 71, 72, 73]),
         advantages=table + 100,
         returns=table + 300,
         weights=table + 400,
@@ -145,6 +146,8 @@ def test_halves_by_hand(share_prompts: bool) -> None:
             kept = half.log_probs[name] if name in half.log_probs else getattr(half, name)
             assert kept.tolist() == (own + 100 * number).tolist(), name
     assert (first.scores.tolist(), second.scores.tolist()) == ([1, 2], [3, 4])
+    assert (first.group_ids.tolist(), second.group_ids.tolist()) == ([70, 71], [72, 73])
+    assert second.group_ids.dtype == torch.int64
     assert first.selected is not None
     assert second.selected is not None
     assert (first.selected.any(), second.selected.sum()) == (False, 15)
@@ -204,6 +207,7 @@ def part_of(*lengths: int) -> TrainingBatch:
         log_probs={"old": table},
         values=None,
         scores=torch.zeros(len(lengths)),
+        group_ids=torch.zeros(len(lengths), dtype=torch.int64),
         advantages=table,
         returns=None,
         weights=None,

@@ -207,7 +207,7 @@ def test_utilisation_counts_the_seconds_of_a_gradient_ahead(
     model: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The arithmetic is that of the whole update, so the seconds must be, too."""
-    monkeypatch.setattr("paceline.learner.train.step.peak_flops", lambda device: 1e9)
+    monkeypatch.setattr("paceline.learner.train.result.peak_flops", lambda device: 1e9)
     step = Step(build(model, ranks), 1).ahead(EVERYTHING)
     ahead_s = step.learner.ahead.update_s
     metrics = step.train().metrics

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from paceline.config.run import RunConfig
-from paceline.core.errors import PeerLostError, VersionMismatchError
+from paceline.core.errors import ConfigError, PeerLostError, VersionMismatchError
 from paceline.core.training import BatchRow, ChunkOrder, TrainOrder, TrainResult
 from paceline.learner.batch.fetch import fetch_rows
 from paceline.learner.batch.types import PackedRow, ScoredBatch
@@ -216,6 +216,27 @@ def one_rank_fails(ranks: Ranks) -> str:
     return "nothing"
 
 
+def steps_that_stray(ranks: Ranks, model: str) -> list[str]:
+    """What each rank's step ends with where an own algorithm goes on differently on rank 1."""
+    said = []
+    for how in ("well", "updates", "ends", "raises"):
+        algorithm = {
+            "type": "custom",
+            "path": "support.own_steps:Straying",
+            "options": {"how": how},
+            "adv_estimator": "grpo",
+            "use_kl_in_reward": False,
+            "kl_ctrl": {"type": "fixed"},
+        }
+        with mock.patch("paceline.learner.train.state.learner.try_algorithm"):
+            learner = Learner.build(run_config(Path(model), algorithm=algorithm), ranks)
+        try:
+            said.append(f"step {take_step(learner, 1).step}")
+        except ConfigError as error:
+            said.append(str(error))
+    return said
+
+
 def steps_with_work_ahead(ranks: Ranks, model: str) -> list[list[Any]]:
     """Two steps with nothing done ahead, and with what every rank can do; metrics and a sum of weights."""
     runs = []
@@ -271,7 +292,9 @@ def work_on_chunks(learner: Learner, step: int, chunks: Sequence[tuple[int, bool
 def weight_sums(learner: Learner) -> list[float]:
     """A number per parameter that a change of any weight changes."""
     as_fsdp(learner.actor.network).reshard()
-    weights = [weight.full_tensor().double() for _, weight in hugging_face_names(learner.actor.network)]
+    weights = [
+        weight.full_tensor().detach().double() for _, weight in hugging_face_names(learner.actor.network)
+    ]
     return [float((weight.flatten() * torch.arange(1, weight.numel() + 1)).sum()) for weight in weights]
 
 
@@ -284,6 +307,7 @@ def everything(ranks: Ranks, model: str, folder: str) -> list[Any]:
         placed_on_tokens(ranks, model),
         going_back(ranks, model, f"{folder}_again"),
         steps_with_work_ahead(ranks, model),
+        steps_that_stray(ranks, model),
         one_rank_has_a_bad_gradient(ranks, model),
         one_rank_has_bad_rows(ranks, model),
         one_rank_fails(ranks),

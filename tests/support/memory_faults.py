@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from paceline.algorithms.policy_losses import LossInputs, LossOutputs
+from paceline.algorithms.statistics import masked_mean
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.networks import body_of, decoder_layers
 from paceline.learner.train.state.learner import Learner
@@ -114,6 +116,42 @@ def one_rank_runs_out(ranks: Ranks, model: str, *places: str, **actor: Any) -> l
             later = numbers(take_step(learner, 3))
         results.append([notes, [sizes, later_sizes], metrics, after_step, later])
     return results
+
+
+def knows(inputs: LossInputs) -> LossOutputs:
+    """A policy loss whose metrics say which groups and values it was given."""
+    assert inputs.group_ids is not None
+    assert inputs.values is not None
+    groups = inputs.group_ids.double().square().unsqueeze(-1).expand(inputs.mask.shape)
+    metrics = {"group": masked_mean(groups, inputs.mask), "value": masked_mean(inputs.values, inputs.mask)}
+    return LossOutputs(-inputs.log_probs, metrics)
+
+
+def known_by_a_loss(
+    ranks: Ranks, model: str, failing: set[int], **sections: Any
+) -> tuple[dict[str, float], Learner]:
+    """A step of one mini-batch with the loss `knows`, out of memory in these passes of its update."""
+    loss = {"type": "custom", "path": "support.memory_faults:knows"}
+    actor = {"policy_loss": loss, "ppo_mini_batch_size": 8, "ratio_audit_freq": 100, "shared_prompts": "off"}
+    sections["actor"] = actor | sections.get("actor", {})
+    learner = Learner.build(run_config(Path(model), **sections), ranks, [].append)
+    # Passes with a graph alone are counted, those of the update.
+    with out_of_memory(learner, PLACES[0], failing):
+        return numbers(take_step(learner, 1)), learner
+
+
+def what_a_loss_knows(ranks: Ranks, model: str) -> list[Any]:
+    """On all ranks: a step as it is, and one in which the last rank runs out of memory."""
+    last = ranks.rank == ranks.world_size - 1
+    actor = {"ppo_max_token_len_per_gpu": 96}
+    return [
+        known_by_a_loss(ranks, model, passes, actor=actor)[0] for passes in (set(), {1} if last else set())
+    ]
+
+
+def on_several_ranks(ranks: Ranks, model: str) -> list[Any]:
+    """All scenarios of several ranks in one set of processes."""
+    return [one_rank_runs_out(ranks, model), what_a_loss_knows(ranks, model)]
 
 
 def one_rank_runs_out_with_gathered_weights(ranks: Ranks, model: str) -> list[Any]:

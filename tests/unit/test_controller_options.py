@@ -78,7 +78,7 @@ def test_only_a_run_that_goes_on_gets_other_settings(
     inputs = Inputs(train=prompts(7), val=None, cursor=cursor, stop_token_ids=(0,))
     monkeypatch.setattr(app, "load_inputs", lambda config: inputs)
     monkeypatch.setattr(app, "_connect", connect)
-    journal, _ = open_run(tmp_path, config(), inputs, SystemClock())
+    journal, *_ = open_run(tmp_path, config(), inputs, SystemClock())
     journal.close()
     kept, start = tmp_path / "config.resolved.yaml", tmp_path / "config.start.yaml"
     kept.write_text(dump_yaml(config()))

@@ -11,10 +11,14 @@ import numpy as np
 import pytest
 
 from paceline.controller.batch.inputs import Inputs
+from paceline.controller.events import EventHub
 from paceline.controller.run.records.opening import open_run
+from paceline.controller.verify.digests import file_digest
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError
+from paceline.core.run_record.run_events import NoticeEvent
 from paceline.core.samples.trajectory import RewardContext
+from paceline.core.user_functions.user_function import source_file
 from paceline.data.cursor import PromptCursor
 from paceline.data.prompts import Prompt, PromptSet
 from support.sequencer_run import config, prompts
@@ -34,9 +38,15 @@ def inputs(**changed: Any) -> Inputs:
 
 
 def opened(folder: Path, with_inputs: Inputs | None = None, **changes: Any) -> str:
-    journal, run_id = open_run(folder, config(**changes), with_inputs or inputs(), SystemClock())
+    return opened_with_notices(folder, with_inputs, **changes)[0]
+
+
+def opened_with_notices(
+    folder: Path, with_inputs: Inputs | None = None, **changes: Any
+) -> tuple[str, list[str]]:
+    journal, run_id, notices = open_run(folder, config(**changes), with_inputs or inputs(), SystemClock())
     journal.close()
-    return run_id
+    return run_id, notices
 
 
 def test_the_same_run_goes_on_under_its_id_in_the_next_term(tmp_path: Path) -> None:
@@ -79,3 +89,82 @@ def test_an_earlier_run_is_never_mixed_with_a_new_one(tmp_path: Path) -> None:
     opened(tmp_path, trainer__resume="never")
     with pytest.raises(ConfigError, match="holds an earlier run, and trainer.resume is never"):
         opened(tmp_path, trainer__resume="never")
+
+
+def test_the_term_names_the_code_of_the_user_and_a_change_of_it_is_said(tmp_path: Path) -> None:
+    own, run_dir = tmp_path / "flow.py", tmp_path / "run"
+    own.write_text("async def flow(step): ...\n")
+    reference = f"{own}:flow"
+
+    def notices(reference: str | None) -> list[str]:
+        return opened_with_notices(run_dir, trainer__dataflow=reference)[1]
+
+    def journaled() -> dict[str, list[str]]:
+        return json.loads((run_dir / "events.jsonl").read_text().splitlines()[-1])["code"]
+
+    assert notices(reference) == []
+    first = journaled()["trainer.dataflow"]
+    assert first == [reference, file_digest(own)]
+    assert notices(reference) == []
+    own.write_text("async def flow(step): await step.publish()\n")
+    said = f"trainer.dataflow={reference}: its file was another when this run was last started"
+    assert [notice.startswith(said) for notice in notices(reference)] == [True]
+    assert journaled()["trainer.dataflow"] != first
+    assert notices(reference) == []
+    assert notices(None) == []
+    assert journaled() == {}
+
+
+def test_another_reference_and_a_file_that_is_not_here(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    opened(run_dir, algorithm__adv_estimator="elsewhere.py:f")
+    event = json.loads((run_dir / "events.jsonl").read_text())
+    assert event["code"] == {"algorithm.adv_estimator": ["elsewhere.py:f", ""]}
+    (notice,) = opened_with_notices(run_dir, algorithm__adv_estimator="elsewhere.py:g")[1]
+    assert notice.startswith("algorithm.adv_estimator=elsewhere.py:g: it was elsewhere.py:f when this run")
+
+
+def test_every_key_that_names_the_users_code_is_known() -> None:
+    own = config(
+        trainer__dataflow="d.py:flow",
+        algorithm__type="custom",
+        algorithm__path="a.py:A",
+        algorithm__adv_estimator="e.py:f",
+        actor__policy_loss={"type": "custom", "path": "package.loss:f"},
+        reward__functions=[{"name": "exact_match"}, {"name": "r.py:f"}],
+        rollout__tools=["t.py:f"],
+    )
+    assert own.own_code == {
+        "trainer.dataflow": "d.py:flow",
+        "algorithm.path": "a.py:A",
+        "algorithm.adv_estimator": "e.py:f",
+        "actor.policy_loss": "package.loss:f",
+        "reward.functions[1]": "r.py:f",
+        "rollout.tools[0]": "t.py:f",
+    }
+
+
+def test_the_file_of_a_module_is_found_without_importing_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bad_room" / "inner").mkdir(parents=True)
+    module, package = tmp_path / "bad_room" / "own.py", tmp_path / "bad_room" / "inner" / "__init__.py"
+    for file in (module, package):
+        file.write_text("raise RuntimeError('imported')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert source_file("bad_room.own:f") == module
+    assert source_file("bad_room.inner:f") == package
+    assert source_file("bad_room.neither:f") is None
+    assert source_file(f"{module}:f") == module
+
+
+async def test_a_notice_before_anyone_follows_is_heard_by_the_first_follower() -> None:
+    hub = EventHub()
+    hub.notice("early")
+    for expected in (["early"], []):
+        hub_end = hub.follow(0)
+        heard = []
+        hub.end(ok=True, message="")
+        async for event in hub_end:
+            heard += [event.message] if isinstance(event, NoticeEvent) else []
+        assert heard == expected

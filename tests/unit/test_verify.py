@@ -210,6 +210,22 @@ def test_a_run_that_was_killed_has_no_breach_wherever_it_was_killed(tmp_path: Pa
         assert breaches == [], (length, part.events[-1])
 
 
+def test_the_code_of_the_user_is_shown_from_the_term_in_which_it_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = sound_run()
+    starts = [event for event in run.events if event["event"] == "run"]
+    starts[0]["code"] = {"algorithm.path": ["my.py:A", "11"], "rollout.tools[0]": ["t.py:f", ""]}
+    starts[1]["code"] = {"algorithm.path": ["my.py:A", "22"], "rollout.tools[0]": ["t.py:f", ""]}
+    assert main([str(run.write(tmp_path))]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("code")]
+    assert lines == [
+        "code      from term 1 on: algorithm.path=my.py:A, file 11",
+        "code      from term 1 on: rollout.tools[0]=t.py:f, file is not on the controller's host",
+        "code      from term 2 on: algorithm.path=my.py:A, file 22",
+    ]
+
+
 def test_members_may_leave_after_the_end(tmp_path: Path) -> None:
     run = sound_run()
     run.add("member", member="reward-0", incarnation="a", what="left", reason="the run is over")

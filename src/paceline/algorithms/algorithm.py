@@ -1,12 +1,45 @@
-"""An algorithm: how rewards become advantages, how advantages become a loss, and what both need of a run."""
+"""An algorithm: how rewards become advantages, how advantages become a loss, and its training step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, Protocol
 
 from paceline.algorithms.policy_losses.base import LossInputs, LossOutputs
 from paceline.algorithms.rows import Estimates, SampleRows
+from paceline.core.estimators import Need
+
+Estimator = Callable[[SampleRows], Estimates]
+"""Estimates the advantages of this rank's rows."""
+LossFunction = Callable[[LossInputs], LossOutputs]
+"""Computes the policy loss of a micro-batch."""
+TrainedNetwork = Literal["policy", "critic"]
+
+
+class StepVerbs(Protocol):
+    """What a training step is made of; every rank calls the same verbs in the same order."""
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether the run has a critic."""
+        ...
+
+    def score(self) -> None:
+        """Has every network score the samples; comes first."""
+        ...
+
+    def estimate(self, estimator: Estimator) -> None:
+        """Estimates the advantages of all samples; what `score` gave is in the estimator's rows."""
+        ...
+
+    def update(self, network: TrainedNetwork, loss: LossFunction | None = None) -> None:
+        """Takes all optimizer steps of a network on the samples and their latest advantages.
+
+        Args:
+            network: once each; in the critic's warm-up the policy stays as it is.
+            loss: the policy's; the critic has its own.
+        """
+        ...
 
 
 class Algorithm:
@@ -24,13 +57,13 @@ class Algorithm:
     """
 
     networks: ClassVar[tuple[str, ...]] = ()
-    needs: ClassVar[tuple[str, ...]] = ()
+    needs: ClassVar[tuple[Need, ...]] = ()
     scalable: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
-        estimator: Callable[[SampleRows], Estimates],
-        policy_loss: Callable[[LossInputs], LossOutputs],
+        estimator: Estimator,
+        policy_loss: LossFunction,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self._estimator, self._policy_loss = estimator, policy_loss
@@ -43,3 +76,11 @@ class Algorithm:
     def loss(self, inputs: LossInputs) -> LossOutputs:
         """Computes the policy loss of a micro-batch, by `actor.policy_loss`."""
         return self._policy_loss(inputs)
+
+    def step(self, s: StepVerbs) -> None:
+        """Carries a training step out."""
+        s.score()
+        s.estimate(self.advantages)
+        if s.has_critic:
+            s.update("critic")
+        s.update("policy", self.loss)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from paceline.algorithms.statistics import ALL_ROWS, RowShard
 from paceline.core.errors import ConfigError
+from paceline.core.estimators import Need
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -41,12 +42,12 @@ class SampleRows:
     @property
     def critic_values(self) -> Tensor:
         """The values; raises ConfigError without a critic."""
-        return _present("values", self.values)
+        return _present("values", "critic", self.values)
 
     @property
     def scores_of_greedy(self) -> Tensor:
         """The greedy scores; raises ConfigError where there are none."""
-        return _present("greedy_scores", self.greedy_scores)
+        return _present("greedy_scores", "greedy", self.greedy_scores)
 
 
 class Estimates(NamedTuple):
@@ -56,7 +57,10 @@ class Estimates(NamedTuple):
     returns: Tensor | None = None
 
 
-def _present(name: str, tensor: Tensor | None) -> Tensor:
+def _present(name: str, need: Need, tensor: Tensor | None) -> Tensor:
     if tensor is None:
-        raise ConfigError(f"the advantage estimator needs {name}, which this batch does not have")
+        raise ConfigError(
+            f"the advantage estimator needs {name}, which this batch does not have; with an estimator or "
+            f"algorithm of your own, write algorithm.needs: [{need}]"
+        )
     return tensor

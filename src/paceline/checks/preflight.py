@@ -240,7 +240,7 @@ def _room_for_adapters(config: RunConfig, tree: Mapping[str, Any]) -> None:
 def _critic_of_images(config: RunConfig) -> None:
     """A critic of its own folder has to see the images, too."""
     folder = config.critic.path
-    if config.data.image_key is None or not config.needs_critic or not folder or is_named(folder):
+    if config.data.image_key is None or "critic" not in config.needs or not folder or is_named(folder):
         return
     try:
         kind = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")).get("model_type")

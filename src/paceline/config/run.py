@@ -26,6 +26,7 @@ from paceline.config.training.actor import ActorConfig, CriticConfig
 from paceline.config.training.algorithm import REFERENCE, AlgorithmConfig
 from paceline.config.training.policy_losses import CovarianceLoss, CustomLoss
 from paceline.config.training.tuning import PairDataConfig, RmConfig, SftConfig
+from paceline.core.estimators import Need
 from paceline.core.guard import Action
 
 
@@ -70,6 +71,19 @@ class RunConfig(Section):
         """Whether responses' texts stay until their step is finished: files and dataflows read them."""
         return self.trainer.save_trajectories or self.trainer.dataflow is not None
 
+    @property
+    def own_code(self) -> dict[str, str]:
+        """What is the user's own, `path/to/file.py:NAME` or `module:NAME`, by the key that names it."""
+        loss, own = self.actor.policy_loss, {"trainer.dataflow": self.trainer.dataflow}
+        own |= {
+            "algorithm.path": self.algorithm.path,
+            "algorithm.adv_estimator": self.algorithm.adv_estimator,
+        }
+        own |= {"actor.policy_loss": loss.path if isinstance(loss, CustomLoss) else None}
+        own |= {f"reward.functions[{place}]": f.name for place, f in enumerate(self.reward.functions)}
+        own |= {f"rollout.tools[{place}]": tool for place, tool in enumerate(self.rollout.tools)}
+        return {key: reference for key, reference in own.items() if reference and ":" in reference}
+
     def with_compile(self, *, on_gpu: bool) -> RunConfig:
         """Returns the same with `actor.compile` chosen, where it is left open."""
         if self.actor.compile != "auto":
@@ -78,14 +92,9 @@ class RunConfig(Section):
         return self.model_copy(update={"actor": chosen})
 
     @property
-    def needs_critic(self) -> bool:
-        """Whether advantages are made from values."""
-        return self.algorithm.estimator.needs_critic
-
-    @property
-    def needs_greedy(self) -> bool:
-        """Whether advantages are made from the score of a greedy answer to each prompt."""
-        return self.algorithm.estimator.needs_greedy
+    def needs(self) -> frozenset[Need]:
+        """What the algorithm needs of the run."""
+        return frozenset(self.algorithm.estimator.needs)
 
     @property
     def needs_reference(self) -> bool:
@@ -120,7 +129,7 @@ class RunConfig(Section):
     def prompts_per_chunk(self) -> int:
         """Prompts that the learner plans, and computes ahead, as one: it divides every mini-batch size."""
         sizes = [self.actor.ppo_mini_batch_size]
-        if self.needs_critic and self.critic.ppo_mini_batch_size is not None:
+        if "critic" in self.needs and self.critic.ppo_mini_batch_size is not None:
             sizes.append(self.critic.ppo_mini_batch_size)
         most, given = math.gcd(*sizes), self.barrier.prompts_per_chunk
         if self.barrier.work_ahead == "off":
@@ -135,7 +144,7 @@ class RunConfig(Section):
     def _compares_samples(self) -> str:
         """What cannot do with one sample of a prompt; "" if nothing."""
         algorithm = self.algorithm
-        if algorithm.estimator.compares_samples:
+        if "group" in self.needs:
             return f"algorithm.adv_estimator={algorithm.name} compares the samples of a group"
         if algorithm.dynamic_sampling.enable:
             return "algorithm.dynamic_sampling.enable compares the scores of a group"
@@ -146,7 +155,7 @@ class RunConfig(Section):
     @property
     def scores_first_mini_batch(self) -> bool:
         """Whether the rows of the first mini-batch are scored in every step; the update gives the rest."""
-        return bool(self.frozen_networks) or self.needs_critic or self.needs_all_old_log_probs
+        return bool(self.frozen_networks) or "critic" in self.needs or self.needs_all_old_log_probs
 
     @property
     def needs_whole_batch(self) -> str:
@@ -287,7 +296,7 @@ class RunConfig(Section):
                 f"barrier.work_ahead={barrier.work_ahead}: with algorithm.dynamic_sampling the place of a "
                 "sample in the batch is known when all are there; leave one of them out"
             )
-        for size in (mini, self.critic.ppo_mini_batch_size if self.needs_critic else None):
+        for size in (mini, self.critic.ppo_mini_batch_size if "critic" in self.needs else None):
             if size is not None and size % (barrier.prompts_per_chunk or 1):
                 raise ValueError(
                     f"barrier.prompts_per_chunk={barrier.prompts_per_chunk} must divide a mini-batch of "
@@ -347,7 +356,7 @@ class RunConfig(Section):
                 "sequence of data.max_prompt_length + data.max_response_length = "
                 f"{self.max_model_len} tokens; raise it"
             )
-        if self.needs_critic and self.critic.warmup >= self.trainer.total_steps:
+        if "critic" in self.needs and self.critic.warmup >= self.trainer.total_steps:
             raise ValueError(
                 f"critic.warmup={self.critic.warmup} leaves none of trainer.total_steps="
                 f"{self.trainer.total_steps} to the policy; lower it, or raise total_steps"

@@ -88,7 +88,7 @@ class LearnerMemory:
             keeps_gathered=actor.memory.keeps_gathered,
             accumulates=actor.memory.accumulates,
             offloads=actor.memory.offloads,
-            has_critic=config.needs_critic,
+            has_critic="critic" in config.needs,
             frozen=frozen_shapes(config, shape),
             offloads_frozen=actor.memory.offload_reference,
             num_adapters=0 if lora is None else shape.num_adapters(lora.targets, lora.rank),

@@ -150,7 +150,7 @@ def _offloading(config: RunConfig) -> float:
 
 
 def _num_averaged(config: RunConfig, shape: ModelShape) -> int:
-    return shape.num_parameters * (2 if config.needs_critic else 1)
+    return shape.num_parameters * (2 if "critic" in config.needs else 1)
 
 
 def _leaves_room(config: RunConfig, learner: LearnerMemory, totals: Sequence[int]) -> bool:

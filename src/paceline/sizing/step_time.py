@@ -171,7 +171,7 @@ class _Batch:
         config, sequences = self.config, self.config.actor.ppo_mini_batch_size
         share = 1.0 - min(1.0, sequences / config.data.train_batch_size)
         passes = 1.0 if config.scores_first_mini_batch else share
-        passes += len(config.frozen_networks) + config.needs_critic
+        passes += len(config.frozen_networks) + ("critic" in config.needs)
         return passes * self._pass(forward=1.0, moved=1.0 / 3.0)
 
     @property
@@ -187,7 +187,7 @@ class _Batch:
         optimizer = steps * per_rank * _OPTIMIZER_BYTES / self.card.bandwidth
         if memory.offloads:
             optimizer += steps * per_rank * _VISITING_BYTES / _BUS
-        times = config.actor.ppo_epochs * (1 + config.needs_critic)
+        times = config.actor.ppo_epochs * (1 + ("critic" in config.needs))
         return times * (single_pass + optimizer + self._between_ranks())
 
     def weights(self, *, shared: bool) -> float:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Mapping
 
 from paceline.core.run_record.run_events import EndEvent, NoticeEvent, PhaseEvent, RunEvent, StepEvent
 
 _MAX_QUEUED = 4096
+_MAX_UNHEARD = 64
 
 
 class EventHub:
@@ -20,6 +22,7 @@ class EventHub:
         self._steps: list[StepEvent] = []
         self._phase: PhaseEvent | None = None
         self._end: EndEvent | None = None
+        self._unheard: deque[NoticeEvent] = deque(maxlen=_MAX_UNHEARD)
         self._queues: set[asyncio.Queue[RunEvent | None]] = set()
 
     def phase(self, *, step: int, phase: str, admitted: int = 0, wanted: int = 0) -> None:
@@ -34,8 +37,11 @@ class EventHub:
         self._announce(event)
 
     def notice(self, message: str) -> None:
-        """Announces a sentence for people."""
-        self._announce(NoticeEvent(message=message))
+        """Announces a sentence for people; before there is a follower, it waits for the first."""
+        event = NoticeEvent(message=message)
+        if not self._queues:
+            self._unheard.append(event)
+        self._announce(event)
 
     def end(self, *, ok: bool, message: str) -> None:
         """Announces that the run is over; only the first call counts."""
@@ -47,7 +53,8 @@ class EventHub:
         """Events from `from_step` on until the run ends."""
         queue: asyncio.Queue[RunEvent | None] = asyncio.Queue(_MAX_QUEUED)
         # No await between reading missed events and adding the queue: nothing comes twice, nothing is lost.
-        missed: list[RunEvent] = [event for event in self._steps if event.step >= from_step]
+        missed: list[RunEvent] = [*self._unheard, *(e for e in self._steps if e.step >= from_step)]
+        self._unheard.clear()
         missed += [event for event in (self._phase, self._end) if event is not None]
         self._queues.add(queue)
         try:

@@ -5,7 +5,8 @@ Every event is one JSON line of events.jsonl in the run directory:
 file. The writer holds a lock on the file: there is one controller per run directory. The events:
 
 run {run_id, term, step, data_digest, settings, pid}   a controller began; `step` is the last finished one;
-                                           verify: settings that `paceline verify` reads (verify/journal/term)
+                                           verify: settings that `paceline verify` reads;
+                                           code: [reference, file's digest] of what is the user's own
 resume {step, phase}                         it goes on in this step: the step's trajectories, refills and
                                              drops so far are void; they are read again and follow again
 rewind {to_step, reason, cursor, guard}      steps after `to_step` are void

@@ -53,6 +53,7 @@ class Standing:
         log_position: last entry of the `scored` stream that belongs to finished steps.
         cursor, guard: their states at the end of the finished step; {} before the first.
         settings: what of the configuration must stay as it is, by key.
+        code: the reference and the file's digest of what is the user's own, by key.
         commits: the digest of every version that was committed and is not void.
         current: the step in progress; None between steps.
         ended: whether the last controller ended in order.
@@ -63,6 +64,7 @@ class Standing:
     run_id: str = ""
     data_digest: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
+    code: Mapping[str, Any] = field(default_factory=dict)
     term: int = 0
     finished: int = -1
     log_position: str = LOG_START
@@ -108,6 +110,7 @@ class Standing:
         self.term = int(event.get("term", self.term + 1))
         self.data_digest = str(event.get("data_digest", self.data_digest))
         self.settings = event.get("settings", self.settings)
+        self.code = event.get("code", {})
 
     def _on_phase(self, event: Mapping[str, Any]) -> None:
         if int(event["step"]) > self.finished:

@@ -30,6 +30,8 @@ class LossInputs:
         advantages: (B, T).
         mask: (B, T) booleans, True on the tokens that the policy produced.
         scores: (B,), each sequence's reward with the overlong penalty, without a KL.
+        group_ids: (B,) integers, equal for samples of one prompt, on all ranks and in all micro-batches.
+        values: (B, T), the critic's before the step's first update; None without a critic.
         selected: (B, T) booleans, the tokens that `highest_covariance` selected over the mini-batch; None
             unless `actor.policy_loss` is a covariance loss.
     """
@@ -39,6 +41,8 @@ class LossInputs:
     advantages: Tensor
     mask: Tensor
     scores: Tensor | None = None
+    group_ids: Tensor | None = None
+    values: Tensor | None = None
     selected: Tensor | None = None
 
     @property

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from paceline.algorithms.algorithm import Algorithm, Estimator, LossFunction, TrainedNetwork
 from paceline.algorithms.policy_losses.base import LossInputs, LossOutputs
 from paceline.algorithms.rows import Estimates, SampleRows
 from paceline.algorithms.statistics import RowShard
@@ -19,32 +20,39 @@ from paceline.core.errors import ConfigError
 Table = TypeVar("Table", LossInputs, SampleRows)
 
 _DEADLINE_S = 60.0
-_MASK = torch.tensor([[True, True, False], [True, False, False]])
-_OLD = torch.tensor([[-1.1, -0.5, 0.0], [-1.8, 0.0, 0.0]])
+_MASK = torch.tensor([[True, True, False], [True, False, False], [True, True, True]])
+_OLD = torch.tensor([[-1.1, -0.5, 0.0], [-1.8, 0.0, 0.0], [-0.7, -1.3, -2.1]])
 
 
-def metric_names(loss: Callable[[LossInputs], LossOutputs], *, names: Sequence[str]) -> tuple[str, ...]:
-    """The names of a loss's metrics, from a call on two short sequences with log-probs of these names."""
-    return tuple(loss(_loss_inputs(names)).metrics)
+def metric_names(
+    loss: Callable[[LossInputs], LossOutputs], *, names: Sequence[str], needs: Sequence[str]
+) -> tuple[str, ...]:
+    """The names of a loss's metrics, from a call on three short sequences; arguments as `try_loss`."""
+    return tuple(loss(_loss_inputs(names, needs)).metrics)
 
 
-def try_loss(label: str, loss: Callable[[LossInputs], LossOutputs], *, names: Sequence[str]) -> None:
-    """Calls a policy loss on two short sequences with padding, at once and one by one.
+def try_loss(
+    label: str, loss: Callable[[LossInputs], LossOutputs], *, names: Sequence[str], needs: Sequence[str]
+) -> None:
+    """Calls a policy loss on three short sequences with padding, at once and one by one.
+
+    Two of them answer one prompt.
 
     Args:
         label: the loss's, for errors.
         loss: it.
         names: of the log-probs that it may read beside the policy's.
+        needs: which of "critic" and "greedy" the run has.
 
     Raises:
         ConfigError: it has no gradient, a number is not finite, or a sequence's numbers depend on the others.
     """
-    inputs = _loss_inputs(names)
+    inputs = _loss_inputs(names, needs)
     per_token, gradient, metrics = _loss_of(label, loss, inputs)
     for name, numbers in {"its loss": per_token, "its gradient": gradient, **metrics}.items():
         if not bool(torch.isfinite(numbers).all()):
             raise ConfigError(
-                f"{label}: {name} is not finite on two sequences with log-ratios within 0.2; "
+                f"{label}: {name} is not finite on three sequences with log-ratios within 0.2; "
                 "look for a division by 0 or a logarithm of 0, under the mask too (torch.where(mask, x, "
                 "0.0) before it)"
             )
@@ -52,7 +60,7 @@ def try_loss(label: str, loss: Callable[[LossInputs], LossOutputs], *, names: Se
     if any(names.keys() != metrics.keys() for _, _, names in parts):
         raise ConfigError(
             f"{label} returned the metrics {', '.join(parts[0][2]) or 'none'} for one sequence and "
-            f"{', '.join(metrics) or 'none'} for two; return the same names at every call"
+            f"{', '.join(metrics) or 'none'} for three; return the same names at every call"
         )
     shares = _MASK.sum(-1) / _MASK.sum()
     means = {
@@ -67,7 +75,7 @@ def try_loss(label: str, loss: Callable[[LossInputs], LossOutputs], *, names: Se
     for name, (together, apart) in pairs.items():
         if not _close(together, torch.as_tensor(apart)):
             raise ConfigError(
-                f"{label}: {name} is another when two sequences are passed one by one than together, so it "
+                f"{label}: {name} is another when sequences are passed one by one than together, so it "
                 "would depend on how a batch is cut into micro-batches; compute each token's loss from its "
                 "own sequence, and each metric as a mean over the unmasked tokens (statistics.masked_mean)"
             )
@@ -109,20 +117,57 @@ def try_estimator(
                 )
 
 
+def try_step(label: str, algorithm: Algorithm, *, names: Sequence[str], needs: Sequence[str]) -> None:
+    """Carries out an algorithm's step, with its estimator and loss tried on a few short sequences.
+
+    Args:
+        label: the algorithm's, for errors.
+        algorithm: it.
+        names: of the log-probs that it may read.
+        needs: which of "critic" and "greedy" the run has.
+
+    Raises:
+        ConfigError: as `try_loss` and `try_estimator`, or the step itself is none.
+    """
+    algorithm.step(_TriedVerbs(label, names, needs))
+
+
+class _TriedVerbs:
+    """The verbs of a step without a batch."""
+
+    def __init__(self, label: str, names: Sequence[str], needs: Sequence[str]) -> None:
+        self._label, self._names, self._needs = label, names, needs
+        self.has_critic = "critic" in needs
+
+    def score(self) -> None:
+        """Has nothing to score."""
+
+    def estimate(self, estimator: Estimator) -> None:
+        """Tries the estimator."""
+        try_estimator(self._label, estimator, names=self._names, needs=self._needs)
+
+    def update(self, network: TrainedNetwork, loss: LossFunction | None = None) -> None:
+        """Tries the loss."""
+        if loss is not None:
+            try_loss(self._label, loss, names=self._names, needs=self._needs)
+
+
 def _close(together: Tensor, apart: Tensor) -> bool:
     return torch.allclose(together.float(), apart.float(), rtol=1e-3, atol=1e-4)
 
 
-def _loss_inputs(names: Sequence[str]) -> LossInputs:
+def _loss_inputs(names: Sequence[str], needs: Sequence[str]) -> LossInputs:
     return LossInputs(
-        log_probs=torch.tensor([[-1.0, -0.5, 0.0], [-2.0, 0.0, 0.0]]),
+        log_probs=torch.tensor([[-1.0, -0.5, 0.0], [-2.0, 0.0, 0.0], [-0.8, -1.3, -2.0]]),
         log_probs_of={
             name: _OLD if name in ("rollout", "old") else _OLD - 0.1 * place
             for place, name in enumerate(names, 1)
         },
-        advantages=torch.tensor([[1.0, 1.0, 0.0], [-0.5, 0.0, 0.0]]),
+        advantages=torch.tensor([[1.0, 1.0, 0.0], [-0.5, 0.0, 0.0], [0.25, 0.25, -0.25]]),
         mask=_MASK,
-        scores=torch.tensor([1.0, 0.0]),
+        scores=torch.tensor([1.0, 0.0, 0.5]),
+        group_ids=torch.tensor([7, 3, 7]),
+        values=torch.where(_MASK, 0.5 * _OLD, 0.0) if "critic" in needs else None,
     )
 
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from paceline.config.base import OneOf, OwnOptions, Section, own_path
-from paceline.config.training.estimators import ADV_ESTIMATORS, EstimatorTraits
 from paceline.config.training.shaping import OverlongConfig, ResampleConfig, RolloutCorrectionConfig
+from paceline.core.estimators import ADV_ESTIMATORS, EstimatorTraits, Need
 
 KLKind = Literal[
     "k1",
@@ -67,8 +67,6 @@ class DynamicSamplingConfig(Section):
         "the reward.",
     )
 
-
-Need = Literal["critic", "greedy", "group"]
 
 REFERENCE = "reference"
 """Name of the reference model's log-probs."""
@@ -180,14 +178,8 @@ class AlgorithmConfig(Section):
 
     @property
     def estimator(self) -> EstimatorTraits:
-        """What the advantages need."""
-        if not self.is_own:
-            return ADV_ESTIMATORS[self.adv_estimator]
-        return EstimatorTraits(
-            needs_critic="critic" in self.needs,
-            needs_greedy="greedy" in self.needs,
-            compares_samples="group" in self.needs,
-        )
+        """What makes the advantages takes and needs."""
+        return EstimatorTraits(needs=self.needs) if self.is_own else ADV_ESTIMATORS[self.adv_estimator]
 
     @property
     def estimator_arguments(self) -> dict[str, Any]:

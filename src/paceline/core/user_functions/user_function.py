@@ -1,4 +1,4 @@
-"""Finds a function of the user's own by `module:function` or `path/to/file.py:function`; runs its module."""
+"""Finds what is the user's own by `module:function` or `path/to/file.py:function`: object or file."""
 
 from __future__ import annotations
 
@@ -36,6 +36,19 @@ def find_function(reference: str, subject: str) -> object:
             raise ConfigError(f"{label}: {place} has no {name!r}; {known}")
         target = getattr(target, part)
     return target
+
+
+def source_file(reference: str) -> Path | None:
+    """The file in which what `reference` names is written, found without importing it; None if not here."""
+    place, _, _ = reference.rpartition(":")
+    if place.endswith(".py"):
+        candidates = [Path(place).expanduser()]
+    else:
+        bases = [Path(folder).joinpath(*place.split(".")) for folder in sys.path]
+        candidates = [
+            file for base in bases for file in (base / "__init__.py", base.with_name(f"{base.name}.py"))
+        ]
+    return next((file.resolve() for file in candidates if file.is_file()), None)
 
 
 def _load_module(label: str, place: str) -> ModuleType:

@@ -29,7 +29,7 @@ class TrainingBatches:
     def asks(self) -> tuple[Ask, ...]:
         """What the configured estimator needs of each prompt."""
         samples = self.ask(Purpose.TRAIN)
-        return (samples, self.ask(Purpose.GREEDY, 1, 0.0)) if self._config.needs_greedy else (samples,)
+        return (samples, self.ask(Purpose.GREEDY, 1, 0.0)) if "greedy" in self._config.needs else (samples,)
 
     def ask(self, purpose: str, n: int | None = None, temperature: float | None = None) -> Ask:
         """Returns an ask; what is left out is as in rollout.n and rollout.temperature.

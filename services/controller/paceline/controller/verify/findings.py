@@ -115,10 +115,11 @@ NEVER = (
 
 @dataclass(kw_only=True, slots=True)
 class Findings:
-    """Collects breaches and counts, the ends of processes and what was not looked at, as sentences."""
+    """Collects breaches and counts; as sentences, ends of processes, own code and what was not looked at."""
 
     breaches: list[Breach] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
+    code: list[str] = field(default_factory=list)
     unseen: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
 
@@ -133,6 +134,7 @@ class Findings:
         plain = {
             "counts": self.counts,
             "breaches": {i.name: breaches[i.name] for i in Invariant},
+            "code": self.code,
             "not_looked_at": [*self._unseen(), *NEVER],
         }
         return json.dumps(plain)
@@ -141,6 +143,7 @@ class Findings:
         """The report: counts, then per invariant whether it holds, with the first breach and its entries."""
         for name in (*COUNTS, *sorted(self.counts.keys() - set(COUNTS))):
             yield f"{name:32}{self.counts[name]:>10,}"
+        yield from (f"code      {code}" for code in self.code)
         yield from (f"ended     {end}" for end in self.ends[:_MOST_ENDS])
         if len(self.ends) > _MOST_ENDS:
             yield f"ended     {len(self.ends) - _MOST_ENDS} more, in {ENDS}"

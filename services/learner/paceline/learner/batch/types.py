@@ -275,6 +275,7 @@ class TrainingBatch:
 
     Attributes:
         scores: each sequence's reward with the overlong penalty, (B,).
+        group_ids: equal for samples of one prompt, on all ranks and in all micro-batches, (B,) int64.
         weights: rollout correction's factors of the policy loss.
         selected: the tokens that a covariance loss treats separately.
     """
@@ -283,6 +284,7 @@ class TrainingBatch:
     log_probs: LogProbs
     values: Tensor | None
     scores: Tensor
+    group_ids: Tensor
     advantages: Tensor
     returns: Tensor | None
     weights: Tensor | None

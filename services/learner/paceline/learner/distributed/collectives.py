@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.core import errors
-from paceline.core.errors import PacelineError
+from paceline.core.errors import ConfigError, PacelineError
 from paceline.learner.distributed.ranks import Ranks
 
 T = TypeVar("T")
@@ -56,6 +56,17 @@ def agree(ranks: Ranks, error: CommandError | None) -> None:
                 raise CommandError(_error_of(name, f"learner rank {rank}: {message}"))
     if error is not None:
         raise error
+
+
+def require_same(ranks: Ranks, text: str) -> None:
+    """Raises ConfigError on every rank unless all ranks pass the same text; every rank calls it."""
+    texts = [text.decode() for text in gather_bytes(text.encode(), ranks)]
+    if len(set(texts)) > 1:
+        listing = ", ".join(f"{text} on rank {rank}" for rank, text in enumerate(texts))
+        raise ConfigError(
+            f"the algorithm's step goes on differently from rank to rank ({listing}); let it follow from "
+            "what is the same on all ranks, not from a rank's own rows"
+        )
 
 
 def broadcast_bytes(data: bytes, ranks: Ranks) -> bytes:

@@ -83,7 +83,7 @@ def check_models(config: RunConfig, *, keep: Path | None = None) -> list[SelfTes
         ModelError: a model is refused, its numbers are wrong, or its tokens are others than the policy's.
     """
     check_frozen_networks(config)
-    critic = [config.critic.path] if config.needs_critic and config.critic.path else []
+    critic = [config.critic.path] if "critic" in config.needs and config.critic.path else []
     folders = [config.model.path, *(network.path for network in config.algorithm.networks.values()), *critic]
     outcomes = [
         check_model(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from paceline.algorithms import advantages, policy_losses
-from paceline.algorithms.algorithm import Algorithm
-from paceline.algorithms.policy_losses import LossInputs, LossOutputs
-from paceline.algorithms.rows import Estimates, SampleRows
+from paceline.algorithms.algorithm import Algorithm, Estimator, LossFunction
 from paceline.algorithms.users_own import own, trial
+from paceline.algorithms.users_own.own_step import Agree, OwnAlgorithm
 from paceline.config.run import RunConfig
 from paceline.config.training.algorithm import REFERENCE
 from paceline.config.training.policy_losses import CustomLoss
@@ -18,13 +17,20 @@ from paceline.core.errors import ConfigError
 from paceline.core.guard import Action
 
 
-def algorithm_of(config: RunConfig, *, clip_scale: float = 1.0, critic_alone: bool = False) -> Algorithm:
+def algorithm_of(
+    config: RunConfig,
+    clip_scale: float = 1.0,
+    *,
+    critic_alone: bool = False,
+    agree: Agree = lambda verb: None,
+) -> Algorithm:
     """The algorithm of a step.
 
     Args:
         config: of the run.
         clip_scale: the guard's factor of the options that are clip ranges.
         critic_alone: whether this is a step of the critic's warm-up.
+        agree: raises on every rank unless all ranks are at this verb of the user's own algorithm.
 
     Raises:
         ConfigError: a user's file does not have what the configuration names.
@@ -35,16 +41,12 @@ def algorithm_of(config: RunConfig, *, clip_scale: float = 1.0, critic_alone: bo
         return built_in
     kind, label = own.load_algorithm(path), f"algorithm {path!r}"
     options = _scaled(config.algorithm.options, kind.scalable, clip_scale)
-    theirs = kind(built_in.advantages, built_in.loss, options)
-    return Algorithm(
-        partial(own.checked_estimates, label, theirs.advantages),
-        partial(own.checked_loss, label, theirs.loss),
-    )
+    return OwnAlgorithm(label, kind(built_in.advantages, built_in.loss, options), agree)
 
 
-def metric_names(config: RunConfig, algorithm: Algorithm) -> tuple[str, ...]:
-    """The names of the metrics of an algorithm's loss."""
-    return trial.metric_names(algorithm.loss, names=_log_probs_of(config))
+def metric_names(config: RunConfig, loss: LossFunction) -> tuple[str, ...]:
+    """The names of the metrics of a policy loss."""
+    return trial.metric_names(loss, names=_log_probs_of(config), needs=sorted(config.needs))
 
 
 def try_algorithm(config: RunConfig) -> None:
@@ -53,25 +55,22 @@ def try_algorithm(config: RunConfig) -> None:
     Raises:
         ConfigError: it is not there, needs what the run does not have, or cannot be trained with.
     """
-    algorithm, chosen = algorithm_of(config), config.algorithm
-    loss = config.actor.policy_loss
-    label = f"algorithm {chosen.path!r}"
+    algorithm, chosen, loss = algorithm_of(config), config.algorithm, config.actor.policy_loss
+    names, needs = _log_probs_of(config), sorted(config.needs)
     if chosen.path is not None:
+        label = f"algorithm {chosen.path!r}"
         _require_what_it_needs(config, own.load_algorithm(chosen.path), label)
-    if chosen.path is not None or isinstance(loss, CustomLoss):
-        its = (
-            label
-            if chosen.path is not None or not isinstance(loss, CustomLoss)
-            else f"policy loss {loss.path!r}"
-        )
-        trial.try_loss(its, algorithm.loss, names=_log_probs_of(config))
+        trial.try_step(label, algorithm, names=names, needs=needs)
+        return
+    if isinstance(loss, CustomLoss):
+        trial.try_loss(f"policy loss {loss.path!r}", algorithm.loss, names=names, needs=needs)
     if chosen.is_own:
-        its = label if chosen.path is not None else f"advantage estimator {chosen.adv_estimator!r}"
-        trial.try_estimator(its, algorithm.advantages, names=_log_probs_of(config), needs=chosen.needs)
+        label = f"advantage estimator {chosen.adv_estimator!r}"
+        trial.try_estimator(label, algorithm.advantages, names=names, needs=needs)
 
 
 def _require_what_it_needs(config: RunConfig, kind: type[Algorithm], label: str) -> None:
-    missing = [name for name in kind.needs if name not in config.algorithm.needs]
+    missing = [name for name in kind.needs if name not in config.needs]
     if missing:
         raise ConfigError(
             f"{label} needs {', '.join(missing)}, which the run would not have; write algorithm.needs: "
@@ -95,7 +94,7 @@ def _log_probs_of(config: RunConfig) -> tuple[str, ...]:
     return ("rollout", "old", *config.frozen_networks)
 
 
-def _estimator(config: RunConfig, critic_alone: bool) -> Callable[[SampleRows], Estimates]:
+def _estimator(config: RunConfig, critic_alone: bool) -> Estimator:
     algorithm = config.algorithm
     if ":" in algorithm.adv_estimator:
         return partial(own.load_estimator(algorithm.adv_estimator), **algorithm.options)
@@ -106,7 +105,7 @@ def _estimator(config: RunConfig, critic_alone: bool) -> Callable[[SampleRows], 
     return partial(getattr(advantages, algorithm.adv_estimator), **options)
 
 
-def _policy_loss(config: RunConfig, clip_scale: float) -> Callable[[LossInputs], LossOutputs]:
+def _policy_loss(config: RunConfig, clip_scale: float) -> LossFunction:
     loss = config.actor.policy_loss
     function = own.load_loss(loss.path) if isinstance(loss, CustomLoss) else getattr(policy_losses, loss.type)
     return partial(function, **_scaled(config.actor.loss_arguments, loss.scalable_options, clip_scale))

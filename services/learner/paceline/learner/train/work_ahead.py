@@ -14,9 +14,8 @@ from functools import partial
 
 from paceline.core.training import ChunkOrder
 from paceline.learner.batch.minibatch import nominal_counts
-from paceline.learner.batch.types import TrainingBatch
-from paceline.learner.train.estimating import shaping
-from paceline.learner.train.estimating.advantages import compute_advantages
+from paceline.learner.train.algorithm import algorithm_of
+from paceline.learner.train.estimating.shaping import prepare
 from paceline.learner.train.scoring.chunks import Fetch, score_chunks
 from paceline.learner.train.state.ahead import ScoredChunk
 from paceline.learner.train.state.learner import Learner
@@ -58,8 +57,10 @@ def _add_gradient(learner: Learner, order: ChunkOrder, scored: ScoredChunk, stop
     gradient = learner.ahead.gradient_at(order.first_row, order.adjustments)
     if gradient is None:
         return
-    parts = _training_batches(learner, order, scored)
-    loss = PolicyLoss(learner.config, learner.actor.network, order.adjustments)
+    algorithm = algorithm_of(learner.config, clip_scale=order.adjustments.clip_scale)
+    prepared = prepare(learner, order, scored.parts, algorithm.advantages, first_row=order.first_row)
+    parts = prepared.batches
+    loss = PolicyLoss(learner.config, learner.actor.network, order.adjustments, algorithm.loss)
     losses = [partial(loss, part, nominal_counts(learner.config)) for part in parts]
     unscored = [part.log_probs for part in parts if "old" not in part.log_probs]
     with stopwatch.phase("update_actor"):
@@ -72,23 +73,3 @@ def _add_gradient(learner: Learner, order: ChunkOrder, scored: ScoredChunk, stop
             learner.ahead.refuse_gradient()
             return
     gradient.add(scored, parts, sums)
-
-
-def _training_batches(learner: Learner, order: ChunkOrder, scored: ScoredChunk) -> list[TrainingBatch]:
-    config = learner.config
-    scores, greedy, _ = shaping.overlong_scores(config, order.rows)
-    advantages, _ = compute_advantages(
-        config,
-        scored.parts,
-        scores=scores,
-        group_ids=[row.trajectory_id.prompt_id for row in order.rows],
-        greedy_scores=greedy,
-        placed=[row.token_rewards for row in order.rows],
-        kl_coef=0.0,  # no KL is in the reward
-        first_row=order.first_row,
-        ranks=learner.ranks,
-    )
-    return [
-        shaping.training_batch(part, own, None, None)
-        for part, own in zip(scored.parts, advantages, strict=True)
-    ]

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.config.run import RunConfig
 from paceline.controller.batch.inputs import Inputs
 from paceline.controller.journal import Journal
 from paceline.controller.run.records import checkpoints
 from paceline.controller.standing import Standing
+from paceline.controller.verify.digests import file_digest
 from paceline.controller.verify.journal.term import Term
 from paceline.core.clock import Clock
 from paceline.core.errors import ConfigError
 from paceline.core.ids import run_id_for
+from paceline.core.user_functions.user_function import source_file
 from paceline.service.member.run_directory import write_run_id
 from paceline.storage.places import checkpoints_of
 
@@ -25,8 +27,22 @@ log = logging.getLogger(__name__)
 JOURNAL = "events.jsonl"
 
 
-def open_run(run_dir: Path, config: RunConfig, inputs: Inputs, clock: Clock) -> tuple[Journal, str]:
-    """Returns the journal, with its event `run`, and the run's id.
+class OpenedRun(NamedTuple):
+    """A run that begins or goes on.
+
+    Attributes:
+        journal: with its event `run`.
+        run_id: the run's id.
+        notices: what a person should know of how it goes on.
+    """
+
+    journal: Journal
+    run_id: str
+    notices: list[str]
+
+
+def open_run(run_dir: Path, config: RunConfig, inputs: Inputs, clock: Clock) -> OpenedRun:
+    """Opens the journal and begins a term.
 
     Raises:
         ConfigError: another controller works in this directory, or the run that is there may not go on: it
@@ -43,9 +59,10 @@ def open_run(run_dir: Path, config: RunConfig, inputs: Inputs, clock: Clock) -> 
     run_id = standing.run_id or _id_in_checkpoints(config, run_dir)
     run_id = run_id or run_id_for(run_dir.name, config.trainer.name)
     write_run_id(run_dir, run_id)
+    earlier = standing.code
     begin_term(journal, run_id, config, inputs)
     log.info("controller number %d of run %s: %s", journal.term, run_id, standing)
-    return journal, run_id
+    return OpenedRun(journal, run_id, list(_changes(earlier, journal.standing.code)))
 
 
 def begin_term(journal: Journal, run_id: str, config: RunConfig, inputs: Inputs) -> None:
@@ -57,9 +74,28 @@ def begin_term(journal: Journal, run_id: str, config: RunConfig, inputs: Inputs)
         step=max(0, journal.standing.finished),
         data_digest=inputs.digest,
         settings=_settings(config),
+        code=_own_code(config),
         verify=Term.of(config, inputs.train.ids()).to_plain(),
         pid=os.getpid(),
     )
+
+
+def _own_code(config: RunConfig) -> dict[str, list[str]]:
+    """What is the user's own, by key: its reference and its file's digest, "" where the file is not here."""
+    files = {key: source_file(reference) for key, reference in config.own_code.items()}
+    return {
+        key: [reference, "" if (file := files[key]) is None else file_digest(file)]
+        for key, reference in config.own_code.items()
+    }
+
+
+def _changes(before: Mapping[str, Sequence[str]], now: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """What the user has changed of their own code since the last start."""
+    for key, (reference, digest) in now.items():
+        earlier, known = before.get(key, (reference, digest))
+        if (earlier, known) != (reference, digest):
+            what = "its file was another" if earlier == reference else f"it was {earlier}"
+            yield f"{key}={reference}: {what} when this run was last started; it goes on with this one"
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:

@@ -150,6 +150,11 @@ class History:
                     before,
                     entry,
                 )
+        known = before.get("code", {}) if before is not None else {}
+        for key, own in entry.get("code", {}).items():
+            if own != known.get(key):
+                digest = own[1] or "is not on the controller's host"
+                self.findings.code.append(f"from term {entry['term']} on: {key}={own[0]}, file {digest}")
         self.findings.counts["controller restarts"] += int(before is not None)
 
     def _on_resume(self, entry: JournalEntry) -> None:

@@ -13,20 +13,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.algorithms import kl
+from paceline.algorithms.algorithm import Estimator
 from paceline.algorithms.rows import SampleRows
 from paceline.algorithms.statistics import RowShard, masked_mean
 from paceline.config.run import RunConfig
 from paceline.config.training.algorithm import KLKind
 from paceline.learner.batch.types import ScoredBatch
 from paceline.learner.distributed.ranks import Ranks
-from paceline.learner.train.algorithm import algorithm_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Advantages:
-    """A micro-batch's `scores` (B,), `advantages` (B, R) and the critic's targets `returns`, also (B, R)."""
+    """A micro-batch's `scores` and `group_ids` (B,), `advantages` and the critic's `returns` (B, R)."""
 
     scores: Tensor
+    group_ids: Tensor
     advantages: Tensor
     returns: Tensor | None
 
@@ -34,13 +35,13 @@ class Advantages:
 def compute_advantages(
     config: RunConfig,
     scored: Sequence[ScoredBatch],
+    estimator: Estimator,
     *,
     scores: Sequence[float],
     group_ids: Sequence[int],
     greedy_scores: Sequence[float | None] = (),
     placed: Sequence[Sequence[tuple[int, float]]] = (),
     kl_coef: float,
-    critic_alone: bool = False,
     first_row: int = 0,
     ranks: Ranks,
 ) -> tuple[list[Advantages], dict[str, float]]:
@@ -49,12 +50,12 @@ def compute_advantages(
     Args:
         config: of the run.
         scored: this rank's micro-batches, with its fillers.
+        estimator: the algorithm's.
         scores: of all rows, on every rank: those of the step, or of a chunk.
         group_ids: prompt of all rows.
         greedy_scores: of the greedy answer to each row's prompt; ignored unless every row has one.
         placed: of all rows, the parts of their scores that belong to tokens, by position.
         kl_coef: the penalty's coefficient in this step.
-        critic_alone: whether this is a step of the critic's warm-up.
         first_row: the place of the first of all rows in the step's batch.
         ranks: over which the rows' statistics are taken.
 
@@ -64,7 +65,7 @@ def compute_advantages(
     Raises:
         NumericsError: too few tokens to whiten, or a group is too small.
     """
-    own = _OwnRows.of(scored, scores, first_row, ranks.device)
+    own = _OwnRows.of(scored, scores, group_ids, first_row, ranks.device)
     in_reward = _penalty(scored, config.algorithm.kl_penalty) if config.algorithm.use_kl_in_reward else None
     token_rewards = kl.token_rewards(own.scores, own.mask, in_reward, kl_coef, own.placed(placed))
     greedy = _if_all_present(greedy_scores, len(scores), ranks.device)
@@ -72,15 +73,15 @@ def compute_advantages(
         scores=kl.penalized_scores(own.scores, own.mask, in_reward, kl_coef),
         token_rewards=token_rewards,
         mask=own.mask,
-        group_ids=torch.tensor(group_ids, dtype=torch.int64, device=ranks.device)[own.index],
+        group_ids=own.group_ids,
         log_probs=_log_probs(scored),
         values=own.values,
         greedy_scores=None if greedy is None else greedy[own.index],
         shard=_shard(own.index, len(scores), ranks),
     )
-    advantages, returns = algorithm_of(config, critic_alone=critic_alone).advantages(rows)
+    advantages, returns = estimator(rows)
     metrics = _metrics(scores, token_rewards, advantages, returns, own.values, own.mask, ranks)
-    return _split(scored, own.scores, advantages, returns), metrics
+    return _split(scored, own, advantages, returns), metrics
 
 
 def mean_reference_kl(
@@ -103,22 +104,29 @@ def mean_reference_kl(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _OwnRows:
-    """This rank's rows, stacked: their places among all rows (B,), scores (B,), and tables (B, R)."""
+    """This rank's rows, stacked: places among all rows, scores and group ids (B,), and tables (B, R)."""
 
     index: Tensor
     scores: Tensor
+    group_ids: Tensor
     mask: Tensor
     values: Tensor | None
 
     @classmethod
     def of(
-        cls, scored: Sequence[ScoredBatch], scores: Sequence[float], first_row: int, device: torch.device
+        cls,
+        scored: Sequence[ScoredBatch],
+        scores: Sequence[float],
+        group_ids: Sequence[int],
+        first_row: int,
+        device: torch.device,
     ) -> _OwnRows:
         rows = [row - first_row for part in scored for row in part.batch.rows]
         index = torch.tensor(rows, dtype=torch.int64, device=device)
         return cls(
             index=index,
             scores=torch.tensor(scores, dtype=torch.float32, device=device)[index],
+            group_ids=torch.tensor(group_ids, dtype=torch.int64, device=device)[index],
             mask=_stack([part.batch.mask for part in scored], scored),
             values=_stack_present([part.values for part in scored], scored),
         )
@@ -189,7 +197,7 @@ def _stack_present(tables: Sequence[Tensor | None], scored: Sequence[ScoredBatch
 
 
 def _split(
-    scored: Sequence[ScoredBatch], scores: Tensor, advantages: Tensor, returns: Tensor | None
+    scored: Sequence[ScoredBatch], own: _OwnRows, advantages: Tensor, returns: Tensor | None
 ) -> list[Advantages]:
     """The stacked rows back by micro-batch; a filler gets zeros."""
     split, first = [], 0
@@ -199,12 +207,14 @@ def _split(
         first += count
 
         def cut(table: Tensor, rows: slice = rows, shape: torch.Size = shape) -> Tensor:
-            own = table[rows, : shape[1]]
-            return own if len(own) == shape[0] else table.new_zeros(shape)
+            shape = shape[: table.dim()]
+            part = table[rows, : shape[1]] if len(shape) > 1 else table[rows]
+            return part if len(part) == shape[0] else table.new_zeros(shape)
 
         split.append(
             Advantages(
-                scores=scores[rows] if count else scores.new_zeros(shape[:1]),
+                scores=cut(own.scores),
+                group_ids=cut(own.group_ids),
                 advantages=cut(advantages),
                 returns=None if returns is None else cut(returns),
             )

@@ -1,28 +1,90 @@
 """Shapes a batch around its advantages: overlong penalty, rollout correction, resampling, token selection.
 
-overlong_scores -> (advantages) -> rollout_weights, draw_rows -> training_batch -> (update) select_tokens
+prepare: overlong_scores -> (advantages) -> rollout_weights, draw_rows -> training_batch
+update:  select_tokens
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from paceline.algorithms import rollout_correction
+from paceline.algorithms.algorithm import Estimator
 from paceline.algorithms.policy_losses import highest_covariance
 from paceline.algorithms.shaping import overlong_penalty, resample_indices
 from paceline.config.run import RunConfig
 from paceline.config.training.actor import ActorConfig
 from paceline.config.training.policy_losses import CovarianceLoss
 from paceline.config.training.shaping import RolloutCorrectionConfig
-from paceline.core.training import BatchRow
+from paceline.core.training import BatchRow, ChunkOrder, TrainOrder
 from paceline.learner.batch.minibatch import MiniBatch
 from paceline.learner.batch.types import MicroBatch, ScoredBatch, TrainingBatch
 from paceline.learner.distributed.ranks import Ranks
-from paceline.learner.train.estimating.advantages import Advantages
+from paceline.learner.train.estimating.advantages import Advantages, compute_advantages
+from paceline.learner.train.state.learner import Learner
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedBatch:
+    """This rank's micro-batches ready for the update with their corrections, and the batch's numbers."""
+
+    batches: list[TrainingBatch]
+    weights: list[Tensor | None]
+    metrics: dict[str, float]
+
+
+def prepare(
+    learner: Learner,
+    order: TrainOrder | ChunkOrder,
+    scored: Sequence[ScoredBatch],
+    estimator: Estimator,
+    *,
+    first_row: int = 0,
+) -> PreparedBatch:
+    """Estimates advantages and shapes the batch around them; every rank calls it.
+
+    Args:
+        learner: of this rank.
+        order: a step's, or a chunk's.
+        scored: this rank's micro-batches of its rows, with its fillers.
+        estimator: the algorithm's.
+        first_row: the place of the first row in the step's batch.
+
+    Raises:
+        NumericsError: too few tokens to whiten, or a group is too small.
+    """
+    config, rows = learner.config, order.rows
+    correction = config.algorithm.rollout_correction
+    kl_coef = order.adjustments.kl_coef(learner.kl_controller.value)
+    scores, greedy, overlong = overlong_scores(config, rows)
+    group_ids = [row.trajectory_id.prompt_id for row in rows]
+    advantages, metrics = compute_advantages(
+        config,
+        scored,
+        estimator,
+        scores=scores,
+        group_ids=group_ids,
+        greedy_scores=greedy,
+        placed=[row.token_rewards for row in rows],
+        kl_coef=kl_coef,
+        first_row=first_row,
+        ranks=learner.ranks,
+    )
+    weights = [rollout_weights(part, correction) for part in scored]
+    counts, resampling = draw_rows(config, scores=scores, group_ids=group_ids, step=order.step)
+    return PreparedBatch(
+        batches=[
+            training_batch(part, part_advantages, part_weights, counts)
+            for part, part_advantages, part_weights in zip(scored, advantages, weights, strict=True)
+        ],
+        weights=weights,
+        metrics={**metrics, **overlong, **resampling, "algorithm/kl_coef": kl_coef},
+    )
 
 
 def overlong_scores(
@@ -158,6 +220,7 @@ def training_batch(
         log_probs=scored.log_probs,
         values=scored.values,
         scores=advantages.scores,
+        group_ids=advantages.group_ids,
         advantages=advantages.advantages,
         returns=advantages.returns,
         weights=weights,

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from paceline.core.training import BatchRow
+from paceline.core.training import BatchRow, TrainOrder
 from paceline.learner.batch.pack import pack
 from paceline.learner.batch.planning.arithmetic import Arithmetic, RowLength
 from paceline.learner.batch.planning.plan import BatchPlan, Chunk, effective_budget, plan_batch, plan_chunk
-from paceline.learner.batch.types import MicroBatch, PackedRow
+from paceline.learner.batch.types import MicroBatch, PackedRow, ScoredBatch
 from paceline.learner.model.flops import arithmetic_of
 from paceline.learner.train.scoring.score import score
 from paceline.learner.train.state.ahead import ScoredChunk
@@ -125,6 +125,38 @@ def score_chunks(
         or ScoredChunk(chunk=chunk, parts=tuple(next(scored) for _ in gathered.batches[number]))
         for number, chunk in gathered.chunks.items()
     ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ScoredStep:
+    """A step's chunks, scored, and their plan."""
+
+    plan: BatchPlan
+    chunks: Sequence[ScoredChunk]
+
+    @property
+    def parts(self) -> list[ScoredBatch]:
+        """This rank's micro-batches, in the plan's order."""
+        return [part for chunk in self.chunks for part in chunk.parts]
+
+    def first(self, num_prompts: int) -> list[ScoredChunk]:
+        """The chunks of the first mini-batch, which has this many prompts."""
+        return [self.chunks[index] for index in self.plan.mini_batches(num_prompts)[0]]
+
+
+def score_step(learner: Learner, order: TrainOrder, fetch: Fetch, stopwatch: Stopwatch) -> ScoredStep:
+    """Scores all chunks of a step, but for those that are kept from work ahead; every rank calls it."""
+    chunks = score_chunks(
+        learner,
+        order.step,
+        lambda planner: dict(enumerate(planner.step(order.rows).chunks)),
+        dict(enumerate(order.rows)),
+        fetch,
+        stopwatch,
+    )
+    width = learner.config.prompts_per_chunk
+    plan = BatchPlan(chunks=tuple(chunk.chunk for chunk in chunks), prompts_per_chunk=width)
+    return ScoredStep(plan=plan, chunks=chunks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -121,7 +121,7 @@ class Learner:
         config.actor.require_experts(model.path, has_experts=bool(routers(policy.lm)))
         flash_attention.prepare(policy.lm.config, compute, ranks.device)
         critic = None
-        if config.needs_critic:
+        if "critic" in config.needs:
             critic = load_critic(
                 config.critic.path or model.path,
                 ranks,

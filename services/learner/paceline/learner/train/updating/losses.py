@@ -13,6 +13,7 @@ from torch import Tensor
 
 from paceline.algorithms import kl
 from paceline.algorithms.aggregation import TOKEN_MEAN, aggregate
+from paceline.algorithms.algorithm import LossFunction
 from paceline.algorithms.policy_losses.base import (
     LossInputs,
     log_ratio_and_advantages,
@@ -27,7 +28,7 @@ from paceline.learner.batch.minibatch import Denominators
 from paceline.learner.batch.types import MicroBatch, TrainingBatch
 from paceline.learner.model.decoder.experts import balance_by_row, recorded_choices, routers
 from paceline.learner.model.networks import PolicyNetwork, ValueNetwork
-from paceline.learner.train.algorithm import algorithm_of, metric_names
+from paceline.learner.train.algorithm import metric_names
 from paceline.learner.train.state.optimizer import Scaling
 
 STANDARD_METRICS = ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy")
@@ -38,17 +39,23 @@ class PolicyLoss:
     """The policy's loss on one micro-batch, as a share of the mini-batch's.
 
     `names` are those of the vector of sums: the loss, then the metrics with the policy loss's own.
-    `adjustments` are the guard's: of actor.kl_loss_coef and of the clip range.
+
+    Args:
+        config: of the run.
+        network: the policy.
+        adjustments: the guard's, of actor.kl_loss_coef.
+        loss: the algorithm's, with the guard's adjustments of the clip range.
     """
 
-    def __init__(self, config: RunConfig, network: PolicyNetwork, adjustments: Adjustments) -> None:
-        self._network, self._actor = network, config.actor
+    def __init__(
+        self, config: RunConfig, network: PolicyNetwork, adjustments: Adjustments, loss: LossFunction
+    ) -> None:
+        self._network, self._actor, self._loss = network, config.actor, loss
         self._kl_loss_coef = config.actor.kl_loss_coef * adjustments.kl_scale
         self._temperature = config.rollout.temperature
         self._is_corrected = config.algorithm.rollout_correction.method != "none"
         self._constant = config.actor.loss_agg_constant or float(config.data.max_response_length)
-        self._algorithm = algorithm_of(config, clip_scale=adjustments.clip_scale)
-        self._metrics = metric_names(config, self._algorithm)
+        self._metrics = metric_names(config, loss)
         own = [name for name in self._metrics if name not in STANDARD_METRICS]
         self._token_metrics = (*STANDARD_METRICS, *own)
         self._has_experts = bool(routers(network.lm))
@@ -137,9 +144,11 @@ class PolicyLoss:
             advantages=part.advantages,
             mask=mask,
             scores=part.scores,
+            group_ids=part.group_ids,
+            values=part.values,
             selected=part.selected,
         )
-        per_token, metrics = self._algorithm.loss(inputs)
+        per_token, metrics = self._loss(inputs)
         if metrics.keys() != set(self._metrics):
             raise ConfigError(
                 f"the policy loss returned the metrics {', '.join(metrics) or 'none'} where it first had "

@@ -10,14 +10,16 @@ from typing import Any
 
 from torch import Tensor
 
+from paceline.algorithms.algorithm import LossFunction
 from paceline.config.run import RunConfig
 from paceline.core.errors import NumericsError
 from paceline.learner.batch.minibatch import Denominators, MiniBatch, nominal_counts
 from paceline.learner.batch.types import TrainingBatch
 from paceline.learner.distributed.ranks import Ranks
-from paceline.learner.model.networks import PolicyNetwork, ValueNetwork
+from paceline.learner.model.networks import ValueNetwork
 from paceline.learner.train.estimating.shaping import select_tokens
 from paceline.learner.train.state.ahead import BegunGradient
+from paceline.learner.train.state.learner import Learner
 from paceline.learner.train.state.memory import MemoryRoom
 from paceline.learner.train.state.optimizer import PartLoss, Scaling, StepOutcome, Trainable
 from paceline.learner.train.updating.losses import PolicyLoss, ValueLoss
@@ -48,32 +50,39 @@ class UpdateReport:
 
 
 def update_policy(
-    actor: Trainable[PolicyNetwork],
+    learner: Learner,
     mini_batches: Sequence[MiniBatch],
-    config: RunConfig,
+    guard: UpdateGuard,
+    loss_function: LossFunction,
     *,
     step: int,
-    ranks: Ranks,
-    guard: UpdateGuard,
-    memory: MemoryRoom,
     begun: BegunGradient | None = None,
 ) -> UpdateReport:
-    """Takes all optimizer steps of the policy in one training step; `begun` is of the first of them.
+    """Takes all optimizer steps of the policy in one training step; every rank calls it.
+
+    Args:
+        learner: of this rank.
+        mini_batches: of the step.
+        guard: the step's.
+        loss_function: the algorithm's.
+        step: the step's number.
+        begun: what was done ahead of the first mini-batch's gradient.
 
     Raises:
         NumericsError: in float32 the first mini-batch's ratio is not 1, so old and new log-probs come from
             different weights or different computations; no number of the step could be trusted.
     """
+    actor, config, ranks = learner.actor, learner.config, learner.ranks
     report = UpdateReport(lr=actor.schedule.at(step) * guard.adjustments.lr_scale)
     if guard.refusal:
         report.skipped += [guard.refusal] * (config.actor.ppo_epochs * len(mini_batches))
         return report
-    loss = PolicyLoss(config, actor.network, guard.adjustments)
+    loss = PolicyLoss(config, actor.network, guard.adjustments, loss_function)
     network_guard = NetworkGuard(
         guard=guard, network="actor", names=loss.names, grad_clip=config.actor.grad_clip
     )
     steps = _OptimizerSteps(
-        trainable=actor, guard=network_guard, step=step, ranks=ranks, memory=memory, report=report
+        trainable=actor, guard=network_guard, step=step, ranks=ranks, memory=learner.memory, report=report
     )
     cuts = [
         [
@@ -100,16 +109,15 @@ def update_policy(
 
 
 def update_critic(
+    learner: Learner,
     critic: Trainable[ValueNetwork],
     mini_batches: Sequence[MiniBatch],
-    config: RunConfig,
+    guard: UpdateGuard,
     *,
     step: int,
-    ranks: Ranks,
-    guard: UpdateGuard,
-    memory: MemoryRoom,
 ) -> UpdateReport:
-    """Takes all optimizer steps of the critic in one training step."""
+    """Takes all optimizer steps of the critic in one training step; every rank calls it."""
+    config = learner.config
     report = UpdateReport(lr=critic.schedule.at(step) * guard.adjustments.lr_scale)
     num_epochs = config.critic.ppo_epochs or config.actor.ppo_epochs
     if guard.refusal:
@@ -120,7 +128,12 @@ def update_critic(
         guard=guard, network="critic", names=loss.names, grad_clip=config.critic.grad_clip
     )
     steps = _OptimizerSteps(
-        trainable=critic, guard=network_guard, step=step, ranks=ranks, memory=memory, report=report
+        trainable=critic,
+        guard=network_guard,
+        step=step,
+        ranks=learner.ranks,
+        memory=learner.memory,
+        report=report,
     )
     cuts = [list(mini.parts) for mini in mini_batches]
     for _ in range(num_epochs):

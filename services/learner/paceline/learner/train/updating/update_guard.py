@@ -65,8 +65,13 @@ class UpdateGuard:
             values = dict.fromkeys(("reward_constant", "reward_jump"), spread(rewards))
             self.refusal = self._judge("", values)
 
-    def judge_reference_kl(self, value: float) -> None:
-        """Judges the mean KL to the reference over all sequences; before an update it may set `refusal`."""
+    def judge_reference_kl(self, value: float | None) -> None:
+        """Judges the mean KL to the reference over all sequences; before an update it may set `refusal`.
+
+        None: there is no reference.
+        """
+        if value is None:
+            return
         reason = self._judge("", {"reference_kl": value})
         self.refusal = "; ".join(filter(None, (self.refusal, reason)))
 
