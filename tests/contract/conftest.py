@@ -46,12 +46,10 @@ async def closing() -> AsyncIterator[Closing]:
 
 
 @pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
-async def broker(request: pytest.FixtureRequest) -> AsyncIterator[Broker]:
+async def broker(request: pytest.FixtureRequest, closing: Closing) -> Broker:
     """A broker, empty under the test's prefix; at Redis it has no more rights than a run's user."""
     url = "memory://" if request.param == "memory" else request.getfixturevalue("limited_url")
-    broker = open_broker(url)
-    yield broker
-    await broker.close()
+    return closing(open_broker(url))
 
 
 @pytest.fixture

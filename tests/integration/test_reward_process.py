@@ -25,6 +25,7 @@ from paceline.service.identity.credentials import Credentials
 from paceline.service.member.run_directory import write_run_id
 from paceline.wire import decode_scored
 from paceline.wire.calls.attachment import gateway_message_from_proto, scorer_message_to_proto
+from support.closing import closing_all
 from support.fake_controller import FakeController, serve
 from support.training_rewards import letters
 from support.trajectories import finished_sample
@@ -59,10 +60,10 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 
 @pytest.fixture
 async def broker(redis_server: RedisServer) -> AsyncIterator[Broker]:
-    broker = open_broker(redis_server.url)
-    yield broker
-    await broker.purge(names.prefix(RUN))
-    await broker.close()
+    async with closing_all() as closing:
+        broker = closing(open_broker(redis_server.url))
+        yield broker
+        await broker.purge(names.prefix(RUN))
 
 
 @asynccontextmanager

@@ -31,7 +31,7 @@ from support.training_run import (
     training,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 EXPORTED = ROOT / "deploy" / "observability" / "exported-metrics.txt"
 NUM_STEPS, NUM_PROMPTS, NUM_SAMPLES = 5, 16, 4

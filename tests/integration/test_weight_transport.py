@@ -235,7 +235,7 @@ def test_a_join_that_is_called_off_ends_at_once() -> None:
     waiting = start_all(lambda: fleet.publisher.join(spec), lambda: fleet.receivers[0].join(spec, 1, LONG_S))
     time.sleep(0.2)
     assert not any(future.done() for future in waiting)
-    abandon(spec.store_host, spec.store_port, epoch=spec.epoch, lost="rollout-1", timeout_s=20.0)
+    abandon(spec.store_host, spec.store_port, epoch=spec.epoch, lost="rollout-1", timeout_s=LONG_S)
     for future in waiting:
         error = future.exception(AT_ONCE_S)
         assert isinstance(error, PeerLostError), error
@@ -411,7 +411,7 @@ def test_a_loader_that_stops_early_is_an_error() -> None:
     fleet = Fleet(dense(), 1, moe=True, load=lambda tensors: next(tensors))
     fleet.join(fleet.spec())
     futures = start_all(
-        lambda: fleet.publisher.publish(1, timeout_s=20), lambda: fleet.receivers[0].receive(1, 20.0)
+        lambda: fleet.publisher.publish(1, timeout_s=LONG_S), lambda: fleet.receivers[0].receive(1, LONG_S)
     )
     with pytest.raises(WeightSyncError, match=r"took 1 of \d+ tensors"):
         futures[1].result(120)
@@ -479,7 +479,7 @@ def test_several_learners_share_the_work_and_their_digests_add_up(shared: bool) 
     here = place_of(CPU)
     sources = [fsdp_layout(shapes, rank=r, world_size=3, dtype="float32").at(here) for r in range(3)]
     receivers = [RankReceiver(fake_qwen2(model, r, 2), CPU, describe_model, refuse_full) for r in range(2)]
-    store = open_store("127.0.0.1", 10)
+    store = open_store("127.0.0.1", LONG_S)
     spec = WeightGroupSpec(
         epoch=1,
         backend="gloo",
@@ -489,16 +489,16 @@ def test_several_learners_share_the_work_and_their_digests_add_up(shared: bool) 
         rollout_layouts=tuple(receiver.describe() for receiver in receivers),
         wire_dtype="float32",
         round_bytes=777,
-        timeout_s=10.0,
+        timeout_s=LONG_S,
         shared=shared,
     )
 
     def learn(rank: int) -> torch.Tensor:
         own = None if rank else store
-        group = form_group(spec, rank=rank, layout=sources[rank], device=CPU, timeout_s=10, store=own)
+        group = form_group(spec, rank=rank, layout=sources[rank], device=CPU, timeout_s=LONG_S, store=own)
         shards = {part.param: named[part.name].detach()[part.box.slices] for part in sources[rank].slices}
-        group.send(shards, Deadline("push", 10))
-        total = group.sum_at_first(torch.tensor([rank + 1, -(2**62)]), Deadline("sum", 10))
+        group.send(shards, Deadline("push", LONG_S))
+        total = group.sum_at_first(torch.tensor([rank + 1, -(2**62)]), Deadline("sum", LONG_S))
         group.abort()
         return total
 

@@ -53,9 +53,32 @@ CPU = torch.device("cpu")
 FLOAT32 = Precision(compute=torch.float32)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["own head", "tied head"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_vl(tmp_path_factory.mktemp("model"), seed=5, tie_word_embeddings=request.param)
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two models: with a head of its own, and with one that is tied to the embeddings."""
+    return [
+        write_tiny_vl(tmp_path_factory.mktemp("model"), seed=5, tie_word_embeddings=is_tied)
+        for is_tied in (False, True)
+    ]
+
+
+@pytest.fixture(scope="module", params=[0, 1], ids=["own head", "tied head"])
+def number(request: pytest.FixtureRequest) -> int:
+    """The model's, among `folders`."""
+    return int(request.param)
+
+
+@pytest.fixture(scope="module")
+def folder(folders: list[Path], number: int) -> Path:
+    return folders[number]
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(folders: list[Path]) -> list[Any]:
+    """What two processes make of `image_ranks.everything`; both say the same."""
+    first, second = run_ranks("support.image_ranks:everything", 2, *map(str, folders))
+    assert first == second
+    return list(first)
 
 
 def hugging_face(folder: Path) -> Any:
@@ -172,9 +195,9 @@ def test_the_tower_computes_an_image_once_however_many_rows_have_it(
     assert all(torch.equal(gradients[name], repeated_gradients[name]) for name in gradients)
 
 
-def test_on_a_gpu_the_towers_convolution_is_computed_in_float32(folder: Path) -> None:
+def test_on_a_gpu_the_towers_convolution_is_computed_in_float32(on_two_ranks: list[Any], number: int) -> None:
     """As far as a machine without one can see: cuDNN's switch for TF32 in the tower's forward pass."""
-    assert run_ranks("support.image_ranks:tower_in_tf32", 1, str(folder)) == [[False]]
+    assert on_two_ranks[number][1] == [False]
 
 
 def test_samples_of_a_group_can_share_a_prompt_with_images(folder: Path, ranks: Ranks) -> None:
@@ -251,12 +274,12 @@ def test_training_moves_all_of_the_language_model_and_none_of_the_tower(folder: 
     assert not any("visual" in name for name in learner.actor.optimizer.state())
 
 
-def test_a_step_does_not_depend_on_the_number_of_ranks(folder: Path, ranks: Ranks, tmp_path: Path) -> None:
+def test_a_step_does_not_depend_on_the_number_of_ranks(
+    folder: Path, ranks: Ranks, on_two_ranks: list[Any], number: int
+) -> None:
     """In the second step no rank but one has an image."""
     single = steps(ranks, str(folder))
-    first, second = run_ranks("support.image_ranks:steps", 2, str(folder))
-    assert first == second
-    for ours, theirs in zip(single, first, strict=True):
+    for ours, theirs in zip(single, on_two_ranks[number][0], strict=True):
         assert ours.keys() == theirs.keys()
         for name, value in ours.items():
             assert theirs[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name

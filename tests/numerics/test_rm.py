@@ -22,6 +22,7 @@ from paceline.reward.models.sequence import SequenceModel
 from support.byte_tokenizer import save_tokenizer
 from support.learner_fakes import write_model
 from support.learner_ranks import alone, run_ranks
+from support.rm_ranks import steps
 
 pytestmark = pytest.mark.torch
 
@@ -115,12 +116,12 @@ def test_a_run_from_files_writes_a_reward_model_that_the_reward_service_loads(
     assert better == pytest.approx(score_with_transformers(tmp_path / "out", pair.chosen), abs=1e-5)
 
 
-def test_two_ranks_train_what_one_trains(start: Path, tmp_path: Path) -> None:
+def test_two_ranks_train_what_one_trains(start: Path, ranks: Ranks, tmp_path: Path) -> None:
     """Five pairs of different lengths a step, some in micro-batches of their own."""
     config = config_of(start, tmp_path, max_token_len_per_gpu=60, lr=1e-3, centring=0.01)
     file = tmp_path / "rm.yaml"
     file.write_text(dump_yaml(config))
-    (single,) = run_ranks("support.rm_ranks:steps", 1, str(file))
+    single = steps(ranks, str(file))
     first, second = run_ranks("support.rm_ranks:steps", 2, str(file))
     assert first == second
     assert single["losses"][-1] < single["losses"][0]

@@ -63,7 +63,7 @@ class ContractLearner:
             rollout_layouts=await engine.describe(),
             wire_dtype="float32",
             round_bytes=ROUND_BYTES,
-            timeout_s=20.0,
+            timeout_s=120.0,
         )
         return replace(spec, **changes)
 
@@ -72,7 +72,7 @@ class ContractLearner:
         spec = await self.spec(engine, **changes)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._in_thread(lambda: self._publisher.join(spec)))
-            tasks.create_task(engine.join(spec, spec.num_learners, 20.0))
+            tasks.create_task(engine.join(spec, spec.num_learners, 120.0))
         return spec
 
     async def push(self, engine: Engine, version: int) -> tuple[PushReceipt, PushReceipt]:

@@ -1,4 +1,4 @@
-"""Training steps on prompts with images: `run_ranks("support.image_ranks:steps", 2, MODEL)`."""
+"""Training steps on prompts with images: `run_ranks("support.image_ranks:everything", 2, MODEL, ...)`."""
 
 from __future__ import annotations
 
@@ -100,6 +100,11 @@ def full_tensors(learner: Learner) -> dict[str, Tensor]:
     as_fsdp(network).reshard()
     parameters: list[tuple[str, Any]] = list(hugging_face_names(network))
     return {name: parameter.full_tensor().detach().clone() for name, parameter in parameters}
+
+
+def everything(ranks: Ranks, *models: str) -> list[tuple[list[dict[str, float]], list[bool]]]:
+    """The steps and the tower's precision of each model: importing torch takes a process longer than both."""
+    return [(steps(ranks, model), tower_in_tf32(ranks, model)) for model in models]
 
 
 def steps(ranks: Ranks, model: str) -> list[dict[str, float]]:

@@ -94,11 +94,11 @@ async def join(
         rollout_layouts=await engine.describe(),
         wire_dtype=wire_dtype,
         round_bytes=round_bytes,
-        timeout_s=30.0,
+        timeout_s=120.0,
     )
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(learners.call_async("join", spec.to_bytes()))
-        tasks.create_task(engine.join(spec, spec.num_learners, 30.0))
+        tasks.create_task(engine.join(spec, spec.num_learners, 120.0))
     return spec
 
 

@@ -9,7 +9,7 @@ import math
 import time
 from pathlib import Path
 
-WAITS_AT_MOST_S = 240
+WAITS_AT_MOST_S = 600
 
 
 def letters(response: str, ground_truth: str, *, late: str = "", until: str = "") -> dict[str, float]:

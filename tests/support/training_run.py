@@ -25,6 +25,8 @@ ROOT = Path(__file__).parents[2]
 PACELINE = Path(sys.executable).with_name("paceline")
 REWARDS = Path(__file__).with_name("training_rewards.py")
 MARK = "PACELINE_TEST_RUN"
+DEADLINE_S = 500.0
+"""For what happens in a run; beside other work five steps have taken more than three minutes."""
 # Metrics that count how often things were sent, not what was trained on: they may differ after a fault.
 TRANSPORT = (
     "barrier/duplicates",
@@ -112,7 +114,7 @@ class TrainingRun:
 
     # --- what it does
 
-    def wait_for(self, wanted: Callable[[Row], bool], *, timeout_s: float = 200) -> Row:
+    def wait_for(self, wanted: Callable[[Row], bool], *, timeout_s: float = DEADLINE_S) -> Row:
         """Waits for the first event of this launch for which `wanted` is true."""
         deadline = time.monotonic() + timeout_s
         path, position = self.run_dir / "events.jsonl", self._journal_start
@@ -190,7 +192,7 @@ class TrainingRun:
             self.wait_for_output("the run ends after this step")
         return int(step)
 
-    def wait_for_output(self, words: str, *, timeout_s: float = 200) -> None:
+    def wait_for_output(self, words: str, *, timeout_s: float = DEADLINE_S) -> None:
         """Waits until the command has printed these words."""
         deadline = time.monotonic() + timeout_s
         while words not in self.output:
@@ -203,7 +205,7 @@ class TrainingRun:
             for child in psutil.Process(self.process.pid).children(recursive=True):
                 self.seen.setdefault(child.pid, child)
 
-    def finish(self, *, timeout_s: float = 200) -> int:
+    def finish(self, *, timeout_s: float = DEADLINE_S) -> int:
         """Waits for the end, checks that no process of the run is left, and returns the exit code."""
         try:
             code = self.process.wait(timeout_s)

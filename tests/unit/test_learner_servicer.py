@@ -181,8 +181,8 @@ async def test_after_a_failure_that_trained_nothing_the_step_may_be_trained(
 
 
 async def test_a_step_that_outlasts_its_callers_deadline_is_not_lost() -> None:
-    bench = Bench(timeout_s=0.05)
-    with pytest.raises(DeadlineError, match=r"TRAIN: no answer from some learner rank within 0.05 s"):
+    bench = Bench(timeout_s=0.5)
+    with pytest.raises(DeadlineError, match=r"TRAIN: no answer from some learner rank within 0.5 s"):
         await bench.train(1)
     assert bench.servicer.state is LearnerState.TRAINING
     again = asyncio.create_task(bench.train(1))

@@ -319,11 +319,11 @@ async def test_a_server_that_registered_again_is_not_called_as_the_one_that_was_
 
 
 def test_the_ranks_of_the_epoch_hear_of_it_and_no_others() -> None:
-    store = open_store("127.0.0.1", 10.0)
+    store = open_store("127.0.0.1", 120.0)
     epochs = {number: Abandonment(store, number) for number in (3, 4)}
     for waiting in epochs.values():
         waiting.check("weight push")
-    abandon("127.0.0.1", store.port, epoch=3, lost="rollout-1", timeout_s=10.0)
+    abandon("127.0.0.1", store.port, epoch=3, lost="rollout-1", timeout_s=120.0)
     time.sleep(0.15)
     epochs[4].check("weight push")
     with pytest.raises(PeerLostError, match="weight push: called off, since rollout-1 went away") as caught:
@@ -332,9 +332,9 @@ def test_the_ranks_of_the_epoch_hear_of_it_and_no_others() -> None:
 
 
 def test_it_is_asked_only_now_and_then() -> None:
-    store = open_store("127.0.0.1", 10.0)
+    store = open_store("127.0.0.1", 120.0)
     waiting = Abandonment(store, 5)
-    abandon("127.0.0.1", store.port, epoch=5, lost="rollout-0", timeout_s=10.0)
+    abandon("127.0.0.1", store.port, epoch=5, lost="rollout-0", timeout_s=120.0)
     waiting.rest()
     waiting.check("weight push")
     time.sleep(0.15)

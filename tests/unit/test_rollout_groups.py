@@ -136,14 +136,14 @@ async def test_a_group_that_fails_once_gets_the_same_samples_on_its_second_deliv
 
 
 async def test_a_group_that_takes_too_long_is_drawn_again_and_then_given_up() -> None:
-    async with bench(limits=replace(LIMITS, group_timeout_s=0.05, lease_s=1.5)) as b:
+    async with bench(limits=replace(LIMITS, group_timeout_s=0.5, lease_s=1.5)) as b:
         await b.push(V0)
         b.engine.stuck.add((5, 3))
         await b.ask(group(3), group(4))
         assert {h.trajectory_id.prompt_id for h in await b.headers(4)} == {4}
         [refusal] = await b.refusals(1)
         assert (refusal.prompt_id, refusal.reason, refusal.deliveries) == (3, "deadline", 3)
-        assert refusal.message.startswith("prompt 3 was not drawn within 0.05 s; raise rollout.")
+        assert refusal.message.startswith("prompt 3 was not drawn within 0.5 s; raise rollout.")
         assert b.engine.named("abort").count((5, 3)) == 3
 
 
