@@ -451,7 +451,8 @@ class TestResampling:
     @staticmethod
     def ranks() -> Any:
         """A group of one, for what adds up over ranks."""
-        return SimpleNamespace(all_sum=lambda values: values, all_gather=lambda values: values)
+        alone = SimpleNamespace(all_sum=lambda values: values, all_gather=lambda values: values)
+        return SimpleNamespace(data=alone)
 
     def test_the_draw_is_a_function_of_seed_and_step(self) -> None:
         scores, groups = [float(i % 5) for i in range(40)], [i // 4 for i in range(40)]
