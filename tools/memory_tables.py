@@ -58,6 +58,12 @@ Further:
 - **Speed**: `actor.reduce_dtype: bfloat16`, which rounds gradients, and flash-attn-4 on Hopper and Blackwell,
   which `paceline[cuda]` brings. With them a step of a 7B shape on four GPUs of
   141 GiB took [20.4 s: 9,606 tokens/s per GPU](measurements-gpu.md#turns-on-shared-gpus).
+- **A row that is too long for one GPU**: `learner.context_parallel: 2` has two ranks share the tokens of each
+  row, so that a rank keeps half of their activations. `learner.world_size` counts all ranks, and
+  `actor.ppo_max_token_len_per_gpu` the tokens of one, so a micro-batch holds twice as many. It is for dense
+  models of text, without compiled layers, and gives [the numbers of one
+  rank](decisions/0033-ranks-share-the-tokens-of-a-row.md). It was tested on CPUs; its speed on GPUs has not
+  been measured.
 - **Out of memory in the plan**: the sentence names the setting. In this order they cost least:
   `actor.memory.recompute: full`, a lower `actor.ppo_max_token_len_per_gpu` (not below one sequence),
   `actor.memory.accumulate: false`, more learner ranks. `actor.memory.offload_reference: true` keeps the

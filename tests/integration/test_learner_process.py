@@ -25,11 +25,14 @@ from paceline.core.errors import (
 from paceline.core.guard import Adjustments
 from paceline.core.policy import PolicyTag
 from paceline.core.training import BatchRow, ChunkOrder, TrainOrder
+from paceline.learner.train.state.learner import Learner as TrainingLearner
 from paceline.rpc.v1 import learner_pb2
 from paceline.weights.geometry.layout import RankLayout, tensor_shapes
 from paceline.wire.calls.training import chunk_to_proto, order_to_proto
-from support.learner_fakes import POLICY, make_batch, write_model
+from support import learner_scenarios as scenarios
+from support.learner_fakes import POLICY, make_batch, run_config, write_model
 from support.learner_processes import Learner, running
+from support.learner_ranks import alone
 
 pytestmark = [pytest.mark.torch, pytest.mark.redis, pytest.mark.timeout(900)]
 
@@ -163,6 +166,20 @@ async def losing_a_rank(learner: Learner) -> None:
     os.kill(learner.ranks[1].pid, signal.SIGKILL)
     assert await asyncio.wait_for(learner.ranks[0].wait(), 240) == 1
     assert "lost rank 1 (" in learner.failure[0]
+
+
+async def test_two_ranks_that_share_rows_compute_what_one_does(
+    model: Path, redis_server: RedisServer, tmp_path: Path
+) -> None:
+    rows, blobs = make_batch(step=1, seed=1)
+    put(redis_server, blobs)
+    shared = {"world_size": 2, "context_parallel": 2}
+    async with running(model, redis_server.url, tmp_path, learner=shared) as learner:
+        await describing_its_weights(learner)
+        reply = await learner.train(1, rows, POLICY)
+    with alone() as ranks:
+        expected = scenarios.train(TrainingLearner.build(run_config(model), ranks), 1, 1)
+    assert numbers(reply) == pytest.approx(expected[0], rel=1e-4, abs=1e-6)
 
 
 async def test_a_run_of_two_ranks(model: Path, redis_server: RedisServer, tmp_path: Path) -> None:

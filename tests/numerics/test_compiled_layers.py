@@ -224,12 +224,14 @@ def test_a_compiler_that_fails_is_left_out_unless_it_was_asked_for(
 
 
 def test_what_is_compiled_by_itself() -> None:
-    """On a GPU, and not with adapters, which have no compiled form; what the file says stays."""
+    """On a GPU, where adapters and shared rows have no compiled form; what the file says stays."""
     config = run_config(Path("model"))
     chosen = [config.with_compile(on_gpu=on_gpu).actor.compile for on_gpu in (True, False)]
     assert chosen == [True, False]
     adapted = run_config(Path("model"), model={"lora": {"rank": 2}})
     assert adapted.with_compile(on_gpu=True).actor.compile is False
+    shared = run_config(Path("model"), learner={"world_size": 2, "context_parallel": 2})
+    assert shared.with_compile(on_gpu=True).actor.compile is False
     named = run_config(Path("model"), actor={"compile": False})
     assert named.with_compile(on_gpu=True).actor.compile is False
 

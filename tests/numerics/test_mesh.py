@@ -54,7 +54,7 @@ def test_ranks_with_the_same_rows_are_neighbours_and_all_share_the_parameters() 
 def test_a_number_of_ranks_that_does_not_divide_is_refused() -> None:
     environment = RankEnvironment.read({})
     try:
-        with pytest.raises(ConfigError, match="1 ranks cannot have the same rows in groups of 2"):
+        with pytest.raises(ConfigError, match="1 ranks cannot share the tokens of rows in groups of 2"):
             form_group(environment, open_store(environment, WAIT_S), torch.device("cpu"), WAIT_S, context=2)
     finally:
         leave_group()

@@ -114,6 +114,16 @@ def test_a_torch_that_cannot_go_on_says_so(
     assert "cannot go on after this: torch 2.13 can" in caplog.text
 
 
+def test_ranks_that_share_rows_cannot_go_on(
+    model: Path, ranks: Ranks, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others wait in an exchange of a size that a filler does not have."""
+    learner = build(replace(ranks, context=ranks.world), str(model), [])
+    with out_of_memory(learner, PLACES[0], {0}), pytest.raises(torch.OutOfMemoryError):
+        take_step(learner, 1)
+    assert "ranks cannot go on after this: lower the token budget" in caplog.text
+
+
 @pytest.mark.parametrize("share_prompts", [False, True])
 def test_halves_by_hand(share_prompts: bool) -> None:
     rows = rows_with_holes([[(3, 2), (3, 4)], [(2, 2), (2, 9)]])

@@ -54,10 +54,18 @@ class Learner:
 
 @asynccontextmanager
 async def running(
-    model: Path, broker_url: str, folder: Path, *, checkpoints: Sequence[Path] = ()
+    model: Path,
+    broker_url: str,
+    folder: Path,
+    *,
+    checkpoints: Sequence[Path] = (),
+    **sections: dict[str, Any],
 ) -> AsyncIterator[Learner]:
-    """Starts the ranks and waits until they have loaded; prints their logs at the end."""
-    controller = FakeController(run_config(model).model_dump_json())
+    """Starts the ranks and waits until they have loaded; prints their logs at the end.
+
+    `sections` are merged into the run's configuration.
+    """
+    controller = FakeController(run_config(model, **sections).model_dump_json())
     controller.broker_url, controller.run_dir = broker_url, str(folder)
     controller.checkpoints = [str(folder) for folder in checkpoints]
     server = await serve(controller, token=TOKEN)

@@ -88,8 +88,14 @@ class RunConfig(Section):
         """Returns the same with `actor.compile` chosen, where it is left open."""
         if self.actor.compile != "auto":
             return self
-        chosen = self.actor.model_copy(update={"compile": on_gpu and self.model.lora is None})
+        can_compile = self.model.lora is None and self.learner.context_parallel == 1
+        chosen = self.actor.model_copy(update={"compile": on_gpu and can_compile})
         return self.model_copy(update={"actor": chosen})
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Most tokens of a micro-batch, which the ranks of `learner.context_parallel` share."""
+        return self.actor.ppo_max_token_len_per_gpu * self.learner.context_parallel
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -137,7 +143,7 @@ class RunConfig(Section):
         if given is not None:
             return given
         tokens = self.rollout.n * (self.data.max_prompt_length + self.data.max_response_length / 2)
-        filled = self.actor.ppo_max_token_len_per_gpu * self.learner.world_size / tokens
+        filled = self.micro_batch_tokens * self.learner.num_data_ranks / tokens
         return next((size for size in range(1, most) if most % size == 0 and size >= filled), most)
 
     @property
@@ -333,9 +339,13 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _adapters_are_not_compiled(self) -> RunConfig:
+    def _has_a_compiled_form(self) -> RunConfig:
         if self.model.lora is not None and self.actor.compiles:
             raise ValueError("model.lora has no compiled form; set actor.compile: false or leave it out")
+        if self.learner.context_parallel > 1 and self.actor.compiles:
+            raise ValueError(
+                "learner.context_parallel has no compiled form; set actor.compile: false or leave it out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -350,11 +360,11 @@ class RunConfig(Section):
         critic = self.critic.ppo_mini_batch_size
         if critic is not None and batch % critic and self.trainer.dataflow is None:
             raise ValueError(f"critic.ppo_mini_batch_size={critic} must divide data.train_batch_size={batch}")
-        if self.actor.ppo_max_token_len_per_gpu < self.max_model_len:
+        if self.micro_batch_tokens < self.max_model_len:
             raise ValueError(
                 f"actor.ppo_max_token_len_per_gpu={self.actor.ppo_max_token_len_per_gpu} cannot hold one "
                 "sequence of data.max_prompt_length + data.max_response_length = "
-                f"{self.max_model_len} tokens; raise it"
+                f"{self.max_model_len} tokens; raise it, or learner.context_parallel"
             )
         if "critic" in self.needs and self.critic.warmup >= self.trainer.total_steps:
             raise ValueError(

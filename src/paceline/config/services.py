@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from paceline.config.base import Section
 
@@ -114,6 +114,12 @@ class LearnerConfig(Section):
     devices: tuple[int, ...] | None = Field(
         None, description="GPU indices of the ranks; null: the first world_size."
     )
+    context_parallel: int = Field(
+        1,
+        gt=0,
+        description="Ranks that share the tokens of each row, so that one which is too long for a GPU can "
+        "train; divides world_size and the model's attention heads.",
+    )
     threads: int | None = Field(
         None, gt=0, description="CPU: torch threads per rank; null: the cores shared out over the ranks."
     )
@@ -129,6 +135,20 @@ class LearnerConfig(Section):
         description="A rank that gives no sign of life for so long ends the group, which starts again "
         "from its newest checkpoint.",
     )
+
+    @model_validator(mode="after")
+    def _shares_rows_evenly(self) -> Self:
+        if self.world_size % self.context_parallel:
+            raise ValueError(
+                f"learner.context_parallel={self.context_parallel} must divide "
+                f"learner.world_size={self.world_size}"
+            )
+        return self
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Ranks, or groups of ranks with context parallelism, that get different rows."""
+        return self.world_size // self.context_parallel
 
 
 # YAML 1.1 reads a bare off as a boolean.

@@ -256,7 +256,7 @@ class PromptSet:
         }
         largest = max(sizes, key=sizes.__getitem__)
         needed = sizes[largest] + config.data.max_response_length
-        if needed > config.actor.ppo_max_token_len_per_gpu:
+        if needed > config.micro_batch_tokens:
             num_tokens = len(self.prompts[largest].token_ids)
             raise DataError(
                 f"row {largest}: its prompt of {num_tokens} tokens and {sizes[largest] - num_tokens} patches "

@@ -75,7 +75,7 @@ class LearnerMemory:
         """
         actor = config.with_compile(on_gpu=True).actor
         sequences = actor.ppo_mini_batch_size * config.rollout.n
-        most = -(-sequences // config.learner.world_size) * longest_row(config, shape)
+        most = -(-sequences // config.learner.num_data_ranks) * longest_row(config, shape)
         lora = config.model.lora
         return cls(
             shape=shape,
@@ -286,7 +286,6 @@ def has_images(config: RunConfig) -> bool:
 
 
 def longest_row(config: RunConfig, shape: ModelShape) -> int:
-    """Tokens of a run's longest row, with the patches of its images."""
-    return config.max_model_len + (
-        shape.num_patches(config.data.max_prompt_length) if has_images(config) else 0
-    )
+    """Tokens of a run's longest row on a rank, with the patches of its images."""
+    patches = shape.num_patches(config.data.max_prompt_length) if has_images(config) else 0
+    return -(-(config.max_model_len + patches) // config.learner.context_parallel)

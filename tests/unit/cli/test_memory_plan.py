@@ -538,6 +538,26 @@ def test_the_least_budget_that_the_plan_advises_holds_a_row_with_its_images() ->
         plan_for(config, SEVEN_VL, gib=47).lines()
 
 
+def test_ranks_that_share_rows_hold_their_part_of_them() -> None:
+    """A budget below a row's 1,536 tokens is enough for a half of it."""
+    config = run_of(
+        learner={"world_size": 8, "context_parallel": 2}, actor={"ppo_max_token_len_per_gpu": 800}
+    )
+    assert longest_row(config, shape_of(SEVEN)) == 768
+    assert config.micro_batch_tokens == 1600
+    assert config.learner.num_data_ranks == 4
+    assert LearnerMemory.of(config, shape_of(SEVEN)).num_tokens == 800
+    with pytest.raises(ConfigError, match=r"learner\.context_parallel has no compiled form"):
+        run_of(learner={"world_size": 8, "context_parallel": 2}, actor={"compile": True})
+    few = run_of(
+        learner={"world_size": 8, "context_parallel": 2},
+        actor={"ppo_mini_batch_size": 4, "ppo_max_token_len_per_gpu": 65536},
+        rollout={"n": 8},
+    )
+    # 4 x 8 rows of a mini-batch over four pairs of ranks.
+    assert LearnerMemory.of(few, shape_of(SEVEN)).num_tokens == 8 * 768
+
+
 def test_rows_are_prompt_and_response_together() -> None:
     """A prompt has 512 tokens and a response 1,024; a plan of prompts alone would be too small."""
     config = run_of(actor={"ppo_mini_batch_size": 4, "ppo_max_token_len_per_gpu": 65536}, rollout={"n": 8})

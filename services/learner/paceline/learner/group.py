@@ -128,6 +128,7 @@ def lead(environment: RankEnvironment, assignment: RankRegistration, head: Head)
         settings.threads,
         settings.collective_timeout_s,
         silent_s,
+        settings.context_parallel,
     ]
     store.set(_GROUP_KEY, json.dumps(group))
     _serve(environment, store, assignment, head)
@@ -156,10 +157,10 @@ def follow(environment: RankEnvironment) -> None:
 def _serve(
     environment: RankEnvironment, store: Store, assignment: RankRegistration | None, head: Head | None
 ) -> None:
-    device_word, devices, threads, timeout_s, silent_s = json.loads(store.get(_GROUP_KEY))
+    device_word, devices, threads, timeout_s, silent_s, context = json.loads(store.get(_GROUP_KEY))
     use_threads(threads, environment)
     device = choose_device(device_word, environment, tuple(devices) if devices else None)
-    ranks = form_group(environment, store, device, timeout_s)
+    ranks = form_group(environment, store, device, timeout_s, context=context)
     if head is None:
         # From now on rank 0 ends the group; a signal to all processes must not end single ranks.
         signal.signal(signal.SIGTERM, lambda number, frame: log.info("SIGTERM: rank 0 will end the group"))

@@ -55,7 +55,8 @@ def form_ranks(settings: LearnerConfig, environment: RankEnvironment) -> Ranks:
     use_threads(settings.threads, environment)
     device = choose_device(settings.device, environment, settings.devices)
     store = open_store(environment, settings.collective_timeout_s)
-    return form_group(environment, store, device, settings.collective_timeout_s)
+    timeout_s, context = settings.collective_timeout_s, settings.context_parallel
+    return form_group(environment, store, device, timeout_s, context=context)
 
 
 def check(config: TuningRunConfig) -> None:
@@ -215,10 +216,12 @@ def cut(
         lengths: of the pairs; what belongs to a pair stays in one micro-batch.
         make_rows: the rows of the pair with this index.
         network: that computes them.
-        token_budget: most tokens of a micro-batch; on a CPU fewer.
+        token_budget: most tokens of a micro-batch on each rank; on a CPU fewer.
         ranks: the group.
     """
     longest = max(length.num_tokens for length in lengths)
+    if ranks.context is not None:
+        token_budget *= ranks.context.size
     chunk = plan_chunk(
         lengths,
         0,

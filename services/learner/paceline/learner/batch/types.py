@@ -20,6 +20,7 @@ from paceline.core.samples.trajectory import Float32Array, Int32Array, UInt8Arra
 from paceline.learner.batch.blocks import SequenceBlock
 from paceline.learner.batch.padded import PaddedSequences
 from paceline.learner.batch.row_index import RowIndex
+from paceline.learner.distributed.mesh import RankGroup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -96,12 +97,14 @@ class PackedSequences:
         max_length: tokens of the longest sequence.
         blocks: the same sequences as runs of equal length and prefix, in order.
         keys: None if no sequence has a prefix.
+        context: the ranks that share these tokens, of which each is given its part; None for one rank.
     """
 
     cu_seqlens: Tensor
     max_length: int
     blocks: tuple[SequenceBlock, ...]
     keys: PrefixedKeys | None = None
+    context: RankGroup | None = None
     _padded: list[PaddedSequences] = field(default_factory=list)
 
     @property

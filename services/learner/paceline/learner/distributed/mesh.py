@@ -2,7 +2,7 @@
 
     dimension  along it ranks have                              what runs over it
     data       different rows                                   sums over tokens and rows, the plan's deal
-    context    the same rows (of 1 rank so far)
+    context    different tokens of the same rows                attention
     fsdp       different shards of the parameters: all of them  gathers of weights, averages of gradients
 
 Ranks are numbered with `context` fastest, so that those which talk most are on one host. A dimension is a
@@ -67,7 +67,7 @@ def form_rows_mesh(device_type: str, context: int, timeout: datetime.timedelta) 
 
     Args:
         device_type: of the tensors that ranks exchange.
-        context: ranks that have the same rows.
+        context: ranks that share the tokens of each row.
         timeout: bounds every wait of one rank for another.
 
     Raises:
@@ -75,7 +75,7 @@ def form_rows_mesh(device_type: str, context: int, timeout: datetime.timedelta) 
     """
     world_size = dist.get_world_size()
     if world_size % context:
-        raise ConfigError(f"{world_size} ranks cannot have the same rows in groups of {context}")
+        raise ConfigError(f"{world_size} ranks cannot share the tokens of rows in groups of {context}")
     if context == 1:  # the group of all ranks, and no second one
         return _form(device_type, (world_size,), ("data",), timeout)
     return _form(device_type, (world_size // context, context), ("data", "context"), timeout)

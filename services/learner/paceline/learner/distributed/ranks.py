@@ -103,6 +103,8 @@ class Ranks:
             rank 0 takes commands and writes for all.
         data: the ranks that get different rows. Sums over rows and tokens, and so losses and metrics, run
             over it, never over `world`.
+        context: the ranks that have the same rows and share their tokens; None where each rank has all
+            tokens of its rows.
         fsdp: the ranks that share the parameters' shards, over which FSDP averages gradients.
         control: a gloo group of all ranks beside the default one, for commands and their outcomes.
         storage: another, for the thread that writes checkpoints.
@@ -112,6 +114,7 @@ class Ranks:
     device: torch.device
     world: RankGroup
     data: RankGroup
+    context: RankGroup | None
     fsdp: DeviceMesh
     control: dist.ProcessGroup
     storage: dist.ProcessGroup
@@ -194,7 +197,7 @@ def form_group(
         store: where the ranks meet.
         device: this rank's.
         timeout_s: bounds this and every later wait of one rank for another.
-        context: ranks that have the same rows.
+        context: ranks that share the tokens of each row.
 
     Raises:
         ConfigError: `context` does not divide the number of ranks.
@@ -219,6 +222,7 @@ def form_group(
         device=device,
         world=RankGroup.of(dist.group.WORLD),
         data=RankGroup.of(rows.get_group("data")),
+        context=RankGroup.of(rows.get_group("context")) if context > 1 else None,
         fsdp=form_fsdp_mesh(device.type, timeout),
         control=dist.new_group(backend="gloo", timeout=timeout),
         storage=dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=WRITE_TIMEOUT_S)),

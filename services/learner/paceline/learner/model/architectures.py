@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from paceline.core.errors import ModelError
+from paceline.core.errors import ConfigError, ModelError
 from paceline.models.facts import ARCHITECTURES, family_of
 
 log = logging.getLogger(__name__)
@@ -117,6 +117,30 @@ def require_layers(lm: nn.Module) -> None:
             f"{type(lm).__name__} keeps {len(others)} tensors in its checkpoint that are no parameters "
             f"({others[0]}); the learner would neither load nor push them; use one of the architectures of "
             "docs/models.md"
+        )
+
+
+def require_shared_tokens(config: Any, num_ranks: int, *, has_experts: bool) -> None:
+    """Refuses a model of whose rows `num_ranks` ranks cannot share the tokens.
+
+    Raises:
+        ConfigError: with what to do.
+    """
+    heads = config.get_text_config().num_attention_heads
+    if heads % num_ranks:
+        raise ConfigError(
+            f"{num_ranks} ranks cannot share the {heads} attention heads of this model evenly; set "
+            f"learner.context_parallel to a divisor of {heads}"
+        )
+    if has_experts:
+        raise ConfigError(
+            "ranks cannot share the tokens of rows where the balance of experts is counted over whole ones; "
+            "set learner.context_parallel: 1 for a model with experts"
+        )
+    if family_of(config.model_type).takes_images:
+        raise ConfigError(
+            f"ranks cannot share the tokens of rows with images, which {config.model_type} takes; set "
+            "learner.context_parallel: 1"
         )
 
 

@@ -27,7 +27,7 @@ from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model import architectures
 from paceline.learner.model.decoder import attention
 from paceline.learner.model.decoder.compiling import take_numbers_as_known
-from paceline.learner.model.decoder.experts import use_correction_parameters, use_float32_routers
+from paceline.learner.model.decoder.experts import routers, use_correction_parameters, use_float32_routers
 from paceline.learner.model.decoder.layers import DEFAULT_OPTIONS, LayerOptions
 from paceline.learner.model.lora import B, add_adapters, is_adapter
 from paceline.learner.model.networks import (
@@ -272,6 +272,10 @@ def _materialise(
     options: LayerOptions,
 ) -> None:
     network.token_multiple = options.token_multiple
+    if ranks.context is not None:
+        has_experts = bool(routers(lm))
+        architectures.require_shared_tokens(lm.config, ranks.context.size, has_experts=has_experts)
+        network.context = ranks.context
     policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
     options.apply(lm, decoder_layers(body), ranks.device)
     for layer in decoder_layers(body):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from paceline.config.training.memory import KEPT_LOGITS_SHARE
 from paceline.core.errors import ModelError
 from paceline.learner.batch.types import MicroBatch, PackedImages
+from paceline.learner.distributed.context import put_together
+from paceline.learner.distributed.mesh import RankGroup
 from paceline.learner.logits.log_probs import bounded, chunked_log_probs, token_log_probs
 from paceline.learner.model.architectures import logit_scale, logit_softcap
 from paceline.learner.model.decoder.rows import take_rows
@@ -31,18 +33,28 @@ class PolicyNetwork(nn.Module):
 
     Attributes:
         token_multiple: the body runs on a multiple of so many tokens.
+        context: ranks that share the tokens of a micro-batch; None where this rank computes all of them.
     """
 
     def __init__(self, lm: nn.Module) -> None:
         super().__init__()
         self.lm = lm
         self.token_multiple = 1
+        self.context: RankGroup | None = None
 
     def forward(
         self, batch: MicroBatch, temperature: float = 1.0, with_entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probs (n,) of the response tokens, in float32, and their entropies (n,) or None."""
-        hidden = hidden_states(body_of(self.lm), batch, self.token_multiple)
+        own = hidden_states(body_of(self.lm), batch, self.token_multiple, self.context)
+        numbers = self._score(own.states, own.part_of(batch.targets), temperature, with_entropy)
+        log_probs, entropy = (None if part is None else own.put_together(part) for part in numbers)
+        assert log_probs is not None
+        return log_probs, entropy
+
+    def _score(
+        self, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
         head = output_head(self.lm)
         num_logits = hidden.shape[0] * head.vocab_size
         most = MAX_LOGITS_ELEMENTS[hidden.device.type]
@@ -52,12 +64,12 @@ class PolicyNetwork(nn.Module):
             # Autograd keeps the logits, which saves a second product.
             logits = F.linear(hidden, head.weight, head.bias)
             return token_log_probs(
-                bounded(logits, head.softcap), batch.targets, temperature / head.scale, with_entropy
+                bounded(logits, head.softcap), targets, temperature / head.scale, with_entropy
             )
         log_probs, entropy = chunked_log_probs(
             hidden,
             head.weight,
-            batch.targets,
+            targets,
             temperature / head.scale,
             max(1, most // head.vocab_size),
             with_entropy,
@@ -84,6 +96,7 @@ class ValueNetwork(nn.Module):
 
     Attributes:
         token_multiple: the body runs on a multiple of so many tokens.
+        context: ranks that share the tokens of a micro-batch; None where this rank computes all of them.
     """
 
     def __init__(self, lm: nn.Module, hidden_size: int, *, has_bias: bool = True) -> None:
@@ -93,6 +106,7 @@ class ValueNetwork(nn.Module):
         setattr(self, self.prefix, body_of(lm))
         self.value_head = nn.Linear(hidden_size, 1, bias=has_bias)
         self.token_multiple = 1
+        self.context: RankGroup | None = None
 
     @property
     def body(self) -> nn.Module:
@@ -102,33 +116,90 @@ class ValueNetwork(nn.Module):
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """Values (n,) in float32 of the states that precede the response tokens."""
-        values: Tensor = self.value_head(hidden_states(self.body, batch, self.token_multiple))
+        own = hidden_states(self.body, batch, self.token_multiple, self.context)
+        values: Tensor = self.value_head(own.states)
         # A copy: FSDP's hooks fail on in-place work on a view that a sharded module returns.
-        return values.float().squeeze(-1).clone()
+        return own.put_together(values.float().squeeze(-1).clone())
 
 
-def hidden_states(body: nn.Module, batch: MicroBatch, token_multiple: int = 1) -> Tensor:
-    """(n, H): last hidden states at the positions that predict response tokens.
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class OwnStates:
+    """Last hidden states at positions that predict response tokens: those which this rank computes.
 
-    Where the tokens are no multiple of `token_multiple`, a sequence that nobody reads makes them one.
+    Attributes:
+        states: (m, H).
+        places: (m,), which of the micro-batch's n response tokens each is for, n for none of them; None
+            where m = n and they are in order.
+        num_targets: n.
+        group: the ranks that compute the others.
+    """
+
+    states: Tensor
+    num_targets: int
+    places: Tensor | None = None
+    group: RankGroup | None = None
+
+    def part_of(self, flat: Tensor) -> Tensor:
+        """This rank's part, (m,), of numbers per response token, (n,)."""
+        return flat if self.places is None else F.pad(flat, (0, 1))[self.places]
+
+    def put_together(self, own: Tensor) -> Tensor:
+        """Numbers of all response tokens, (n,), of which this rank has computed (m,)."""
+        if self.places is None or self.group is None:
+            return own
+        return put_together(own, self.places, self.num_targets, self.group)
+
+
+def hidden_states(
+    body: nn.Module, batch: MicroBatch, token_multiple: int = 1, context: RankGroup | None = None
+) -> OwnStates:
+    """Runs the body; each rank of `context` computes an equal run of the tokens.
+
+    Where the tokens are no multiple of `token_multiple` on each rank, a sequence that nobody reads makes them
+    one.
     """
     input_ids, position_ids, packed = batch.input_ids, batch.position_ids, batch.packed
-    if token_multiple > 1:
-        num_missing = -input_ids.shape[1] % token_multiple
+    multiple = token_multiple if context is None else token_multiple * context.size
+    if multiple > 1:
+        num_missing = -input_ids.shape[1] % multiple
         input_ids = F.pad(input_ids, (0, num_missing))
-        places = torch.arange(num_missing, device=position_ids.device).unsqueeze(0)
+        more = torch.arange(num_missing, device=position_ids.device).unsqueeze(0)
         # Where nothing is missing, too: compiled layers ask whether what they are given is a view.
-        position_ids = torch.cat([position_ids, places.expand(*position_ids.shape[:-1], -1)], dim=-1)
+        position_ids = torch.cat([position_ids, more.expand(*position_ids.shape[:-1], -1)], dim=-1)
         packed = packed.followed_by(num_missing) if num_missing else packed
     inputs = {"input_ids": input_ids}
     if batch.images is not None:
         inputs = {"inputs_embeds": embed_with_images(body, input_ids, batch.images)}
+    start = 0
+    if context is not None:
+        length = input_ids.shape[1] // context.size
+        start = context.rank * length
+        inputs = {name: tensor[:, start : start + length] for name, tensor in inputs.items()}
+        position_ids = position_ids[..., start : start + length]
+        packed = replace(packed, context=context)
     output = body(**inputs, position_ids=position_ids, use_cache=False, packed=packed)
-    states: Tensor = output.last_hidden_state
-    if batch.packed.keys is not None:
-        # A shared prompt's last state scores the first token of several responses.
-        return take_rows(states[0], batch.score_positions)
-    return states[0].index_select(0, batch.score_positions)
+    states: Tensor = output.last_hidden_state[0]
+    positions, places = batch.score_positions, None
+    if context is not None:
+        positions = positions - start
+        places = _places_within(positions, len(states))
+        positions = F.pad(positions, (0, 1))[places]
+    if batch.packed.keys is None:
+        scored = states.index_select(0, positions)
+    else:  # a shared prompt's last state scores the first token of several responses
+        scored = take_rows(states, positions)
+    return OwnStates(
+        states=scored,
+        num_targets=len(batch.score_positions),
+        places=places,
+        group=context,
+    )
+
+
+def _places_within(positions: Tensor, length: int) -> Tensor:
+    """Which of the n positions are in 0..length-1; [n] if none is: a kernel wants one number at least."""
+    places = ((positions >= 0) & (positions < length)).nonzero().squeeze(1)
+    return places if len(places) else places.new_tensor([len(positions)])
 
 
 def embed_with_images(body: nn.Module, input_ids: Tensor, images: PackedImages) -> Tensor:

@@ -126,7 +126,7 @@ def _batch(learner: Learner) -> MicroBatch:
     Positions stay low: some rotary embeddings change for good with long rows.
     """
     config, device = learner.config, learner.ranks.device
-    budget = effective_budget(config.actor.ppo_max_token_len_per_gpu, device.type, config.max_model_len)
+    budget = effective_budget(config.micro_batch_tokens, device.type, config.max_model_len)
     row = PackedRow(
         index=0,
         prompt_token_ids=np.zeros(TOKEN_MULTIPLE - 1, np.int32),

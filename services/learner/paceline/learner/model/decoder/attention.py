@@ -10,6 +10,9 @@ are computed by their formula, in slices of queries.
 Responses may share a prompt, which is then their prefix: its states, keys and values are computed once. Each
 response's queries run against the prompt's keys and its own, side by side; with fewer queries than keys, all
 ways align them at the end.
+
+Where ranks share the tokens, each computes the attention of some heads, as
+`paceline.learner.distributed.context` says.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from paceline.core.errors import ModelError
 from paceline.learner.batch.padded import PaddedBatch, causal_mask
 from paceline.learner.batch.types import PackedSequences
+from paceline.learner.distributed.context import heads_of_all_tokens, tokens_of_all_heads
 from paceline.learner.model.decoder import flash_attention
 from paceline.learner.model.decoder.rows import take_rows
 
@@ -78,7 +82,7 @@ def packed_attention(
 
     Args:
         module: the attention layer (unused; transformers passes it).
-        query: (1, H, T, D).
+        query: (1, H, T, D), T being this rank's tokens where ranks share them.
         key: (1, G, T, D) with G dividing H (grouped-query attention).
         value: as key, but for D.
         attention_mask: None; `packed` replaces it.
@@ -108,6 +112,10 @@ def packed_attention(
             "use one of the architectures of docs/models.md"
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    group = packed.context
+    if group is not None:
+        q, k, v = (heads_of_all_tokens(x, group) for x in (q, k, v))
+        s_aux = None if s_aux is None else s_aux.chunk(group.size)[group.rank]
     has_kernel = q.is_cuda and flash_attention.takes(q.dtype, q.shape[-1]) and s_aux is None
     if has_kernel and softcap is not None:
         has_kernel = flash_attention.has_softcap(q, k, v, sliding_window, softcap)
@@ -118,6 +126,8 @@ def packed_attention(
         out = _in_batches(q, k, v, packed, scaling, sliding_window, scores)
     else:
         out = _in_batches(q, k, v, packed, scaling, sliding_window, F.scaled_dot_product_attention)
+    if group is not None:
+        out = tokens_of_all_heads(out, group)
     return out.unsqueeze(0), None
 
 

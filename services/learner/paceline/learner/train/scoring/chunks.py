@@ -49,7 +49,7 @@ class Planner:
     def budget(self, rows: Sequence[RowLength]) -> int:
         """The token budget of a chunk's micro-batches."""
         learner, longest = self._learner, max(row.num_budgeted for row in rows)
-        given = learner.config.actor.ppo_max_token_len_per_gpu
+        given = learner.config.micro_batch_tokens
         return learner.memory.budget(effective_budget(given, learner.ranks.device.type, longest), longest)
 
     def _chunk(self, rows: Sequence[RowLength], first_row: int) -> Chunk:

@@ -11,7 +11,7 @@ import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,10 @@ log = logging.getLogger(__name__)
 
 N = TypeVar("N", bound=nn.Module)
 
+_LOWER: Final = (
+    "lower the token budget of micro-batches (actor.ppo_max_token_len_per_gpu, sft.max_token_len_per_gpu)"
+)
+
 
 class OutOfMemoryError(EnvironmentLackError):
     """Ranks ran out of memory in an update, and all of them agree on it; nothing has changed.
@@ -39,10 +43,7 @@ class OutOfMemoryError(EnvironmentLackError):
     """
 
     def __init__(self, network: str, num_ranks: int) -> None:
-        super().__init__(
-            f"out of memory in an update of the {network} on {num_ranks} rank(s); lower the token budget of "
-            "micro-batches (actor.ppo_max_token_len_per_gpu, sft.max_token_len_per_gpu)"
-        )
+        super().__init__(f"out of memory in an update of the {network} on {num_ranks} rank(s); {_LOWER}")
         self.num_ranks = num_ranks
 
 
@@ -387,6 +388,9 @@ class Trainable(Generic[N]):
             torch.autograd.backward(loss * ranks.fsdp.size())
             return sums.double()
         except torch.OutOfMemoryError as error:
+            if ranks.context is not None:
+                log.error("with learner.context_parallel ranks cannot go on after this: %s", _LOWER)
+                raise
             if not hasattr(self.network, "reset_iter_state"):
                 log.error("torch %s cannot go on after this: torch 2.13 can", torch.__version__)
                 raise

@@ -1,0 +1,114 @@
+"""Context parallelism as in DeepSpeed-Ulysses (arXiv:2309.14509): ranks share the tokens of each row.
+
+Outside of attention a rank computes T/n of the T tokens of a micro-batch, with all heads; in attention all
+tokens, with 1/n of the heads. An all-to-all goes from the one to the other and back:
+
+    (T/n, H, D) --heads_of_all_tokens--> (T, H/n, D) --attention--> (T, H/n, E) --tokens_of_all_heads-->
+    (T/n, H, E)
+
+What the ranks compute of their tokens they put together, so every rank takes the loss of complete rows. Each
+gets the gradient by its own tokens, so a parameter's gradient is the sum over the ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.learner.distributed.mesh import RankGroup
+
+
+def heads_of_all_tokens(tokens: Tensor, group: RankGroup) -> Tensor:
+    """Gives each rank all tokens of its heads; differentiable.
+
+    Where the number of heads is no multiple of the ranks (keys and values of grouped queries), each head is
+    repeated as often as makes it one. Query heads that share a key head still do.
+
+    Args:
+        tokens: (T/n, H, D), this rank's of T tokens, in the order of ranks.
+        group: of n ranks.
+
+    Returns:
+        (T, H'/n, D), H' being H or the least common multiple of H and n.
+    """
+    num_heads = tokens.shape[1]
+    repeats = math.lcm(num_heads, group.size) // num_heads
+    if repeats > 1:
+        tokens = tokens.repeat_interleave(repeats, dim=1)
+    blocks = tokens.reshape(len(tokens), group.size, -1, tokens.shape[2]).transpose(0, 1)
+    return _exchange(blocks, group).flatten(0, 1)
+
+
+def tokens_of_all_heads(heads: Tensor, group: RankGroup) -> Tensor:
+    """Gives each rank all heads of its tokens: the way back of `heads_of_all_tokens`; differentiable.
+
+    Args:
+        heads: (T, H/n, D), this rank's heads.
+        group: of n ranks.
+
+    Returns:
+        (T/n, H, D).
+    """
+    blocks = heads.reshape(group.size, -1, *heads.shape[1:])
+    return _exchange(blocks, group).transpose(0, 1).flatten(1, 2)
+
+
+def put_together(own: Tensor, places: Tensor, length: int, group: RankGroup) -> Tensor:
+    """Puts the numbers of all ranks at their places, on every rank; differentiable.
+
+    All ranks must take the same loss of the result: the gradient of `own` is that of its places on this rank.
+
+    Args:
+        own: (m,), this rank's numbers.
+        places: (m,) int64, where they belong; each of 0..length-1 is one rank's, and `length` is nowhere.
+        length: of the result.
+        group: of the ranks.
+
+    Returns:
+        (length,); exact, because each place is one number and zeros.
+    """
+    everywhere = own.new_zeros(length + 1).index_copy(0, places, own)
+    total: Tensor = _Sum.apply(everywhere[:length], group)  # type: ignore[no-untyped-call]
+    return total
+
+
+def _exchange(blocks: Tensor, group: RankGroup) -> Tensor:
+    """(n, ...): sends block i to rank i; block i of the result is from rank i."""
+    exchanged: Tensor = _AllToAll.apply(blocks, group)  # type: ignore[no-untyped-call]
+    return exchanged
+
+
+def _all_to_all(blocks: Tensor, group: RankGroup) -> Tensor:
+    sent = blocks.contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group.process_group)
+    return received
+
+
+class _AllToAll(torch.autograd.Function):
+    """Of equal blocks, it is its own transpose, so the gradient goes the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, blocks: Tensor, group: RankGroup) -> Tensor:
+        ctx.group = group
+        return _all_to_all(blocks, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _all_to_all(gradient, ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    """A sum over ranks of which every one takes the same loss: its gradient stays on the rank."""
+
+    @staticmethod
+    def forward(ctx: Any, numbers: Tensor, group: RankGroup) -> Tensor:
+        return group.all_sum(numbers)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None

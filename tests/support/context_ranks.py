@@ -1,0 +1,165 @@
+"""What ranks that share the tokens of rows compute, against one rank; for `run_ranks`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from paceline.learner.batch.types import PackedSequences
+from paceline.learner.distributed.context import heads_of_all_tokens, put_together, tokens_of_all_heads
+from paceline.learner.distributed.mesh import RankGroup
+from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.model.decoder.attention import packed_attention
+from paceline.learner.model.loading import hugging_face_names
+from paceline.learner.train.state.learner import Learner
+from support.learner_fakes import run_config
+from support.learner_scenarios import train
+
+NUM_HEADS = 12
+KEY_HEADS = (1, 2, 3, 4, 6, 12)
+ATTENTION: dict[str, dict[str, Any]] = {
+    "float64 plain": {},
+    "float64 window": {"sliding_window": 3},
+    "float64 softcap": {"softcap": 2.0},
+    "float64 sinks": {},
+}
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "copies": {"actor": {"shared_prompts": "off"}},
+    "shared prompts": {"actor": {"shared_prompts": "on"}},
+    "adapters": {"model": {"lora": {"rank": 3, "alpha": 6.0}}},
+}
+
+
+def steps(ranks: Ranks, model: str, variant: str) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    """Metrics of three steps, and all parameters that train after them."""
+    context = 1 if ranks.context is None else ranks.context.size
+    chosen = VARIANTS[variant]
+    # With AdamW's own epsilon, rounding in a gradient that is 0 by symmetry would move a key's bias.
+    optim = {"lr": 1e-3, "eps": 1e-4}
+    config = run_config(
+        Path(model),
+        **{
+            **chosen,
+            "actor": {
+                "ppo_mini_batch_size": 4,
+                "ppo_max_token_len_per_gpu": 128 // context,
+                "optim": optim,
+                **chosen.get("actor", {}),
+            },
+            "critic": {"optim": optim},
+            "learner": {
+                "device": "cpu",
+                "threads": 1,
+                "world_size": ranks.world.size,
+                "context_parallel": context,
+            },
+        },
+    )
+    learner = Learner.build(config, ranks)
+    metrics = train(learner, 1, 3)
+    assert learner.critic is not None
+    networks = {"actor": learner.actor.network, "critic": learner.critic.network}
+    return metrics, {
+        f"{kind}.{name}": full(parameter.detach())
+        for kind, network in networks.items()
+        for name, parameter in hugging_face_names(network)
+        if parameter.requires_grad
+    }
+
+
+def full(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def against_one_rank(ranks: Ranks, model: str, expected: str) -> dict[str, Any]:
+    """By variant in the folder `expected`: metrics, and the parameters' largest difference from those there.
+
+    A difference is a share of the largest number of its tensor.
+    """
+    seen = {}
+    for file in sorted(Path(expected).glob("*.pt")):
+        metrics, parameters = steps(ranks, model, file.stem)
+        others = torch.load(file, weights_only=True)
+        assert list(parameters) == list(others)
+        seen[file.stem] = {
+            "metrics": metrics,
+            "difference": max(share(parameters[name], others[name]) for name in others),
+        }
+    return seen
+
+
+def share(ours: Tensor, others: Tensor) -> float:
+    """Of the largest number, or of 0.01: biases begin at 0 and are at 0.005 after three steps."""
+    return float((ours - others).abs().max() / others.abs().max().clamp_min(0.01))
+
+
+def collectives(ranks: Ranks) -> dict[str, float]:
+    """The largest difference of outputs and gradients from one rank's, by type and number of key heads."""
+    assert ranks.context is not None
+    return {
+        f"{dtype} {num_keys}": _difference(ranks.context, num_keys, dtype)
+        for dtype in (torch.float32, torch.float64)
+        for num_keys in KEY_HEADS
+    } | {name: _of_attention(ranks.context, name) for name in ATTENTION}
+
+
+def _difference(group: RankGroup, num_keys: int, dtype: torch.dtype) -> float:
+    generator, length = torch.Generator().manual_seed(num_keys), 3 * group.size
+    shapes = ((NUM_HEADS, 4), (num_keys, 4), (num_keys, 5))
+    q, k, v = (torch.randn(length, *shape, generator=generator, dtype=dtype) for shape in shapes)
+    weights = torch.randn(length, NUM_HEADS, 5, generator=generator, dtype=dtype)
+    places = torch.randperm(length, generator=generator)
+    own = slice(3 * group.rank, 3 * group.rank + 3)
+
+    alone = [x.clone().requires_grad_() for x in (q, k, v)]
+    numbers = (_attend(*alone) * weights).sum((1, 2))
+    flat = torch.zeros(length, dtype=dtype).index_copy(0, places, numbers)
+    flat.square().sum().backward()
+
+    parts = [x[own].clone().requires_grad_() for x in (q, k, v)]
+    out = tokens_of_all_heads(_attend(*(heads_of_all_tokens(x, group) for x in parts)), group)
+    ours = put_together((out * weights[own]).sum((1, 2)), places[own], length, group)
+    ours.square().sum().backward()
+
+    pairs = [(ours, flat), *((a.grad, b.grad[own]) for a, b in zip(parts, alone, strict=True))]
+    return max(share(a.detach(), b.detach()) for a, b in pairs)
+
+
+def _of_attention(group: RankGroup, name: str) -> float:
+    """Of the attention call of the learner's layers, over sequences of which two follow the first."""
+    generator, lengths = torch.Generator().manual_seed(0), [4, 2 * group.size, 3, 2 * group.size - 3]
+    shapes = ((NUM_HEADS, 4), (3, 4), (3, 5))
+    q, k, v = (
+        torch.randn(1, heads, sum(lengths), width, generator=generator, dtype=torch.float64)
+        for heads, width in shapes
+    )
+    sinks = torch.randn(NUM_HEADS, generator=generator, dtype=torch.float64)
+    weights = torch.randn(1, sum(lengths), NUM_HEADS, 5, generator=generator, dtype=torch.float64)
+    packed = PackedSequences.of(lengths, q.device, [None, 0, 0, None])
+    length = sum(lengths) // group.size
+    own = slice(length * group.rank, length * (group.rank + 1))
+    results = []
+    for inputs, part in (((q, k, v), None), ((q[:, :, own], k[:, :, own], v[:, :, own]), group)):
+        leaves = [x.clone().requires_grad_() for x in (*inputs, sinks)]
+        options = {**ATTENTION[name], **({"s_aux": leaves[3]} if name.endswith("sinks") else {})}
+        place = replace(packed, context=part)
+        out, _ = packed_attention(torch.nn.Module(), *leaves[:3], None, packed=place, **options)
+        ((out * (weights if part is None else weights[:, own])).sum()).backward()
+        results.append((out.detach(), *(x.grad for x in leaves[:3]), leaves[3].grad))
+    (out, *grads, of_sinks), (ours, *own_grads, own_sinks) = results
+    pairs = [(ours, out[:, own]), *((a, b[:, :, own]) for a, b in zip(own_grads, grads, strict=True))]
+    if of_sinks is not None:  # a parameter: the ranks' gradients add up
+        pairs.append((group.all_sum(own_sinks), of_sinks))
+    return max(share(a, b) for a, b in pairs)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    k, v = (x.repeat_interleave(len(q) // len(x), dim=0) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1)
