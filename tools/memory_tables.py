@@ -10,7 +10,7 @@ from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.engines.memory import GIB, EngineMemory
 from paceline.models.model_shape import ModelShape
-from paceline.sizing.learner_memory import LearnerMemory
+from paceline.sizing.memory.learner_memory import LearnerMemory
 
 _RANKS = (1, 2, 4, 8)
 _ENGINE_GIB = 80

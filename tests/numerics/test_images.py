@@ -30,7 +30,7 @@ from paceline.learner.model.loading import Precision, as_fsdp, load_critic, load
 from paceline.learner.model.networks import body_of, vision_tower
 from paceline.models.model_shape import ModelShape, TowerShape
 from paceline.rollout.engines.vllm.weights.checkpoint import learner_shapes
-from paceline.sizing.learner_memory import LearnerMemory
+from paceline.sizing.memory.learner_memory import LearnerMemory
 from support.architectures import tiny_config
 from support.image_ranks import (
     SAMPLES,

@@ -35,7 +35,7 @@ from paceline.learner.model.lora import LoraLinear, adapter_names, base_alone, i
 from paceline.learner.model.networks import PolicyNetwork
 from paceline.learner.train.state.learner import Learner
 from paceline.models.model_shape import ModelShape
-from paceline.sizing.learner_memory import LearnerMemory
+from paceline.sizing.memory.learner_memory import LearnerMemory
 from support.architectures import tiny_config
 from support.learner_fakes import run_config
 from support.learner_scenarios import save, take_step, train

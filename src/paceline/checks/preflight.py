@@ -32,7 +32,7 @@ from paceline.service.addresses import split
 from paceline.show.trackers.adapters import check_installed
 from paceline.sizing.gpus import share_gpus
 from paceline.sizing.machine import Machine
-from paceline.sizing.memory_plan import MemoryPlan
+from paceline.sizing.memory.memory_plan import MemoryPlan
 from paceline.storage.folder import Folder, is_url
 from paceline.storage.hub import is_named
 from paceline.storage.models import local_model

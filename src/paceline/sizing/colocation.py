@@ -11,8 +11,8 @@ from paceline.config.run import RunConfig
 from paceline.engines.memory import EngineMemory, engine_budget
 from paceline.engines.registry import engine_facts
 from paceline.models.model_shape import ModelShape
-from paceline.sizing.learner_memory import LearnerMemory
-from paceline.sizing.memory_choice import fits_awake
+from paceline.sizing.memory.learner_memory import LearnerMemory
+from paceline.sizing.memory.memory_choice import fits_awake
 
 SHARED_MEMORY: Final = 0.4
 """Share of a GPU's memory that an engine may take where a learner rank shares it, and neither sleeps."""

@@ -17,7 +17,7 @@ from paceline.sizing.colocation import (
 )
 from paceline.sizing.gpus import gpus_to_share, share_gpus
 from paceline.sizing.machine import Machine
-from paceline.sizing.memory_plan import MemoryPlan
+from paceline.sizing.memory.memory_plan import MemoryPlan
 from paceline.sizing.model_files import model_tree
 from paceline.sizing.step_time import StepTime
 from paceline.sizing.update import settle_update

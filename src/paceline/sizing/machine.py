@@ -86,7 +86,7 @@ def num_cores() -> int:
     return cores if quota is None else max(1, min(cores, quota))
 
 
-def free_port(host: str = "127.0.0.1") -> int:
+def free_port() -> int:
     """A port that nobody uses at this moment, and that this process has not been given before.
 
     It is none of those that the system gives to connections, and to servers that take any port: whoever the
@@ -98,11 +98,11 @@ def free_port(host: str = "127.0.0.1") -> int:
         if port in _GIVEN:
             continue
         with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((host, port))
+            probe.bind(("127.0.0.1", port))
             _GIVEN.add(port)
             return port
     with socket.socket() as probe:
-        probe.bind((host, 0))
+        probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 

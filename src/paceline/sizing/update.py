@@ -8,7 +8,7 @@ from paceline.core.errors import ConfigError
 from paceline.models.model_shape import ModelShape
 from paceline.sizing.gpus import share_gpus
 from paceline.sizing.machine import Machine
-from paceline.sizing.memory_choice import LEAST, UpdateChoice, choose_update
+from paceline.sizing.memory.memory_choice import LEAST, UpdateChoice, choose_update
 from paceline.sizing.model_files import model_tree
 
 

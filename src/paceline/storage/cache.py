@@ -16,7 +16,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,15 +69,15 @@ def cache_dir() -> Path:
     return Path(base).absolute() / "paceline"
 
 
-def keep_kernels(environ: MutableMapping[str, str] = os.environ) -> None:
+def keep_kernels() -> None:
     """Has torch and FlashAttention 4 keep compiled kernels in this cache; call it before they are imported.
 
     Left alone, torch's compiler puts them below TMPDIR as it is imported, which a run's end removes, and
     FlashAttention keeps none.
     """
-    environ.setdefault(KERNEL_CACHE, str(cache_dir() / "kernels"))
-    environ.setdefault(ATTENTION_CACHE, str(cache_dir() / "kernels" / "attention"))
-    environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault(KERNEL_CACHE, str(cache_dir() / "kernels"))
+    os.environ.setdefault(ATTENTION_CACHE, str(cache_dir() / "kernels" / "attention"))
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
 
 def fetch(folder: Folder, how: Fetch) -> Path:

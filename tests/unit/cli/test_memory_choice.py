@@ -11,8 +11,8 @@ from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.engines.memory import GIB
 from paceline.models.model_shape import ModelShape
-from paceline.sizing.learner_memory import LearnerMemory
-from paceline.sizing.memory_choice import LEAST, choose_update
+from paceline.sizing.memory.learner_memory import LearnerMemory
+from paceline.sizing.memory.memory_choice import LEAST, choose_update
 
 SEVEN = {
     "model_type": "qwen2",

@@ -14,8 +14,8 @@ from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.engines.memory import CONTEXT, GIB, EngineMemory
 from paceline.models.model_shape import ModelShape
-from paceline.sizing.learner_memory import LearnerMemory, longest_row
-from paceline.sizing.memory_plan import MemoryPlan
+from paceline.sizing.memory.learner_memory import LearnerMemory, longest_row
+from paceline.sizing.memory.memory_plan import MemoryPlan
 
 SEVEN = {
     "model_type": "qwen2",

@@ -75,15 +75,15 @@ def prepare(
         environ.setdefault(name, value)
 
 
-def prepare_import(environ: MutableMapping[str, str] = os.environ) -> None:
+def prepare_import() -> None:
     """Sets what is the same in every configuration, on a machine without a GPU; call it before an import.
 
     The hub may still be asked: a server fetches its model itself if that is a name.
     """
     for name, value in _ALWAYS.items():
         if name != _OFFLINE:
-            environ.setdefault(name, value)
-    prepare_cpu(environ)
+            os.environ.setdefault(name, value)
+    prepare_cpu(os.environ)
 
 
 def apply() -> None:

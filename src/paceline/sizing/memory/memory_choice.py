@@ -10,7 +10,7 @@ from paceline.config.run import RunConfig
 from paceline.config.training.memory import MemoryConfig
 from paceline.engines.memory import engine_budget, engine_while_training
 from paceline.models.model_shape import ModelShape
-from paceline.sizing.learner_memory import LearnerMemory, longest_row
+from paceline.sizing.memory.learner_memory import LearnerMemory, longest_row
 
 USABLE_SHARE = 0.92
 """Of what is free on a GPU: the plan is an estimate, and torch's allocator leaves gaps."""

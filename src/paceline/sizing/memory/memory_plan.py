@@ -14,7 +14,7 @@ from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.engines.memory import GIB, EngineMemory, Parts, engine_budget, engine_while_training
 from paceline.models.model_shape import ModelShape
-from paceline.sizing.learner_memory import LearnerMemory, longest_row
+from paceline.sizing.memory.learner_memory import LearnerMemory, longest_row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
