@@ -21,7 +21,10 @@ from paceline.learner.distributed.mesh import RankGroup
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model import architectures
 from paceline.learner.model.networks import hidden_states
+from paceline.learner.train.scoring.chunks import Planner, lengths
+from paceline.learner.train.state.learner import Learner
 from support.context_ranks import VARIANTS, steps
+from support.learner_fakes import make_batch, run_config
 from support.learner_ranks import run_ranks
 
 pytestmark = pytest.mark.torch
@@ -66,6 +69,13 @@ def test_three_steps_move_the_parameters_as_on_one_rank(
             assert ours["difference"] <= 1e-5, variant
             for step, (own, others) in enumerate(zip(ours["metrics"], metrics[variant], strict=True)):
                 assert own == pytest.approx(others, rel=1e-4, abs=1e-6), (variant, step)
+
+
+def test_a_micro_batch_has_the_token_budgets_of_all_ranks_that_share_it(model: Path, ranks: Ranks) -> None:
+    learner = {"device": "cpu", "world_size": 2, "context_parallel": 2}
+    config = run_config(model, actor={"ppo_max_token_len_per_gpu": 20}, learner=learner)
+    rows, _ = make_batch()
+    assert Planner(Learner.load(config, ranks)).budget(lengths(rows)) == 40
 
 
 def test_a_rank_without_a_response_token_computes_one_number_that_counts_nowhere(ranks: Ranks) -> None:
