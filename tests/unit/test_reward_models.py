@@ -323,7 +323,7 @@ def test_the_command_line_of_a_judge_says_what_its_configuration_says(
         options.append(given)
         raise ConfigError("enough")
 
-    monkeypatch.setitem(reward_models._KINDS, "generative", load)  # type: ignore[misc]
+    monkeypatch.setitem(reward_models._ENGINES["transformers"], "generative", load)  # type: ignore[misc]
     spec = reward_model(config(), model, 0, addresses=["h:1"], env={})
     told = spec.command[spec.command.index("paceline.reward.models") + 1 :]
     assert reward_models.main(list(told)) == 2
@@ -407,7 +407,7 @@ def test_a_container_takes_its_model_from_the_runs_configuration(
         options.append(given)
         raise ConfigError("None is not a local folder and is not a valid model identifier")
 
-    monkeypatch.setitem(reward_models._KINDS, "sequence_classification", load)  # type: ignore[misc]
+    monkeypatch.setitem(reward_models._ENGINES["transformers"], "sequence_classification", load)  # type: ignore[misc]
     arguments = ["--config", str(file), "--port", "0", *words]
     if words[0] == "also/a/path":
         with pytest.raises(SystemExit):
