@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch._dynamo.exc import TorchDynamoException
 
-from paceline.config.algorithm import FrozenNetworkConfig
+from paceline.config.training.algorithm import FrozenNetworkConfig
 from paceline.config.run import RunConfig
 from paceline.core.errors import NumericsError
 from paceline.learner.batch.types import PackedSequences

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import pytest
@@ -157,9 +157,8 @@ def test_a_named_component_is_compared_and_must_be_there() -> None:
         for prompt_id, (low, length) in samples.items():
             for index in range(2):
                 header = scored(prompt_id, index, reward=length + index)
-                header = type(header)(
-                    **{name: getattr(header, name) for name in header.__slots__}
-                    | {"components": {"right": low if index else 0.0, "length": length + index}}
+                header = replace(
+                    header, components={"right": low if index else 0.0, "length": length + index}
                 )
                 barrier.apply(header, barrier.judge(header))
         refill = Refill(asked=[1, 2], max_extra=0, draw=lambda *_: {}, metric=metric)

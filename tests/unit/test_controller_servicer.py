@@ -152,7 +152,9 @@ async def test_a_members_notice_is_shown_to_the_user(bench: Bench) -> None:
     await bench.followers(1)
     await bench.beat("learner-0", "loading", notice="a checkpoint is damaged")
     bench.events.end(ok=True, message="done")
-    assert [event.notice.message for event in await following if event.HasField("notice")] == [
+    notices = [event.notice.message for event in await following if event.HasField("notice")]
+    # On a busy machine the registration, too, is told only now.
+    assert [words for words in notices if words != "learner-0 is registered"] == [
         "learner-0: a checkpoint is damaged"
     ]
 
