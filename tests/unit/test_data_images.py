@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.checks import preflight
+from paceline.checks import data_checks, model_checks
 from paceline.config.data import DataConfig
 from paceline.config.run import RunConfig
 from paceline.controller.batch.inputs import load_inputs
@@ -168,7 +168,7 @@ def test_check_shows_an_image_as_one_token_and_says_how_many_there_are(model: Pa
         "train_batch_size": 1,
     }
     given = config(data=data, model={"path": str(model)}, actor={"ppo_mini_batch_size": 1})
-    said = preflight._prompts(given, "train")
+    said = data_checks.prompts_line(given, "train")
     first = user("Of ", shown(1), " or ", shown(1), "?")
     assert said.endswith(f"; 2 images of at most 14 tokens\n      the first: {first!r}")
 
@@ -292,12 +292,12 @@ def test_a_prompt_whose_patches_exceed_a_micro_batch_is_refused_before_the_run(
     message = (
         f"row 1: .* {patches} patches of images, with a response of 8 tokens, .* to at least {needed}, or"
     )
-    for check in (lambda settled: preflight._prompts(settled, "train"), load_inputs):
+    for check in (lambda settled: data_checks.prompts_line(settled, "train"), load_inputs):
         check(run(needed))
         with pytest.raises(DataError, match=message):
             check(run(needed - 1))
     short = jsonl(tmp_path / "short", {"prompt": "x", "images": None})
-    preflight._prompts(run(needed - 1, train_files=[str(short)], val_files=[str(file)]), "val")
+    data_checks.prompts_line(run(needed - 1, train_files=[str(short)], val_files=[str(file)]), "val")
 
 
 def test_a_critic_that_takes_no_images_is_refused_before_the_run(tmp_path: Path) -> None:
@@ -308,11 +308,11 @@ def test_a_critic_that_takes_no_images_is_refused_before_the_run(tmp_path: Path)
         "algorithm": {"adv_estimator": "gae"},
     }
     with pytest.raises(ModelError, match=r"critic.path=.* \(qwen2\) takes no images, .* leave it out"):
-        preflight._critic_of_images(config(**sections))
-    preflight._critic_of_images(config(**sections | {"algorithm": {"adv_estimator": "grpo"}}))
-    preflight._critic_of_images(config(**sections | {"data": {"train_files": ["x.jsonl"]}}))
+        model_checks.check_critic_of_images(config(**sections))
+    model_checks.check_critic_of_images(config(**sections | {"algorithm": {"adv_estimator": "grpo"}}))
+    model_checks.check_critic_of_images(config(**sections | {"data": {"train_files": ["x.jsonl"]}}))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl"}))
-    preflight._critic_of_images(config(**sections))
+    model_checks.check_critic_of_images(config(**sections))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 from paceline.chaos.faults import all_faults
 from paceline.checks import environment
 from paceline.checks.environment import Status
-from paceline.checks.preflight import require_packages
+from paceline.checks.machine_checks import require_packages
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, EnvironmentLackError

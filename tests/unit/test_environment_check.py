@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from paceline.checks import preflight
+from paceline.checks import preflight_check, rollout_checks
+from paceline.checks.rollout_checks import environment_line
 from paceline.core.errors import ConfigError, EnvironmentLackError
 from paceline.rollout.episodes.environments.remote import RemoteEnvironment, RemoteEnvironmentOptions
 from paceline.rpc.v1 import environment_pb2 as pb
@@ -30,7 +31,7 @@ class Guess(Environment):
 
 async def said_of(**environment: Any) -> str:
     """What the check says, which has an event loop of its own."""
-    return await asyncio.to_thread(preflight._environment, config(rollout={"environment": environment}))
+    return await asyncio.to_thread(environment_line, config(rollout={"environment": environment}))
 
 
 @asynccontextmanager
@@ -46,9 +47,9 @@ async def served(monkeypatch: pytest.MonkeyPatch, **described: Any) -> AsyncIter
 
 
 def test_runs_without_an_environment_and_with_one_that_attaches_ask_nobody() -> None:
-    assert preflight._environment(config()) == "none"
+    assert environment_line(config()) == "none"
     attached = config(rollout={"environment": {"attached": "game"}}, service={"rollout_port": 7200})
-    assert preflight._environment(attached) == "game, which attaches to the rollout servers of the run"
+    assert environment_line(attached) == "game, which attaches to the rollout servers of the run"
 
 
 async def test_an_environment_that_is_served_says_its_name() -> None:
@@ -83,9 +84,11 @@ async def test_an_environment_that_starts_beside_the_run_is_waited_for(
 ) -> None:
     refused = asyncio.Event()
     loop = asyncio.get_running_loop()
-    monkeypatch.setattr(preflight, "_PATIENCE_S", 60.0)
+    monkeypatch.setattr(rollout_checks, "_PATIENCE_S", 60.0)
     monkeypatch.setattr(
-        preflight.time, "sleep", lambda seconds: (loop.call_soon_threadsafe(refused.set), sleep(seconds))
+        preflight_check.time,
+        "sleep",
+        lambda seconds: (loop.call_soon_threadsafe(refused.set), sleep(seconds)),
     )
     port = free_port()
     asking = asyncio.create_task(said_of(address=f"127.0.0.1:{port}"))

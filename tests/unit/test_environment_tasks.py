@@ -114,7 +114,7 @@ async def test_the_tokens_file_is_read_on_the_controllers_host(tmp_path: Path) -
 
 
 def test_check_says_where_the_rows_come_from() -> None:
-    checks = {part.name: part.check for part in parts(here=True, tests=None)}
+    checks = {part.name: part.run for part in parts(here=True, tests=None)}
     for part in ("training prompts", "validation prompts"):
         said = checks[part](config("127.0.0.1:50071"))
         assert said == "the environment at 127.0.0.1:50071 is asked for them by the run"

@@ -12,8 +12,17 @@ from typing import Any
 
 import pytest
 
-from paceline.checks import preflight, service_checks
+from paceline.checks import (
+    data_checks,
+    machine_checks,
+    model_checks,
+    preflight,
+    reward_checks,
+    rollout_checks,
+    service_checks,
+)
 from paceline.checks.preflight import quick_check
+from paceline.checks.preflight_check import CheckNeed, PreflightCheck
 from paceline.cli.main import main
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, DataError, ModelError
@@ -30,9 +39,9 @@ DATA = {"train_files": ["train.parquet"], "max_prompt_length": 32, "max_response
 @pytest.fixture
 def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The checks of learner and engine start processes that import torch, which takes seconds."""
-    monkeypatch.setattr(preflight, "self_test", lambda config, kept: "the line of the learner")
-    monkeypatch.setattr(preflight, "engine_log_probs", lambda config, kept: "the line of the engine")
-    monkeypatch.setattr(preflight, "_example_reward", lambda config: "")
+    monkeypatch.setattr(model_checks, "self_test", lambda config, kept: "the line of the learner")
+    monkeypatch.setattr(rollout_checks, "engine_log_probs", lambda config, kept: "the line of the engine")
+    monkeypatch.setattr(reward_checks, "_example_reward", lambda config: "")
 
 
 @pytest.mark.usefixtures("without_torch")
@@ -49,15 +58,15 @@ def test_check_names_every_fault_once(project: Path, capsys: pytest.CaptureFixtu
     assert lines[6].startswith("FAULT validation prompts: data file gone.jsonl does not exist")
     assert lines[7].startswith("FAULT reward functions: there is no built-in reward function 'exact_macth'")
     assert lines[8] == "ok    episodes: none"
-    assert lines[9] == "ok    algorithm: grpo, ppo_clip"
-    assert lines[10] == "ok    dataflow: built-in"
-    assert lines[11] == "ok    engine: vllm"
+    assert lines[9] == "ok    engine: vllm"
+    assert lines[10] == "ok    algorithm: grpo, ppo_clip"
+    assert lines[11] == "ok    dataflow: built-in"
     assert lines[12].startswith("ok    devices: CPU, ")
-    assert lines[13] == "ok    reward models: none"
-    assert lines[14] == "ok    reward services: none"
-    assert lines[15] == "ok    environment: none"
-    assert lines[16] == "ok    memory: CPU, nothing to plan"
-    assert lines[17] == "ok    trackers: none"
+    assert lines[13] == "ok    memory: CPU, nothing to plan"
+    assert lines[14] == "ok    trackers: none"
+    assert lines[15] == "ok    reward models: none"
+    assert lines[16] == "ok    reward services: none"
+    assert lines[17] == "ok    environment: none"
     assert lines[18] == "ok    engine's log-probs: the line of the engine"
     assert lines[-1] == "3 fault(s); nothing was started"
 
@@ -69,8 +78,8 @@ def test_check_plans_the_memory_of_gpus(
     config_json = project / "model" / "config.json"
     config_json.write_text(json.dumps(json.loads(config_json.read_text()) | {"vocab_size": 1000}))
     words = ["learner.device=cuda", "learner.devices=[0]", "rollout.devices=[1]"]
-    here = preflight.Machine(num_cores=2, gpus=(0, 1), gpu_bytes={0: 80 << 30, 1: 80 << 30})
-    monkeypatch.setattr(preflight.Machine, "here", lambda: here)
+    here = machine_checks.Machine(num_cores=2, gpus=(0, 1), gpu_bytes={0: 80 << 30, 1: 80 << 30})
+    monkeypatch.setattr(machine_checks.Machine, "here", lambda: here)
     main(["check", "run.yaml", *words])
     lines = capsys.readouterr().out.splitlines()
     first = lines.index("ok    memory: the most that each phase takes (an estimate)")
@@ -78,7 +87,7 @@ def test_check_plans_the_memory_of_gpus(
     assert lines[first + 4].startswith(
         "      rollout GPU 1, generation: 68.0 GiB = context 1.5 GiB + weights"
     )
-    here = preflight.Machine(num_cores=2, gpus=(0, 1), gpu_bytes={0: 1 << 30, 1: 80 << 30})
+    here = machine_checks.Machine(num_cores=2, gpus=(0, 1), gpu_bytes={0: 1 << 30, 1: 80 << 30})
     assert main(["check", "run.yaml", *words]) == 2
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAULT memory")]
     assert line.startswith("FAULT memory: GPU 0 has 1.0 GiB, the learner's update needs")
@@ -310,19 +319,19 @@ def test_the_first_row_is_scored_with_its_ground_truth_as_the_response(
     )
     functions = [{"name": "mine.py:marked"}, {"name": "exact_match"}]
     alone = {"name": "mine.py:ranked", "group": True}
-    assert preflight._rewards(config(data=DATA, reward={"functions": [alone]})) == "mine.py:ranked"
-    said = preflight._rewards(config(data=DATA, reward={"functions": functions}))
+    assert reward_checks.functions_line(config(data=DATA, reward={"functions": [alone]})) == "mine.py:ranked"
+    said = reward_checks.functions_line(config(data=DATA, reward={"functions": functions}))
     assert said == (
         "mine.py:marked, exact_match\n      the first row's ground truth as a response: marked 0, "
         "marked/bare 1, exact_match 1; 0 is right only if the function wants more than the bare answer"
     )
     with pytest.raises(ConfigError, match=r"ground truth of each of the first 8 rows.*KeyError"):
-        preflight._rewards(config(data=DATA, reward={"functions": [{"name": "mine.py:fails"}]}))
+        reward_checks.functions_line(config(data=DATA, reward={"functions": [{"name": "mine.py:fails"}]}))
     # One that refuses the first row alone is shown with what it says.
-    said = preflight._rewards(config(data=DATA, reward={"functions": [{"name": "mine.py:picky"}]}))
+    said = reward_checks.functions_line(config(data=DATA, reward={"functions": [{"name": "mine.py:picky"}]}))
     assert "as a response: raised: " in said
     assert "KeyError" in said
-    assert preflight._rewards(config(data={"train_files": "gone.jsonl"})) == "exact_match"
+    assert reward_checks.functions_line(config(data={"train_files": "gone.jsonl"})) == "exact_match"
 
 
 def test_a_column_of_numbers_is_a_fault_of_the_prompts(
@@ -339,12 +348,12 @@ def test_the_first_prompt_is_shown_as_the_model_gets_it(project: Path) -> None:
     save_tokenizer(project / "model")
     (project / "model" / "chat_template.jinja").write_text("{{ messages[0].content }}<|end|>")
     chat = config(data={**DATA, "prompt_format": "chat"})
-    assert preflight._prompts(chat, "train") == (
+    assert data_checks.prompts_line(chat, "train") == (
         "80 kept, 0 left out as too long, the longest has 9 tokens\n      the first: '0 + 1 =<|end|>'"
     )
     (project / "train.parquet").rename(project / "val.parquet")
     val = config(data={**DATA, "val_files": ["val.parquet"]})
-    assert "the first" not in preflight._prompts(val, "val")
+    assert "the first" not in data_checks.prompts_line(val, "val")
 
 
 @pytest.mark.usefixtures("without_torch")
@@ -394,7 +403,9 @@ def test_what_concerns_this_machine_can_be_left_out(
 def test_what_takes_seconds_is_announced_and_can_be_left_out(
     project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "_PARTS", (("engine", lambda config: "vllm"),))
+    kept = [check for check in preflight.CHECKS if check.needs is not CheckNeed.NOTHING]
+    engine = PreflightCheck(name="engine", run=lambda config: "vllm")
+    monkeypatch.setattr(preflight, "CHECKS", (engine, *kept))
     main(["check", "run.yaml"])
     slow = ["self-test", "engine's log-probs"]
     assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()] == [
@@ -441,8 +452,8 @@ def test_a_judges_prompt_is_looked_at_before_the_start(project: Path) -> None:
     model = {"name": "j", "path": "judge", "kind": "generative", "prompt_file": "gone.txt"}
     judge = {"name": "j", "address": "http://h/v1", "model": "m", "prompt_file": "no_response.txt"}
     with pytest.raises(ConfigError, match=r"prompt_file=gone\.txt of a judge cannot be read"):
-        preflight._reward_models(config(reward={"models": [model]}))
+        reward_checks.models_line(config(reward={"models": [model]}))
     with pytest.raises(ConfigError, match=r"has no \{response\}"):
-        preflight._reward_services(config(reward={"judges": [judge]}))
+        reward_checks.services_line(config(reward={"judges": [judge]}))
     good = config(reward={"models": [model | {"prompt_file": "judge.txt"}]})
-    assert preflight._reward_models(good) == "j in judge"
+    assert reward_checks.models_line(good) == "j in judge"

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from paceline.checks import preflight
+from paceline.checks import machine_checks, rollout_checks
 from paceline.cli.commands.start import train
 from paceline.cli.main import main
 from paceline.config.run import RunConfig
@@ -64,7 +64,7 @@ def test_train_refuses_in_one_sentence(
 def test_an_environment_that_nobody_serves_is_named_before_anything_is_created(
     project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(rollout_checks, "_PATIENCE_S", 0.0)
     words = ["rollout.environment.address=127.0.0.1:1", "data.prompt_format=chat"]
     assert main(["train", "run.yaml", *words]) == 2
     assert capsys.readouterr().err.strip() == (
@@ -92,7 +92,7 @@ def test_too_few_gpus_are_a_fault_before_the_start(
     monkeypatch: pytest.MonkeyPatch,
     command: tuple[str, ...],
 ) -> None:
-    monkeypatch.setattr(preflight.Machine, "here", lambda: Machine(num_cores=2, gpus=(0, 1)))
+    monkeypatch.setattr(machine_checks.Machine, "here", lambda: Machine(num_cores=2, gpus=(0, 1)))
     assert main([*command, "run.yaml", "learner.device=cuda", "learner.world_size=2"]) == 2
     told = capsys.readouterr()
     assert "need 1 GPUs, 0 are left beside the learner's (0,1)" in told.out + told.err

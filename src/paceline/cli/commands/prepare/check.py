@@ -8,7 +8,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.checks.preflight import PreflightCheck, notes, parts, require_packages
+from paceline.checks.machine_checks import require_packages
+from paceline.checks.preflight import notes, parts
+from paceline.checks.preflight_check import PreflightCheck
 from paceline.cli.commands import arguments
 from paceline.config.run import RunConfig
 from paceline.core.errors import ModelError, PacelineError
@@ -59,7 +61,7 @@ def _num_faults(config: RunConfig, parts: Sequence[PreflightCheck]) -> int:
         if part.wait and not model_is_bad:
             print(f"...   {part.name}: {part.wait}", file=sys.stderr, flush=True)
         try:
-            print(f"ok    {part.name}: {part.check(config)}", flush=True)
+            print(f"ok    {part.name}: {part.run(config)}", flush=True)
         except PacelineError as error:
             if isinstance(error, ModelError) and model_is_bad:
                 print(f"-     {part.name}: not checked, as the model has a fault")

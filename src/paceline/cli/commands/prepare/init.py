@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from paceline.checks.preflight import has_chat_template
+from paceline.checks.model_checks import has_chat_template
 from paceline.cli.commands import arguments
 from paceline.config.load import load
 from paceline.config.model import ModelConfig

@@ -1,0 +1,106 @@
+"""Checks the machine where the run is to start: its packages, GPUs and their memory, its trackers."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+
+from paceline.checks.model_checks import model_config
+from paceline.checks.preflight_check import CheckNeed, PreflightCheck
+from paceline.config.run import RunConfig
+from paceline.core.errors import ConfigError, EnvironmentLackError
+from paceline.engines.registry import engine_facts
+from paceline.models.model_shape import ModelShape
+from paceline.show.trackers.adapters import check_installed
+from paceline.sizing.gpus import share_gpus
+from paceline.sizing.machine import Machine
+from paceline.sizing.memory.memory_plan import MemoryPlan
+
+_PACKAGES = ("torch", "transformers", "safetensors", "pyarrow", "aiohttp")
+
+
+def require_packages(config: RunConfig, *, engine: bool = True) -> None:
+    """Whether the packages are installed that the services import; imports none of them.
+
+    Args:
+        engine: the engine's, too, which is on the rollout servers' hosts alone.
+
+    Raises:
+        ConfigError: there is no engine of this name.
+        EnvironmentLackError: one or more are not; the wheel without extras is installed like that.
+    """
+    facts = engine_facts(config.rollout.name) if engine else None
+    named = [*_PACKAGES, *([facts.package] if facts else [])]
+    lacking = [name for name in named if importlib.util.find_spec(name) is None]
+    if lacking:
+        raise EnvironmentLackError(
+            f"not installed in this environment: {', '.join(lacking)}; `make venv` in a clone installs all, "
+            "a wheel needs its extra cpu or cuda (docs/install.md)"
+        )
+    if facts and (library := facts.lacking_library):
+        raise EnvironmentLackError(
+            f"{facts.title}'s build for CPUs loads {library.file}, which is not here: {library.remedy}"
+        )
+
+
+def devices_line(config: RunConfig) -> str:
+    """Who gets which device of this machine."""
+    machine = Machine.here()
+    learner, rollout = _require_gpus(config, machine)
+    if not learner:
+        return f"CPU, {machine.num_cores} cores"
+    return f"learner on GPUs {list(learner)}, rollout on {[list(gpus) for gpus in rollout]}"
+
+
+def _require_gpus(config: RunConfig, machine: Machine) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+    """The learner's GPUs and those of each rollout server, all of which exist."""
+    learner, rollout = share_gpus(config, machine.gpus)
+    wanted = {*learner, *(gpu for gpus in rollout for gpu in gpus), *config.reward.model_gpus}
+    absent = sorted(wanted - set(machine.gpus))
+    if absent:
+        raise EnvironmentLackError(
+            f"there are no GPUs {', '.join(map(str, absent))} here (found: {list(machine.gpus) or 'none'}); "
+            "correct learner.devices, rollout.devices and reward.models, or set learner.device: cpu"
+        )
+    return learner, rollout
+
+
+def _trackers_line(config: RunConfig) -> str:
+    check_installed(config.trainer.loggers)
+    return ", ".join(config.trainer.loggers) or "none"
+
+
+def _memory_line(config: RunConfig) -> str:
+    """The memory plan of this machine's GPUs."""
+    machine = Machine.here()
+    try:
+        learner, rollout = share_gpus(config, machine.gpus)
+    except ConfigError:
+        return "not planned, as the devices have a fault"
+    if not learner:
+        return "CPU, nothing to plan"
+    engines = tuple(gpu for gpus in rollout for gpu in gpus)
+    return _memory_plan(config, learner, engines, machine.gpu_bytes)
+
+
+def _memory_elsewhere_line(config: RunConfig) -> str:
+    """The learner's part of the plan: nothing is known of the GPUs."""
+    return "CPU, nothing to plan" if config.learner.device == "cpu" else _memory_plan(config, (), (), {})
+
+
+def _memory_plan(
+    config: RunConfig, learner: Sequence[int], engines: Sequence[int], totals: Mapping[int, int]
+) -> str:
+    shape = ModelShape.of(model_config(config))
+    if shape is None:
+        return "not planned: config.json names its sizes otherwise"
+    plan = MemoryPlan.of(config, shape, learner_gpus=learner, engine_gpus=engines, totals=totals)
+    return "\n      ".join(["the most that each phase takes (an estimate)", *plan.lines()])
+
+
+CHECKS = (
+    PreflightCheck(name="devices", run=devices_line, needs=CheckNeed.HERE),
+    PreflightCheck(name="memory", run=_memory_line, needs=CheckNeed.HERE),
+    PreflightCheck(name="memory", run=_memory_elsewhere_line, needs=CheckNeed.ELSEWHERE),
+    PreflightCheck(name="trackers", run=_trackers_line, needs=CheckNeed.HERE),
+)

@@ -1,0 +1,166 @@
+"""Checks the model, its tokenizer and the frozen networks beside it."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.checks.preflight_check import CheckNeed, PreflightCheck, how_to_make
+from paceline.checks.service_checks import self_test, with_local_models
+from paceline.config.model import ModelConfig
+from paceline.config.run import RunConfig
+from paceline.core.errors import ConfigError, ModelError
+from paceline.models.facts import family_of
+from paceline.models.model_shape import ModelShape
+from paceline.storage.folder import Folder, is_url
+from paceline.storage.hub import is_named
+from paceline.storage.models import local_model
+
+_WEIGHTS = ("*.safetensors", "model.safetensors.index.json")
+
+
+def has_chat_template(model: ModelConfig) -> bool:
+    """Whether the model's tokenizer comes with a chat template; loads no tokenizer."""
+    model = local_model(model, "controller")
+    folder = Path(model.tokenizer_path or model.path)
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    try:
+        return bool(json.loads((folder / "tokenizer_config.json").read_text("utf-8")).get("chat_template"))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def model_config(config: RunConfig) -> dict[str, Any]:
+    """Reads the model's config.json from its folder.
+
+    Raises:
+        ModelError: no such folder, no readable config.json, or no weights.
+    """
+    folder = Path(local_model(config.model, "controller").path)
+    if not folder.is_dir():
+        remedy = how_to_make(folder) or "set model.path to a folder in the Hugging Face layout"
+        raise ModelError(f"model folder {folder} does not exist; {remedy}")
+    try:
+        tree: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"model folder {folder} has no config.json; model.path must name a model") from error
+    except ValueError as error:
+        raise ModelError(f"{folder / 'config.json'} is not JSON: {error}") from error
+    if config.model.load_format == "auto" and not _has_weights(config.model):
+        raise ModelError(
+            f"model folder {folder} has no weights (*.safetensors); save them there, or set "
+            "model.load_format: random"
+        )
+    return tree
+
+
+def _has_weights(model: ModelConfig) -> bool:
+    if model.paths.learner is not None:
+        return True  # on the learner's hosts
+    if is_named(model.path):
+        return True  # the learner says if there are none
+    if not is_url(model.path):
+        return _holds_weights(model.path)
+    names = Folder.at(model.path).names()
+    return any(fnmatch.fnmatch(name, pattern) for name in names for pattern in _WEIGHTS)
+
+
+def _holds_weights(folder: str) -> bool:
+    return any(any(Path(folder).glob(name)) for name in _WEIGHTS)
+
+
+def model_line(config: RunConfig) -> str:
+    """Reads config.json; says which architecture it is, and up to which length."""
+    tree = model_config(config)
+    text = tree | (tree.get("text_config") or {})  # beside a vision tower
+    longest = text.get("max_position_embeddings")
+    if isinstance(longest, int) and config.max_model_len > longest:
+        raise ModelError(
+            f"data.max_prompt_length + data.max_response_length = {config.max_model_len} exceed the model's "
+            f"max_position_embeddings={longest}; lower them"
+        )
+    heads, ranks = text.get("num_attention_heads"), config.rollout.tensor_model_parallel_size
+    if isinstance(heads, int) and heads % ranks:
+        raise ConfigError(
+            f"rollout.tensor_model_parallel_size={ranks} must divide the model's {heads} attention heads"
+        )
+    _experts(config, text)
+    _room_for_adapters(config, tree)
+    check_critic_of_images(config)
+    architecture = ", ".join(tree.get("architectures") or [str(tree.get("model_type"))])
+    return f"{config.model.path}: {architecture}, up to {longest} tokens"
+
+
+def _experts(config: RunConfig, text: Mapping[str, Any]) -> None:
+    """Whether the model has experts where their load is to be balanced; their number has several names."""
+    has_experts = any("experts" in key and value for key, value in text.items())
+    config.actor.require_experts(config.model.path, has_experts=has_experts)
+
+
+def _room_for_adapters(config: RunConfig, tree: Mapping[str, Any]) -> None:
+    """Whether adapters have room in the layers whose shapes config.json gives; the learner looks at all."""
+    lora, shape = config.model.lora, ModelShape.of(tree)
+    if lora is not None and shape is not None:
+        for layer, inputs, outputs in shape.matrices(lora.targets):
+            lora.require_room(layer, inputs, outputs)
+
+
+def check_critic_of_images(config: RunConfig) -> None:
+    """A critic of its own folder has to see the images, too."""
+    folder = config.critic.path
+    if config.data.image_key is None or "critic" not in config.needs or not folder or is_named(folder):
+        return
+    try:
+        kind = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")).get("model_type")
+    except (OSError, ValueError, AttributeError):
+        return  # the self-test says what is wrong with it
+    if not family_of(kind).takes_images:
+        raise ModelError(
+            f"critic.path={folder} ({kind}) takes no images, and data.image_key={config.data.image_key} "
+            "gives some: leave it out, so that the critic begins as the policy, or name such a model"
+        )
+
+
+def _tokenizer_line(config: RunConfig) -> str:
+    from paceline.data.prompts import load_tokenizer, stop_token_ids
+
+    model = local_model(config.model, "controller")
+    folder = model.tokenizer_path or model.path
+    tokenizer = load_tokenizer(folder)
+    stops = ", ".join(map(str, stop_token_ids(model.path, tokenizer)))
+    return f"{folder}: responses end at token {stops}"
+
+
+def networks_line(config: RunConfig) -> str:
+    """Compares the tokenizers of frozen networks with the policy's; says which there are."""
+    from paceline.data.frozen_networks import check_frozen_networks
+
+    for name, network in config.algorithm.networks.items():
+        here = is_named(network.path) or is_url(network.path)
+        if not here and config.model.load_format == "auto" and not _holds_weights(network.path):
+            raise ModelError(
+                f"algorithm.networks.{name}.path={network.path} has no weights (*.safetensors); name the "
+                "folder of a model, say one that `paceline export` wrote"
+            )
+    return check_frozen_networks(with_local_models(config)) if config.algorithm.networks else "none"
+
+
+def _self_test_line(config: RunConfig, kept: Path) -> str:
+    return self_test(config, kept)
+
+
+CHECKS = (
+    PreflightCheck(name="model", run=model_line),
+    PreflightCheck(name="frozen networks", run=networks_line),
+    PreflightCheck(
+        name="self-test",
+        run=_self_test_line,
+        needs=CheckNeed.SELF_TEST,
+        wait="packed log-probs of a small model of this kind against transformers', some 5 s",
+    ),
+    PreflightCheck(name="tokenizer", run=_tokenizer_line),
+)

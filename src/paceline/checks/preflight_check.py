@@ -1,0 +1,70 @@
+"""A check of a run before it starts: each room of this package exports its own as `CHECKS`."""
+
+from __future__ import annotations
+
+import enum
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.core.errors import EnvironmentLackError
+from paceline.service.addresses import split
+
+_REACH_S = 3.0
+_PAUSE_S = 0.2
+
+
+class CheckNeed(enum.Enum):
+    """What a check needs: nothing but the files, a certain machine, or the time of a test of the model.
+
+    SELF_TEST: time for the learner's self-test, and a folder for what it leaves. HERE: the machine where the
+    run is to start. ELSEWHERE: that the run starts on another one. ENGINE: HERE, time for the engine's test,
+    and the folder of the self-test.
+    """
+
+    NOTHING = 0
+    SELF_TEST = 1
+    HERE = 2
+    ELSEWHERE = 3
+    ENGINE = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreflightCheck:
+    """A part of `paceline check`.
+
+    Attributes:
+        run: returns a line of facts on a configuration; raises a PacelineError that says what is wrong. With
+            SELF_TEST and ENGINE it takes the folder as `kept`.
+        wait: what takes seconds; said before the check.
+    """
+
+    name: str
+    run: Callable[..., str]
+    needs: CheckNeed = CheckNeed.NOTHING
+    wait: str = ""
+
+
+def how_to_make(path: Path) -> str:
+    """The command that makes an input of the demo, which the recipes use too; "" for any other path."""
+    made = (Path("examples/arithmetic") / name for name in ("data", "model", "start"))
+    return "`make demo-start` makes it" if any(path.is_relative_to(folder) for folder in made) else ""
+
+
+def reach(key: str, address: str, what: str, remedy: str, *, patience_s: float = 0.0) -> None:
+    """Raises EnvironmentLackError if nobody has listened at an address for `patience_s`."""
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            return socket.create_connection(split(address), timeout=_REACH_S).close()
+        except OSError as error:
+            if time.monotonic() < until:
+                time.sleep(_PAUSE_S)
+                continue
+            reason = error.strerror or str(error) or type(error).__name__
+            raise EnvironmentLackError(
+                f"nobody answers at {key}={address}, {what} ({reason}); {remedy} before the run, or correct "
+                "the address"
+            ) from error

@@ -1,0 +1,68 @@
+"""Checks what scores the responses: functions, models, judges and services."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paceline.checks.preflight_check import CheckNeed, PreflightCheck, reach
+from paceline.config.run import RunConfig
+from paceline.core.errors import DataError, ModelError
+from paceline.core.user_functions.reward_function import check_extra_keys
+
+
+def functions_line(config: RunConfig) -> str:
+    """Loads the reward functions; says what they give to the first row's ground truth."""
+    from paceline.reward.functions import registry
+
+    for function in config.reward.functions:
+        registry.load(function.name, function.kwargs, group=function.group)
+    check_extra_keys(config.data.extra_keys)
+    names = ", ".join(function.name for function in config.reward.functions) or "none"
+    return "\n      ".join(filter(None, (names, _example_reward(config))))
+
+
+def _example_reward(config: RunConfig) -> str:
+    from paceline.checks.example import example_reward
+
+    try:
+        return example_reward(config)
+    except DataError:
+        return ""  # the part of the prompts says what is wrong with them
+
+
+def models_line(config: RunConfig) -> str:
+    """Looks for the folders of the reward models, and reads what judges are asked."""
+    for number, model in enumerate(config.reward.models):
+        if not (Path(model.path) / "config.json").is_file():
+            raise ModelError(
+                f"reward.models.{number}.path={model.path} is not a model folder (no config.json); correct it"
+            )
+        if model.prompt_file is not None:
+            _check_question(model.prompt_file, model.pattern)
+    return ", ".join(f"{model.name} in {model.path}" for model in config.reward.models) or "none"
+
+
+def _check_question(prompt_file: str, pattern: str) -> None:
+    """Whether a judge's prompt file shows the response, and its pattern has a group."""
+    from paceline.reward.judge.question import GradePattern, JudgePrompt, read_prompt_file
+
+    JudgePrompt(read_prompt_file(prompt_file))
+    GradePattern(pattern, {})
+
+
+def services_line(config: RunConfig) -> str:
+    """Whether somebody listens where the remote scorers are said to be; what judges are asked."""
+    for judge in config.reward.judges:
+        _check_question(judge.prompt_file, judge.pattern)
+    for number, service in enumerate(config.reward.services):
+        key = f"reward.services.{number}.address"
+        reach(key, service.address, f"the reward service {service.name!r}", "start it")
+    names = [f"{service.name} at {service.address}" for service in config.reward.services]
+    return ", ".join(names) or "none"
+
+
+CHECKS = (
+    PreflightCheck(name="reward functions", run=functions_line),
+    PreflightCheck(name="reward models", run=models_line, needs=CheckNeed.HERE),
+    PreflightCheck(name="reward services", run=services_line, needs=CheckNeed.HERE),
+)

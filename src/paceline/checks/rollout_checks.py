@@ -1,0 +1,58 @@
+"""Checks what samples: the engine, episodes and their environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paceline.checks.preflight_check import CheckNeed, PreflightCheck, reach
+from paceline.checks.service_checks import engine_log_probs
+from paceline.config.run import RunConfig
+
+# An environment that is started beside the run imports first.
+_PATIENCE_S = 10.0
+
+
+def engine_line(config: RunConfig) -> str:
+    """Has the engine check the configuration; returns its name."""
+    from paceline.rollout.engines.loading import check_engine
+
+    check_engine(config)
+    return config.rollout.name
+
+
+def _episodes_line(config: RunConfig) -> str:
+    from paceline.rollout.episodes.check import check_episodes
+
+    return check_episodes(config)
+
+
+def environment_line(config: RunConfig) -> str:
+    """Whether an environment of this contract answers where one is said to be."""
+    service = config.rollout.environment
+    if service is None:
+        return "none"
+    if service.address is None:
+        return f"{service.attached}, which attaches to the rollout servers of the run"
+    remedy = "start it (serve_environment)"
+    key = "rollout.environment.address"
+    reach(key, service.address, "the environment", remedy, patience_s=_PATIENCE_S)
+    from paceline.rollout.episodes.check import check_environment
+
+    return check_environment(config)
+
+
+def _log_probs_line(config: RunConfig, kept: Path) -> str:
+    return engine_log_probs(config, kept)
+
+
+CHECKS = (
+    PreflightCheck(name="episodes", run=_episodes_line),
+    PreflightCheck(name="engine", run=engine_line),
+    PreflightCheck(name="environment", run=environment_line, needs=CheckNeed.HERE),
+    PreflightCheck(
+        name="engine's log-probs",
+        run=_log_probs_line,
+        needs=CheckNeed.ENGINE,
+        wait="the engine scores the same rows, some 15 s",
+    ),
+)
