@@ -17,16 +17,16 @@ import pytest
 import torch
 from torch._dynamo.exc import TorchDynamoException
 
-from paceline.config.training.algorithm import FrozenNetworkConfig
 from paceline.config.run import RunConfig
+from paceline.config.training.algorithm import FrozenNetworkConfig
 from paceline.core.errors import NumericsError
 from paceline.learner.batch.types import PackedSequences
 from paceline.learner.distributed.engine_memory import GpuMemory
 from paceline.learner.distributed.ranks import Ranks
-from paceline.learner.model import compiling
+from paceline.learner.model.decoder import compiling
 from paceline.learner.model.networks import body_of, decoder_layers
-from paceline.learner.train import score
-from paceline.learner.train.learner import Learner
+from paceline.learner.train.scoring import score
+from paceline.learner.train.state.learner import Learner
 from paceline.learner.train.warm_up import load_warm, warm_up
 from support.learner_fakes import run_config, write_model
 from support.learner_scenarios import numbers, take_step
