@@ -349,7 +349,7 @@ def test_each_reward_model_has_its_replicas_and_what_it_needs(
         raise ConfigError("a test has no model")
 
     for kind in ("sequence_classification", "process"):
-        monkeypatch.setitem(reward_models._KINDS, kind, load_model)  # type: ignore[misc]
+        monkeypatch.setitem(reward_models._ENGINES["transformers"], kind, load_model)  # type: ignore[misc]
     replicas, selectors, pods_of = {}, [], {}
     for name in ("rm", "steps"):
         spec = models["Deployment", f"reward-model-{name}"]["spec"]
