@@ -21,7 +21,7 @@ from paceline.checks import (
     rollout_checks,
     service_checks,
 )
-from paceline.checks.preflight import quick_check
+from paceline.checks.preflight import parts, quick_check
 from paceline.checks.preflight_check import CheckNeed, PreflightCheck
 from paceline.cli.main import main
 from paceline.config.run import RunConfig
@@ -457,3 +457,11 @@ def test_a_judges_prompt_is_looked_at_before_the_start(project: Path) -> None:
         reward_checks.services_line(config(reward={"judges": [judge]}))
     good = config(reward={"models": [model | {"prompt_file": "judge.txt"}]})
     assert reward_checks.models_line(good) == "j in judge"
+
+
+def test_checks_of_this_machine_are_left_out_for_another() -> None:
+    elsewhere = {part.name for part in parts(here=False, tests=None)}
+    here = {part.name for part in parts(here=True, tests=None)}
+    assert here - elsewhere == {"devices", "environment", "reward models", "reward services", "trackers"}
+    assert elsewhere <= here
+    assert "memory" in elsewhere & here
