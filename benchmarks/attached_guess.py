@@ -11,7 +11,7 @@ from typing import Any
 
 from recipes import ROOT
 
-from paceline.sdk.attached import attach_environment
+from paceline.sdk import attach_environment
 
 NAME = "guess"
 

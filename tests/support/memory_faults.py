@@ -142,7 +142,7 @@ def known_by_a_loss(
 
 def what_a_loss_knows(ranks: Ranks, model: str) -> list[Any]:
     """On all ranks: a step as it is, and one in which the last rank runs out of memory."""
-    last = ranks.rank == ranks.world_size - 1
+    last = ranks.world.rank == ranks.world.size - 1
     actor = {"ppo_max_token_len_per_gpu": 96}
     return [
         known_by_a_loss(ranks, model, passes, actor=actor)[0] for passes in (set(), {1} if last else set())

@@ -11,8 +11,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.sdk import Environment, Message, Observation, Outcome, serve_environment
-from paceline.sdk.attached import attach_environment
+from paceline.sdk import Environment, Message, Observation, Outcome, attach_environment, serve_environment
 
 LONGEST = 8
 
