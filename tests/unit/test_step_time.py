@@ -13,11 +13,11 @@ import pytest
 from paceline.cli.main import main
 from paceline.config.load import load, parse
 from paceline.config.run import RunConfig
+from paceline.core.cards import CARDS, card_of, read_gpus
 from paceline.core.errors import ConfigError
 from paceline.models.model_shape import ModelShape
 from paceline.show.live.expecting_view import ExpectingView
 from paceline.show.live.view import Metrics
-from paceline.sizing.cards import CARDS, card_of, read_gpus
 from paceline.sizing.expectation import Expectation
 from paceline.sizing.layouts import Layout, choose_layout, layouts
 from paceline.sizing.machine import Machine

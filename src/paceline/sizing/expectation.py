@@ -8,8 +8,8 @@ from statistics import median
 from typing import Final, Self
 
 from paceline.config.run import RunConfig
+from paceline.core.cards import Card
 from paceline.models.model_shape import ModelShape
-from paceline.sizing.cards import Card
 from paceline.sizing.machine import Machine
 from paceline.sizing.model_files import model_tree
 from paceline.sizing.step_time import StepTime

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import psutil
 
+from paceline.core.cards import Card, card_of
 from paceline.engines.registry import ENGINES
 from paceline.service import packages
 from paceline.service.observability.gpu_metrics import visible_gpus
-from paceline.sizing.cards import Card, card_of
 
 _NVIDIA = Path("/proc/driver/nvidia/gpus")
 _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")

@@ -13,14 +13,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from paceline.config.run import RunConfig
+from paceline.core.cards import Card
 from paceline.models.model_shape import ModelShape
-from paceline.sizing.cards import Card
+from paceline.sizing.memory.memory_choice import RECOMPUTING
 
 # Of a card's peak, in matrix products of a training step; the largest reach 0.76 by themselves.
 _PRODUCTS: Final = 0.65
-# Share of an update that recomputing adds, by the share of the activations that compiled layers keep: the
-# compiler computes again first what is cheap. Layers that are not compiled repeat whole forward passes.
-_RECOMPUTING: Final = ((0.0, 0.28), (0.25, 0.1), (0.5, 0.06), (0.75, 0.03), (1.0, 0.0))
 # Bytes that elementwise kernels and attention move per number of a layer's activations, forwards and
 # backwards, compiled and not.
 _MOVED_COMPILED, _MOVED_EAGER = 20.0, 32.0
@@ -254,8 +252,8 @@ class _Batch:
 
 
 def _recomputing(kept_share: float) -> float:
-    """Interpolates `_RECOMPUTING`."""
-    for (low, more), (high, less) in itertools.pairwise(_RECOMPUTING):
+    """Interpolates `RECOMPUTING`, whose layers are compiled; others repeat whole forward passes."""
+    for (low, more), (high, less) in itertools.pairwise(sorted(RECOMPUTING.items())):
         if kept_share <= high:
             return more + (less - more) * (kept_share - low) / (high - low)
     return 0.0

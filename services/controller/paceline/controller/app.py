@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -82,10 +83,7 @@ async def serve(context: ServiceContext, options: Options) -> None:
     journal, run_id, notices = await asyncio.to_thread(open_run, options.run_dir, config, inputs, clock)
     _keep_settings(config, options)
     _start_telemetry(config, options)
-    events = EventHub()
-    for notice in notices:
-        log.warning("%s", notice)
-        events.notice(notice)
+    events = _events(notices)
     broker = await _connect(context, config, broker_url, events)
     run = Run(config=config, id=run_id, dir=options.run_dir, journal=journal, events=events)
     progress = Progress(run, step=max(0, journal.standing.finished))
@@ -134,6 +132,15 @@ async def serve(context: ServiceContext, options: Options) -> None:
         # The run is over, well or not: a controller that dies otherwise leaves its data to the next one.
         if journal.standing.ended:
             await _forget(mailboxes)
+
+
+def _events(notices: Sequence[str]) -> EventHub:
+    """Opens the run's events, with what opening it has found."""
+    events = EventHub()
+    for notice in notices:
+        log.warning("%s", notice)
+        events.notice(notice)
+    return events
 
 
 async def _dataflow(config: RunConfig, inputs: Inputs) -> Dataflow:

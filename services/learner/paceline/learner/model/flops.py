@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from paceline.core.cards import card_of
 from paceline.learner.batch.planning.arithmetic import Arithmetic
 from paceline.learner.model.decoder.experts import active_parameters
 from paceline.learner.model.lora import adapter_names
@@ -17,9 +18,6 @@ from paceline.learner.model.networks import (
     output_head,
     vision_tower,
 )
-
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "A100": 312e12, "B200": 2250e12}
-"""Dense bfloat16 operations per second, as the vendor publishes them."""
 
 
 def arithmetic_of(network: PolicyNetwork | ValueNetwork) -> Arithmetic:
@@ -68,5 +66,5 @@ def peak_flops(device: torch.device) -> float | None:
     """Peak operations per second of a device; None if it is unknown."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+    card = card_of(torch.cuda.get_device_name(device))
+    return None if card is None else card.flops

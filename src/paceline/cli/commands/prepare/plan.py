@@ -9,8 +9,8 @@ from rich.table import Table
 
 from paceline.cli.commands import arguments
 from paceline.config.run import RunConfig
+from paceline.core.cards import read_gpus
 from paceline.core.errors import EXIT_GIVEN, ConfigError
-from paceline.sizing.cards import read_gpus
 from paceline.sizing.layouts import Layout, choose_layout, layouts
 from paceline.sizing.machine import Machine
 from paceline.sizing.placement import settle_model

@@ -105,12 +105,7 @@ def packed_attention(
             f"{type(module).__name__}'s model does not hand on to its layers where sequences begin; use one "
             "of the architectures of docs/models.md"
         )
-    if dropout or attention_mask is not None:
-        what = "dropout" if dropout else "a mask"
-        raise ModelError(
-            f"{type(module).__name__} asks for attention with {what}, which packed attention does not have; "
-            "use one of the architectures of docs/models.md"
-        )
+    _require_plain(module, dropout, attention_mask)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     group = packed.context
     if group is not None:
@@ -129,6 +124,15 @@ def packed_attention(
     if group is not None:
         out = tokens_of_all_heads(out, group)
     return out.unsqueeze(0), None
+
+
+def _require_plain(module: torch.nn.Module, dropout: float, attention_mask: Tensor | None) -> None:
+    if dropout or attention_mask is not None:
+        what = "dropout" if dropout else "a mask"
+        raise ModelError(
+            f"{type(module).__name__} asks for attention with {what}, which packed attention does not have; "
+            "use one of the architectures of docs/models.md"
+        )
 
 
 def _side_by_side(
