@@ -3,8 +3,10 @@
     torchrun --nproc-per-node 4 benchmarks/update.py                  # 4 GPUs: Qwen2.5-7B's shape
     python benchmarks/update.py --layers 8                            # one GPU: 8 of its layers
     python benchmarks/update.py --device cpu --shape tiny --layers 2 --sequences 8 --prompt 16 --response 16
+    torchrun --nproc-per-node 2 benchmarks/update.py --shape 3B --forms 0 --context 2 --sequences 2 --samples 2 \\
+        --prompt 1024 --response 130048 --micro-batch-tokens 65536    # 2 GPUs: each row on both
 
-Groups of 8 samples, random weights, GRPO with one mini-batch per step: the learner's own training step, from
+Groups of --samples samples, random weights, GRPO with one mini-batch per step: the learner's own training step, from
 the plan to the optimizer's. Each form takes a step on a quarter of the rows, in which it is compiled, then a
 whole one to fill the allocator, and one that is timed; the last two again with shared prompts for --shared.
 
@@ -47,7 +49,6 @@ from paceline.learner.train.state.learner import DTYPES, Learner
 from paceline.learner.train.state.shared_prompts import SharedPrompts, SharingMode
 from paceline.learner.train.step import train_step
 
-SAMPLES = 8
 POLICY = PolicyTag(version=0, digest="0" * 16)
 WAIT_S = 300.0
 SAID = ("timing_s/", "perf/", "actor/grad_norm", "actor/first_ppo_kl")
@@ -57,19 +58,19 @@ SAID = ("timing_s/", "perf/", "actor/grad_norm", "actor/first_ppo_kl")
 class Form:
     """A row of the table; `sequences` of a micro-batch."""
 
-    sequences: int = SAMPLES
+    sequences: int = 8
     compiled: bool = True
     recompute: float | str = "none"
     keep_gathered: bool = False
     accumulate: bool = True
     reduce_dtype: str = "float32"
 
-    def actor(self, row_tokens: int) -> dict[str, Any]:
+    def actor(self, row_tokens: int, micro_batch_tokens: int | None = None) -> dict[str, Any]:
         """`actor.*`."""
         return {
             "compile": self.compiled,
             "reduce_dtype": self.reduce_dtype,
-            "ppo_max_token_len_per_gpu": self.sequences * row_tokens,
+            "ppo_max_token_len_per_gpu": micro_batch_tokens or self.sequences * row_tokens,
             "memory": {
                 "recompute": self.recompute,
                 "keep_gathered": self.keep_gathered,
@@ -99,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     environment = RankEnvironment.read()
     device = torch.device("cpu") if args.device == "cpu" else torch.device("cuda", environment.local_rank)
-    ranks = form_group(environment, open_store(environment, WAIT_S), device, WAIT_S)
+    ranks = form_group(environment, open_store(environment, WAIT_S), device, WAIT_S, context=args.context)
     rows, norms = [], []
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -129,9 +130,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--shape", choices=list(SHAPES), default="7B")
     parser.add_argument("--layers", type=int)
-    parser.add_argument("--sequences", type=int, default=32, help="per rank, a multiple of 8")
+    parser.add_argument("--sequences", type=int, default=32, help="per group of ranks, a multiple of --samples")
+    parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--response", type=int, default=1024)
+    parser.add_argument("--micro-batch-tokens", type=int, help="per rank, instead of the form's sequences")
+    parser.add_argument("--context", type=int, default=1, help="ranks that share each row, in eager forms")
     parser.add_argument(
         "--kernels", type=int, default=0, help="list so many kernels of a last step of rank 0"
     )
@@ -152,7 +156,7 @@ def measure(
     torch.compiler.reset()  # another form of the same layers would find this one's kernels
     config = configuration(folder, form, args, ranks)
     learner = build(config, ranks)
-    num_prompts = args.sequences * ranks.data.size // SAMPLES
+    num_prompts = args.sequences * ranks.data.size // args.samples
     first = step(learner, max(1, num_prompts // 4), args)
     results: dict[SharingMode, dict[str, float]] = {}
     modes: tuple[SharingMode, ...] = ("off", "auto") if args.shared else ("off",)
@@ -189,13 +193,13 @@ def configuration(folder: Path, form: Form, args: argparse.Namespace, ranks: Ran
             "ppo_mini_batch_size": args.sequences * ranks.data.size,
             "ratio_audit_freq": 1,
             "optim": {"lr": 1e-9},
-            **form.actor(args.prompt + args.response),
+            **form.actor(args.prompt + args.response, args.micro_batch_tokens),
         },
         "algorithm": {"adv_estimator": "grpo", "use_kl_in_reward": False, "kl_ctrl": {"type": "fixed"}},
-        "rollout": {"n": SAMPLES},
+        "rollout": {"n": args.samples},
         "reward": {"functions": [{"name": "exact_match"}]},
         "trainer": {"total_steps": 10},
-        "learner": {"world_size": ranks.world.size},
+        "learner": {"world_size": ranks.world.size, "context_parallel": args.context},
     }
     return parse(RunConfig, tree)
 
@@ -231,7 +235,7 @@ def step(learner: Learner, num_prompts: int, args: argparse.Namespace) -> dict[s
     rows = []
     for prompt_id in range(num_prompts):
         prompt = rng.integers(0, vocab, args.prompt).astype(np.int32)
-        for sample in range(SAMPLES):
+        for sample in range(args.samples):
             index = len(rows)
             packed[index] = PackedRow(
                 index=index,
@@ -274,7 +278,7 @@ def cells(
     memory = metrics.get("perf/memory_gib/update_actor")
     return [
         name,
-        str(form.sequences),
+        str(args.micro_batch_tokens or form.sequences),
         f"{seconds:.2f}",
         "-" if mfu is None else f"{mfu * metrics['perf/computed_share']:.3f}",
         f"{tokens / seconds:,.0f}",
