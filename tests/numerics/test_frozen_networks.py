@@ -121,11 +121,15 @@ def close(got: list[list[float]], wanted: list[list[float]]) -> None:
         assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-6)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(("architecture", "temperature"), [("qwen2", 1.0), ("gemma2", 0.7)])
 def test_a_teachers_log_probs_are_those_of_the_model_alone(
-    model: Path, teacher: Path, own: str, ranks: Ranks, temperature: float
+    model: Path, own: str, ranks: Ranks, tmp_path: Path, architecture: str, temperature: float
 ) -> None:
-    """The teacher is wider and deeper than the policy, and its vocabulary is padded to more tokens."""
+    """The teacher is wider and deeper than the policy, and its vocabulary is padded to more tokens.
+
+    That of another architecture has sliding windows and softcaps, which the policy does not have.
+    """
+    teacher = write_teacher(tmp_path, architecture=architecture)
     learner = Learner.build(with_teacher(model, teacher, own, temperature=temperature), ranks)
     scored = scored_log_probs(learner)
     assert scored.keys() == {"rollout", "old", "reference", "teacher"}
@@ -207,14 +211,15 @@ def test_halved_micro_batches_keep_their_teachers_rows(
     assert metrics == pytest.approx(plain, rel=1e-4, abs=1e-6)
 
 
-def test_a_checkpoint_names_the_weights_and_a_resume_with_others_tells(
+def test_a_checkpoint_names_the_networks_and_a_resume_with_others_tells(
     model: Path, teacher: Path, own: str, ranks: Ranks, tmp_path: Path
 ) -> None:
     config = with_teacher(model, teacher, own)
     learner = Learner.build(config, ranks)
     train(learner, 1, 1)
     save(learner, tmp_path / "step_000001", step=1)
-    digests = dict(Manifest.read(tmp_path / "step_000001").frozen)
+    digests = Manifest.read(tmp_path / "step_000001").frozen
+    assert digests is not None
     assert digests.keys() == {"reference", "teacher"}
     assert len(set(digests.values())) == 2
     expected = train(learner, 2, 2)
@@ -224,11 +229,20 @@ def test_a_checkpoint_names_the_weights_and_a_resume_with_others_tells(
     assert notes == []
     assert train(resumed, 2, 2) == expected
     other = write_teacher(tmp_path / "other", seed=9)
-    changed = Learner.build(with_teacher(model, other, own), ranks)
+    changed = Learner.build(with_teacher(model, other, own, coach=model, use_kl_loss=False), ranks)
     load(changed, tmp_path / "step_000001", notify=notes.append)
-    (note,) = notes
-    assert note.startswith(f"the frozen network teacher has other weights in {other} than up to step 1")
-    assert "set algorithm.networks.teacher.path back" in note
+    told = [note.removeprefix("the frozen network ").split("; if this is not meant, set ") for note in notes]
+    assert told == [
+        ["coach is new: the run was trained without it up to step 1", "algorithm.networks back"],
+        [
+            "reference is gone: the run was trained with it up to step 1",
+            "actor.use_kl_loss and algorithm.use_kl_in_reward back",
+        ],
+        [
+            f"teacher has other weights in {other} than up to step 1",
+            "algorithm.networks.teacher.path or its files back",
+        ],
+    ]
     assert changed.version == 1
 
 

@@ -35,6 +35,21 @@ GRPO = {"adv_estimator": "grpo", "use_kl_in_reward": False, "kl_ctrl": {"type": 
 Chunks = Sequence[tuple[int, bool]]
 """Chunks to work on ahead, in this order: the number, and whether with the gradient."""
 
+READS_SAMPLES = """
+from paceline.algorithms.policy_losses import LossOutputs
+from paceline.algorithms.statistics import masked_mean
+
+
+def reads(inputs):
+    weights = inputs.scores + inputs.group_ids / 7
+    if inputs.values is not None:
+        raise ValueError("there is no critic")
+    loss = -weights[:, None] * (inputs.log_probs - inputs.old_log_probs).exp()
+    group = masked_mean(inputs.group_ids[:, None].expand_as(inputs.mask), inputs.mask)
+    return LossOutputs(loss, {"group": group})
+"""
+"""A policy loss whose gradient depends on scores and group ids."""
+
 NOTHING: Chunks = ()
 SOME: Chunks = [(0, True), (3, False)]
 IN_ANY_ORDER: Chunks = [(7, False), (1, False), (0, True), (4, False), (1, True), (1, True), (2, True)]
@@ -311,6 +326,24 @@ def test_a_gradient_with_other_rewards_or_adjustments_is_dropped(model: Path, ra
         assert outcome(learner, result) == wanted
         assert result.metrics["ahead/scored_share"] == 1
         assert result.metrics["ahead/gradient_share"] == 0
+
+
+def test_a_loss_of_ones_own_reads_ahead_what_it_reads_in_the_step(
+    model: Path, ranks: Ranks, tmp_path: Path
+) -> None:
+    """Group ids, scores and values, none here, are read; other scores may leave the same advantages."""
+    (tmp_path / "own.py").write_text(READS_SAMPLES)
+    actor = {"policy_loss": {"type": "custom", "path": f"{tmp_path / 'own.py'}:reads"}}
+    expected, learner = (build(model, ranks, actor=actor) for _ in range(2))
+    rows = [replace(row, reward=float(row.trajectory_id.sample_index)) for row in Step(learner, 1).rows]
+    moved = [replace(row, reward=row.reward + 8) for row in rows]
+    for step, final, share in ((1, rows, 12 / 32), (2, moved, 0)):
+        ahead, plain = Step(learner, step), Step(expected, step)
+        ahead.rows = tuple(replace(row, reward=own.reward) for row, own in zip(ahead.rows, rows, strict=True))
+        final = [replace(row, reward=own.reward) for row, own in zip(ahead.rows, final, strict=True)]
+        result = ahead.ahead(EVERYTHING).train(final)
+        assert result.metrics["ahead/gradient_share"] == share
+        assert outcome(learner, result) == outcome(expected, plain.train(final))
 
 
 def test_a_batch_that_the_guard_refuses_leaves_no_gradient_behind(model: Path, ranks: Ranks) -> None:

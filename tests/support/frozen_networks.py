@@ -14,7 +14,8 @@ from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.train.scoring.score import score
 from paceline.learner.train.state.learner import Learner
 from paceline.learner.train.stopwatch import Stopwatch
-from support.learner_fakes import POLICY, VOCAB_SIZE, DictBlobs, make_batch, run_config, write_model
+from support.architectures import tiny_config
+from support.learner_fakes import POLICY, VOCAB_SIZE, DictBlobs, make_batch, run_config
 from support.learner_scenarios import numbers, take_step
 
 OWN: dict[str, Any] = {
@@ -59,9 +60,16 @@ def write_own(folder: Path) -> str:
     return str(file)
 
 
-def write_teacher(folder: Path, seed: int = 5) -> Path:
+def write_teacher(folder: Path, seed: int = 5, *, architecture: str = "qwen2") -> Path:
     """A model that is wider and deeper than the tests' policy, with a vocabulary that is padded larger."""
-    return write_model(folder, seed=seed, vocab_size=VOCAB_SIZE + 16, hidden_size=32, num_layers=3)
+    from transformers import AutoModelForCausalLM
+
+    sizes = {"vocab_size": VOCAB_SIZE + 16, "hidden_size": 32, "num_hidden_layers": 3}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        lm = AutoModelForCausalLM.from_config(tiny_config(architecture, dtype="float32", **sizes))
+    lm.save_pretrained(folder)
+    return folder
 
 
 def with_teacher(
@@ -71,13 +79,15 @@ def with_teacher(
     *,
     temperature: float = 1.0,
     lora: dict[str, Any] | None = None,
+    coach: Path | None = None,
     **actor: Any,
 ) -> RunConfig:
-    """A run with a reference and a teacher, whose estimator reads the teacher."""
+    """A run with a reference and a teacher, whose estimator reads the teacher, and perhaps a second one."""
+    networks = {"teacher": str(teacher)} | ({} if coach is None else {"coach": str(coach)})
     return run_config(
         Path(model),
         model={"path": str(model), "lora": lora},
-        algorithm={**OWN, "adv_estimator": f"{own}:gap", "networks": {"teacher": str(teacher)}},
+        algorithm={**OWN, "adv_estimator": f"{own}:gap", "networks": networks},
         actor={"use_kl_loss": True, "ppo_max_token_len_per_gpu": 128, "optim": {"lr": 1e-2}, **actor},
         rollout={"n": 4, "temperature": temperature},
     )
@@ -87,7 +97,9 @@ def log_probs_alone(folder: Path | str, temperature: float) -> list[list[float]]
     """What transformers' own model, in float64, says of each row of `take_step`'s first batch."""
     from transformers import AutoModelForCausalLM
 
-    lm = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float64).eval()
+    lm = AutoModelForCausalLM.from_pretrained(
+        str(folder), dtype=torch.float64, attn_implementation="eager"
+    ).eval()
     tables = []
     for row in _packed_rows():
         prompt, response = (torch.tensor(ids, dtype=torch.long) for ids in row)

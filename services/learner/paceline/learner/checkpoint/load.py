@@ -17,7 +17,14 @@ from paceline.core.errors import CheckpointError
 from paceline.learner.checkpoint import files
 from paceline.learner.checkpoint.manifest import UNNAMED_ADAPTERS, Manifest
 from paceline.learner.checkpoint.shards import reader
-from paceline.learner.checkpoint.state import POLICY, State, base_of, state_of, trainables_of
+from paceline.learner.checkpoint.state import (
+    POLICY,
+    State,
+    base_of,
+    digests_of_frozen,
+    state_of,
+    trainables_of,
+)
 from paceline.learner.distributed.collectives import CommandError, attempt
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.loading import as_fsdp
@@ -61,7 +68,8 @@ def load_newest(
 def load(learner: Learner, folder: Place, *, notify: Callable[[str], None] = log.warning) -> Manifest:
     """Fills a learner from a checkpoint that any number of ranks wrote; every rank calls it.
 
-    What is configuration stays as it is. `notify` is told where that changes the learning rate.
+    What is configuration stays as it is. `notify` is told where that changes the learning rate, or which
+    networks score.
 
     Raises:
         CommandError: of CheckpointError: it is incomplete or damaged; nothing has changed.
@@ -85,17 +93,23 @@ def load(learner: Learner, folder: Place, *, notify: Callable[[str], None] = log
 
 
 def _tell_of_frozen(learner: Learner, manifest: Manifest, notify: Callable[[str], None]) -> None:
-    """Says which frozen networks have other weights than when the checkpoint was written."""
-    folders = learner.config.frozen_folders
-    for name, network in learner.frozen.items():
-        before = manifest.frozen.get(name, network.digest)
-        if before != network.digest:
-            key = "model.path" if name == REFERENCE else f"algorithm.networks.{name}.path"
-            notify(
-                f"the frozen network {name} has other weights in {folders[name]} than up to step "
-                f"{manifest.step}, and the run goes on with them; if that is not meant, set {key} back, or "
-                "put its files back"
-            )
+    """Says which frozen networks are new, are gone, or have other weights than in the checkpoint."""
+    if manifest.frozen is None:
+        return
+    folders, before, now = learner.config.frozen_folders, manifest.frozen, digests_of_frozen(learner)
+    for name in sorted(before.keys() | now.keys()):
+        is_reference = name == REFERENCE
+        use = "actor.use_kl_loss and algorithm.use_kl_in_reward" if is_reference else "algorithm.networks"
+        path = "model.path" if is_reference else f"algorithm.networks.{name}.path"
+        if name not in now:
+            what, hint = "is gone: the run was trained with it", f"set {use} back"
+        elif name not in before:
+            what, hint = "is new: the run was trained without it", f"set {use} back"
+        elif before[name] != now[name]:
+            what, hint = f"has other weights in {folders[name]} than", f"set {path} or its files back"
+        else:
+            continue
+        notify(f"the frozen network {name} {what} up to step {manifest.step}; if this is not meant, {hint}")
 
 
 def _resume_schedules(learner: Learner, manifest: Manifest, notify: Callable[[str], None]) -> None:

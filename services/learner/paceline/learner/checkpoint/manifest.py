@@ -85,8 +85,8 @@ class Manifest:
         base: what the weights belong to; None in checkpoints of earlier versions, and of `paceline sft`.
         schedules: of the learning rates, by network; empty in checkpoints of earlier versions: a run that
             goes on from one has the rates that its configuration says.
-        frozen: the digests of frozen networks with weights of their own, by name; empty in checkpoints of
-            earlier versions.
+        frozen: the digests of frozen networks with weights of their own, by name; None in checkpoints of
+            earlier versions, and of `paceline sft`.
         controller_state: the controller's own JSON.
         histories: the guard's running medians.
         files: size and digest of every other file, by name.
@@ -101,7 +101,7 @@ class Manifest:
     histories: Mapping[str, Sequence[float]]
     base: Base | None = None
     schedules: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    frozen: Mapping[str, str] = field(default_factory=dict)
+    frozen: Mapping[str, str] | None = None
     files: Mapping[str, FileRecord] = field(default_factory=dict)
 
     def to_json(self) -> str:
@@ -114,7 +114,7 @@ class Manifest:
             "kl": dict(self.kl),
             "base": None if self.base is None else self.base.to_plain(),
             "schedules": dict(self.schedules),
-            "frozen": dict(self.frozen),
+            "frozen": self.frozen,
             "guard_histories": dict(self.histories),
             "torch": torch.__version__,
         }
@@ -153,7 +153,7 @@ class Manifest:
                 kl=dict(learner["kl"]),
                 base=None if learner.get("base") is None else Base.from_plain(learner["base"]),
                 schedules=dict(learner.get("schedules", {})),
-                frozen=dict(learner.get("frozen", {})),
+                frozen=learner.get("frozen"),
                 controller_state=tree["controller_state"],
                 histories=dict(learner["guard_histories"]),
                 files={name: FileRecord.from_plain(record) for name, record in tree["files"].items()},

@@ -51,6 +51,11 @@ def base_of(learner: Learner) -> Base:
     )
 
 
+def digests_of_frozen(learner: Learner) -> dict[str, str]:
+    """The digests of the frozen networks with weights of their own, by name."""
+    return {name: network.digest for name, network in learner.frozen.items() if network.digest}
+
+
 def state_of_trainable(name: str, trainable: Trainable[Any]) -> State:
     """A network's parameters and AdamW's averages."""
     # What is frozen comes from the model's folder, but corrections are part of an export.

@@ -26,7 +26,14 @@ from paceline.core.text import one_line
 from paceline.learner.checkpoint.files import FileRecord, measure
 from paceline.learner.checkpoint.manifest import Manifest
 from paceline.learner.checkpoint.shards import writer
-from paceline.learner.checkpoint.state import HostCopy, State, base_of, state_of, trainables_of
+from paceline.learner.checkpoint.state import (
+    HostCopy,
+    State,
+    base_of,
+    digests_of_frozen,
+    state_of,
+    trainables_of,
+)
 from paceline.learner.distributed.collectives import CommandError, attempt, broadcast_bytes, gather_bytes
 from paceline.learner.distributed.ranks import WRITE_TIMEOUT_S, Ranks
 from paceline.learner.train.state.learner import Learner
@@ -160,7 +167,7 @@ def _describe(learner: Learner, place: Place, step: int, controller_state: bytes
         kl=learner.kl_controller.state_dict(),
         base=base_of(learner),
         schedules={name: network.schedule.state_dict() for name, network in trainables_of(learner).items()},
-        frozen={name: network.digest for name, network in learner.frozen.items() if network.digest},
+        frozen=digests_of_frozen(learner),
         controller_state=state,
         histories=learner.histories.state_dict(),
     )

@@ -134,7 +134,7 @@ class WorkAhead:
     def begun(
         self, chunks: Sequence[ScoredChunk], parts: Sequence[TrainingBatch], adjustments: Adjustments
     ) -> BegunGradient | None:
-        """The gradient for the first mini-batch of a complete batch, if chunks and advantages are the same.
+        """The gradient for the first mini-batch of a complete batch, if the loss reads the same there.
 
         Args:
             chunks: of the mini-batch.
@@ -149,7 +149,7 @@ class WorkAhead:
             and len(gradient.chunks) < len(chunks)
             and all(ours is theirs for ours, theirs in zip(gradient.chunks, chunks, strict=False))
             and all(
-                torch.equal(ours.advantages, theirs.advantages)
+                torch.equal(ours.advantages, theirs.advantages) and torch.equal(ours.scores, theirs.scores)
                 for ours, theirs in zip(gradient.parts, parts, strict=False)
             )
         )
