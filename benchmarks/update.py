@@ -3,12 +3,13 @@
     torchrun --nproc-per-node 4 benchmarks/update.py                  # 4 GPUs: Qwen2.5-7B's shape
     python benchmarks/update.py --layers 8                            # one GPU: 8 of its layers
     python benchmarks/update.py --device cpu --shape tiny --layers 2 --sequences 8 --prompt 16 --response 16
-    torchrun --nproc-per-node 2 benchmarks/update.py --shape 3B --forms 0 --context 2 --sequences 2 --samples 2 \\
-        --prompt 1024 --response 130048 --micro-batch-tokens 65536    # 2 GPUs: each row on both
+    torchrun --nproc-per-node 2 benchmarks/update.py --shape 3B --forms 0 --context 2 --sequences 2 \\
+        --samples 2 --prompt 1024 --response 130048 --micro-batch-tokens 65536    # 2 GPUs: each row on both
 
-Groups of --samples samples, random weights, GRPO with one mini-batch per step: the learner's own training step, from
-the plan to the optimizer's. Each form takes a step on a quarter of the rows, in which it is compiled, then a
-whole one to fill the allocator, and one that is timed; the last two again with shared prompts for --shared.
+Groups of --samples samples, random weights, GRPO with one mini-batch per step: the learner's own training
+step, from the plan to the optimizer's. Each form takes a step on a quarter of the rows, in which it is
+compiled, then a whole one to fill the allocator, and one that is timed; the last two again with shared
+prompts for --shared.
 
 MFU counts the operations of the tokens that went through the model, without recomputation, against the
 vendor's peak; tokens/s count the tokens of the batch, per rank. `GiB` is the most that tensors took in the
@@ -130,7 +131,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--shape", choices=list(SHAPES), default="7B")
     parser.add_argument("--layers", type=int)
-    parser.add_argument("--sequences", type=int, default=32, help="per group of ranks, a multiple of --samples")
+    parser.add_argument(
+        "--sequences", type=int, default=32, help="per group of ranks, a multiple of --samples"
+    )
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--response", type=int, default=1024)
