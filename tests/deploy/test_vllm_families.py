@@ -50,16 +50,26 @@ def test_a_push_into_each_family_writes_what_its_export_holds() -> None:
     assert {kind: row["push"] for kind, row in outcomes.items()} == documented_pushes()
     general = {kind for kind, row in outcomes.items() if row["push"] == "general"}
     # A CPU repacks experts for its kernel; everything else is pushed in place.
-    assert general == {"deepseek_v2", "deepseek_v3", "mixtral", "qwen2_moe", "qwen3_moe"}
-    assert all("prepack_moe_weight" in outcomes[kind]["reason"] for kind in general)
+    assert general == {
+        "deepseek_v2",
+        "deepseek_v3",
+        "glm4_moe",
+        "gpt_oss",
+        "minimax_m2",
+        "mixtral",
+        "qwen2_moe",
+        "qwen3_moe",
+    }
+    assert all("prepack_moe_weight" in outcomes[kind]["reason"] for kind in general - {"gpt_oss"})
+    assert "down_proj are rearranged for it" in outcomes["gpt_oss"]["reason"]
     planned = {kind for kind, row in outcomes.items() if row["planned"] is not None}
     assert {"llama", "qwen2", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3"} <= planned
     assert [kind for kind in planned if outcomes[kind]["planned"] != outcomes[kind]["cached"]] == []
 
 
 def test_greedy_tokens_after_a_push_are_those_of_the_export_in_vllm_and_transformers() -> None:
-    """One family by the general path, with corrections of scores, and one by slices, of fused projections."""
-    done = run("support.vllm_greedy", "deepseek_v3", "phi3")
+    """One family by the general path, with attention sinks, and one by slices, of fused projections."""
+    done = run("support.vllm_greedy", "gpt_oss", "phi3")
     outcomes = list(map(json.loads, done.stdout.splitlines()))
     assert [row["push"] for row in outcomes] == ["general", "direct"], done.stderr[-2000:]
     assert all(row["pushed_as_loaded"] and row["pushed_as_transformers"] for row in outcomes), outcomes

@@ -32,7 +32,8 @@ from support.learner_scenarios import numbers, save, take_step
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ranks")]
 
 CPU = torch.device("cpu")
-KINDS = ["qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v2", "deepseek_v3"]
+NUM_CORRECTIONS = {"deepseek_v3": 2, "glm4_moe": 2, "minimax_m2": 3}
+KINDS = ["qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v2", "gpt_oss", *NUM_CORRECTIONS]
 
 
 def write_model(folder: Path, kind: str) -> Any:
@@ -105,7 +106,7 @@ def test_a_checkpoint_of_experts_loads_trains_and_is_written_again(
     for name, parameter in again.named_parameters():
         assert torch.equal(parameter, wanted[name]), name
     read = corrections_of(again)
-    assert len(read) == (2 if kind == "deepseek_v3" else 0)
+    assert len(read) == NUM_CORRECTIONS.get(kind, 0)
     for name, correction in corrections_of(model).items():
         assert torch.equal(read[name], correction)
 
@@ -179,8 +180,9 @@ def test_a_correction_of_scores_is_the_same_to_the_bit_in_training_and_in_the_ex
     assert (tree["topk_method"], tree["scoring_func"]) == ("noaux_tc", "sigmoid")
 
 
-def test_the_balance_of_a_router_that_scores_by_the_sigmoid(ranks: Ranks, tmp_path: Path) -> None:
-    write_model(tmp_path, "deepseek_v3")
+@pytest.mark.parametrize("kind", NUM_CORRECTIONS)
+def test_the_balance_of_a_router_that_scores_by_the_sigmoid(kind: str, ranks: Ranks, tmp_path: Path) -> None:
+    write_model(tmp_path, kind)
     network = load_policy(tmp_path, ranks, Precision(compute=torch.float32))
     logits: list[Tensor] = []
     for router in experts.routers(network.lm):

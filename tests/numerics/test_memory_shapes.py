@@ -29,6 +29,9 @@ KINDS = (
     "qwen3_moe",
     "deepseek_v2",
     "deepseek_v3",
+    "glm4_moe",
+    "gpt_oss",
+    "minimax_m2",
 )
 LENGTH = 16
 """What padded batches of short sequences have room for without a free place"""
@@ -89,6 +92,7 @@ def test_parameters_are_those_that_train(kind: str) -> None:
         ("deepseek_v3", {"qk_nope_head_dim": 64}),
         ("deepseek_v3", {"kv_lora_rank": 256}),
         ("deepseek_v3", {"n_shared_experts": 2}),
+        ("gpt_oss", {"intermediate_size": 160}),
     ],
 )
 def test_what_a_layer_keeps_grows_as_the_plan_says(

@@ -93,6 +93,16 @@ _OWN: dict[str, dict[str, Any]] = {
     "qwen3": {"layer_types": ["full_attention"] * 3},
     "deepseek_v2": {**_LATENT, "topk_method": "group_limited_greedy"},
     "deepseek_v3": _LATENT,
+    "glm4_moe": {
+        "head_dim": 8,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.0,
+    },
     "exaone4": {"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
@@ -111,7 +121,8 @@ _OWN: dict[str, dict[str, Any]] = {
         "vision_end_token_id": 93,
         "tie_word_embeddings": False,
     },
-    "gpt_oss": {"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+    "gpt_oss": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "minimax_m2": {"rotary_dim": 4},
 }
 
 
@@ -151,6 +162,7 @@ def features(model_type: str) -> str:
         "head with bias": lm.get_output_embeddings().bias is not None,
         "tied head": bool(config.tie_word_embeddings),
         "sliding windows": "sliding_attention" in windows or model_type in ("mistral", "mixtral", "phi3"),
+        "attention sinks": any(name.endswith(".sinks") for name, _ in lm.named_parameters()),
         "fused projections": any(
             name.endswith(("qkv_proj.weight", "mlp.gate_up_proj.weight")) for name, _ in lm.named_parameters()
         ),

@@ -128,12 +128,27 @@ def _push(engine: Any, tensors: dict[str, Any]) -> str:
     return "direct"
 
 
+def _route_by_sigmoid_without_groups() -> None:
+    """Gives vLLM's router for the CPU one group of all experts: by sigmoid, 0.32 scores in groups alone."""
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    start = CPURouter.__init__
+
+    def in_one_group(self: Any, *args: Any, **kwargs: Any) -> None:
+        start(self, *args, **kwargs)
+        if self.scoring_func == "sigmoid" and not self.use_grouped_topk:
+            self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1
+
+    CPURouter.__init__ = in_one_group
+
+
 def main(kinds: list[str]) -> int:
     """Prints a line of JSON per architecture; returns how many differ."""
     from paceline.rollout.engines.vllm.start import environment
 
     os.environ.update(environment.in_this_process())
     environment.prepare_cpu()
+    _route_by_sigmoid_without_groups()
     from paceline.models.facts import ARCHITECTURES, MODELS_WITH_IMAGES
 
     num_wrong = 0

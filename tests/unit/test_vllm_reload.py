@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -137,6 +138,14 @@ def test_a_parameter_that_vllm_makes_from_others_need_not_be_loaded() -> None:
     assert {float(model.get_parameter(name).detach().mean()) for name in NAMES} == {1.0}
 
 
+def test_weight_loaders_without_a_name_get_one_before_a_reload() -> None:
+    """vLLM's reload asks each loader for its name, and a partial function has none."""
+    model = Model()
+    loader = model.layers[0].weight.weight_loader = functools.partial(nn.Linear.forward, 1)
+    Reloader(model, model.reload, model.finish).load(tensors(1.0))
+    assert loader.__name__ == "forward"
+
+
 def test_a_loader_that_says_nothing_is_an_error() -> None:
     model = Model()
     model.says = False
@@ -151,7 +160,7 @@ def test_names_of_the_learners_tensors_come_from_the_configuration() -> None:
     assert learner_shapes(AutoConfig.for_model("clip_vision_model")) == {}
 
 
-@pytest.mark.parametrize("kind", ["qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["qwen2_moe", "mixtral", "deepseek_v2", "deepseek_v3", "minimax_m2"])
 def test_stacked_experts_become_the_tensors_of_a_checkpoint(kind: str, tmp_path: Path) -> None:
     """As transformers writes them: what vLLM's loader knows."""
     model = AutoModelForCausalLM.from_config(tiny_config(kind))
@@ -167,3 +176,12 @@ def test_stacked_experts_become_the_tensors_of_a_checkpoint(kind: str, tmp_path:
     tensors = dict(checkpoint_tensors(learners.items(), model_type=kind))
     assert tensors.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
+
+
+def test_stacks_that_a_checkpoint_has_too_are_named_expert_by_expert() -> None:
+    """As vLLM's loader for gpt-oss takes them; others it would copy past its own reload."""
+    bias = torch.arange(6.0).view(3, 2)
+    learners = {"a.mlp.experts.down_proj_bias": bias, "a.self_attn.sinks": torch.ones(4)}
+    named = dict(checkpoint_tensors(learners.items(), model_type="gpt_oss"))
+    assert list(named) == [*(f"a.mlp.experts.{row}.down_proj_bias" for row in range(3)), "a.self_attn.sinks"]
+    assert torch.equal(named["a.mlp.experts.2.down_proj_bias"], bias[2])

@@ -26,10 +26,15 @@ class ModelFamily:
         is_tested: the learner trains it without `model.trust_architecture`.
         takes_images: a vision tower turns the prompt's images into states of tokens.
         has_projection_bias: the projections to queries, keys and values have one.
+        has_all_biases: so have the projection to the states, routers and experts.
         has_head_norms: queries and keys are normalised, head by head.
+        has_joint_norms: queries and keys are normalised, all heads together.
+        clamps_mlp: an MLP clamps its gate and its other half, and keeps both for the backward pass.
+        has_sinks: attention has a score per head of a token without a value.
         weighs_shared_expert: a token has a weight for the MLP that all tokens meet, as for its experts.
         multiplies_logits: `logits_scaling` is a factor of the logits; elsewhere their divisor.
         stored_names: pairs of what the names of tensors contain in transformers' model and in checkpoints.
+        stacks_experts: checkpoints, too, have all experts of a layer in one tensor per projection.
         keys_for_engines: keys with values that engines need in config.json and transformers does not write.
         has_uniform_cache: in an engine all layers keep keys and values of every token.
         has_longer_window_in_engines: sliding windows of engines are a token longer than transformers'.
@@ -39,11 +44,16 @@ class ModelFamily:
     is_tested: bool = True
     takes_images: bool = False
     has_projection_bias: bool = False
+    has_all_biases: bool = False
     has_head_norms: bool = False
+    has_joint_norms: bool = False
+    clamps_mlp: bool = False
+    has_sinks: bool = False
     weighs_shared_expert: bool = False
     multiplies_logits: bool = False
     stored_names: tuple[tuple[str, str], ...] = ()
-    keys_for_engines: tuple[tuple[str, str], ...] = ()
+    stacks_experts: bool = False
+    keys_for_engines: tuple[tuple[str, str | bool], ...] = ()
     has_uniform_cache: bool = False
     has_longer_window_in_engines: bool = False
 
@@ -63,11 +73,26 @@ FAMILIES: Final[Mapping[str, ModelFamily]] = {
     "gemma3_text": ModelFamily(name="Gemma 3, text"),
     "glm": ModelFamily(name="GLM-4-9B"),
     "glm4": ModelFamily(name="GLM-4-0414"),
+    "glm4_moe": ModelFamily(name="GLM-4.5, GLM-4.5-Air"),
+    "gpt_oss": ModelFamily(
+        name="GPT-OSS",
+        has_projection_bias=True,
+        has_all_biases=True,
+        clamps_mlp=True,
+        has_sinks=True,
+        stacks_experts=True,
+    ),
     "granite": ModelFamily(name="Granite"),
     "helium": ModelFamily(name="Helium"),
     "hunyuan_v1_dense": ModelFamily(name="Hunyuan, dense"),
     "hyperclovax": ModelFamily(name="HyperCLOVA X", is_tested=False, multiplies_logits=True),
     "llama": ModelFamily(name="Llama", has_uniform_cache=True),
+    "minimax_m2": ModelFamily(
+        name="MiniMax-M2",
+        has_joint_norms=True,
+        stored_names=_MIXTRAL_NAMES,
+        keys_for_engines=(("scoring_func", "sigmoid"), ("use_routing_bias", True)),
+    ),
     "ministral3": ModelFamily(name="Ministral 3"),
     "mistral": ModelFamily(name="Mistral", has_uniform_cache=True),
     "mixtral": ModelFamily(name="Mixtral", has_uniform_cache=True, stored_names=_MIXTRAL_NAMES),

@@ -145,6 +145,9 @@ class ModelShape:
         shared: width of the MLP beside the experts, which all tokens meet.
         weighs_shared: a token has a weight for it, as for its experts.
         num_dense: layers without experts in a model with them, whose MLPs have a width of `dense`.
+        num_sinks: scores of tokens without a value in a layer's attention.
+        clamps_mlp: an MLP keeps its clamped halves, too.
+        has_all_biases: beside queries, keys and values, the other projections, routers and experts have one.
         latent: DeepSeek's attention; None for the usual.
     """
 
@@ -163,6 +166,9 @@ class ModelShape:
     num_dense: int = 0
     dense: int = 0
     head_norms: int = 0
+    num_sinks: int = 0
+    clamps_mlp: bool = False
+    has_all_biases: bool = False
     latent: LatentShape | None = None
     tower: TowerShape | None = None
 
@@ -186,22 +192,28 @@ class ModelShape:
             if num_experts:
                 shared = shared or _number(tree, "shared_expert_intermediate_size")
             latent = tree.get("kv_lora_rank")
+            attention_width = heads * head_dim
+            kv_width = int(tree.get("num_key_value_heads") or heads) * head_dim
+            norms = 2 * head_dim if family.has_head_norms or tree.get("use_qk_norm") else 0
             return cls(
                 hidden=hidden,
                 intermediate=inner or int(tree["intermediate_size"]),
                 num_layers=num_layers,
-                attention_width=heads * head_dim,
-                kv_width=int(tree.get("num_key_value_heads") or heads) * head_dim,
+                attention_width=attention_width,
+                kv_width=kv_width,
                 vocab=int(tree["vocab_size"]),
                 tied=bool(is_tied),
-                has_bias=family.has_projection_bias,
+                has_bias=family.has_projection_bias or bool(tree.get("attention_bias")),
                 num_experts=num_experts,
                 num_chosen=_number(tree, "num_experts_per_tok"),
                 shared=shared,
                 weighs_shared=family.weighs_shared_expert,
                 num_dense=_num_dense(tree, num_layers) if num_experts else 0,
                 dense=dense,
-                head_norms=2 * head_dim if family.has_head_norms else 0,
+                head_norms=attention_width + kv_width if family.has_joint_norms else norms,
+                num_sinks=heads if family.has_sinks else 0,
+                clamps_mlp=family.clamps_mlp,
+                has_all_biases=family.has_all_biases,
                 latent=LatentShape.of(tree) if latent else None,
                 tower=TowerShape.of(vision) if vision else None,
             )
@@ -213,7 +225,8 @@ class ModelShape:
         """Parameters of one layer; in a model with experts, of one that has them."""
         experts = 3 * self.hidden * (self.intermediate * max(1, self.num_experts) + self.shared)
         weight = self.hidden if self.weighs_shared else 0
-        return self._attention + experts + weight + self.hidden * (2 + self.num_experts)
+        biases = self.num_experts * (1 + 2 * self.intermediate + self.hidden) if self.has_all_biases else 0
+        return self._attention + experts + biases + weight + self.hidden * (2 + self.num_experts)
 
     @property
     def _dense_layer(self) -> int:
@@ -226,16 +239,18 @@ class ModelShape:
             return sum(inner * outer for inner, outer in matrices) + self.latent.norms
         projections = 2 * self.hidden * (self.attention_width + self.kv_width)
         biases = self.attention_width + 2 * self.kv_width if self.has_bias else 0
-        return projections + biases + self.head_norms
+        biases += self.hidden if self.has_all_biases else 0
+        return projections + biases + self.head_norms + self.num_sinks
 
     def activations(self, *, compiled: bool) -> int:
         """Numbers per token that a layer keeps for the backward pass.
 
-        Four widths of the MLP, thirteen of the states, of which three are the attention's. Compiled, three
-        and nine: products of what is kept are computed again where that costs no matrix product. A token's
-        states go to each of its experts and come back as copies.
+        Four widths of the MLP, seven of one that clamps, thirteen of the states, of which three are the
+        attention's. Compiled, three and nine: products of what is kept are computed again where that costs no
+        matrix product. A token's states go to each of its experts and come back as copies.
         """
         inner, states = (3, 6) if compiled else (4, 10)
+        inner += 3 if self.clamps_mlp else 0
         if self.latent is not None:
             attention = self.latent.activations
         else:

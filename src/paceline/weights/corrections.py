@@ -26,7 +26,7 @@ NUM_PARTS: Final = 3
 """Eight bits each: a float32 number has 24."""
 
 
-def missing_keys(config: Mapping[str, Any]) -> dict[str, str]:
+def missing_keys(config: Mapping[str, Any]) -> dict[str, str | bool]:
     """Finds the lacking keys of config.json by which engines know a model with corrections.
 
     transformers does not write them. Without them an engine would choose experts by softmax, without a

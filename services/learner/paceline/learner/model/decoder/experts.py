@@ -17,16 +17,13 @@ from torch import Tensor, nn
 from paceline.learner.batch.types import MicroBatch
 from paceline.weights import corrections
 
-_IN_FLOAT32 = ("DeepseekV2TopkRouter", "DeepseekV3TopkRouter")
-"""Compute in float32 by themselves."""
-
-_SIGMOID = "DeepseekV3TopkRouter"
-"""Scores experts by the sigmoid of its logits; the others by their softmax."""
+_IN_FLOAT32 = "TopkRouter"
+"""Routers with this ending (DeepSeek, GLM) compute in float32 by themselves; others are a TopKRouter."""
 
 
 def routers(lm: nn.Module) -> list[nn.Module]:
     """The routers, one per layer with experts, in order; they return (logits, weights, indices)."""
-    return [module for module in lm.modules() if type(module).__name__.endswith(("TopKRouter", *_IN_FLOAT32))]
+    return [module for module in lm.modules() if type(module).__name__.endswith(("TopKRouter", _IN_FLOAT32))]
 
 
 def use_float32_routers(lm: nn.Module) -> None:
@@ -35,7 +32,7 @@ def use_float32_routers(lm: nn.Module) -> None:
     Rounding of a router's logits changes which experts a token meets; the weights are as they are.
     """
     for router in routers(lm):
-        if type(router).__name__ in _IN_FLOAT32:
+        if type(router).__name__.endswith(_IN_FLOAT32):
             continue
         router.forward = partial(_forward_in_float32, router)
 
@@ -43,15 +40,15 @@ def use_float32_routers(lm: nn.Module) -> None:
 def use_correction_parameters(lm: nn.Module) -> None:
     """Makes the corrections of routers' scores parameters, which do not train; see `corrections`."""
     buffer, name = (end.removeprefix(".") for end in (corrections.BUFFER, corrections.PARTS))
-    for router in routers(lm):
-        correction = router._buffers.pop(buffer, None)
+    for module in lm.modules():  # a router, or the layer of experts that has one
+        correction = module._buffers.pop(buffer, None)
         if correction is None:
             continue
         parts = torch.empty(*correction.shape, corrections.NUM_PARTS, device=correction.device)
-        router.register_parameter(name, nn.Parameter(parts, requires_grad=False))
-        kind = type(router)
+        module.register_parameter(name, nn.Parameter(parts, requires_grad=False))
+        kind = type(module)
         joined = property(lambda self: corrections.join(getattr(self, name)))
-        router.__class__ = type(kind.__name__, (kind,), {buffer: joined})
+        module.__class__ = type(kind.__name__, (kind,), {buffer: joined})
 
 
 class _InFloat32:
@@ -65,9 +62,11 @@ class _InFloat32:
         return value.float() if isinstance(value, Tensor) else value
 
 
-def _forward_in_float32(router: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_in_float32(
+    router: nn.Module, hidden: Tensor, *correction: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     forward: Any = type(router).forward
-    logits, weights, indices = forward(_InFloat32(router), hidden.float())
+    logits, weights, indices = forward(_InFloat32(router), hidden.float(), *correction)
     return logits, weights.to(hidden.dtype), indices
 
 
@@ -76,8 +75,9 @@ def recorded_choices(lm: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """Collects (logits, indices) of each router's next forward pass, (T, E) and (T, K).
 
     The list is filled at the end of the block. The softmax of the logits is each expert's share of the
-    scores, whatever they are computed by. Layers that the backward pass repeats run there without the hooks,
-    and have to save the same tensors again: so the hooks compute nothing.
+    scores, whatever they are computed by: routers with a correction score by sigmoid. Layers that the
+    backward pass repeats run there without the hooks, and have to save the same tensors again: so the hooks
+    compute nothing.
     """
     noted: list[tuple[nn.Module, Tensor, Tensor]] = []
     choices: list[tuple[Tensor, Tensor]] = []
@@ -91,8 +91,8 @@ def recorded_choices(lm: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
     finally:
         for handle in handles:
             handle.remove()
-        for router, logits, indices in noted:
-            is_sigmoid = type(router).__name__ == _SIGMOID
+        is_sigmoid = any(name.endswith(corrections.PARTS) for name, _ in lm.named_parameters())
+        for _, logits, indices in noted:
             choices.append((F.logsigmoid(logits) if is_sigmoid else logits, indices))
 
 
@@ -137,7 +137,8 @@ def active_parameters(layers: nn.Module, config: Any, *, trained: bool) -> int:
     for name, parameter in layers.named_parameters():
         if parameter.requires_grad != trained or name.endswith(corrections.PARTS):
             continue
-        is_expert = per_token is not None and ".experts." in name and parameter.ndim == 3
+        is_stack = parameter.ndim == 3 or name.endswith("_proj_bias")
+        is_expert = per_token is not None and ".experts." in name and is_stack
         used = int(per_token or 0) if is_expert else parameter.shape[0]
         total += parameter.numel() // parameter.shape[0] * used
     return total

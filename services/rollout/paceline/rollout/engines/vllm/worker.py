@@ -111,6 +111,19 @@ def _forget_cpu_moe_kernels(model: nn.Module) -> None:
             method.moe_kernel = None
 
 
+def _keep_sinks_in_place() -> None:
+    """Keeps attention sinks where they are while vLLM reloads layer by layer.
+
+    gpt-oss's loader copies them into their parameter without a weight loader. vLLM (0.32) moves parameters
+    aside for a reload, but for those that it knows to be loaded so: the copy would be lost without an error.
+    """
+    from vllm.model_executor.model_loader.reload import meta
+
+    for name in ("SKIP_LOAD_TENSORS", "SKIP_TENSORS"):
+        names: set[str] = getattr(meta, name, set())
+        names.add("sinks")
+
+
 def _answering(
     method: Callable[Concatenate[PacelineWorkerExtension, P], Reply],
 ) -> Callable[..., Reply]:
@@ -236,5 +249,6 @@ class PacelineWorkerExtension:
 
 _keep_plain_cpu_linears()
 _trace_loading()
+_keep_sinks_in_place()
 _wait_without_spinning()
 register()

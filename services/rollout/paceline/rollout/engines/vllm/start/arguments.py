@@ -143,7 +143,7 @@ def _cache_bytes_per_token(tree: Mapping[str, Any]) -> int:
     return 4 * shape.num_layers * shape.cached(num_ranks=1) if shape is not None else 0
 
 
-def missing_keys(folder: Path) -> dict[str, str]:
+def missing_keys(folder: Path) -> dict[str, str | bool]:
     """Keys that vLLM needs in the config.json of the model in this folder, and that are not there."""
     try:
         return corrections.missing_keys(_text_config(folder))

@@ -44,12 +44,26 @@ def checkpoint_tensors(
     tensors: Iterable[tuple[str, torch.Tensor]], *, model_type: str = ""
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors as a checkpoint has them, one after another; `model_type` as in its config.json."""
-    renamed = family_of(model_type).stored_names
+    family = family_of(model_type)
     for name, tensor in corrections.as_stored(tensors):
-        for stored, part in _split_experts(name, tensor):
-            for live, own in renamed:
+        split = _each_expert if family.stacks_experts else _split_experts
+        for stored, part in split(name, tensor):
+            for live, own in family.stored_names:
                 stored = stored.replace(live, own)
             yield stored, part
+
+
+def _each_expert(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names each expert of a stack, as vLLM's loader for gpt-oss has it: `...experts.0.gate_up_proj`.
+
+    That loader copies a whole stack into its parameter, past the layer by layer collecting of a reload.
+    """
+    prefix, is_stack, kind = name.rpartition(".experts.")
+    if not is_stack:
+        yield name, tensor
+        return
+    for expert, part in enumerate(tensor):
+        yield f"{prefix}.experts.{expert}.{kind}", part
 
 
 def _split_experts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
