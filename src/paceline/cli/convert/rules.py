@@ -33,8 +33,12 @@ class ConversionRule:
     convert: Convert | None = None
 
 
-def to(key: str, *, by: Mapping[Any, Any] | Callable[[Any], Any] | None = None) -> Convert:
-    """The value under another key; changed by a function, or by a mapping where that has it."""
+By = Mapping[Any, Any] | Callable[[Any], Any] | None
+"""What changes a value: a function, or a mapping where that has it."""
+
+
+def to(key: str, *, by: By = None) -> Convert:
+    """The value under another key, changed `by` something."""
 
     def convert(value: Any, tree: Tree) -> Tree:
         if callable(by):
@@ -42,3 +46,11 @@ def to(key: str, *, by: Mapping[Any, Any] | Callable[[Any], Any] | None = None) 
         return {key: by.get(value, value) if by is not None and isinstance(value, str | bool) else value}
 
     return convert
+
+
+def renamed(key: str, ours: str, *, by: By = None, theirs: str = "", says: str = "") -> ConversionRule:
+    """A row of one key that has another name here; the page has both names where it is not told others."""
+    name = key.replace("actor_rollout_ref.actor", "actor..").removeprefix("actor_rollout_ref.")
+    return ConversionRule(
+        theirs=theirs or f"`{name}`", ours=says or f"`{ours}`", keys=(key,), convert=to(ours, by=by)
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.cli.convert.rules import ConversionRule, Tree, to
+from paceline.cli.convert.rules import ConversionRule, Tree, renamed, to
 
 PREFIXES: dict[str, str] = {}
 
@@ -54,18 +54,8 @@ def _loggers(value: Any, tree: Tree) -> Tree:
 
 
 TRL: tuple[ConversionRule, ...] = (
-    ConversionRule(
-        theirs="`model_name_or_path`",
-        ours="`model.path`",
-        keys=("model_name_or_path",),
-        convert=to("model.path"),
-    ),
-    ConversionRule(
-        theirs="`num_generations`",
-        ours="`rollout.n`",
-        keys=("num_generations",),
-        convert=to("rollout.n"),
-    ),
+    renamed("model_name_or_path", "model.path"),
+    renamed("num_generations", "rollout.n"),
     ConversionRule(
         theirs="`per_device_train_batch_size` × `gradient_accumulation_steps` × devices / `num_generations`",
         ours="`actor.ppo_mini_batch_size`, in prompts",
@@ -77,47 +67,28 @@ TRL: tuple[ConversionRule, ...] = (
         ours="`data.train_batch_size`: several mini-batches of one policy's samples",
         keys=("steps_per_generation", "generation_batch_size"),
     ),
-    ConversionRule(
-        theirs="`num_iterations`",
-        ours="`actor.ppo_epochs`",
-        keys=("num_iterations",),
-        convert=to("actor.ppo_epochs"),
-    ),
-    ConversionRule(
-        theirs="`max_prompt_length`",
-        ours="`data.max_prompt_length`",
-        keys=("max_prompt_length",),
-        convert=to("data.max_prompt_length"),
-    ),
-    ConversionRule(
-        theirs="`max_completion_length`",
-        ours="`data.max_response_length`",
-        keys=("max_completion_length",),
-        convert=to("data.max_response_length"),
-    ),
-    ConversionRule(
+    renamed("num_iterations", "actor.ppo_epochs"),
+    renamed("max_prompt_length", "data.max_prompt_length"),
+    renamed("max_completion_length", "data.max_response_length"),
+    renamed(
+        "learning_rate",
+        "actor.optim.lr",
+        by=float,
         theirs="`learning_rate`, `lr_scheduler_type`, `warmup_ratio`",
-        ours="`actor.optim.lr`, `actor.optim.lr_scheduler`, `actor.optim.warmup_steps_ratio`",
-        keys=("learning_rate",),
-        convert=to("actor.optim.lr", by=float),
+        says="`actor.optim.lr`, `actor.optim.lr_scheduler`, `actor.optim.warmup_steps_ratio`",
     ),
-    ConversionRule(
-        theirs="`max_grad_norm`",
-        ours="`actor.grad_clip`",
-        keys=("max_grad_norm",),
-        convert=to("actor.grad_clip"),
-    ),
+    renamed("max_grad_norm", "actor.grad_clip"),
     ConversionRule(
         theirs="`beta`",
         ours="`actor.kl_loss_coef`, with `actor.use_kl_loss: true`",
         keys=("beta",),
         convert=_kl,
     ),
-    ConversionRule(
+    renamed(
+        "epsilon",
+        "actor.clip_ratio",
         theirs="`epsilon`, `epsilon_high`",
-        ours="`actor.clip_ratio`, `actor.clip_ratio_high`",
-        keys=("epsilon",),
-        convert=to("actor.clip_ratio"),
+        says="`actor.clip_ratio`, `actor.clip_ratio_high`",
     ),
     ConversionRule(
         theirs="`scale_rewards: none`",
@@ -132,23 +103,13 @@ TRL: tuple[ConversionRule, ...] = (
         keys=("loss_type",),
         convert=_loss,
     ),
-    ConversionRule(
-        theirs="`vllm_gpu_memory_utilization`",
-        ours="`rollout.gpu_memory_utilization`",
-        keys=("vllm_gpu_memory_utilization",),
-        convert=to("rollout.gpu_memory_utilization"),
-    ),
-    ConversionRule(
-        theirs="`vllm_tensor_parallel_size`",
-        ours="`rollout.tensor_model_parallel_size`",
-        keys=("vllm_tensor_parallel_size",),
-        convert=to("rollout.tensor_model_parallel_size"),
-    ),
-    ConversionRule(
+    renamed("vllm_gpu_memory_utilization", "rollout.gpu_memory_utilization"),
+    renamed("vllm_tensor_parallel_size", "rollout.tensor_model_parallel_size"),
+    renamed(
+        "temperature",
+        "rollout.temperature",
         theirs="`temperature`, `top_p`, `top_k`",
-        ours="`rollout.temperature`, `rollout.top_p`, `rollout.top_k`",
-        keys=("temperature",),
-        convert=to("rollout.temperature"),
+        says="`rollout.temperature`, `rollout.top_p`, `rollout.top_k`",
     ),
     ConversionRule(
         theirs="`reward_funcs`, `reward_weights`",
@@ -156,23 +117,18 @@ TRL: tuple[ConversionRule, ...] = (
         keys=("reward_funcs",),
         convert=_rewards,
     ),
-    ConversionRule(
-        theirs="`max_steps`",
-        ours="`trainer.total_steps`",
-        keys=("max_steps",),
-        convert=to("trainer.total_steps"),
-    ),
-    ConversionRule(
+    renamed("max_steps", "trainer.total_steps"),
+    renamed(
+        "save_steps",
+        "trainer.save_freq",
         theirs="`save_steps`, `eval_steps`",
-        ours="`trainer.save_freq`, `trainer.test_freq`",
-        keys=("save_steps",),
-        convert=to("trainer.save_freq"),
+        says="`trainer.save_freq`, `trainer.test_freq`",
     ),
-    ConversionRule(
+    renamed(
+        "output_dir",
+        "trainer.run_dir",
         theirs="`output_dir`, `run_name`",
-        ours="`trainer.run_dir`, `trainer.name`",
-        keys=("output_dir",),
-        convert=to("trainer.run_dir"),
+        says="`trainer.run_dir`, `trainer.name`",
     ),
     ConversionRule(
         theirs="`report_to`",

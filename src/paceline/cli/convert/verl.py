@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.cli.convert.rules import ConversionRule, Tree, to
+from paceline.cli.convert.rules import ConversionRule, Tree, renamed, to
 
 # A key that begins so is the same here without the beginning; where there is no such key, it is left out.
 PREFIXES = {
@@ -53,18 +53,13 @@ def _top_k(value: Any, tree: Tree) -> Tree:
 VERL: tuple[ConversionRule, ...] = (
     ConversionRule(theirs="`actor_rollout_ref.actor.X`", ours="`actor.X`"),
     ConversionRule(theirs="`actor_rollout_ref.rollout.X`", ours="`rollout.X`"),
-    ConversionRule(
+    renamed(
+        f"{_MODEL}.path",
+        "model.path",
         theirs="`actor_rollout_ref.model.path`",
-        ours="`model.path`: a folder or URL; `hf download OWNER/NAME --local-dir FOLDER` makes one",
-        keys=(f"{_MODEL}.path",),
-        convert=to("model.path"),
+        says="`model.path`: a folder or URL; `hf download OWNER/NAME --local-dir FOLDER` makes one",
     ),
-    ConversionRule(
-        theirs="`data.reward_fn_key`",
-        ours="`data.data_source_key`",
-        keys=("data.reward_fn_key",),
-        convert=to("data.data_source_key"),
-    ),
+    renamed("data.reward_fn_key", "data.data_source_key"),
     ConversionRule(
         theirs="`reward_model.ground_truth` (column)",
         ours="`data.ground_truth_key: reward_model.ground_truth`",
@@ -74,11 +69,12 @@ VERL: tuple[ConversionRule, ...] = (
             "data.ground_truth_key": "reward_model.ground_truth",
         },
     ),
-    ConversionRule(
+    renamed(
+        "data.filter_overlong_prompts",
+        "data.overlong_prompts",
+        by={True: "filter", False: "error"},
         theirs="`data.filter_overlong_prompts: true`",
-        ours="`data.overlong_prompts: filter`, the default",
-        keys=("data.filter_overlong_prompts",),
-        convert=to("data.overlong_prompts", by={True: "filter", False: "error"}),
+        says="`data.overlong_prompts: filter`, the default",
     ),
     ConversionRule(
         theirs="`custom_reward_function.path`, `.name`",
@@ -86,11 +82,10 @@ VERL: tuple[ConversionRule, ...] = (
         keys=("custom_reward_function.path",),
         convert=_reward,
     ),
-    ConversionRule(
-        theirs="`actor...ppo_mini_batch_size`",
-        ours="`actor.ppo_mini_batch_size`: prompts, too",
-        keys=(f"{_ACTOR}.ppo_mini_batch_size",),
-        convert=to("actor.ppo_mini_batch_size"),
+    renamed(
+        f"{_ACTOR}.ppo_mini_batch_size",
+        "actor.ppo_mini_batch_size",
+        says="`actor.ppo_mini_batch_size`: prompts, too",
     ),
     ConversionRule(
         theirs="`actor...ppo_micro_batch_size_per_gpu`, `use_dynamic_bsz`",
@@ -114,18 +109,12 @@ VERL: tuple[ConversionRule, ...] = (
             )
         ),
     ),
-    ConversionRule(
-        theirs="`actor...clip_ratio_c`",
-        ours="`actor.clip_ratio_c`, with `actor.use_dual_clip`",
-        keys=(f"{_ACTOR}.clip_ratio_c",),
-        convert=to("actor.clip_ratio_c"),
+    renamed(
+        f"{_ACTOR}.clip_ratio_c",
+        "actor.clip_ratio_c",
+        says="`actor.clip_ratio_c`, with `actor.use_dual_clip`",
     ),
-    ConversionRule(
-        theirs="`actor...policy_loss.loss_mode`",
-        ours="`actor.policy_loss`; `vanilla` is `ppo_clip`",
-        keys=(_LOSS_MODE,),
-        convert=to("actor.policy_loss", by=_LOSSES),
-    ),
+    renamed(_LOSS_MODE, "actor.policy_loss", by=_LOSSES, says="`actor.policy_loss`; `vanilla` is `ppo_clip`"),
     ConversionRule(
         theirs="`actor...loss_agg_mode`",
         ours="`actor.loss_agg_mode`; null for `gspo`, `geo_mean` and `sapo`, of which verl takes the mean "
@@ -133,72 +122,32 @@ VERL: tuple[ConversionRule, ...] = (
         keys=(f"{_ACTOR}.loss_agg_mode",),
         convert=_aggregation,
     ),
-    ConversionRule(
-        theirs="`actor...optim.lr_warmup_steps_ratio`",
-        ours="`actor.optim.warmup_steps_ratio`",
-        keys=(f"{_ACTOR}.optim.lr_warmup_steps_ratio",),
-        convert=to("actor.optim.warmup_steps_ratio"),
-    ),
+    renamed(f"{_ACTOR}.optim.lr_warmup_steps_ratio", "actor.optim.warmup_steps_ratio"),
     ConversionRule(
         theirs="`actor...optim.warmup_style`, `lr_scheduler_type`",
         ours="`actor.optim.lr_scheduler`",
         keys=(f"{_ACTOR}.optim.warmup_style", f"{_ACTOR}.optim.lr_scheduler_type"),
         convert=to("actor.optim.lr_scheduler", by=_SCHEDULES),
     ),
-    ConversionRule(
-        theirs="`model.enable_gradient_checkpointing`",
-        ours="`actor.memory.recompute`",
-        keys=(f"{_MODEL}.enable_gradient_checkpointing",),
-        convert=to("actor.memory.recompute", by=_RECOMPUTE),
-    ),
-    ConversionRule(
-        theirs="`actor...use_torch_compile`",
-        ours="`actor.compile`",
-        keys=(f"{_ACTOR}.use_torch_compile",),
-        convert=to("actor.compile"),
-    ),
+    renamed(f"{_MODEL}.enable_gradient_checkpointing", "actor.memory.recompute", by=_RECOMPUTE),
+    renamed(f"{_ACTOR}.use_torch_compile", "actor.compile"),
     ConversionRule(
         theirs="`rollout.top_k: -1`",
         ours="`rollout.top_k: 0`",
         keys=(f"{_ROLLOUT}.top_k",),
         convert=_top_k,
     ),
-    ConversionRule(
+    renamed(
+        f"{_ROLLOUT}.val_kwargs.n",
+        "rollout.val.n",
         theirs="`rollout.val_kwargs.n`, `.temperature`",
-        ours="`rollout.val.n`, `rollout.val.temperature`",
-        keys=(f"{_ROLLOUT}.val_kwargs.n",),
-        convert=to("rollout.val.n"),
+        says="`rollout.val.n`, `rollout.val.temperature`",
     ),
-    ConversionRule(
-        theirs="`algorithm.filter_groups.enable`",
-        ours="`algorithm.dynamic_sampling.enable`",
-        keys=("algorithm.filter_groups.enable",),
-        convert=to("algorithm.dynamic_sampling.enable"),
-    ),
-    ConversionRule(
-        theirs="`critic.model.path`",
-        ours="`critic.path`",
-        keys=("critic.model.path",),
-        convert=to("critic.path"),
-    ),
-    ConversionRule(
-        theirs="`critic.cliprange_value`",
-        ours="`critic.vf_clip_param`",
-        keys=("critic.cliprange_value",),
-        convert=to("critic.vf_clip_param"),
-    ),
-    ConversionRule(
-        theirs="`trainer.critic_warmup`",
-        ours="`critic.warmup`",
-        keys=("trainer.critic_warmup",),
-        convert=to("critic.warmup"),
-    ),
-    ConversionRule(
-        theirs="`trainer.total_training_steps`",
-        ours="`trainer.total_steps`",
-        keys=("trainer.total_training_steps",),
-        convert=to("trainer.total_steps"),
-    ),
+    renamed("algorithm.filter_groups.enable", "algorithm.dynamic_sampling.enable"),
+    renamed("critic.model.path", "critic.path"),
+    renamed("critic.cliprange_value", "critic.vf_clip_param"),
+    renamed("trainer.critic_warmup", "critic.warmup"),
+    renamed("trainer.total_training_steps", "trainer.total_steps"),
     ConversionRule(
         theirs="`trainer.total_epochs`",
         ours="`trainer.total_steps`: epochs times rows over `data.train_batch_size`",
@@ -210,12 +159,7 @@ VERL: tuple[ConversionRule, ...] = (
         "[several hosts](several-hosts.md)",
         keys=("trainer.n_gpus_per_node", "trainer.nnodes"),
     ),
-    ConversionRule(
-        theirs="`trainer.experiment_name`",
-        ours="`trainer.name`",
-        keys=("trainer.experiment_name",),
-        convert=to("trainer.name"),
-    ),
+    renamed("trainer.experiment_name", "trainer.name"),
     ConversionRule(
         theirs="`trainer.project_name`",
         ours="the tracker's own variable, `WANDB_PROJECT`; [trackers](trackers.md)",
@@ -227,30 +171,15 @@ VERL: tuple[ConversionRule, ...] = (
         keys=("trainer.logger",),
         convert=_loggers,
     ),
-    ConversionRule(
-        theirs="`trainer.default_local_dir`",
-        ours="`trainer.run_dir`",
-        keys=("trainer.default_local_dir",),
-        convert=to("trainer.run_dir"),
-    ),
-    ConversionRule(
-        theirs="`trainer.resume_mode`",
-        ours="`trainer.resume`",
-        keys=("trainer.resume_mode",),
-        convert=to("trainer.resume", by={"disable": "never", "resume_path": "auto"}),
-    ),
+    renamed("trainer.default_local_dir", "trainer.run_dir"),
+    renamed("trainer.resume_mode", "trainer.resume", by={"disable": "never", "resume_path": "auto"}),
     ConversionRule(
         theirs="`trainer.save_freq: -1`, `test_freq: -1`",
         ours="`trainer.save_freq: 0`, `trainer.test_freq: 0`; null validates at the end only",
         keys=("trainer.save_freq",),
         convert=_frequency("trainer.save_freq"),
     ),
-    ConversionRule(
-        theirs="`trainer.max_actor_ckpt_to_keep`",
-        ours="`trainer.keep_checkpoints`",
-        keys=("trainer.max_actor_ckpt_to_keep",),
-        convert=to("trainer.keep_checkpoints"),
-    ),
+    renamed("trainer.max_actor_ckpt_to_keep", "trainer.keep_checkpoints"),
 )
 
 # What rows above name in passing.
