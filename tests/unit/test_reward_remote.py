@@ -353,7 +353,7 @@ def test_a_run_is_refused_where_a_service_speaks_another_contract(tmp_path: Path
             services = [{"name": "judge", "address": address, "data_sources": ["gsm8k"]}]
             path = tmp_path / "run.yaml"
             path.write_text(dump_yaml(cli_configs.config(reward={"services": services})))
-            return await asyncio.to_thread(check_rewards, [str(path)])
+            return await asyncio.to_thread(check_rewards, ["scorers", str(path)])
 
     later = reward_pb2.RewardDescription(contract=3)
     other = reward_pb2.RewardDescription(contract=2, data_sources=["math"])

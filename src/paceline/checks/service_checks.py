@@ -19,13 +19,13 @@ from paceline.storage.models import local_folder, local_model
 _CHECK_S = 300.0
 
 
-def check_algorithm(config: RunConfig) -> None:
+def check_algorithm(config: RunConfig) -> str:
     """Has the learner call a user's own algorithm, estimator and policy loss.
 
     Raises:
         ConfigError: with its reason, if one has a fault.
     """
-    _learner_check(config, "the algorithm", ConfigError)
+    return _check_of("learner", "algorithm", config, "the algorithm", ConfigError)
 
 
 def try_dataflow(config: RunConfig) -> str:
@@ -34,11 +34,7 @@ def try_dataflow(config: RunConfig) -> str:
     Raises:
         ConfigError: with its reason, if the dataflow has a fault.
     """
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
-        file.write(dump_yaml(config))
-        file.flush()
-        command = [sys.executable, "-m", "paceline.controller.check", file.name]
-        return _printed_by(command, "trainer.dataflow", ConfigError)
+    return _check_of("controller", "dataflow", config, "trainer.dataflow", ConfigError)
 
 
 def self_test(config: RunConfig, kept: Path) -> str:
@@ -48,9 +44,8 @@ def self_test(config: RunConfig, kept: Path) -> str:
         ModelError: with its reason, if the model is refused or its numbers are wrong.
     """
     # Needs config.json only, which this machine has where it has the controller.
-    return _learner_check(
-        with_local_models(config), "the model", ModelError, "--self-test", "--keep", str(kept)
-    )
+    local = with_local_models(config)
+    return _check_of("learner", "self-test", local, "the model", ModelError, str(kept))
 
 
 def engine_log_probs(config: RunConfig, kept: Path) -> str:
@@ -71,7 +66,7 @@ def engine_log_probs(config: RunConfig, kept: Path) -> str:
         )
     if not any(kept.iterdir()):
         raise ModelError("the self-test left no log-probs to compare with; see its fault")
-    command = [sys.executable, "-m", "paceline.rollout.check", name, str(kept)]
+    command = [sys.executable, "-m", "paceline.rollout.check", "log-probs", name, str(kept)]
     return _printed_by(command, "the engine's log-probs", ModelError)
 
 
@@ -82,15 +77,20 @@ def with_local_models(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"model": model, "algorithm": algorithm})
 
 
-def _learner_check(
-    config: RunConfig, subject: str, fault: type[ConfigError] | type[ModelError], *options: str
+def _check_of(
+    service: str,
+    name: str,
+    config: RunConfig,
+    subject: str,
+    fault: type[ConfigError] | type[ModelError],
+    *words: str,
 ) -> str:
+    """The line of a service's check of a configuration."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
         file.write(dump_yaml(config))
         file.flush()
-        return _printed_by(
-            [sys.executable, "-m", "paceline.learner.check", *options, file.name], subject, fault
-        )
+        command = [sys.executable, "-m", f"paceline.{service}.check", name, file.name, *words]
+        return _printed_by(command, subject, fault)
 
 
 def _printed_by(command: Sequence[str], subject: str, fault: type[ConfigError] | type[ModelError]) -> str:

@@ -10,12 +10,8 @@ from paceline.config.training.policy_losses import CustomLoss
 
 def _algorithm_line(config: RunConfig) -> str:
     loss, algorithm = config.actor.policy_loss, config.algorithm
-    own = [loss.path] if isinstance(loss, CustomLoss) else []
-    own += [algorithm.name] if algorithm.is_own else []
-    if not own:
-        return f"{algorithm.name}, {loss.type}"
-    check_algorithm(config)
-    return f"{', '.join(own)}, called on a few short sequences"
+    is_own = algorithm.is_own or isinstance(loss, CustomLoss)
+    return check_algorithm(config) if is_own else f"{algorithm.name}, {loss.type}"
 
 
 def _dataflow_line(config: RunConfig) -> str:

@@ -1,11 +1,7 @@
-"""`python -m paceline.controller.check CONFIG` tries the dataflow of a run, in a process of its own.
-
-It imports the user's file, which the launcher may not, and carries a step out against made-up samples.
-"""
+"""`python -m paceline.controller.check NAME ...` checks what a step will do, in a process of its own."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
@@ -16,24 +12,24 @@ from paceline.config.run import RunConfig
 from paceline.controller.batch.inputs import load_inputs
 from paceline.controller.run.dataflow.dataflow import load_dataflow
 from paceline.controller.run.dataflow.rehearsal import rehearse
-from paceline.service.member.check import run_check
+from paceline.service.member.check import ServiceChecks, run_check
+
+
+def _dataflow(path: str) -> str:
+    """Imports the user's dataflow and carries a step out against made-up samples; says what that did."""
+    config = load(RunConfig, Path(path))
+    flow = load_dataflow(config)
+    if config.data.train_files:
+        return asyncio.run(rehearse(flow, config, load_inputs(config)))
+    return f"{config.trainer.dataflow}, found; its prompts come with the environment"
+
+
+CHECKS: ServiceChecks = {"dataflow": _dataflow}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0 and prints what the dataflow did, or logs the first error and returns its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m paceline.controller.check", description=__doc__)
-    parser.add_argument("config", type=Path, help="resolved configuration of the run (YAML)")
-    given = parser.parse_args(arguments)
-    return run_check("controller", lambda: _check(given.config), level="WARNING")
-
-
-def _check(path: Path) -> None:
-    config = load(RunConfig, path)
-    flow = load_dataflow(config)
-    if config.data.train_files:
-        print(asyncio.run(rehearse(flow, config, load_inputs(config))))
-    else:
-        print(f"{config.trainer.dataflow}, found; its prompts come with the environment")
+    """Runs the check that the command line names; returns the exit code."""
+    return run_check("controller", CHECKS, arguments)
 
 
 if __name__ == "__main__":

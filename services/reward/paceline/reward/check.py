@@ -1,13 +1,7 @@
-"""`python -m paceline.reward.check CONFIG`: whether functions can be called, and services do what is asked.
-
-Services that cannot be reached, or refuse this environment's token, are passed: they may come up later.
-Finding a function runs the user's module. This happens in a process of its own, not in the launcher, before
-the services start.
-"""
+"""`python -m paceline.reward.check NAME ...` checks what scores, in a process of its own."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
@@ -19,22 +13,19 @@ from paceline.reward.functions import registry
 from paceline.reward.remote.scorer import RemoteScorer
 from paceline.reward.scoring.scorer import ScorerSettings
 from paceline.service.identity.credentials import REWARD_TOKEN, Credentials
-from paceline.service.member.check import run_check
+from paceline.service.member.check import ServiceChecks, run_check
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0, or logs the first error and returns its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m paceline.reward.check", description=__doc__)
-    parser.add_argument("config", type=Path, help="resolved configuration of the run (YAML)")
-    path: Path = parser.parse_args(arguments).config
-    return run_check("reward", lambda: _check(path))
+def _scorers(path: str) -> str:
+    """Whether functions can be called, and services do what is asked; finding functions runs users' modules.
 
-
-def _check(path: Path) -> None:
-    config = load(RunConfig, path)
+    Services that cannot be reached, or refuse this environment's token, are passed: they may come up later.
+    """
+    config = load(RunConfig, Path(path))
     for function in config.reward.functions:
         registry.load(function.name, function.kwargs, group=function.group)
     asyncio.run(_check_services(config))
+    return f"{len(config.reward.functions)} functions and {len(config.reward.services)} services"
 
 
 async def _check_services(config: RunConfig) -> None:
@@ -45,6 +36,14 @@ async def _check_services(config: RunConfig) -> None:
     )
     checks = [remote.check() for remote in RemoteScorer.services(settings)]
     await asyncio.gather(*checks)
+
+
+CHECKS: ServiceChecks = {"scorers": _scorers}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the check that the command line names; returns the exit code."""
+    return run_check("reward", CHECKS, arguments)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,7 @@
-"""`python -m paceline.rollout.check ENGINE FOLDER` compares an engine's log-probs with those of the learner.
-
-FOLDER holds the small model of the learner's self-test, `scored_rows.json`, and the images of its rows. The
-engine runs in this process, on the CPU in float32.
-"""
+"""`python -m paceline.rollout.check NAME ...` checks what an engine computes, in a process of its own."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,24 +9,28 @@ from pathlib import Path
 from paceline.engines.registry import engine_facts
 from paceline.rollout.engines.loading import largest_difference
 from paceline.rollout.engines.scored_rows import read_rows
-from paceline.service.member.check import run_check
+from paceline.service.member.check import ServiceChecks, run_check
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0 and prints a line of facts, or logs the first error and returns its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m paceline.rollout.check", description=__doc__)
-    parser.add_argument("engine")
-    parser.add_argument("folder", type=Path)
-    given = parser.parse_args(arguments)
-    return run_check("rollout", lambda: _check(given.engine, given.folder))
+def _log_probs(engine: str, kept: str) -> str:
+    """Compares the engine's log-probs with those of the learner, on the CPU in float32.
 
-
-def _check(engine: str, folder: Path) -> None:
+    The folder holds the small model of the learner's self-test, `scored_rows.json`, and its rows' images.
+    """
+    folder = Path(kept)
     rows = read_rows(folder)
     difference = largest_difference(engine, folder, rows)
     images = ", in prompts with images, too" if any(row.images for row in rows) else ""
     title = engine_facts(engine).title
-    print(f"{title}'s log-probs are the learner's{images} (largest difference {difference:.1e})")
+    return f"{title}'s log-probs are the learner's{images} (largest difference {difference:.1e})"
+
+
+CHECKS: ServiceChecks = {"log-probs": _log_probs}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the check that the command line names; returns the exit code."""
+    return run_check("rollout", CHECKS, arguments)
 
 
 if __name__ == "__main__":

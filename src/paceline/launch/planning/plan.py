@@ -93,17 +93,17 @@ def controller(config: RunConfig, run_dir: Path, address_file: Path) -> ProcessS
 
 def checks(config: RunConfig, run_dir: Path) -> list[ProcessSpec]:
     """Checks that run while the controller starts; the controller itself checks data and model."""
-    roles = [Role.REWARD]
+    names = {Role.REWARD: "scorers"}
     if config.actor.policy_loss.type == "custom" or config.algorithm.is_own:
-        roles.append(Role.LEARNER)
+        names[Role.LEARNER] = "algorithm"
     return [
         ProcessSpec(
             name=f"{role.value}-check",
             role=role,
-            command=(*_module(f"{role.value}.check"), str(run_dir / START)),
+            command=(*_module(f"{role.value}.check"), name, str(run_dir / START)),
             env=_common(config, num_threads=1),
         )
-        for role in roles
+        for role, name in names.items()
     ]
 
 

@@ -1,9 +1,14 @@
-"""The entry point of a service's check, which runs in a process of its own before the services start."""
+"""The checks of a service, which run in a process of their own before the services start.
+
+Most checks of `paceline.checks` run in the command itself. Those that import torch, an engine or a user's
+module are here, as `python -m paceline.SERVICE.check NAME WORD...`: each service exports its own as `CHECKS`.
+"""
 
 from __future__ import annotations
 
+import argparse
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from paceline.core.errors import PacelineError, exit_code
 from paceline.service.observability.logs import setup_logging
@@ -11,19 +16,23 @@ from paceline.service.process import die_with_parent
 
 _log = logging.getLogger(__name__)
 
+ServiceChecks = Mapping[str, Callable[..., str]]
+"""By name; each takes the words behind it and returns a line of facts, or raises a PacelineError."""
 
-def run_check(name: str, check: Callable[[], None], *, level: str = "INFO") -> int:
-    """Runs a check, which prints what it found; returns 0, or logs its error and returns the exit code.
 
-    Args:
-        name: what its lines in the log are of.
-        check: raises a PacelineError for what is wrong.
-        level: the least level that is logged.
+def run_check(service: str, checks: ServiceChecks, arguments: Sequence[str] | None = None) -> int:
+    """Runs the check that the command line names; prints its line and returns 0.
+
+    For a PacelineError it logs the error and returns its exit code.
     """
+    parser = argparse.ArgumentParser(prog=f"python -m paceline.{service}.check")
+    parser.add_argument("name", choices=checks)
+    parser.add_argument("words", nargs="*")
+    given = parser.parse_args(arguments)
     die_with_parent()
-    setup_logging(f"{name}-check", level)
+    setup_logging(f"{service}-check", "WARNING")
     try:
-        check()
+        print(checks[given.name](*given.words))
     except PacelineError as error:
         _log.error("fatal: %s", error)
         return exit_code(error)
