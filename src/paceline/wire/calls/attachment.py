@@ -156,7 +156,7 @@ def client_message_from_proto(message: Any, read: Callable[[Any], T]) -> FromCli
         case "hello":
             return hello_from_proto(message.hello)
         case "window":
-            return window_from_proto(message.window)
+            return Window(window=_window(message.window.window))
         case "leave":
             return leave_from_proto(message.leave)
         case "answers":
@@ -272,11 +272,6 @@ def leave_to_proto(leave: Leave) -> attachment_pb2.AttachLeave:
 def leave_from_proto(message: attachment_pb2.AttachLeave) -> Leave:
     """Reads the leave of a service."""
     return Leave(reason=one_line(message.reason), for_good=message.for_good)
-
-
-def window_from_proto(message: attachment_pb2.AttachWindow) -> Window:
-    """Reads a window; raises InvalidMessageError for one that is out of its range."""
-    return Window(window=_window(message.window))
 
 
 def _window(window: int) -> int:
