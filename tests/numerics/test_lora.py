@@ -22,11 +22,11 @@ from paceline.learner.checkpoint.load import load, load_newest
 from paceline.learner.distributed.publisher import WeightPublisher
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.export import export
-from paceline.learner.model.decoder.layers import free_gathered
 from paceline.learner.model.loading import (
     Precision,
     as_fsdp,
     digest_of_frozen,
+    forget_forward_passes,
     hugging_face_names,
     load_policy,
     local_rows,
@@ -91,10 +91,9 @@ def test_adapters_alone_train_and_have_optimizer_state(model: Path, ranks: Ranks
 
 
 def _log_probs(network: PolicyNetwork) -> Tensor:
-    free_gathered(network)
     with torch.no_grad():
         values: Tensor = network(pack(rows_with_holes([[(4, 3)], [(9, 5)]]), torch.device("cpu")))[0]
-    free_gathered(network)
+    forget_forward_passes(network)
     return values
 
 

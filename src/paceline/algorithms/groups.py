@@ -117,7 +117,7 @@ class GroupScores:
 
     @property
     def deviation(self) -> Tensor:
-        """s - mean_g, (B_all,)."""
+        """Each score minus the mean of its group, (B_all,)."""
         return self.scores - self.groups.mean(self.scores)[self.groups.row]
 
     @property

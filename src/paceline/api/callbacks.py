@@ -84,7 +84,6 @@ class EarlyStop(Callback):
     target: float | None = None
 
     def __post_init__(self) -> None:
-        """Nothing is measured yet."""
         self._best, self._waited = -math.inf, 0
 
     def after_step(self, step: Step, training: Training) -> None:

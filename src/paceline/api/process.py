@@ -55,7 +55,6 @@ class TrainProcess:
         self.process: subprocess.Popen[str]
 
     def __enter__(self) -> Self:
-        """Starts it."""
         with ExitStack() as stack:
             config = self._config
             path = stack.enter_context(_as_file(config)) if isinstance(config, Mapping) else config

@@ -33,14 +33,12 @@ class Proxy:
         self.port: int = self._socket.getsockname()[1]
 
     async def __aenter__(self) -> Self:
-        """Begins to listen."""
         self._server = await asyncio.start_server(self._serve, sock=self._socket)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Cuts all connections."""
         if self._server is not None:
             self._server.close()
         self.cut()

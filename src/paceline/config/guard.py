@@ -53,7 +53,7 @@ class RuleConfig(Section):
 
     @property
     def limits(self) -> RuleLimits:
-        """The bounds in force."""
+        """The bounds in force, by action; none where the rule is off."""
         bounds = {action: getattr(self, action.value) for action in Action}
         return RuleLimits(bounds={a: b for a, b in bounds.items() if b is not None}, patience=self.patience)
 

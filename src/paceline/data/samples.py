@@ -72,11 +72,9 @@ class ScoredSamples(Sequence[ScoredSample]):
     beside: Mapping[str, Sequence[ScoredSample]] = field(default_factory=dict)
 
     def __getitem__(self, index):  # type: ignore[no-untyped-def]
-        """Returns one sample, or a slice."""
         return self.samples[index]
 
     def __len__(self) -> int:
-        """Returns how many there are."""
         return len(self.samples)
 
     @property

@@ -56,7 +56,6 @@ class ControllerClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Closes the connection."""
         await self._channel.close()
 
     async def status(self) -> RunStatus:

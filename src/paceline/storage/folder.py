@@ -74,7 +74,6 @@ class Folder:
         return Folder(f"{self.address.rstrip('/')}/{name}")
 
     def __str__(self) -> str:
-        """The address."""
         return self.address
 
     # --- files

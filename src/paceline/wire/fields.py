@@ -142,7 +142,7 @@ class Fields:
 
     @property
     def kind(self) -> str:
-        """The message's kind."""
+        """What the message says that it is, one of the kinds that were allowed."""
         return self._kind
 
     def reject(self, reason: str, detail: str) -> NoReturn:

@@ -28,7 +28,7 @@ class Run:
 
     @property
     def checkpoints(self) -> Folder:
-        """Where its checkpoints lie."""
+        """The folder that holds the checkpoints of the run."""
         return checkpoints_of(self.config, self.dir, self.id)
 
 

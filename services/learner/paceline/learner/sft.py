@@ -43,7 +43,7 @@ class Pair:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and answer together."""
+        """How many tokens prompt and answer have together."""
         return len(self.prompt) + len(self.answer)
 
 
@@ -130,7 +130,6 @@ class SftTrainer:
         return float(self._ranks.data.all_sum(total).item())
 
     def _batches(self, pairs: Sequence[Pair]) -> list[MicroBatch]:
-        """This rank's micro-batches."""
         lengths = [
             RowLength(prompt_id=i, num_prompt_tokens=len(pair.prompt), num_response_tokens=len(pair.answer))
             for i, pair in enumerate(pairs)

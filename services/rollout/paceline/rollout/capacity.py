@@ -77,7 +77,7 @@ class Capacity:
 
     @property
     def num_groups(self) -> int:
-        """Groups under way."""
+        """How many prompt groups are under way."""
         return self._num_groups
 
     @property

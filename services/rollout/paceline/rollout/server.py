@@ -52,7 +52,7 @@ class RolloutServer:
 
     @property
     def in_flight(self) -> int:
-        """Samples under way."""
+        """How many samples are under way; 0 without an engine."""
         return self._parts.sampler.in_flight if self._parts is not None else 0
 
     def start(self, parts: Parts) -> None:

@@ -52,7 +52,7 @@ class LossInputs:
 
     @property
     def rollout_log_probs(self) -> Tensor | None:
-        """The sampler's, (B, T)."""
+        """The log-probs that the sampler gave its tokens, (B, T), in nats."""
         return self.log_probs_of.get("rollout")
 
     @property

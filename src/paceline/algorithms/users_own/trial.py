@@ -143,11 +143,9 @@ class _TriedVerbs:
         """Has nothing to score."""
 
     def estimate(self, estimator: Estimator) -> None:
-        """Tries the estimator."""
         try_estimator(self._label, estimator, names=self._names, needs=self._needs)
 
     def update(self, network: TrainedNetwork, loss: LossFunction | None = None) -> None:
-        """Tries the loss."""
         if loss is not None:
             try_loss(self._label, loss, names=self._names, needs=self._needs)
 

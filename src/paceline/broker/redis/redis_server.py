@@ -135,7 +135,7 @@ class RedisServer:
 
     @property
     def pid(self) -> int:
-        """The server's process id.
+        """The id of the server's process.
 
         Raises:
             EnvironmentLackError: the server was stopped.
@@ -220,7 +220,7 @@ class RedisServer:
 
     @property
     def log_path(self) -> Path:
-        """The server's log file."""
+        """The server's log file, where what it said of a failed start stands."""
         return self._folder / "redis.log"
 
     def _launch(self, *, keep_data: bool) -> None:

@@ -171,7 +171,7 @@ class ActorConfig(Section):
 
     @property
     def aggregation(self) -> Aggregation:
-        """The loss_agg_mode in force."""
+        """The loss_agg_mode in force: the file's, or else the policy loss's own."""
         return self.loss_agg_mode or self.policy_loss.aggregation
 
     @property

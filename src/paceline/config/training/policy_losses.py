@@ -159,7 +159,7 @@ class ClipCov(CovarianceLoss, ClippedLoss):
 
     @property
     def covariance_band(self) -> tuple[float, float]:
-        """cov_low and cov_high."""
+        """Least and largest covariance of a token that may be selected."""
         return self.cov_low, self.cov_high
 
     @model_validator(mode="after")
@@ -211,7 +211,7 @@ class CustomLoss(PolicyLossOptions):
 
     @property
     def scalable_options(self) -> tuple[str, ...]:
-        """Those that `scalable` names."""
+        """The options, named in `scalable`, that the guard may scale."""
         return self.scalable
 
     def arguments(self, default: Clip) -> dict[str, Any]:

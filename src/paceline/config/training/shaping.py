@@ -51,7 +51,7 @@ class RolloutCorrectionConfig(Section):
 
     @property
     def weight_level(self) -> Literal["token", "sequence", "geometric"]:
-        """The level in force."""
+        """Whether weights are per token or per sequence."""
         return self.level or ("sequence" if self.method == "sequence_mask" else "token")
 
     @model_validator(mode="after")

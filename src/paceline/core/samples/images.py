@@ -29,7 +29,7 @@ class Image:
 
     @property
     def num_patches(self) -> int:
-        """Rows of its pixels."""
+        """How many patches the image has: rows of `pixels`."""
         time, height, width = self.grid
         return time * height * width
 

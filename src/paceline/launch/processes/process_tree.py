@@ -34,7 +34,7 @@ class ProcessTree:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process ids by name."""
+        """The ids of the processes that run, by name."""
         return {process.name: process.pid for process in self._processes}
 
     async def start(self, spec: ProcessSpec, secrets: Mapping[str, str]) -> ManagedProcess:

@@ -32,7 +32,7 @@ class Served:
 
     @property
     def address(self) -> str:
-        """host:port, once started."""
+        """host:port that callers reach; known once it has started."""
         if self._running is None:
             raise RuntimeError(f"the {self._what} server has not been started")
         return self._running.address

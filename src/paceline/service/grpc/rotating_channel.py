@@ -85,7 +85,6 @@ class RotatingChannel(grpc.aio.Channel):
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Closes."""
         await self.close()
 
 

@@ -49,7 +49,7 @@ class RunningServer:
 
     @property
     def address(self) -> str:
-        """host:port to connect to."""
+        """host:port that other members connect to."""
         return join(self.advertise, self.port)
 
     async def answer_as(self, name: str) -> None:

@@ -40,7 +40,7 @@ class Placed(Protocol):
 
     @property
     def name(self) -> str:
-        """The tensor's name."""
+        """The tensor's name in the checkpoint."""
         ...
 
     @property
@@ -50,7 +50,7 @@ class Placed(Protocol):
 
     @property
     def box(self) -> Box:
-        """The part."""
+        """Which part of the whole tensor this is."""
         ...
 
 

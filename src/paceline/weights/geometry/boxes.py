@@ -33,12 +33,12 @@ class Box:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Extent per dimension."""
+        """How many indices the box has in each dimension."""
         return tuple(high - low for low, high in zip(self.start, self.stop, strict=True))
 
     @property
     def volume(self) -> int:
-        """Number of elements."""
+        """How many elements the box holds."""
         return math.prod(self.shape)
 
     @property

@@ -49,7 +49,7 @@ class Flow:
 
     @property
     def volume(self) -> int:
-        """Elements, each counted once."""
+        """How many elements flow, each counted once however many receive it."""
         return int(self.volumes.sum())
 
 

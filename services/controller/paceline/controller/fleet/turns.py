@@ -58,7 +58,6 @@ class _Clock:
 
     @contextlib.contextmanager
     def timed(self, kind: str) -> Iterator[None]:
-        """Times a block."""
         began = time.monotonic()
         try:
             yield
@@ -113,7 +112,7 @@ class Turns:
 
     @property
     def turn(self) -> Turn:
-        """The current one."""
+        """Who has the GPUs now, of learner and engines."""
         return self._turn
 
     def may_start(self, member: Member) -> bool:

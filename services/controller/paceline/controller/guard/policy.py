@@ -34,12 +34,12 @@ class Firing:
 
     @property
     def action(self) -> Action:
-        """The strongest action taken."""
+        """The strongest of the actions that were taken."""
         return self.actions[-1]
 
     @property
     def sentence(self) -> str:
-        """For people."""
+        """Says for people what was taken and why."""
         times = f", for {self.streak} steps now" if self.streak > 1 else ""
         return f"{self.action.value}: {describe(self.reading, self.bound, self.action)}{times}"
 

@@ -77,7 +77,6 @@ class _Shift:
         self._is_over = False
 
     def watch(self, barrier: Barrier) -> None:
-        """The barrier has changed."""
         self._barrier = barrier
         self._changed.set()
 

@@ -43,7 +43,7 @@ class JournalEntry:
 
     @property
     def kind(self) -> str:
-        """The event's name."""
+        """The name of the event; "None" where the line has none."""
         return str(self.event.get("event"))
 
     def __getitem__(self, key: str) -> Any:

@@ -138,7 +138,6 @@ class _Files:
         self._total = self._pending = 0
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes tensors for the current file."""
         for name, tensor in tensors.items():
             self._tensors[name] = tensor
             self._pending += tensor.nbytes

@@ -221,10 +221,14 @@ def as_fsdp(network: nn.Module) -> FSDPModule:
 
 
 def forget_forward_passes(network: nn.Module) -> None:
-    """Drops what FSDP keeps of forward passes for a backward pass; every pass adds to it.
+    """Frees gathered weights, and drops what FSDP keeps of forward passes that no backward pass follows.
 
-    A backward pass drops it by itself, but a network that is never trained has none.
+    FSDP keeps the root's weights after a forward pass, the layers' with `keep_gathered`: the next one would
+    use those from before the update. For a backward pass it keeps notes, more with every forward pass.
     """
+    for module in network.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
     state: Any = as_fsdp(network)._get_fsdp_state()
     state._comm_ctx.post_forward_order.clear()
     for part in state._state_ctx.all_states:

@@ -299,7 +299,7 @@ class OutputHead:
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the weight."""
+        """How many token ids the head gives logits for."""
         return int(self.weight.shape[0])
 
 

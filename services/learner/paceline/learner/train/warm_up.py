@@ -24,7 +24,6 @@ from paceline.learner.distributed.engine_memory import GpuMemory
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.decoder.compiling import TOKEN_MULTIPLE
 from paceline.learner.model.decoder.experts import recorded_choices, routers
-from paceline.learner.model.decoder.layers import free_gathered
 from paceline.learner.model.loading import forget_forward_passes
 from paceline.learner.model.networks import PolicyNetwork, body_of, first_layers
 from paceline.learner.train.state.learner import Learner
@@ -116,7 +115,6 @@ def _pass(network: nn.Module, call: Callable[[], Tensor]) -> None:
     if total.requires_grad:
         torch.autograd.backward(total)
         network.zero_grad(set_to_none=True)
-    free_gathered(network)
     forget_forward_passes(network)
 
 

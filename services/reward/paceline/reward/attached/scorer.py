@@ -55,7 +55,7 @@ class AttachedScorer:
 
     @property
     def version(self) -> str | None:
-        """That of its clients."""
+        """What its clients say that they are; None where they differ."""
         return self.gateway.version
 
     async def start(self) -> None:

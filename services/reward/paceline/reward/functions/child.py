@@ -52,7 +52,6 @@ class _Sum:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the item has an error already."""
         return self._error is not None
 
     def add(self, spec: FunctionSpec, returned: object) -> None:
@@ -71,7 +70,6 @@ class _Sum:
             self._error = self._error or returned
 
     def result(self) -> Result:
-        """The sum, or the first error."""
         try:
             if self._error is not None:
                 raise self._error

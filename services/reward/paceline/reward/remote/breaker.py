@@ -49,7 +49,7 @@ class Breaker:
 
     @property
     def state(self) -> BreakerState:
-        """The current one."""
+        """Whether calls are made now, and if not, why."""
         return self._state
 
     @property

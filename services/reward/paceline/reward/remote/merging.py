@@ -36,7 +36,7 @@ class CallRequest:
 
     @property
     def ids(self) -> frozenset[str]:
-        """Those of its trajectories."""
+        """The ids of the trajectories that it asks about."""
         return frozenset(item.trajectory_id for _, item in self.part.items)
 
 

@@ -43,7 +43,7 @@ class Cached:
 
     @property
     def names(self) -> Sequence[str]:
-        """Those of the scorer."""
+        """The names of the components that the scorer gives."""
         return self.scorer.names
 
     async def start(self) -> None:

@@ -25,7 +25,7 @@ class Shaped:
 
     @property
     def names(self) -> Sequence[str]:
-        """Those of the scorer."""
+        """The names of the components that the scorer gives."""
         return self.scorer.names
 
     @property

@@ -32,7 +32,7 @@ class Ledger:
 
     @property
     def num_waiting(self) -> int:
-        """Conversations that wait."""
+        """How many conversations wait for room."""
         return len(self._waiting)
 
     def ask(self, key: int, num_tokens: int) -> list[int]:
@@ -88,7 +88,7 @@ class AdmissionControl:
 
     @property
     def is_full(self) -> bool:
-        """Whether somebody waits."""
+        """Whether a conversation waits for room."""
         return self._ledger.num_waiting > 0
 
     @contextlib.asynccontextmanager

@@ -117,12 +117,10 @@ class _StandIns:
     # --- the collector
 
     async def dispatch(self, order: Order) -> None:
-        """Notes what is asked for."""
         counts = [f"{ask.num_samples * len(order.prompts)} for {ask.purpose}" for ask in order.asks]
         self.sampled.append(" and ".join(counts))
 
     async def collect(self, order: Order, refill: object = None, **options: object) -> Batch:
-        """Makes all samples up."""
         samples, *others = [self._headers(order, ask) for ask in order.asks]
         beside = {str(ask.purpose): headers for ask, headers in zip(order.asks[1:], others, strict=True)}
         return Batch(
@@ -134,7 +132,6 @@ class _StandIns:
         )
 
     async def texts(self, headers: Sequence[ScoredHeader], *, required: bool = False) -> list[str]:
-        """Makes texts up."""
         return [f"Made-up answer {header.trajectory_id}." for header in headers]
 
     def _headers(self, order: Order, ask: Ask) -> list[ScoredHeader]:
@@ -168,7 +165,6 @@ class _StandIns:
     # --- publication, work ahead, turns, learner
 
     async def to_newcomers(self, policy: PolicyTag, collection: Any) -> Batch:
-        """Returns what is collected."""
         async with asyncio.timeout(_MADE_UP_S):
             batch: Batch = await collection
         return batch
@@ -190,7 +186,6 @@ class _StandIns:
         return {}
 
     async def train(self, member: object, order: TrainOrder) -> TrainResult:
-        """Notes what is trained."""
         self.digests.append(order.digest)
         self.num_rows = len(order.rows)
         return TrainResult(step=order.step, metrics={})

@@ -45,7 +45,6 @@ class _Listed:
         self._last: tuple[int, str, int] | None = None
 
     def rows(self, listed: Sequence[Sequence[Any]]) -> Iterator[BatchRow]:
-        """Yields them."""
         for text, given, baseline in listed:
             key = TrajectoryId.parse(text)
             place = (key.prompt_id, key.purpose, key.sample_index)

@@ -124,7 +124,7 @@ class History:
 
     @property
     def run_id(self) -> str:
-        """The run's id."""
+        """The id of the run; "" before its first term."""
         return str(self._run["run_id"]) if self._run is not None else ""
 
     # --- terms

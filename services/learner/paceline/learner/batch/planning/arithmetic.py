@@ -17,7 +17,7 @@ class RowLength:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and response together."""
+        """How many tokens prompt and response have together."""
         return self.num_prompt_tokens + self.num_response_tokens
 
     @property

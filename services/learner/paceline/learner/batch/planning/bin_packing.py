@@ -102,7 +102,6 @@ class _BinsBySpace:
         return space, best
 
     def put(self, space: int, key: _Key) -> None:
-        """Puts a bin in."""
         if space >= 0:
             heapq.heappush(self._heaps.setdefault(space, []), key)
             self._renew(space)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from paceline.config.training.actor import ActorConfig
 from paceline.config.training.memory import MemoryConfig
@@ -25,7 +24,8 @@ class LayerOptions:
     Attributes:
         kept_share: share of the activations that a layer keeps for the backward pass; 0 recomputes all.
         compiled: by torch.compile.
-        keep_gathered: weights stay gathered after a forward pass, until a backward pass or `free_gathered`.
+        keep_gathered: weights stay gathered after a forward pass, until a backward pass or
+            `forget_forward_passes`.
     """
 
     kept_share: float = 1.0
@@ -63,14 +63,3 @@ class LayerOptions:
 
 
 DEFAULT_OPTIONS = LayerOptions()
-
-
-def free_gathered(network: nn.Module) -> None:
-    """Frees all gathered weights of the network: after forward passes that no backward pass follows.
-
-    FSDP keeps the root's after a forward pass, the layers' with `keep_gathered`. The next forward pass would
-    use the weights from before the update.
-    """
-    for module in network.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()

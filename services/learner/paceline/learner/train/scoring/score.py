@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from paceline.learner.batch.types import LogProbs, MicroBatch, ScoredBatch
-from paceline.learner.model.decoder.layers import free_gathered
 from paceline.learner.model.loading import forget_forward_passes
 from paceline.learner.model.networks import PolicyNetwork
 from paceline.learner.train.state.learner import Learner
@@ -87,6 +86,5 @@ def _score_all(
         return []  # FSDP has no notes of a network that never computed
     with torch.set_grad_enabled(with_graph):
         results = [call(batch).detach() for batch in batches]
-    free_gathered(network)
     forget_forward_passes(network)
     return results
