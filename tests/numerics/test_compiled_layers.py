@@ -264,21 +264,31 @@ def test_a_warm_up_takes_whole_micro_batches_through_two_layers(
     assert {number for number, _ in calls} == {0, 1, 2, 3}
 
 
-def test_a_learners_kernels_outlive_its_run(tmp_path: Path) -> None:
+def test_a_learners_kernels_outlive_its_run_and_its_memory_grows_in_place(tmp_path: Path) -> None:
     """Left alone, compilers take a folder below TMPDIR, which a run's end removes, or none."""
     own = {"PACELINE_CACHE_DIR": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
     environ = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"} | own
-    environ = {name: value for name, value in environ.items() if not name.startswith("FLASH_ATTENTION_")}
+    settings = "FLASH_ATTENTION_", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+    environ = {name: value for name, value in environ.items() if not name.startswith(settings)}
     code = (
-        "import os, paceline.learner.__main__, torch._inductor.runtime.cache_dir_utils as c\n"
+        "import importlib, os, paceline.learner.__main__ as m, torch._inductor.runtime.cache_dir_utils as c\n"
         "print(c.cache_dir())\n"
-        "print(*(os.environ[f'FLASH_ATTENTION_CUTE_DSL_CACHE_{name}'] for name in ('DIR', 'ENABLED')))"
+        "print(*(os.environ[f'FLASH_ATTENTION_CUTE_DSL_CACHE_{name}'] for name in ('DIR', 'ENABLED')))\n"
+        "print(os.environ.pop('PYTORCH_CUDA_ALLOC_CONF'))\n"
+        "os.environ['PYTORCH_ALLOC_CONF'] = 'a user has chosen'\n"
+        "importlib.reload(m)\n"
+        "print(os.environ.get('PYTORCH_CUDA_ALLOC_CONF'))"
     )
     ended = subprocess.run(
         [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True, timeout=300
     )
     kernels = tmp_path / "cache" / "kernels"
-    assert ended.stdout.split() == [str(kernels), str(kernels / "attention"), "1"]
+    assert ended.stdout.splitlines() == [
+        str(kernels),
+        f"{kernels / 'attention'} 1",
+        "expandable_segments:True",
+        "None",
+    ]
 
 
 def test_old_log_probs_without_a_graph_would_part_from_the_update(

@@ -104,16 +104,6 @@ def test_the_critic_and_resampled_rows_are_halved_too(
     assert metrics == pytest.approx(plain, rel=1e-4, abs=1e-6)
 
 
-def test_a_torch_that_cannot_go_on_says_so(
-    model: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    learner = build(ranks, str(model), [])
-    monkeypatch.delattr("torch.distributed.fsdp.FSDPModule.reset_iter_state")
-    with out_of_memory(learner, PLACES[0], {0}), pytest.raises(torch.OutOfMemoryError):
-        take_step(learner, 1)
-    assert "cannot go on after this: torch 2.13 can" in caplog.text
-
-
 def test_ranks_that_share_rows_cannot_go_on(
     model: Path, ranks: Ranks, caplog: pytest.LogCaptureFixture
 ) -> None:

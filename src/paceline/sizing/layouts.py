@@ -73,9 +73,12 @@ def layouts(config: RunConfig, machine: Machine, **tokens: int | None) -> list[L
     """
     gpus = gpus_to_share(config, machine.gpus)
     choices = list(_choices(config, gpus, machine)) if _is_free(config) else [_given(config, gpus, machine)]
-    distinct = [choice for index, choice in enumerate(choices) if choice not in choices[:index]]
-    weighed = (_weighed(choice, machine, tokens) for choice in distinct)
-    return sorted(weighed, key=lambda layout: layout._order)
+    # Two ways of choosing can end in the same layout: adapters' engines stay awake in turns, too.
+    distinct: dict[Any, Layout] = {}
+    for choice in choices:
+        layout = _weighed(choice, machine, tokens)
+        distinct.setdefault((layout.words, layout._order), layout)
+    return sorted(distinct.values(), key=lambda layout: layout._order)
 
 
 def choose_layout(config: RunConfig, machine: Machine) -> RunConfig:

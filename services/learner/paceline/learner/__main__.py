@@ -11,7 +11,11 @@ from paceline.service.imports import without_collections
 from paceline.service.member.bootstrap import MemberOptions, run_member
 from paceline.storage.cache import keep_kernels
 
-keep_kernels()  # before torch
+# Both before torch. In segments of fixed size, micro-batches of changing length left 25 of 77 GiB free in
+# pieces too small for the next tensor, and an update of 7B on four H100s ran out of memory.
+keep_kernels()
+if "PYTORCH_ALLOC_CONF" not in os.environ:
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 with without_collections():
     from paceline.learner.app import LearnerApp, run_follower

@@ -1,4 +1,4 @@
-"""Lets a rank that failed in the middle of a pass catch up with the others' collectives.
+"""Lets a rank that failed in the middle of a pass go on, and catch up with the others' collectives.
 
 The ranks of a sharded network run the same collectives in the same order. One that runs out of memory has
 taken part in the first k of a pass; the others wait for it in the next. It runs the pass again on two masked
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from paceline.learner.distributed.ranks import Ranks
 
@@ -50,9 +51,50 @@ class PassCollectives:
 
 
 def count_collectives(network: nn.Module, ranks: Ranks) -> PassCollectives | None:
-    """Has the network's collectives counted, where there are other ranks and torch (2.13) can go on."""
-    can_go_on = hasattr(network, "reset_iter_state")
-    return PassCollectives(network) if ranks.fsdp.size() > 1 and can_go_on else None
+    """Has the network's collectives counted, where there are other ranks."""
+    return PassCollectives(network) if ranks.fsdp.size() > 1 else None
+
+
+def forget_broken_pass(network: nn.Module) -> None:
+    """Drops what FSDP keeps of a pass that an exception has ended, and its gradient; shards all weights.
+
+    Args:
+        network: the one to which `fully_shard` was applied last.
+    """
+    if hasattr(network, "reset_iter_state"):  # torch 2.13
+        network.reset_iter_state()  # type: ignore[operator]
+        return
+    state: Any = network._get_fsdp_state()  # type: ignore[operator]
+    comm, stream = state._comm_ctx, state._device_handle.current_stream()
+    for waiting in (comm.all_gather_state, comm.reduce_scatter_state):
+        if waiting is not None and waiting.event is not None:
+            stream.wait_event(waiting.event)
+    _put(comm, all_gather_state=None, reduce_scatter_state=None)
+    comm.post_forward_order.clear()
+    for part in state._state_ctx.all_states:
+        part._modules_to_run_forward.clear()
+        _put(part, _training_state=TrainingState.IDLE)
+        if part._fsdp_param_group is not None:
+            _forget_in_group(part._fsdp_param_group)
+    _put(state._state_ctx, iter_forward_root=None, post_backward_final_callback_queued=False)
+
+
+def _forget_in_group(group: Any) -> None:
+    group.finalize_backward()  # waits for what is under way, and drops it
+    if group._reshard_after_forward_event is not None:
+        group._wait_all_gather_streams_on_event(group._reshard_after_forward_event)
+    _put(
+        group,
+        _reshard_after_forward_event=None,
+        _partial_reduce_output=None,
+        _training_state=TrainingState.IDLE,
+    )
+    group._to_sharded()
+
+
+def _put(part_of_torch: Any, **values: object) -> None:
+    for name, value in values.items():
+        setattr(part_of_torch, name, value)
 
 
 class _Comm:

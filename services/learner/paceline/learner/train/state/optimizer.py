@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from paceline.core.errors import EnvironmentLackError
 from paceline.learner.batch.pack import pack
-from paceline.learner.distributed.catching_up import PassCollectives
+from paceline.learner.distributed.catching_up import PassCollectives, forget_broken_pass
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.loading import as_fsdp, hugging_face_names
 from paceline.learner.train.state.host_averages import host_averages, step_from_host
@@ -391,9 +391,6 @@ class Trainable(Generic[N]):
             if ranks.context is not None:
                 log.error("with learner.context_parallel ranks cannot go on after this: %s", _LOWER)
                 raise
-            if not hasattr(self.network, "reset_iter_state"):
-                log.error("torch %s cannot go on after this: torch 2.13 can", torch.__version__)
-                raise
             log.warning("out of memory in a micro-batch: %s", str(error))  # a kept record keeps its frames
             # The frames hold the activations.
             traceback.clear_frames(error.__traceback__)
@@ -404,7 +401,7 @@ class Trainable(Generic[N]):
         gc.collect()
         if ranks.device.type == "cuda":
             torch.cuda.empty_cache()
-        self.network.reset_iter_state()  # type: ignore[operator]
+        forget_broken_pass(self.network)
 
     def _filler_pass(self, ranks: Ranks) -> None:
         """The collectives of a micro-batch without one."""
