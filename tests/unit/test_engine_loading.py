@@ -119,7 +119,7 @@ def test_given_rows_are_scored_by_the_engine_that_is_named(
     (tmp_path / "scored_rows.json").write_text(
         '[{"prompt": [1], "response": [2], "log_probs": [-1.0], "images": []}]'
     )
-    assert rollout_check.main(["other", str(tmp_path)]) == 0
+    assert rollout_check.main(["log-probs", "other", str(tmp_path)]) == 0
     assert asked == [(tmp_path, 1)]
     assert capsys.readouterr().out == ("Another's log-probs are the learner's (largest difference 2.0e-05)\n")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from paceline.config.run import RunConfig
 from paceline.config.training.memory import MemoryConfig
+from paceline.core.cards import CARDS
 from paceline.core.errors import ConfigError
 from paceline.models.model_shape import ModelShape
 from paceline.sizing.gpus import share_gpus
@@ -44,6 +45,7 @@ def _choice(config: RunConfig, machine: Machine) -> UpdateChoice:
         engine_gpus=[gpu for gpus in engines for gpu in gpus],
         totals=machine.gpu_bytes,
         host_bytes=machine.host_bytes,
+        card=machine.card or CARDS["H100"],
     )
 
 

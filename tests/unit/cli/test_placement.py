@@ -394,4 +394,4 @@ def test_micro_batches_are_whole_groups_where_more_is_kept_of_them(
     assert settled.actor.ppo_max_token_len_per_gpu == 512 + 8 * 1024
     named, _ = on(2, **sections, actor={"ppo_max_token_len_per_gpu": 16384})
     assert named.actor.ppo_max_token_len_per_gpu == 16384
-    assert (named.actor.memory.kept_share, settled.actor.memory.kept_share) == (0.5, 0.75)
+    assert (named.actor.memory.kept_share, settled.actor.memory.kept_share) == (0.5, 1.0)

@@ -8,9 +8,11 @@ from typing import Literal
 
 from paceline.config.run import RunConfig
 from paceline.config.training.memory import MemoryConfig
+from paceline.core.cards import CARDS, Card
 from paceline.engines.memory import engine_budget, engine_while_training
 from paceline.models.model_shape import ModelShape
 from paceline.sizing.memory.learner_memory import LearnerMemory, longest_row
+from paceline.sizing.step_time import StepTime
 
 USABLE_SHARE = 0.92
 """Of what is free on a GPU: the plan is an estimate, and torch's allocator leaves gaps."""
@@ -19,23 +21,10 @@ Recompute = float | Literal["none", "full"]
 LEAST = MemoryConfig(recompute="full", keep_gathered=False, accumulate=True, offload=False)
 """Where nothing is known of model or GPUs."""
 
-RECOMPUTING: Mapping[float, float] = {1.0: 0.0, 0.75: 0.03, 0.5: 0.06, 0.25: 0.1, 0.0: 0.28}
-"""Share of an update that recomputing adds, by the share of the activations that compiled layers keep.
-
-Measured with 7B on two and four GPUs. The compiler computes again first what is cheap."""
-
-_WORDS: Mapping[float, Recompute] = {1.0: "none", 0.0: "full"}
-# Shares of an update's time, measured likewise; here they only set an order.
-_GATHERING, _REDUCING = 0.05, 0.03
-# The same for work per micro-batch that does not depend on its tokens; all three for micro-batches of:
-_LAUNCHING = 0.01
-_MEASURED_TOKENS = 12_288
+_RECOMPUTED: tuple[Recompute, ...] = ("none", 0.9, 0.75, 0.5, 0.25, "full")
 # The fewest and the most tokens of a micro-batch that are tried.
 _LEAST_TOKENS = 8_192
 _MOST_TOKENS = 24_576
-# Tokens of a mini-batch whose passes take as long as the averages need to visit the GPU once and go back: 16
-# bytes per parameter at 75 GB/s, 6 operations per parameter and token at 0.5e15 per second.
-_OFFLOADING_TOKENS = 18_000
 # Bytes per parameter that a host needs: the averages, and the copy of weights and averages for a checkpoint.
 _OFFLOADED, _COPIED = 8, 12
 
@@ -47,26 +36,21 @@ class UpdateChoice:
     memory: MemoryConfig
     num_tokens: int
 
+    def put_into(self, config: RunConfig) -> RunConfig:
+        """The configuration with this choice."""
+        update = {"memory": self.memory, "ppo_max_token_len_per_gpu": self.num_tokens}
+        return config.model_copy(update={"actor": config.actor.model_copy(update=update)})
+
 
 def _forms() -> list[MemoryConfig]:
-    """Everything that an update may keep; the fastest on the GPU alone first."""
+    """Everything that an update may keep; the fastest with memory enough first."""
     return [
         MemoryConfig(recompute=recompute, keep_gathered=keep_gathered, accumulate=accumulate, offload=offload)
-        for recompute in (_WORDS.get(kept, kept) for kept in RECOMPUTING)
+        for recompute in _RECOMPUTED
         for keep_gathered in (True, False)
         for accumulate in (True, False)
         for offload in (False, True)
     ]
-
-
-def _cost(choice: UpdateChoice, offloading: float) -> float:
-    """What it adds to an update, as a share of it; `offloading` is that of the averages' visits."""
-    form, recompute = choice.memory, choice.memory.recompute
-    per_micro_batch = _LAUNCHING
-    per_micro_batch += (0.0 if form.keeps_gathered else _GATHERING) + (0.0 if form.accumulates else _REDUCING)
-    cost = 0.0 if recompute == "auto" else RECOMPUTING.get(form.kept_share, 0.0)
-    cost += per_micro_batch * _MEASURED_TOKENS / choice.num_tokens + (offloading if form.offloads else 0.0)
-    return round(cost, 6)  # equal costs stay in the order of the forms
 
 
 def fits_awake(config: RunConfig, shape: ModelShape, totals: Sequence[int]) -> bool:
@@ -85,11 +69,13 @@ def choose_update(
     engine_gpus: Sequence[int],
     totals: Mapping[int, int],
     host_bytes: int = 0,
+    card: Card = CARDS["H100"],
 ) -> UpdateChoice:
     """`actor.memory` of a run on GPUs, with nothing left open, and the tokens of its micro-batches.
 
-    A smaller micro-batch leaves room to keep more of its activations; a larger one spreads gathers and
-    launches over more tokens. Tokens that the file names stay.
+    Of what the memory plan has room for, the one with the shortest estimate of an update. A smaller
+    micro-batch leaves room to keep more of its activations; a larger one spreads gathers and launches over
+    more tokens. Tokens that the file names stay.
 
     Args:
         config: with the layout settled.
@@ -99,6 +85,7 @@ def choose_update(
         totals: bytes of each GPU, as far as they are known.
         host_bytes: free memory of the host; averages go there for speed only where it has room for them and
             for a checkpoint's copy, and else where nothing else fits.
+        card: what the GPUs are.
     """
     memory, given = config.actor.memory, config.actor.ppo_max_token_len_per_gpu
     known = [gpu for gpu in learner_gpus if gpu in totals]
@@ -109,7 +96,6 @@ def choose_update(
         for gpu in known
     )
     shared = [totals[gpu] for gpu in known if gpu in engine_gpus and config.rollout.sleep == "always"]
-    offloading = _offloading(config)
     on_host = (_OFFLOADED + _COPIED) * _num_averaged(config, shape) * len(known) // config.learner.world_size
     choices = [
         UpdateChoice(memory=memory.with_rest_of(form), num_tokens=num_tokens)
@@ -117,16 +103,13 @@ def choose_update(
         for num_tokens in _budgets(config, shape)
     ]
 
-    def cost(choice: UpdateChoice) -> tuple[bool, float]:
-        return on_host > host_bytes and choice.memory.offloads, _cost(choice, offloading)
+    def seconds(choice: UpdateChoice) -> tuple[bool, float]:
+        time = StepTime.of(choice.put_into(config), shape, card)
+        # Equal estimates stay in the order of the forms.
+        return on_host > host_bytes and choice.memory.offloads, round(time.scoring + time.update, 6)
 
-    choices.sort(key=cost)
-    for choice in choices:
-        actor = config.actor.model_copy(
-            update={"memory": choice.memory, "ppo_max_token_len_per_gpu": choice.num_tokens}
-        )
-        settled = config.model_copy(update={"actor": actor})
-        learner = LearnerMemory.of(settled, shape, [totals[gpu] for gpu in known])
+    for choice in sorted(choices, key=seconds):
+        learner = LearnerMemory.of(choice.put_into(config), shape, [totals[gpu] for gpu in known])
         if learner.most <= USABLE_SHARE * free and _leaves_room(config, learner, shared):
             return choice
     return min(choices, key=lambda choice: (_leanness(choice.memory), choice.num_tokens))
@@ -146,12 +129,6 @@ def _budgets(config: RunConfig, shape: ModelShape | None) -> list[int]:
 def _leanness(form: MemoryConfig) -> tuple[bool, ...]:
     """The least is what needs the least memory."""
     return not form.offloads, form.recompute != "full", form.keeps_gathered, form.accumulates
-
-
-def _offloading(config: RunConfig) -> float:
-    """With responses of half the length that they may have."""
-    sequences = config.actor.ppo_mini_batch_size * config.rollout.n
-    return _OFFLOADING_TOKENS / (sequences * config.max_model_len / 2)
 
 
 def _num_averaged(config: RunConfig, shape: ModelShape) -> int:
