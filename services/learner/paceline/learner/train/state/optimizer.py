@@ -389,8 +389,12 @@ class Trainable(Generic[N]):
             return sums.double()
         except torch.OutOfMemoryError as error:
             if ranks.context is not None:
-                log.error("with learner.context_parallel ranks cannot go on after this: %s", _LOWER)
-                raise
+                reason, lower = str(error).partition(". ")[0], _LOWER.replace("lower", "Lower", 1)
+                raise EnvironmentLackError(
+                    f"out of memory in an update: {reason}. Ranks that share rows cannot go on after that. "
+                    f"{lower} or raise learner.context_parallel, and start the run again: it goes on from its "
+                    "newest checkpoint"
+                ) from error
             log.warning("out of memory in a micro-batch: %s", str(error))  # a kept record keeps its frames
             # The frames hold the activations.
             traceback.clear_frames(error.__traceback__)
