@@ -46,10 +46,10 @@ stays.
 
 `paceline plan CONFIG` compares the layouts with an estimate of each phase; with `--gpus 4xH100` it needs no
 GPU. The estimate comes within a fifth of fifteen timed runs of 1.5B to 32B on H100s and H200s, for
-generation, update and whole step (`tests/unit/test_step_time.py`). It takes all answers to be as long as they may be,
-unless `--response-tokens` says how long they are on average. Times on other cards are scaled from the rates
-that their vendors publish. After three warm steps `paceline train` prints what they took, what was expected
-of answers of their length, and where to look if a phase is slower by a third.
+generation, update and whole step (`tests/unit/test_step_time.py`). It takes all answers to be as long as they
+may be, unless `--response-tokens` says how long they are on average. Times on other cards are scaled from the
+rates that their vendors publish. After three warm steps `paceline train` prints what they took, what was
+expected of answers of their length, and where to look if a phase is slower by a third.
 
 Further:
 

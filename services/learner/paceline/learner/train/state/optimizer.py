@@ -392,8 +392,8 @@ class Trainable(Generic[N]):
                 reason, lower = str(error).partition(". ")[0], _LOWER.replace("lower", "Lower", 1)
                 raise EnvironmentLackError(
                     f"out of memory in an update: {reason}. Ranks that share rows cannot go on after that. "
-                    f"{lower} or raise learner.context_parallel, and start the run again: it goes on from its "
-                    "newest checkpoint"
+                    f"{lower} or raise learner.context_parallel, and start the run again: it goes on from "
+                    "its newest checkpoint"
                 ) from error
             log.warning("out of memory in a micro-batch: %s", str(error))  # a kept record keeps its frames
             # The frames hold the activations.
