@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -22,12 +23,14 @@ from paceline.learner.model.folder import write_folder, write_from_ranks
 from paceline.learner.model.loading import (
     Precision,
     check_stored,
+    hugging_face_names,
     load_critic,
     load_policy,
     read_config,
     stored_tensors,
 )
 from paceline.learner.model.self_test import check_models
+from paceline.learner.model.tensor_files import ModelFiles
 from paceline.models.facts import ARCHITECTURES
 from paceline.storage.weight_files import INDEX
 from paceline.weights import corrections
@@ -38,9 +41,9 @@ from support.source import ROOT
 pytestmark = pytest.mark.torch
 
 
-def model_of(kind: str) -> Any:
+def model_of(kind: str, **changes: int) -> Any:
     torch.manual_seed(0)
-    config = tiny_config(kind)
+    config = tiny_config(kind, **changes)
     config.dtype = torch.float32
     return model_class(config).from_config(config)
 
@@ -49,10 +52,10 @@ def learners_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
     buffers = dict(model.named_buffers())
     for name, parameter in model.named_parameters():
         yield name, parameter.detach()
-        correction = name.removesuffix(".weight") + corrections.BUFFER
-        if correction in buffers:
-            parts = correction.removesuffix(corrections.BUFFER) + corrections.PARTS
-            yield parts, corrections.split(buffers[correction].normal_())
+        for owner in (name.removesuffix(".weight"), name.removesuffix(".gate.weight")):
+            if owner + corrections.BUFFER in buffers:
+                correction = buffers[owner + corrections.BUFFER]
+                yield owner + corrections.PARTS, corrections.split(correction.normal_())
 
 
 def stored(folder: Path) -> dict[str, Tensor]:
@@ -72,7 +75,7 @@ def test_a_folder_in_many_files_is_what_transformers_writes_in_one(kind: str, tm
     assert index["weight_map"].keys() == theirs.keys()
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in theirs.values())
     assert {*index["weight_map"].values()} == {file.name for file in out.glob("*.safetensors")}
-    own = {"topk_method", "scoring_func"}  # of DeepSeek-V3
+    own = {"topk_method", "scoring_func", "use_routing_bias"}  # of DeepSeek-V3 and MiniMax-M2
     trees = [json.loads((folder / "config.json").read_text(encoding="utf-8")) for folder in (out, source)]
     assert trees[0] | dict.fromkeys(own) == trees[1] | dict.fromkeys(own)
     assert (out / "generation_config.json").read_text() == (source / "generation_config.json").read_text()
@@ -151,9 +154,15 @@ def test_a_rank_that_cannot_write_goes_on_gathering(ranks: Ranks, tmp_path: Path
 FLOAT32 = Precision(compute=torch.float32)
 
 
-def changed_folder(out: Path, kind: str = "qwen3", **tensors: Tensor) -> Path:
+QUANTISABLE = {"hidden_size": 64, "intermediate_size": 96}
+"""Matrices of whole blocks of 32 numbers"""
+
+
+def changed_folder(
+    out: Path, kind: str = "qwen3", config: Mapping[str, int] = MappingProxyType({}), **tensors: Tensor
+) -> Path:
     """A tiny model's folder with further tensors, or others in their place."""
-    model = model_of(kind)
+    model = model_of(kind, **config)
     model.save_pretrained(out)
     save_file({**stored(out), **tensors}, out / "model.safetensors", metadata={"format": "pt"})
     return out
@@ -193,7 +202,10 @@ def test_a_tensor_of_another_type_is_refused(ranks: Ranks, tmp_path: Path, dtype
 
 
 def to_block_fp8(folder: Path, rows: int, columns: int) -> dict[str, Tensor]:
-    """Stores projections in block FP8, their scales in another file; returns the numbers that are meant."""
+    """Stores projections in block FP8, their scales in another file; returns the numbers that are meant.
+
+    Those are in float32.
+    """
     plain = stored(folder)
     first: dict[str, Tensor] = {}
     second: dict[str, Tensor] = {}
@@ -205,17 +217,34 @@ def to_block_fp8(folder: Path, rows: int, columns: int) -> dict[str, Tensor]:
         scale = torch.rand(number, generator=torch.Generator().manual_seed(1)) + 0.5
         blocks = torch.kron(scale, torch.ones(rows, columns))[: tensor.shape[0], : tensor.shape[1]]
         second[name], first[f"{name}_scale_inv"] = (tensor.float() / blocks).to(torch.float8_e4m3fn), scale
-        plain[name] = (second[name].float() * blocks).bfloat16()
+        plain[name] = second[name].float() * blocks
     names = dict.fromkeys(first, "a.safetensors") | dict.fromkeys(second, "b.safetensors")
     for path in folder.glob("*.safetensors*"):
         path.unlink()
     save_file(first, folder / "a.safetensors")
     save_file(second, folder / "b.safetensors")
-    (folder / INDEX).write_text(json.dumps({"weight_map": names}))
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": names}))
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [rows, columns]}
     (folder / "config.json").write_text(json.dumps(config))
     return plain
+
+
+def to_mxfp4(folder: Path) -> None:
+    """Stores experts in MXFP4: any bytes are numbers, with scales of 2 ** -7 to 1."""
+    draws, tensors = torch.Generator().manual_seed(0), stored(folder)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        num_experts, inner, outer = tensors.pop(name).shape
+        grid = (num_experts, outer, inner // 32)
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*grid, 16), generator=draws, dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(120, 128, grid, generator=draws, dtype=torch.uint8)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn"],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "deepseek_v3"])
@@ -227,8 +256,9 @@ def test_the_program_of_the_docs_makes_a_bfloat16_copy_of_block_fp8(
     (folder / "tokenizer.json").write_text("{}")
     # Blocks at the edges are cut off.
     expected = to_block_fp8(folder, 24, 40)
-    with pytest.raises(ModelError, match="is quantised"):
-        load_policy(folder, ranks, FLOAT32)
+    for name, parameter in hugging_face_names(load_policy(folder, ranks, FLOAT32)):
+        if name in expected:
+            assert torch.equal(parameter.full_tensor(), expected[name]), name
     program = re.search(
         r"## Quantised checkpoints.*?```python\n(.*?)```", (ROOT / "docs/models.md").read_text(), re.DOTALL
     )
@@ -238,8 +268,78 @@ def test_the_program_of_the_docs_makes_a_bfloat16_copy_of_block_fp8(
     copied = stored(copy)
     assert copied.keys() == expected.keys()
     for name, tensor in copied.items():
-        assert torch.equal(tensor, expected[name]), name
+        meant = expected[name].bfloat16() if "_proj" in name else expected[name]
+        assert torch.equal(tensor, meant), name
     assert (copy / "tokenizer.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_block_fp8_is_read_as_transformers_dequantises_it(tmp_path: Path, kind: str) -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    plain = changed_folder(tmp_path / "model", kind)
+    to_block_fp8(plain, 8, 16)
+    dequantise = Fp8Dequantize(None)._dequantize_one
+    wanted, files = {}, stored(plain)
+    for name, tensor in files.items():
+        if (scales := files.get(f"{name}_scale_inv")) is not None:
+            tensor = dequantise(tensor, scales, torch.float32)
+        if not name.endswith("_scale_inv"):
+            wanted[name] = tensor
+    name = "model.layers.1.self_attn.o_proj.weight"
+    some = ModelFiles(plain).rows(name, wanted[name].shape)(5, 18)  # as a rank reads: from within a block
+    assert torch.equal(some, wanted[name][5:18])
+    tensors = dict(stored_tensors(plain))
+    write_folder(tmp_path / "out", tensors.items(), source=plain)
+    written = stored(tmp_path / "out")
+    assert written.keys() == wanted.keys()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in written.items())
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def test_experts_in_mxfp4_are_read_expert_by_expert(ranks: Ranks, tmp_path: Path) -> None:
+    """Of a byte the low half comes first; a scale is an exponent with a bias of 127."""
+    folder = changed_folder(tmp_path / "model", "gpt_oss", config=QUANTISABLE)
+    to_mxfp4(folder)
+    files = stored(folder)
+    network = load_policy(folder, ranks, FLOAT32)
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    values = torch.cat([values, -values])
+    for name, parameter in hugging_face_names(network):
+        if name in files:
+            assert torch.equal(parameter.full_tensor(), files[name]), name
+            continue
+        blocks, scales = files[f"{name}_blocks"].long(), files[f"{name}_scales"].float() - 127
+        pairs = torch.stack([values[blocks % 16], values[blocks // 16]], dim=-1).flatten(-2)
+        wanted = (pairs * 2 ** scales.unsqueeze(-1)).flatten(-2).transpose(1, 2)
+        assert torch.equal(parameter.full_tensor(), wanted), name
+        assert torch.equal(ModelFiles(folder).rows(name, wanted.shape)(1, 3).float(), wanted[1:3])
+
+
+@pytest.mark.parametrize(
+    ("suffix", "reason"),
+    [
+        (
+            "_scale_inv",
+            r"up_proj.weight_scale_inv has shape \(1, 1\); 48 x 32 numbers in blocks of 8 x 16 need",
+        ),
+        ("", r"q_proj.weight' is stored as F8_E4M3 without the scales of block FP8"),
+    ],
+)
+def test_scales_that_do_not_fit_are_refused(tmp_path: Path, suffix: str, reason: str) -> None:
+    folder = changed_folder(tmp_path / "model")
+    to_block_fp8(folder, 8, 16)
+    tensors = load_file(folder / "a.safetensors")
+    if suffix:
+        tensors["model.layers.0.mlp.up_proj.weight_scale_inv"] = torch.ones(1, 1)
+    else:
+        del tensors["model.layers.0.self_attn.q_proj.weight_scale_inv"]
+    save_file(tensors, folder / "a.safetensors")
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"] |= dict.fromkeys(tensors, "a.safetensors")
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=reason):
+        check_stored(folder, needs_head=True)
 
 
 UNREAD = ("model.layers.0.self_attn.q_proj.bias", "model.layers.9.mlp.up_proj.weight", "model.extra")

@@ -72,7 +72,11 @@ def tiny_engine(folder: Path, load_format: str = "dummy") -> Any:
     """vLLM in this process, in float32, for a tiny model."""
     from vllm import LLM
 
-    from paceline.rollout.engines.vllm.start.arguments import WORKER_EXTENSION, latent_attention_on_cpu
+    from paceline.rollout.engines.vllm.start.arguments import (
+        WORKER_EXTENSION,
+        config_overrides,
+        latent_attention_on_cpu,
+    )
 
     return LLM(
         model=str(folder),
@@ -85,6 +89,7 @@ def tiny_engine(folder: Path, load_format: str = "dummy") -> Any:
         kv_cache_memory_bytes=1 << 26,
         enable_prefix_caching=False,
         worker_extension_cls=WORKER_EXTENSION,
+        hf_overrides=config_overrides(folder),
         **latent_attention_on_cpu(folder),
     )
 

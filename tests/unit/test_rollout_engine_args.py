@@ -3,10 +3,12 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PretrainedConfig
 
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
@@ -122,6 +124,22 @@ def test_vllm_is_told_how_a_model_with_corrections_of_scores_routes(tmp_path: Pa
     (tmp_path / "config.json").write_text(json.dumps(tree | keys))
     assert "hf_overrides" not in engine_arguments(given, on_cpu=False)
     assert "hf_overrides" not in engine_arguments(settings, on_cpu=False)
+
+
+@pytest.mark.parametrize(
+    "quantisation", [{"quant_method": "mxfp4"}, {"quant_method": "fp8", "weight_block_size": [128, 128]}]
+)
+def test_an_engine_does_not_quantise_what_the_learner_dequantises(
+    tmp_path: Path, quantisation: dict[str, object]
+) -> None:
+    tree = {"model_type": "deepseek_v3", "scoring_func": "sigmoid", "quantization_config": quantisation}
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    settings = config()
+    given = settings.model_copy(update={"model": settings.model.model_copy(update={"path": str(tmp_path)})})
+    override = engine_arguments(given, on_cpu=False)["hf_overrides"]
+    changed = pickle.loads(pickle.dumps(override))(PretrainedConfig(**tree))  # as in the engine's process
+    assert changed.topk_method == "noaux_tc"
+    assert not hasattr(changed, "quantization_config")
 
 
 def test_arguments_on_a_gpu_leave_prefill_to_the_engine() -> None:

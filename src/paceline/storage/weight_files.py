@@ -11,11 +11,13 @@ from paceline.core.errors import ModelError
 
 INDEX = "model.safetensors.index.json"
 
-_STORED = ("F32", "BF16", "F16")
+STORED = ("F32", "BF16", "F16")
 _QUANTISED = ("quantization_config", "compression_config")
+_DEQUANTISED = ("F8_E4M3", "F8_E8M0", "U8")
+"""Further types of tensors in block FP8 and MXFP4"""
 _WAY_OUT = (
-    "Its numbers are right only together with scales, which Paceline does not read. Make a bfloat16 copy and "
-    "set the path to it; docs/models.md, Quantised checkpoints, has a program that makes one of block FP8"
+    "Its numbers are right only together with scales, which are not read here. Make a bfloat16 copy and set "
+    "the path to it; docs/models.md, Quantised checkpoints, has a program that makes one of block FP8"
 )
 
 
@@ -28,13 +30,59 @@ def weight_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def require_plain_weights(folder: Path) -> None:
+def require_plain_weights(folder: Path, *, dequantises: bool = False) -> None:
     """Refuses a quantised model; every service that loads one calls it first.
+
+    Args:
+        folder: of the model.
+        dequantises: accept block FP8 and MXFP4, which the caller dequantises.
 
     Raises:
         ModelError: config.json names a quantisation, a tensor has another type than float32, bfloat16 or
             float16, or a file cannot be read.
     """
+    quantisation = _quantisation(folder)
+    is_known = dequantises and is_dequantised(folder)
+    if quantisation is not None and not is_known:
+        key, value = quantisation
+        method = value.get("quant_method") if isinstance(value, dict) else value
+        raise ModelError(f"{folder} is quantised: config.json has {key} ({method}). {_WAY_OUT}")
+    known = (*STORED, *_DEQUANTISED) if is_known else STORED
+    for path in weight_files(folder):
+        for name, dtype in _dtypes(path):
+            if dtype not in known:
+                raise ModelError(
+                    f"{path}: tensor {name!r} is stored as {dtype}; float32 (F32), bfloat16 (BF16) and "
+                    f"float16 (F16) are read. {_WAY_OUT}"
+                )
+
+
+def is_dequantised(folder: Path) -> bool:
+    """Whether the model is in block FP8 or MXFP4, which the learner reads.
+
+    Raises:
+        ModelError: config.json does not load.
+    """
+    key, value = _quantisation(folder) or ("", None)
+    is_mxfp4 = isinstance(value, dict) and value.get("quant_method") == "mxfp4"
+    return key == _QUANTISED[0] and (is_mxfp4 or fp8_block(folder) is not None)
+
+
+def fp8_block(folder: Path) -> tuple[int, int] | None:
+    """Rows and columns of a block of the folder's FP8 tensors; None if it is not in block FP8.
+
+    Raises:
+        ModelError: config.json does not load.
+    """
+    _, value = _quantisation(folder) or ("", None)
+    if not isinstance(value, dict) or value.get("quant_method") != "fp8":
+        return None
+    block = value.get("weight_block_size")
+    return (int(block[0]), int(block[1])) if block else None
+
+
+def _quantisation(folder: Path) -> tuple[str, Any] | None:
+    """The key and the value by which config.json says that the model is quantised."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -42,15 +90,8 @@ def require_plain_weights(folder: Path) -> None:
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         for key in _QUANTISED:
             if part.get(key):
-                method = part[key].get("quant_method") if isinstance(part[key], dict) else part[key]
-                raise ModelError(f"{folder} is quantised: config.json has {key} ({method}). {_WAY_OUT}")
-    for path in weight_files(folder):
-        for name, dtype in _dtypes(path):
-            if dtype not in _STORED:
-                raise ModelError(
-                    f"{path}: tensor {name!r} is stored as {dtype}; float32 (F32), bfloat16 (BF16) and "
-                    f"float16 (F16) are read. {_WAY_OUT}"
-                )
+                return key, part[key]
+    return None
 
 
 def _dtypes(path: Path) -> Iterator[tuple[str, str]]:

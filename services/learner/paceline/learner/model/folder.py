@@ -21,7 +21,7 @@ from paceline.config.model import LoraConfig
 from paceline.core.errors import ModelError
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.architectures import model_class
-from paceline.learner.model.loading import hugging_face_names
+from paceline.learner.model.loading import hugging_face_names, plain_config
 from paceline.learner.model.lora import A, B
 from paceline.weights import corrections
 
@@ -81,11 +81,11 @@ def write_folder(
     Raises:
         ModelError: `out` is not empty, or the tensors do not fit the model of config.json.
     """
-    from transformers import AutoConfig, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
     if out.exists() and any(out.iterdir()):
         raise ModelError(f"{out} is not empty; give a new folder")
-    config = AutoConfig.from_pretrained(str(source), local_files_only=True)
+    config = plain_config(source)
     config.dtype = dtype
     kind: Any = model_class(config)
     if is_reward_model:

@@ -64,19 +64,27 @@ def read_config(folder: str | Path) -> Any:
     """The transformers configuration of a model folder, every dropout at 0.
 
     Raises:
-        ModelError: config.json is missing or unreadable, or the model is quantised.
+        ModelError: config.json is missing or unreadable, or the model is quantised in a way that is not read.
     """
     path = Path(folder)
     if not (path / "config.json").is_file():
         raise ModelError(
             f"model folder {path} has no config.json; set model.path to a folder in the Hugging Face layout"
         )
-    require_plain_weights(path)
+    require_plain_weights(path, dequantises=True)
     try:
-        config = AutoConfig.from_pretrained(str(path), local_files_only=True)
+        config = plain_config(path)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{path}/config.json does not load: {error}") from error
     return architectures.without_dropout(config)
+
+
+def plain_config(folder: str | Path) -> Any:
+    """The transformers configuration of a folder, of the model that is not quantised."""
+    config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    for part in (config, config.get_text_config()):
+        vars(part).pop("quantization_config", None)
+    return config
 
 
 def load_policy(

