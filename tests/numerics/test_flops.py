@@ -16,6 +16,7 @@ from transformers import (
 from paceline.config.model import LoraConfig
 from paceline.learner.batch.planning.arithmetic import Arithmetic, RowLength
 from paceline.learner.model.flops import arithmetic_of, peak_flops
+from paceline.learner.model.loading import empty_lm
 from paceline.learner.model.lora import add_adapters, is_adapter
 from paceline.learner.model.networks import PolicyNetwork
 from support.architectures import tiny_config
@@ -47,6 +48,12 @@ def test_pairs_in_latent_attention_count_the_sizes_of_its_heads() -> None:
         lm = DeepseekV2ForCausalLM(tiny_config("deepseek_v2"))
     # Four heads of 8 + 4 for queries and keys and 6 for values, in three layers; half the pairs are left out.
     assert arithmetic_of(PolicyNetwork(lm)).per_pair == 6 * 4 * (12 + 6) * 3 // 2
+
+
+def test_pairs_are_counted_by_layer_where_heads_differ() -> None:
+    lm = empty_lm(tiny_config("gemma4_text"))
+    # Four heads, of 8 in three layers and of 16 in two; keys as wide as values.
+    assert arithmetic_of(PolicyNetwork(lm)).per_pair == 3 * 4 * 2 * (3 * 8 + 2 * 16)
 
 
 def test_of_a_mixtures_experts_those_count_that_a_token_meets() -> None:

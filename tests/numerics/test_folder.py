@@ -52,6 +52,9 @@ def learners_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
     buffers = dict(model.named_buffers())
     for name, parameter in model.named_parameters():
         yield name, parameter.detach()
+        factor = name.removesuffix(".input_layernorm.weight") + corrections.FACTOR
+        if factor in buffers:
+            yield factor, buffers[factor]
         for owner in (name.removesuffix(".weight"), name.removesuffix(".gate.weight")):
             if owner + corrections.BUFFER in buffers:
                 correction = buffers[owner + corrections.BUFFER]

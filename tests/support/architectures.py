@@ -73,6 +73,22 @@ _OWN: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "full_attention"],
     },
     "gemma2": {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "gemma4_text": {
+        "num_hidden_layers": 5,
+        "layer_types": [
+            *("sliding_attention", "full_attention"),
+            *("sliding_attention", "sliding_attention", "full_attention"),
+        ],
+        "num_kv_shared_layers": 2,
+        "global_head_dim": 16,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "use_double_wide_mlp": True,
+        "vocab_size_per_layer_input": 96,
+        "hidden_size_per_layer_input": 8,
+        "final_logit_softcapping": 3.0,
+        "num_experts": None,
+    },
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
     "granite": {
         "logits_scaling": 4.0,
@@ -149,7 +165,7 @@ def features(model_type: str) -> str:
 
     from paceline.learner.model.architectures import logit_scale, logit_softcap, model_class
     from paceline.models.facts import MODELS_WITH_IMAGES
-    from paceline.weights.corrections import BUFFER
+    from paceline.weights.corrections import BUFFER, FACTOR
 
     config = tiny_config(model_type)
     with torch.device("meta"):
@@ -159,6 +175,10 @@ def features(model_type: str) -> str:
         "logit scale": logit_scale(config) != 1.0,
         "logit softcap": logit_softcap(config) is not None,
         "attention softcap": getattr(config, "attn_logit_softcapping", None) is not None,
+        "factors of layers": any(name.endswith(FACTOR) for name, _ in lm.named_buffers()),
+        "shared keys and values": bool(getattr(config, "num_kv_shared_layers", 0)),
+        "heads of two sizes": getattr(config, "is_heterogeneous", False),
+        "embeddings per layer": bool(getattr(config, "hidden_size_per_layer_input", 0)),
         "head with bias": lm.get_output_embeddings().bias is not None,
         "tied head": bool(config.tie_word_embeddings),
         "sliding windows": "sliding_attention" in windows or model_type in ("mistral", "mixtral", "phi3"),

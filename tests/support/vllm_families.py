@@ -42,6 +42,7 @@ _LATENT = {
 CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v2": _LATENT,
     "deepseek_v3": {**_LATENT, "head_dim": 64},  # of the rotary part
+    "gemma4_text": {"global_head_dim": 64, "vocab_size_per_layer_input": SIZES["vocab_size"]},
     "cohere2": {"sliding_window": 32},  # no row is longer: vLLM's window is a token longer
     # vLLM runs sliding windows in all layers of a Qwen 2, or in none.
     "qwen2": {"use_sliding_window": False, "layer_types": ["full_attention"] * 3},
@@ -100,13 +101,13 @@ def compare(model_type: str) -> dict[str, Any]:
             cached = _cached()
             trace = recall(pushed)
             layout = describe_model(pushed)
-            params = dict(pushed.named_parameters())
+            params = _tensors(pushed)
             with torch.no_grad():
                 for part in trace.slices if trace else ():
                     params[part.param][part.local_box.slices] = tensors[part.name][part.box.slices]
             wrong = [
                 name
-                for name, param in loaded.named_parameters()
+                for name, param in _tensors(loaded).items()
                 if not torch.equal(param, params[name]) and not (trace and name in trace.reasons)
             ]
     return {
@@ -117,6 +118,11 @@ def compare(model_type: str) -> dict[str, Any]:
         "cached": cached,
         "planned": None if shape is None else shape.num_layers * shape.cached(1),
     }
+
+
+def _tensors(model: Any) -> dict[str, Any]:
+    """Parameters, and buffers: vLLM keeps what checkpoints have in some, too."""
+    return {**dict(model.named_buffers()), **dict(model.named_parameters())}
 
 
 def _cached() -> int:

@@ -36,6 +36,7 @@ class ModelFamily:
         stored_names: pairs of what the names of tensors contain in transformers' model and in checkpoints.
         stacks_experts: checkpoints, too, have all experts of a layer in one tensor per projection.
         keys_for_engines: keys with values that engines need in config.json and transformers does not write.
+        has_layers_of_own_sizes: layers differ in the sizes of their heads, keys or MLPs.
         has_uniform_cache: in an engine all layers keep keys and values of every token.
         has_longer_window_in_engines: sliding windows of engines are a token longer than transformers'.
     """
@@ -54,6 +55,7 @@ class ModelFamily:
     stored_names: tuple[tuple[str, str], ...] = ()
     stacks_experts: bool = False
     keys_for_engines: tuple[tuple[str, str | bool], ...] = ()
+    has_layers_of_own_sizes: bool = False
     has_uniform_cache: bool = False
     has_longer_window_in_engines: bool = False
 
@@ -71,6 +73,7 @@ FAMILIES: Final[Mapping[str, ModelFamily]] = {
     "gemma": ModelFamily(name="Gemma"),
     "gemma2": ModelFamily(name="Gemma 2"),
     "gemma3_text": ModelFamily(name="Gemma 3, text"),
+    "gemma4_text": ModelFamily(name="Gemma 4, text", has_layers_of_own_sizes=True),
     "glm": ModelFamily(name="GLM-4-9B"),
     "glm4": ModelFamily(name="GLM-4-0414"),
     "glm4_moe": ModelFamily(name="GLM-4.5, GLM-4.5-Air"),

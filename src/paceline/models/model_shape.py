@@ -174,7 +174,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, tree: Mapping[str, Any]) -> ModelShape | None:
-        """Reads the shape from config.json; None if it names its sizes otherwise."""
+        """Reads the shape from config.json; None if it names its sizes otherwise, or by layer."""
         vision = tree.get("vision_config")
         if vision and not family_of(tree.get("model_type")).takes_images:
             return None
@@ -182,6 +182,8 @@ class ModelShape:
         tree = tree.get("text_config", tree)
         is_tied = tree.get("tie_word_embeddings", False) if is_tied is None else is_tied
         family = family_of(tree.get("model_type"))
+        if family.has_layers_of_own_sizes:
+            return None
         try:
             hidden, heads = int(tree["hidden_size"]), int(tree["num_attention_heads"])
             head_dim = int(tree.get("head_dim") or hidden // heads)

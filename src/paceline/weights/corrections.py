@@ -22,6 +22,12 @@ BUFFER: Final = ".e_score_correction_bias"
 PARTS: Final = ".e_score_correction_parts"
 """How the name of the parameter ends."""
 
+FACTOR: Final = ".layer_scalar"
+"""How the name of a decoder layer's constant factor ends (Gemma 4).
+
+transformers and engines keep it as a buffer; here it is a parameter that does not train.
+"""
+
 NUM_PARTS: Final = 3
 """Eight bits each: a float32 number has 24."""
 

@@ -23,6 +23,11 @@ def require_known(config: Any, *, trust_architecture: bool) -> None:
     Raises:
         ModelError: with what to do.
     """
+    if getattr(config.get_text_config(), "enable_moe_block", False):
+        raise ModelError(
+            f"{config.model_type} with experts (enable_moe_block) has a router that Paceline does not know; "
+            "take a model of this kind without experts, or another one of docs/models.md"
+        )
     if config.model_type in ARCHITECTURES or trust_architecture:
         return
     raise ModelError(
@@ -137,10 +142,28 @@ def require_shared_tokens(config: Any, num_ranks: int, *, has_experts: bool) -> 
             "ranks cannot share the tokens of rows where the balance of experts is counted over whole ones; "
             "set learner.context_parallel: 1 for a model with experts"
         )
+    if family_of(config.model_type).has_layers_of_own_sizes:
+        raise ConfigError(
+            f"ranks cannot share the tokens of rows of {config.model_type}, whose layers have heads of "
+            "several sizes; set learner.context_parallel: 1"
+        )
     if family_of(config.model_type).takes_images:
         raise ConfigError(
             f"ranks cannot share the tokens of rows with images, which {config.model_type} takes; set "
             "learner.context_parallel: 1"
+        )
+
+
+def require_compilable(config: Any) -> None:
+    """Refuses to compile layers that hand keys and values to later ones, past what a graph returns.
+
+    Raises:
+        ConfigError: with what to do.
+    """
+    if getattr(config.get_text_config(), "num_kv_shared_layers", 0):
+        raise ConfigError(
+            f"layers of {config.model_type} share keys and values, which compiled layers do not; set "
+            "actor.compile: false"
         )
 
 

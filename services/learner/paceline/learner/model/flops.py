@@ -33,18 +33,23 @@ def arithmetic_of(network: PolicyNetwork | ValueNetwork) -> Arithmetic:
     body: Any = body_of(network.lm) if isinstance(network, PolicyNetwork) else network.body
     head = output_head(network.lm).weight if isinstance(network, PolicyNetwork) else network.value_head.weight
     layers, config = decoder_layers(body), body.config.get_text_config()
-    heads = int(config.num_attention_heads)
-    width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    keys, values = (int(getattr(config, name, None) or width) for name in ("qk_head_dim", "v_head_dim"))
     trained, frozen = (active_parameters(layers, config, trained=trains) for trains in (True, False))
     per_patch, per_patch_pair = _of_tower(vision_tower(body))
     return Arithmetic(
         per_token=(4 if adapter_names(layers) else 6) * trained + 4 * frozen,
         per_response_token=(6 if head.requires_grad else 4) * head.numel(),
-        per_pair=3 * heads * (keys + values) * len(layers),
+        per_pair=3 * sum(map(_channels, config.per_layer_config)),
         per_patch=per_patch,
         per_patch_pair=per_patch_pair,
     )
+
+
+def _channels(config: Any) -> int:
+    """Numbers of the keys and values of all heads in a layer with this configuration."""
+    heads = int(config.num_attention_heads)
+    width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    keys, values = (int(getattr(config, name, None) or width) for name in ("qk_head_dim", "v_head_dim"))
+    return heads * (keys + values)
 
 
 def _of_tower(tower: Any) -> tuple[int, int]:

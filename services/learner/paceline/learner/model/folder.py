@@ -112,8 +112,10 @@ def _write_weights(out: Path, tensors: Tensors, lm: Any, dtype: torch.dtype, fil
     """Writes the files of weights; returns the names that are missing or too many."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    unrounded = {name for name, _ in lm.named_buffers() if name.endswith(corrections.BUFFER)}
-    expected = dict(lm.named_parameters()).keys() | unrounded
+    buffers = dict(lm.named_buffers())
+    unrounded = {name for name in buffers if name.endswith(corrections.BUFFER)}
+    factors = {name for name in buffers if name.endswith(corrections.FACTOR)}
+    expected = dict(lm.named_parameters()).keys() | unrounded | factors
     files, names = _Files(out, file_bytes), set[str]()
     for _, layer in itertools.groupby(corrections.as_stored(tensors), key=lambda pair: by_layer(pair[0])):
         state = {

@@ -288,6 +288,8 @@ def _materialise(
         has_experts = bool(routers(lm))
         architectures.require_shared_tokens(lm.config, ranks.context.size, has_experts=has_experts)
         network.context = ranks.context
+    if options.compiled:
+        architectures.require_compilable(lm.config)
     policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
     options.apply(lm, decoder_layers(body), ranks.device)
     for layer in decoder_layers(body):

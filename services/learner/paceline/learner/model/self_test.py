@@ -40,6 +40,7 @@ _LENGTHS = ((3, 2), (9, 4), (5, 6), (5, 6), (14, 10))
 _WINDOW = 8
 _SMALL = {
     "vocab_size": 256,
+    "vocab_size_per_layer_input": 256,
     "intermediate_size": 128,
     "moe_intermediate_size": 64,
     "shared_expert_intermediate_size": 64,
@@ -177,15 +178,17 @@ def shrink(config: Any) -> Any:
         for name, value in vars(text).items()
         if isinstance(value, list | tuple) and len(value) == num_layers and not name.endswith("token_id")
     }
+    shares_keys = num_layers - int(getattr(text, "num_kv_shared_layers", 0) or 0)  # from there on
     sorts: dict[tuple[str, ...], int] = {}
     for layer in range(num_layers):
-        sorts.setdefault(tuple(repr(values[layer]) for values in per_layer.values()), layer)
+        sort = (str(layer >= shares_keys), *(repr(values[layer]) for values in per_layer.values()))
+        sorts.setdefault(sort, layer)
     chosen = sorted(sorts.values())
     while len(chosen) < min(2, num_layers):
         chosen.append(chosen[-1])
     for name, values in per_layer.items():
         setattr(text, name, [values[layer] for layer in chosen])
-    text.num_hidden_layers = len(chosen)
+    _keep_layers(text, chosen)
     for name, most in _SMALL.items():
         value = getattr(text, name, None)
         if name == "sliding_window" and family_of(config.model_type).has_longer_window_in_engines:
@@ -197,6 +200,18 @@ def shrink(config: Any) -> Any:
     if family_of(config.model_type).takes_images:
         _shrink_tower(small)
     return small
+
+
+def _keep_layers(text: Any, chosen: Sequence[int]) -> None:
+    """Adapts what counts layers, or names them by number, to those that are kept."""
+    if num_shared := getattr(text, "num_kv_shared_layers", 0):
+        first = text.num_hidden_layers - num_shared
+        text.num_kv_shared_layers = sum(layer >= first for layer in chosen)
+    own = text.to_dict().get("per_layer_config") or {}
+    text.num_hidden_layers = len(chosen)
+    if own:
+        own = {int(layer): values for layer, values in own.items()}
+        text.per_layer_config = {new: own[layer] for new, layer in enumerate(chosen) if layer in own}
 
 
 def _shrink_tower(small: Any) -> None:

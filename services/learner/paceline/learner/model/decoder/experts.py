@@ -38,9 +38,16 @@ def use_float32_routers(lm: nn.Module) -> None:
 
 
 def use_correction_parameters(lm: nn.Module) -> None:
-    """Makes the corrections of routers' scores parameters, which do not train; see `corrections`."""
+    """Makes the corrections of routers' scores, and layers' factors, parameters that do not train.
+
+    See `corrections`.
+    """
     buffer, name = (end.removeprefix(".") for end in (corrections.BUFFER, corrections.PARTS))
-    for module in lm.modules():  # a router, or the layer of experts that has one
+    factor = corrections.FACTOR.removeprefix(".")
+    for module in lm.modules():
+        if (constant := module._buffers.pop(factor, None)) is not None:
+            module.register_parameter(factor, nn.Parameter(constant, requires_grad=False))
+        # Of a router, or of the layer of experts that has one.
         correction = module._buffers.pop(buffer, None)
         if correction is None:
             continue

@@ -67,9 +67,13 @@ def prepare(config: Any, dtype: torch.dtype, device: torch.device) -> None:
             _kernel_of(kind, _chosen[0])
 
 
+_LARGEST_HEAD = 256
+"""Gemma 4 has heads of 512 numbers, which torch's kernel does not take."""
+
+
 def takes(dtype: torch.dtype, width: int) -> bool:
     """Whether there is a kernel for heads of this size."""
-    return dtype in (torch.bfloat16, torch.float16) and width % 8 == 0
+    return dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= _LARGEST_HEAD
 
 
 def kinds_of(config: Any, dtype: torch.dtype, device: torch.device) -> list[Kind]:
@@ -78,6 +82,8 @@ def kinds_of(config: Any, dtype: torch.dtype, device: torch.device) -> list[Kind
     Nothing where sizes have other names or differ from layer to layer: these kernels are compiled when they
     are needed.
     """
+    if getattr(config, "is_heterogeneous", False):
+        return []
     heads = getattr(config, "num_attention_heads", None)
     groups = getattr(config, "num_key_value_heads", None) or heads
     if not (type(heads) is type(groups) is int):

@@ -37,6 +37,8 @@ def learner_shapes(config: Any) -> dict[str, tuple[int, ...]]:
         if name.endswith(corrections.BUFFER):
             parts = name.removesuffix(corrections.BUFFER) + corrections.PARTS
             shapes[parts] = (*buffer.shape, corrections.NUM_PARTS)
+        elif name.endswith(corrections.FACTOR):
+            shapes[name] = tuple(buffer.shape)
     return shapes
 
 
