@@ -33,8 +33,8 @@ from support.reward_servers import OddServer, serving
 
 DOCS = Path(__file__).parents[2] / "docs" / "security.md"
 OBEDIENT = FunctionSpec(name="f", reference="support.reward_functions:obedient")
-# What hangs hangs for an hour; the second is for a machine that has much to do.
-TIMEOUT_S, SOON_S = 1.0, 30.0
+# What hangs hangs for an hour; the others are for a machine that has much to do.
+TIMEOUT_S, PATIENCE_S, SOON_S = 2.0, 120.0, 300.0
 GROWTH_MIB = 700
 COLUMNS_MIB = 300
 
@@ -82,7 +82,9 @@ async def test_a_function(order: str, tmp_path: Path, capfd: pytest.CaptureFixtu
     started = time.monotonic()
     pid_file = tmp_path / "pid"
     limits = ChildLimits(memory_bytes=2 << 30)
-    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=TIMEOUT_S, limits=limits) as pool:
+    # What a fork holds open shows only at the deadline that its process has ended.
+    timeout_s = TIMEOUT_S if order == "double_fork" else _patience_s(FUNCTIONS[order])
+    async with FunctionPool([OBEDIENT], num_processes=1, timeout_s=timeout_s, limits=limits) as pool:
         scores = await pool.score(items("fine", order, "fine", pid_file=str(pid_file)))
         assert [outcome(score) for score in scores] == ["scored", FUNCTIONS[order], "scored"]
         assert [outcome(score) for score in await pool.score(items("fine"))] == ["scored"]
@@ -209,7 +211,7 @@ async def asked(address: str, *, timeout_s: float = TIMEOUT_S) -> list[str]:
 
 def _patience_s(kind: str) -> float:
     """Only what is to run out of time has little of it: a busy machine takes seconds for what raises."""
-    return TIMEOUT_S if kind == "timeout" else SOON_S - 5.0
+    return TIMEOUT_S if kind == "timeout" else PATIENCE_S
 
 
 @pytest.mark.parametrize("name", SERVICES)

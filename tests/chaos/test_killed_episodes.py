@@ -128,7 +128,7 @@ class EnvironmentProcess:
         )
         try:
             stub = environment_pb2_grpc.EnvironmentServiceStub(channel)
-            answer = await stub.Describe(pb.DescribeEnvironmentRequest(), timeout=5, wait_for_ready=True)
+            answer = await stub.Describe(pb.DescribeEnvironmentRequest(), timeout=60, wait_for_ready=True)
             return int(answer.num_open)
         finally:
             await channel.close()
@@ -222,7 +222,7 @@ async def environment(
 def run_config() -> RunConfig:
     plain = config().model_dump(mode="json")
     plain["rollout"]["environment"] = {"address": "127.0.0.1:1"}
-    plain["barrier"] |= {"stall_timeout_s": 60.0, "collect_timeout_s": 120.0}
+    plain["barrier"] |= {"stall_timeout_s": 250.0, "collect_timeout_s": 300.0}
     return parse(RunConfig, plain)
 
 
@@ -236,7 +236,7 @@ async def play(folder: Path, *, seed: int, num_deaths: int, mode: str) -> tuple[
         )
         rows = await content(batch, broker)
         killed = len(fleet.deaths) + process.num_killed
-        for _ in range(200):
+        for _ in range(1200):
             if not await process.num_open():
                 break
             await asyncio.sleep(0.1)

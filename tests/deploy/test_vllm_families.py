@@ -14,7 +14,7 @@ from support.architectures import documented_pushes
 from support.source import ROOT
 
 pytestmark = [
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: pip install -r requirements/cpu.txt"),
 ]
 
@@ -27,7 +27,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
         env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=1700,
         check=False,
     )
 

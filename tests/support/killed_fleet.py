@@ -43,6 +43,7 @@ from paceline.rollout.engines.base import Engine, do_nothing
 from paceline.rollout.episodes.group import Episodes
 from paceline.rollout.sampler import Sampler
 from paceline.wire import decode_trajectory
+from support.clocks import ManualClock
 from support.fake_engine import FakeEngine
 
 RUN, STEP, NUM_SAMPLES, LEASE_S = "run-1", 3, 2, 0.06
@@ -58,7 +59,7 @@ PROMPTS = {
 LIMITS = SamplerLimits(
     num_samples=8,
     num_groups=3,
-    group_timeout_s=5.0,
+    group_timeout_s=60.0,
     lease_s=LEASE_S,
     max_stream_length=1000,
     append_timeout_s=5.0,
@@ -69,8 +70,8 @@ LIMITS = SamplerLimits(
 class MortalBroker:
     """A client whose process dies at its `lifetime`-th call; `hears` says whether that call takes effect."""
 
-    def __init__(self, store: MemoryStore, lifetime: int | None, *, hears: bool) -> None:
-        self._broker, self._left, self._hears = MemoryBroker(store=store), lifetime, hears
+    def __init__(self, broker: MemoryBroker, lifetime: int | None, *, hears: bool) -> None:
+        self._broker, self._left, self._hears = broker, lifetime, hears
         self.dead, self.lease_s = asyncio.Event(), LEASE_S
         self.poison: tuple[int, ...] = ()
 
@@ -161,6 +162,7 @@ async def reward(broker: MortalBroker, name: str, scorer: Scorer | None = None) 
 class Fleet:
     """Slots whose process is started again whenever it is killed."""
 
+    clock: ManualClock
     store: MemoryStore
     rng: np.random.Generator
     num_deaths: int
@@ -171,7 +173,9 @@ class Fleet:
         for incarnation in range(1000):
             mortal = incarnation < self.num_deaths
             lifetime = int(self.rng.integers(1, 14)) if mortal else None
-            broker = MortalBroker(self.store, lifetime, hears=bool(self.rng.integers(2)))
+            broker = MortalBroker(
+                MemoryBroker(self.clock, store=self.store), lifetime, hears=bool(self.rng.integers(2))
+            )
             # Where nobody dies, a slow machine must not look like a death.
             broker.lease_s = LEASE_S if self.num_deaths or self.poison else 30.0
             broker.poison = self.poison
@@ -187,6 +191,13 @@ class Fleet:
                 await asyncio.gather(process, died, return_exceptions=True)
 
 
+async def tick(clock: ManualClock) -> None:
+    """Moves the time by which leases lapse. It stands still while this process does, as all members do."""
+    while True:
+        await asyncio.sleep(LEASE_S / 6)
+        clock.advance(LEASE_S / 6)
+
+
 def config() -> RunConfig:
     return parse(
         RunConfig,
@@ -196,7 +207,7 @@ def config() -> RunConfig:
             "actor": {"ppo_mini_batch_size": len(PROMPTS)},
             "reward": {"functions": [{"name": "exact_match"}]},
             "trainer": {"total_steps": 9},
-            "barrier": {"stall_timeout_s": 50.0, "collect_timeout_s": 55.0},
+            "barrier": {"stall_timeout_s": 250.0, "collect_timeout_s": 300.0},
         },
     )
 
@@ -225,9 +236,10 @@ async def collect(
     With `num_first` fewer than there are, groups of equal scores are replaced by the others, and each prompt
     has a greedy answer too. `works` are what a rollout and a reward process do.
     """
-    store, refilled = MemoryStore(), num_first < len(PROMPTS)
+    clock, store, refilled = ManualClock(), MemoryStore(), num_first < len(PROMPTS)
     cursor = PromptCursor(list(PROMPTS), batch_size=num_first, seed=seed, shuffle=refilled)
-    broker, fleet = MemoryBroker(store=store), Fleet(store, np.random.default_rng(seed), num_deaths, poison)
+    broker = MemoryBroker(clock, store=store)
+    fleet = Fleet(clock, store, np.random.default_rng(seed), num_deaths, poison)
     mailboxes = Mailboxes(broker, RUN, own_server=False)
     journal = Journal(folder / "events.jsonl", SystemClock())
     run = Run(config=run_config or config(), id=RUN, dir=folder, journal=journal, events=EventHub())
@@ -256,6 +268,7 @@ async def collect(
         (f"{kind}-{i}", work) for kind, work in zip(("rollout", "reward"), works, strict=True) for i in (0, 1)
     ]
     working = [asyncio.create_task(fleet.keep(slot, work)) for slot, work in slots]
+    working.append(asyncio.create_task(tick(clock)))
     try:
         await collector.dispatch(order)
         batch = await collector.collect(order, refill)
