@@ -18,13 +18,17 @@ PIP = $(BIN)/python -m pip install --disable-pip-version-check --no-deps
 PIP_TORCH = $(if $(filter file,$(origin TORCH)),$(PIP),$(subst --no-deps,,$(PIP)))
 SEED ?= 0
 # What `make test` runs: first the tests without a real engine or a whole run, in several processes, each file in
-# one of them; then the others, one after the other, since a run keeps two cores busy by itself. To debug, or with one
-# core: make test TEST_PROCESSES=0
+# one of them; then the files that have others, fewer at a time: a run or an engine keeps more than one core busy. The
+# longest begins first. To debug, or with one core: make test TEST_PROCESSES=0
 TESTS := tests --ignore=tests/chaos --ignore=tests/deploy
+RUNS = tests/integration/test_training_run.py \
+  $(shell grep -rlE --include='test_*.py' --exclude-dir=chaos --exclude-dir=deploy 'mark\.(e2e|vllm)\b' tests)
 TEST_PROCESSES ?= 4
+RUN_PROCESSES ?= $(if $(filter 0,$(TEST_PROCESSES)),0,2)
+# Runs under faults wait for restarts as well.
+CHAOS_PROCESSES ?= $(if $(filter 0,$(TEST_PROCESSES)),0,3)
 
 .PHONY: help venv venv-cuda venv-cpu docs demo demo-grpo demo-start test test-fast test-chaos test-deploy lint format generate clean
-.PHONY: test-chaos-runs test-chaos-others
 
 help:
 	@echo "make venv       install into $(VENV) from the lock files, for GPUs if nvidia-smi finds one, else for CPUs"
@@ -84,20 +88,14 @@ demo-start: venv
 	$(BIN)/paceline sft examples/arithmetic/sft.yaml seed=$(SEED)
 
 test: test-fast
-	$(BIN)/python -m pytest -m "e2e or vllm" $(TESTS)
+	$(BIN)/python -m pytest -n $(RUN_PROCESSES) --dist loadfile --no-loadscope-reorder -m "e2e or vllm" $(RUNS)
 
 test-fast: venv
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not e2e and not vllm" $(TESTS)
 
-# Whole runs in one process, one after the other; beside them, in another, what is no run and mostly waits.
+# Each process has a share of the tests, and takes from the others' when it has done its own.
 test-chaos: venv
-	$(MAKE) -j $(if $(filter 0,$(TEST_PROCESSES)),1,2) test-chaos-runs test-chaos-others
-
-test-chaos-runs:
-	$(BIN)/python -m pytest -m e2e tests/chaos
-
-test-chaos-others:
-	$(BIN)/python -m pytest -p no:cacheprovider -m "not e2e" tests/chaos
+	$(BIN)/python -m pytest -n $(CHAOS_PROCESSES) --dist worksteal tests/chaos
 
 # Without whole runs, as in .ci/run: make test-deploy DEPLOY_OPTIONS='-m "not e2e and not containers"'
 # Helm comes out of a Python package; without it the chart's tests are skipped.

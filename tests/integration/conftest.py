@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from support.shared import once
 from support.training_run import prepare_inputs
 
 
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The arithmetic example's model and data, for five steps of 16 prompts."""
-    return prepare_inputs(tmp_path_factory.mktemp("inputs"), num_train=80, num_val=8)
+    return once(tmp_path_factory, "inputs", lambda folder: prepare_inputs(folder, num_train=80, num_val=8))

@@ -12,7 +12,7 @@ from support.training_run import REWARDS, ROOT, read_jsonl
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-NUM_STEPS = 20
+NUM_STEPS = 12
 
 
 def test_its_cells_train_go_on_and_read_the_run(

@@ -50,30 +50,23 @@ def undisturbed(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield run
 
 
-def admitted(event: Row, *, step: int, server: str) -> bool:
+def admitted(event: Row, *, step: int) -> bool:
     return (
         event["event"] == "trajectory"
         and event["verdict"] == "admitted"
-        and event["server"] == server
         and event["id"].startswith(f"train:{step}:")
     )
 
 
 def assert_ended_in_order(run: TrainingRun, message: str) -> None:
-    """All members left and none was killed; the journal and the note end with the reason.
-
-    The controller waits some seconds for its members' farewells: on a busy machine a server may still be
-    ending its engine then, and is not killed for it.
-    """
+    """All members left and none was killed; the journal and the note end with the reason."""
     events = run.events
     assert [(e["ok"], e["message"]) for e in only(events, "end")][-1] == (
         not message.startswith("stopped in"),
         message,
     )
     last = {event["member"]: event["what"] for event in only(events, "member")}
-    servers = [last.pop(member) for member in list(last) if member.startswith("rollout")]
     assert set(last.values()) == {"left"}, last
-    assert set(servers) <= {"left", "state:draining"}, servers
     log = (run.run_dir / "logs/launcher.log").read_text()
     assert "killed" not in log, log
     assert (run.note["state"], run.note["pids"], run.note["token"]) == ("ended", {}, "")
@@ -198,7 +191,9 @@ def test_a_step_is_one_trace_through_all_services(undisturbed: TrainingRun) -> N
 def test_two_servers_give_the_same_metrics_even_if_one_dies(
     inputs: Path, undisturbed: TrainingRun, tmp_path: Path
 ) -> None:
-    """The same seed on two servers; one is killed in step 2, which waits for that, and is started again."""
+    """The same seed on two servers. The one that the first sample of step 2 comes from is killed; the step
+    waits for that. It is started again.
+    """
     released = tmp_path / "released"
     config = tiny_config(
         inputs,
@@ -217,22 +212,20 @@ def test_two_servers_give_the_same_metrics_even_if_one_dies(
         trainer={"total_steps": NUM_STEPS},
     )
     with training(config, tmp_path / "run") as run:
-        run.wait_for(lambda e: admitted(e, step=2, server="rollout-1"))
-        run.kill_group("rollout-1")
+        killed = run.wait_for(lambda e: admitted(e, step=2))["server"]
+        run.kill_group(killed)
         run.wait_for(lambda e: e["event"] == "member" and e["what"] == "dead")
         released.touch()
         assert run.finish() == 0, run.output
         assert_sound(run)
         servers = servers_by_step(run.events)
-        death = step_of_death(run.events, "rollout-1")
-        assert death == 2
-        for step, counts in servers.items():
-            # It may have nothing in the step in which it died, and from when it is there again.
-            assert "rollout-0" in counts, (step, counts)
-            assert "rollout-1" in counts or step >= death, (step, counts)
+        assert step_of_death(run.events, killed) == 2
+        # On a busy machine one may have all of a step; in step 3 the killed one has only begun to start.
+        assert killed in servers[2], servers
+        assert {server for counts in servers.values() for server in counts} == {"rollout-0", "rollout-1"}
         dead = [(e["member"], e["reason"]) for e in only(run.events, "member") if e["what"] == "dead"]
-        assert dead == [("rollout-1", "killed by SIGKILL")]
-        assert "rollout-1 ended unexpectedly (killed by SIGKILL)" in run.output
+        assert dead == [(killed, "killed by SIGKILL")]
+        assert f"{killed} ended unexpectedly (killed by SIGKILL)" in run.output
         # What the dead server sent without an acknowledgement comes again, in time for its step or too late.
         repeats = sum(row["barrier/duplicates"] + row["barrier/rejected"] for row in run.metrics[1:])
         assert repeats <= config["rollout"]["max_groups_in_flight"] * NUM_SAMPLES

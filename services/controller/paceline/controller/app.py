@@ -53,8 +53,8 @@ from paceline.storage.places import mark
 log = logging.getLogger(__name__)
 
 # How long members have to hear of the end and to leave before the server stops; a rollout server takes some
-# seconds to end its engine.
-_FAREWELL_S = 8.0
+# seconds to end its engine. On a busy machine it takes longer, which it has until this process gets a signal.
+_FAREWELL_S, _LONGEST_FAREWELL_S = 8.0, 60.0
 # How long the broker has to remove the run's data; together they are less than a service has after a signal.
 _PURGE_S = 3.0
 
@@ -295,12 +295,22 @@ async def _run_to_the_end(
         run.journal.record("end", ok=ok, message=message, step=progress.step)
         servicer.end()
         run.events.end(ok=ok, message=message)
-        await supervisor.all_gone(timeout_s=_FAREWELL_S)
+        await _farewell(context, supervisor)
         if failure is not None:
             raise failure
     finally:
         for task in tasks:
             await _cancel(task)
+
+
+async def _farewell(context: ServiceContext, supervisor: Supervisor) -> None:
+    """Waits until the members have left; a signal ends the wait, but not its first seconds."""
+    await supervisor.all_gone(timeout_s=_FAREWELL_S)
+    leaving = asyncio.create_task(supervisor.all_gone(timeout_s=_LONGEST_FAREWELL_S - _FAREWELL_S))
+    try:
+        await context.stopping_or(leaving)
+    finally:
+        await _cancel(leaving)
 
 
 def _sentence(error: BaseException) -> str:

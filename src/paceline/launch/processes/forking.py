@@ -27,7 +27,7 @@ IMPORTS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """The modules that are started as forks, and what the server imports first for each"""
 
-_START_S = 120.0
+_START_S = 300.0
 
 
 class Forking:
