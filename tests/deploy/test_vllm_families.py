@@ -54,9 +54,11 @@ def test_a_push_into_each_family_writes_what_its_export_holds() -> None:
         "deepseek_v2",
         "deepseek_v3",
         "glm4_moe",
+        "glm4_moe_lite",
         "gpt_oss",
         "minimax_m2",
         "mixtral",
+        "olmoe",
         "qwen2_moe",
         "qwen3_moe",
     }

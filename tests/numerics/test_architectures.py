@@ -112,7 +112,7 @@ def test_attention_that_cannot_be_exchanged_is_refused_with_a_sentence(
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [("persimmon", "PersimmonForCausalLM"), ("olmoe", "OlmoeForCausalLM")]
+    ("kind", "name"), [("persimmon", "PersimmonForCausalLM"), ("flex_olmo", "FlexOlmoForCausalLM")]
 )
 def test_an_architecture_outside_the_table_needs_trust_and_the_self_test(
     kind: str, name: str, tmp_path: Path

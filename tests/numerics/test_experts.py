@@ -32,8 +32,8 @@ from support.learner_scenarios import numbers, save, take_step
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ranks")]
 
 CPU = torch.device("cpu")
-NUM_CORRECTIONS = {"deepseek_v3": 2, "glm4_moe": 2, "minimax_m2": 3}
-KINDS = ["qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v2", "gpt_oss", *NUM_CORRECTIONS]
+NUM_CORRECTIONS = {"deepseek_v3": 2, "glm4_moe": 2, "glm4_moe_lite": 2, "minimax_m2": 3}
+KINDS = ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "deepseek_v2", "gpt_oss", *NUM_CORRECTIONS]
 
 
 def write_model(folder: Path, kind: str) -> Any:

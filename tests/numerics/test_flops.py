@@ -15,6 +15,7 @@ from transformers import (
 
 from paceline.config.model import LoraConfig
 from paceline.learner.batch.planning.arithmetic import Arithmetic, RowLength
+from paceline.learner.model.decoder.experts import active_parameters
 from paceline.learner.model.flops import arithmetic_of, peak_flops
 from paceline.learner.model.loading import empty_lm
 from paceline.learner.model.lora import add_adapters, is_adapter
@@ -48,6 +49,14 @@ def test_pairs_in_latent_attention_count_the_sizes_of_its_heads() -> None:
         lm = DeepseekV2ForCausalLM(tiny_config("deepseek_v2"))
     # Four heads of 8 + 4 for queries and keys and 6 for values, in three layers; half the pairs are left out.
     assert arithmetic_of(PolicyNetwork(lm)).per_pair == 6 * 4 * (12 + 6) * 3 // 2
+
+
+def test_biases_of_experts_count_as_their_weights_do() -> None:
+    lm = empty_lm(tiny_config("gpt_oss"))
+    sizes = {name: parameter.numel() for name, parameter in lm.model.layers.named_parameters()}
+    of_experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    used = active_parameters(lm.model.layers, lm.config, trained=True)
+    assert used == sum(sizes.values()) - of_experts // 2  # a token meets two of four
 
 
 def test_pairs_are_counted_by_layer_where_heads_differ() -> None:

@@ -30,6 +30,8 @@ KINDS = (
     "deepseek_v2",
     "deepseek_v3",
     "glm4_moe",
+    "glm4_moe_lite",
+    "olmoe",
     "gpt_oss",
     "minimax_m2",
 )

@@ -79,7 +79,7 @@ _OWN: dict[str, dict[str, Any]] = {
             *("sliding_attention", "full_attention"),
             *("sliding_attention", "sliding_attention", "full_attention"),
         ],
-        "num_kv_shared_layers": 2,
+        "num_kv_shared_layers": 3,
         "global_head_dim": 16,
         "attention_k_eq_v": True,
         "num_global_key_value_heads": 1,
@@ -109,6 +109,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "qwen3": {"layer_types": ["full_attention"] * 3},
     "deepseek_v2": {**_LATENT, "topk_method": "group_limited_greedy"},
     "deepseek_v3": _LATENT,
+    "glm4_moe_lite": _LATENT,
     "glm4_moe": {
         "head_dim": 8,
         "attention_bias": True,

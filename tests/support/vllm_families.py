@@ -42,6 +42,7 @@ _LATENT = {
 CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v2": _LATENT,
     "deepseek_v3": {**_LATENT, "head_dim": 64},  # of the rotary part
+    "glm4_moe_lite": {**_LATENT, "head_dim": 64},  # of the rotary part
     "gemma4_text": {"global_head_dim": 64, "vocab_size_per_layer_input": SIZES["vocab_size"]},
     "cohere2": {"sliding_window": 32},  # no row is longer: vLLM's window is a token longer
     # vLLM runs sliding windows in all layers of a Qwen 2, or in none.
