@@ -200,7 +200,7 @@ def table(pushes: Mapping[str, str]) -> str:
     """The table of docs/models.md; `pushes` says how each kind is pushed into vLLM."""
     from paceline.models.facts import ARCHITECTURES
 
-    rows = sorted((name, kind, features(kind), pushes[kind]) for kind, name in ARCHITECTURES.items())
+    rows = sorted((name, kind, features(kind), pushes.get(kind, "?")) for kind, name in ARCHITECTURES.items())
     head = "| family | `model_type` | what its own form has beyond the plain decoder | push |\n"
     head += "|---|---|---|---|\n"
     return head + "".join(
