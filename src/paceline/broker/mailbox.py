@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Self
 
 from paceline.broker.backpressure import wait_for_room
@@ -62,9 +61,7 @@ class Mailbox:
         self._renewing = asyncio.create_task(self._renew_leases(), name=f"leases of {self._stream}")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._renewing is not None:
             self._renewing.cancel()
             await asyncio.wait([self._renewing])

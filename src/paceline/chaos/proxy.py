@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from types import TracebackType
 from typing import Self
 
 _CHUNK_BYTES = 1 << 16
@@ -36,9 +35,7 @@ class Proxy:
         self._server = await asyncio.start_server(self._serve, sock=self._socket)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._server is not None:
             self._server.close()
         self.cut()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Self
 
 from paceline.core.errors import RewardError, RewardErrorKind
@@ -31,9 +30,7 @@ class RewardClient:
         self._channel = channels.connect(self._address, credentials=self._credentials, role="reward")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._channel.close()
 
     async def score(

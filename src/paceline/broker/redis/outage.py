@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Final, Self
 
 from paceline.core.clock import Clock, SystemClock
@@ -140,9 +139,7 @@ class Attempts:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._outage.num_waiting -= self._num_failures > 0
 
     def failed(self, trouble: Trouble) -> float:

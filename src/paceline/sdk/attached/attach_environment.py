@@ -7,7 +7,6 @@ from typing import Any
 
 from paceline.core.attached_clients.attachment import FromClient, ToClient
 from paceline.core.samples.episode import Play, Played
-from paceline.rpc.v1 import environment_pb2 as pb
 from paceline.rpc.v1 import environment_pb2_grpc
 from paceline.sdk.attached.attachment import Attachment, attach_until_signal
 from paceline.sdk.attached.playing import Asker, play
@@ -60,25 +59,16 @@ class EnvironmentAttachment(Attachment[Play, Played]):
     def _stream(
         self, channel: Any, messages: AsyncIterator[FromClient[Played]], peer: str
     ) -> AsyncIterator[ToClient[Play]]:
-        return _streamed(channel, messages, peer)
+        attach = environment_pb2_grpc.EnvironmentGatewayStub(channel).Attach
+        requests = (player_message_to_proto(message) async for message in messages)
+        answers = channels.duplex(attach, requests, phase="ATTACH", peer=peer, token=ENVIRONMENT_TOKEN)
+        return (play_gateway_message_from_proto(message) async for message in answers)
 
     def _end(self) -> None:
         self._ask.close()
 
     async def _answer(self, task: Play) -> Played:
         return await play(self._make(), task, self._ask)
-
-
-async def _streamed(
-    channel: Any, messages: AsyncIterator[FromClient[Played]], peer: str
-) -> AsyncIterator[ToClient[Play]]:
-    requests = (player_message_to_proto(message) async for message in messages)
-    attach = environment_pb2_grpc.EnvironmentGatewayStub(channel).Attach
-    answers: AsyncIterator[pb.PlayGatewayMessage] = channels.duplex(
-        attach, requests, phase="ATTACH", peer=peer, token=ENVIRONMENT_TOKEN
-    )
-    async for message in answers:
-        yield play_gateway_message_from_proto(message)
 
 
 def attach_environment(

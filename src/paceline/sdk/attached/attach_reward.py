@@ -10,7 +10,7 @@ from typing import Any
 from paceline.core.attached_clients.attachment import FromClient, ToClient
 from paceline.core.errors import RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem, ScoreResult
-from paceline.rpc.v1 import reward_pb2, reward_pb2_grpc
+from paceline.rpc.v1 import reward_pb2_grpc
 from paceline.sdk.attached.attachment import Attachment, attach_until_signal
 from paceline.sdk.function import CalledFunction, version_of
 from paceline.service.grpc import channels
@@ -84,7 +84,10 @@ class RewardAttachment(Attachment[Task, GroupAnswer]):
     def _stream(
         self, channel: Any, messages: AsyncIterator[FromClient[GroupAnswer]], peer: str
     ) -> AsyncIterator[ToClient[Task]]:
-        return _streamed(channel, messages, peer)
+        attach = reward_pb2_grpc.RewardGatewayStub(channel).Attach
+        requests = (scorer_message_to_proto(message) async for message in messages)
+        answers = channels.duplex(attach, requests, phase="ATTACH", peer=peer, token=REWARD_TOKEN)
+        return (gateway_message_from_proto(message) async for message in answers)
 
     def _end(self) -> None:
         self._function.close()
@@ -101,18 +104,6 @@ class RewardAttachment(Attachment[Task, GroupAnswer]):
             return await self._batches.score(task)
         (result,) = await self._function.score([task])
         return result
-
-
-async def _streamed(
-    channel: Any, messages: AsyncIterator[FromClient[GroupAnswer]], peer: str
-) -> AsyncIterator[ToClient[Task]]:
-    requests = (scorer_message_to_proto(message) async for message in messages)
-    attach = reward_pb2_grpc.RewardGatewayStub(channel).Attach
-    answers: AsyncIterator[reward_pb2.GatewayMessage] = channels.duplex(
-        attach, requests, phase="ATTACH", peer=peer, token=REWARD_TOKEN
-    )
-    async for message in answers:
-        yield gateway_message_from_proto(message)
 
 
 class _Batches:

@@ -13,7 +13,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Self
 
 from paceline.core.errors import PeerLostError
@@ -83,9 +82,7 @@ class Heartbeats:
                 threading.Thread(target=work, name=name, daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stopped.set()
 
     def find_silent(self) -> int | None:

@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from types import TracebackType
 from typing import Any, Self
 
 from paceline.config.reward import RewardConfig
@@ -144,9 +143,7 @@ class FunctionPool:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def start(self) -> None:
