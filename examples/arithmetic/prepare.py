@@ -387,25 +387,27 @@ def write_model(out: Path, *, seed: int, tokenizer: Any = None) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Reads the command line; the defaults are the demo's values."""
-    parser = argparse.ArgumentParser(description="Prepare the arithmetic example's data and starting model.")
-    parser.add_argument("--out", type=Path, default=HERE / "data", help="folder for the parquet files")
-    parser.add_argument("--model-out", type=Path, default=HERE / "model", help="folder for the model")
+def parser_of(
+    example: str, folder: Path, *, num_val: int, num_sft: int, hasty_share: float, hasty: str
+) -> argparse.ArgumentParser:
+    """The command line of an example with two made-up pupils, with its own defaults."""
+    parser = argparse.ArgumentParser(description=f"Prepare the {example} example's data and starting model.")
+    parser.add_argument("--out", type=Path, default=folder / "data", help="folder for the parquet files")
+    parser.add_argument("--model-out", type=Path, default=folder / "model", help="folder for the model")
     parser.add_argument("--seed", type=int, default=0, help="seed of the rows and of the weights")
     parser.add_argument("--num-train", type=int, default=2048)
-    parser.add_argument("--num-val", type=int, default=256)
-    parser.add_argument("--num-sft", type=int, default=38400)
-    parser.add_argument("--num-pairs", type=int, default=38400)
-    parser.add_argument(
-        "--hasty-share", type=float, default=0.6, help="share of warm-up answers without the carry"
-    )
-    return parser.parse_args(argv)
+    parser.add_argument("--num-val", type=int, default=num_val)
+    parser.add_argument("--num-sft", type=int, default=num_sft)
+    parser.add_argument("--hasty-share", type=float, default=hasty_share, help=f"share of {hasty}")
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes the data and the model, and prints a line of JSON that says what was written."""
-    args = parse_args(argv)
+    hasty = "warm-up answers without the carry"
+    parser = parser_of("arithmetic", HERE, num_val=256, num_sft=38400, hasty_share=0.6, hasty=hasty)
+    parser.add_argument("--num-pairs", type=int, default=38400)
+    args = parser.parse_args(argv)
     if not 0.0 <= args.hasty_share <= 1.0:
         print(f"--hasty-share is {args.hasty_share}: write a share between 0 and 1", file=sys.stderr)
         return 2

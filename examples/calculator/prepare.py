@@ -9,12 +9,12 @@ The seed determines everything: the same arguments write the same rows and the s
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
 import json
+import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,14 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 HERE = Path(__file__).resolve().parent
-_SPEC = importlib.util.spec_from_file_location(
-    "arithmetic_prepare", HERE.parent / "arithmetic" / "prepare.py"
-)
-assert _SPEC is not None, HERE
-assert _SPEC.loader is not None, HERE
-arithmetic: Any = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = arithmetic
-_SPEC.loader.exec_module(arithmetic)
+arithmetic: Any = SimpleNamespace(**runpy.run_path(str(HERE.parent / "arithmetic" / "prepare.py")))
 
 TOOL = "<|tool|>"
 # What stands around the expression in a call: one token each, so that a tiny model has little to write.
@@ -81,15 +74,13 @@ def write_data(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes the data and the model, and prints a line of JSON that says what was written."""
-    parser = argparse.ArgumentParser(description="Prepare the calculator example's data and starting model.")
-    parser.add_argument("--out", type=Path, default=HERE / "data", help="folder for the parquet files")
-    parser.add_argument("--model-out", type=Path, default=HERE / "model", help="folder for the model")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the rows and of the weights")
-    parser.add_argument("--num-train", type=int, default=2048)
-    parser.add_argument("--num-val", type=int, default=256)
-    parser.add_argument("--num-sft", type=int, default=25600)
-    parser.add_argument(
-        "--hasty-share", type=float, default=0.85, help="share of warm-up answers without a tool"
+    parser = arithmetic.parser_of(
+        "calculator",
+        HERE,
+        num_val=256,
+        num_sft=25600,
+        hasty_share=0.85,
+        hasty="warm-up answers without a tool",
     )
     args = parser.parse_args(argv)
     write_data(

@@ -8,11 +8,12 @@ learning has to discover that heeding pays, and that the middle is a good start.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
+import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,14 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 HERE = Path(__file__).resolve().parent
-_SPEC = importlib.util.spec_from_file_location(
-    "calculator_prepare", HERE.parent / "calculator" / "prepare.py"
-)
-assert _SPEC is not None, HERE
-assert _SPEC.loader is not None, HERE
-calculator: Any = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = calculator
-_SPEC.loader.exec_module(calculator)
+calculator: Any = SimpleNamespace(**runpy.run_path(str(HERE.parent / "calculator" / "prepare.py")))
 
 QUESTION = {"role": "user", "content": "?"}
 MAX_GUESSES = 4

@@ -9,12 +9,12 @@ The seed determines everything: the same arguments write the same rows and the s
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
 import json
+import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,14 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 HERE = Path(__file__).resolve().parent
-_SPEC = importlib.util.spec_from_file_location(
-    "arithmetic_prepare", HERE.parent / "arithmetic" / "prepare.py"
-)
-assert _SPEC is not None, HERE
-assert _SPEC.loader is not None, HERE
-arithmetic: Any = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = arithmetic
-_SPEC.loader.exec_module(arithmetic)
+arithmetic: Any = SimpleNamespace(**runpy.run_path(str(HERE.parent / "arithmetic" / "prepare.py")))
 
 # What stands around a program's expression: one token each, so that a tiny model has little to write.
 OPENING, CLOSING = "print(", ")"
@@ -91,14 +84,9 @@ def write_data(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes the data and the model, and prints a line of JSON that says what was written."""
-    parser = argparse.ArgumentParser(description="Prepare the programs example's data and starting model.")
-    parser.add_argument("--out", type=Path, default=HERE / "data", help="folder for the parquet files")
-    parser.add_argument("--model-out", type=Path, default=HERE / "model", help="folder for the model")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the rows and of the weights")
-    parser.add_argument("--num-train", type=int, default=2048)
-    parser.add_argument("--num-val", type=int, default=64)
-    parser.add_argument("--num-sft", type=int, default=25600)
-    parser.add_argument("--hasty-share", type=float, default=0.7, help="share of the hasty pupil's programs")
+    parser = arithmetic.parser_of(
+        "programs", HERE, num_val=64, num_sft=25600, hasty_share=0.7, hasty="the hasty pupil's programs"
+    )
     args = parser.parse_args(argv)
     write_data(
         args.out,
