@@ -60,12 +60,11 @@ def _first_sentence(docstring: str) -> str:
 
 
 def test_a_first_sentence_says_something() -> None:
-    """Of five words at least; a property may be what its name says."""
+    """Of five words at least."""
     short = [
         f"{place}: {sentence}"
         for place, node in _everything()
-        if not _is_property(node)
-        and (docstring := ast.get_docstring(node))
+        if (docstring := ast.get_docstring(node))
         and len((sentence := _first_sentence(docstring)).split()) < SHORTEST
     ]
     assert short == [], "a first sentence has a verb and reads without the name above it"

@@ -12,6 +12,7 @@ from paceline.core.errors import ConfigError
 from paceline.launch.planning import dry_run, plan
 from paceline.sizing.gpus import gpus_to_share
 from paceline.sizing.machine import Machine
+from support import source
 from support.cli_configs import config
 
 
@@ -107,7 +108,12 @@ def test_what_is_the_users_own_is_checked_while_the_controller_starts(
     own: dict[str, object], tmp_path: Path
 ) -> None:
     def roles(**changes: object) -> list[str]:
-        return [spec.name for spec in plan.checks(config(**changes), tmp_path)]
+        specs = plan.checks(config(**changes), tmp_path)
+        for spec in specs:
+            module, name = spec.command[2:4]
+            text = source.modules()[module].read_text(encoding="utf-8")
+            assert f'"{name}": _' in text.partition("CHECKS")[2], f"{module} has no check {name}"
+        return [spec.name for spec in specs]
 
     assert roles() == ["reward-check"]
     assert roles(**own) == ["reward-check", "learner-check"]

@@ -150,7 +150,7 @@ class StepOutcome:
 
     @property
     def taken(self) -> bool:
-        """Whether the parameters moved."""
+        """Whether the step was taken, so that parameters moved."""
         return not self.skip_reason
 
 
