@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import random
 import sys
 import time
@@ -241,11 +242,17 @@ async def score(drawn: Sequence[Hostile], *, seconds: float) -> Record:
             task.cancel()
         await asyncio.gather(working, lag, reading, return_exceptions=True)
     await total.close()
-    left = [
-        child for child in psutil.Process().children(recursive=True) if "inside.py" in str(child.cmdline())
-    ]
-    record.left = [f"a process is left: {child}" for child in left]
+    record.left = [f"a process is left: {child}" for child in _programs()]
     return record
+
+
+def _programs() -> list[psutil.Process]:
+    """The confined programs that run below this process."""
+    running = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since, and may wait for its parent
+            running += [child] * ("inside.py" in str(child.cmdline()))
+    return running
 
 
 async def _read(broker: MemoryBroker, record: Record, count: int) -> None:
