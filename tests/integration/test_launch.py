@@ -81,7 +81,7 @@ def test_services_share_a_temporary_folder_that_goes_with_the_run(tmp_path: Path
 def test_success(tmp_path: Path) -> None:
     run = Run(tmp_path, "steps", {"rollout-0": WELL, "learner-0": WELL, "reward": WELL})
     assert run.finish() == (True, 0, "2 steps done")
-    assert [line for line in run.output.splitlines() if line.startswith("step")] == [
+    assert [line for line in run.output.splitlines() if line.startswith("step") and "reward" in line] == [
         "step 1/2  reward 0.500",
         "step 2/2  reward 1.000",
     ]

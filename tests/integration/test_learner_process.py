@@ -135,7 +135,8 @@ async def working_ahead(learner: Learner, rows: tuple[BatchRow, ...], policy: Po
 async def told_to_restart(learner: Learner) -> None:
     """It answers, and then all ranks end in order; rank 0's exit code says that a new start can help."""
     await learner.call(learner.stub.Restart, learner_pb2.RestartRequest(reason="the data of step 5 is gone"))
-    codes = await asyncio.wait_for(asyncio.gather(*(rank.wait() for rank in learner.ranks)), 60)
+    async with asyncio.timeout(60):
+        codes = [await asyncio.to_thread(rank.wait) for rank in learner.ranks]
     assert codes == [1, 0]
     assert learner.failure == ("starting again: the data of step 5 is gone", False)
 
@@ -164,7 +165,7 @@ async def describing_its_weights(learner: Learner) -> None:
 async def losing_a_rank(learner: Learner) -> None:
     """Rank 0 names the rank that it lost, and ends."""
     os.kill(learner.ranks[1].pid, signal.SIGKILL)
-    assert await asyncio.wait_for(learner.ranks[0].wait(), 240) == 1
+    assert await asyncio.wait_for(asyncio.to_thread(learner.ranks[0].wait), 240) == 1
     assert "lost rank 1 (" in learner.failure[0]
 
 

@@ -27,6 +27,7 @@ from paceline.wire import decode_scored
 from paceline.wire.calls.attachment import gateway_message_from_proto, scorer_message_to_proto
 from support.closing import closing_all
 from support.fake_controller import FakeController, serve
+from support.forked import Forked
 from support.training_rewards import letters
 from support.trajectories import finished_sample
 
@@ -69,7 +70,7 @@ async def broker(redis_server: RedisServer) -> AsyncIterator[Broker]:
 @asynccontextmanager
 async def service(
     tmp_path: Path, model: Path, broker_url: str, reward: dict[str, object]
-) -> AsyncIterator[tuple[FakeController, asyncio.subprocess.Process]]:
+) -> AsyncIterator[tuple[FakeController, Forked]]:
     config = {
         "data": {"train_files": "none.jsonl"},
         "model": {"path": str(model)},
@@ -82,22 +83,15 @@ async def service(
     write_run_id(tmp_path, RUN)
     server = await serve(controller, token=TOKEN)
     path = os.pathsep.join(entry for entry in sys.path if entry)
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "paceline.reward",
-        "--controller",
-        server.address,
-        "--member-id",
-        "reward-0",
+    process = Forked(
+        ["-m", "paceline.reward", "--controller", server.address, "--member-id", "reward-0"],
         env={**os.environ, "PACELINE_TOKEN": TOKEN, "PYTHONPATH": path, "PACELINE_DIE_WITH_PARENT": "1"},
     )
     try:
         yield controller, process
     finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+        process.kill()
+        process.wait()
         await server.stop(grace_s=0)
 
 
@@ -154,7 +148,7 @@ async def test_the_process_scores_survives_its_functions_and_leaves_in_order(
             assert [result.reward for result in await client.score([item])] == [1.5]
         process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(60):
-            assert await process.wait() == 0
+            assert await asyncio.to_thread(process.wait) == 0
         assert controller.calls[-1] == "leave stopped"
     spans = [json.loads(line) for line in (tmp_path / "spans.jsonl").read_text().splitlines()]
     assert any(span["name"] == "reward.score" and f"{1:032x}" in json.dumps(span) for span in spans)
@@ -176,7 +170,7 @@ async def test_the_end_of_the_run_ends_the_process(
         await controller.reported("serving")
         controller.run_over = True
         async with asyncio.timeout(60):
-            assert await process.wait() == 0
+            assert await asyncio.to_thread(process.wait) == 0
 
 
 @pytest.mark.redis
@@ -187,24 +181,23 @@ async def test_a_function_that_is_not_there_is_told_to_the_controller(
     reward: dict[str, object] = {"functions": [{"name": "gsm9k"}]}
     async with service(tmp_path, model, redis_server.url, reward) as (controller, process):
         async with asyncio.timeout(90):
-            assert await process.wait() == 2
+            assert await asyncio.to_thread(process.wait) == 2
         failure = next(beat.failure for beat in controller.heartbeats if beat.failure)
         assert failure.startswith("there is no built-in reward function 'gsm9k': write exact_match")
 
 
 @asynccontextmanager
-async def client(address: str, scored: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+async def client(address: str, scored: Path) -> AsyncIterator[Forked]:
     """A process that scores as `support.training_rewards.letters` does."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
-    command = [sys.executable, "-m", "support.attached_client", address, str(scored)]
+    command = ["-m", "support.attached_client", address, str(scored)]
     environment = {**os.environ, "PACELINE_REWARD_TOKEN": TOKEN, "PYTHONPATH": path}
-    process = await asyncio.create_subprocess_exec(*command, env=environment)
+    process = Forked(command, env=environment)
     try:
         yield process
     finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+        process.kill()
+        process.wait()
 
 
 def is_written(path: Path) -> bool:
@@ -241,13 +234,13 @@ async def test_clients_attach_one_is_killed_one_comes_and_every_item_has_the_sco
                 headers = await scored(broker, len(samples))
                 controller.run_over = True
                 async with asyncio.timeout(60):
-                    assert [await first.wait(), await third.wait(), await process.wait()] == [0, 0, 0]
+                    assert [await asyncio.to_thread(each.wait) for each in (first, third, process)] == [0] * 3
         expected = [letters(text.replace(" <|end|>", ""), "") for text in samples]
         assert [header.reward for header in headers] == [values["score"] for values in expected]
         assert [header.components["letters/length"] for header in headers] == [
             values["length"] for values in expected
         ]
-        assert await second.wait() < 0
+        assert await asyncio.to_thread(second.wait) < 0
 
 
 @pytest.mark.redis
@@ -279,5 +272,5 @@ async def test_clients_hear_whether_the_run_is_over_or_this_service_alone(
             left.set()
             assert isinstance(leave, Leave)
             assert leave.for_good is is_run_over
-            assert await process.wait() == 0
+            assert await asyncio.to_thread(process.wait) == 0
         await channel.close()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -26,6 +24,7 @@ from paceline.learner.model.loading import Precision, load_policy
 from paceline.learner.pair_training import batch_indices, form_ranks, take_steps
 from paceline.learner.sft import Pair, SftTrainer, read_pairs, train
 from support.byte_tokenizer import save_tokenizer
+from support.forked import run
 from support.learner_fakes import VOCAB_SIZE, write_model
 from support.learner_ranks import alone
 
@@ -155,9 +154,8 @@ def test_a_killed_training_goes_on_and_gives_the_weights_of_an_undisturbed_one(
 
     config = config_of(start, tmp_path, **common)
     (tmp_path / "run.yaml").write_text(dump_yaml(config))
-    command = [sys.executable, "-c", _KILLED, str(tmp_path / "run.yaml")]
-    killed = subprocess.run(command, check=False, timeout=300, capture_output=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()[-2000:]
+    killed = run(["-c", _KILLED, str(tmp_path / "run.yaml")], timeout=300)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
     assert not (tmp_path / "out").exists()
     complete = [path.parent.name for path in (tmp_path / "out.checkpoints").glob("*/manifest.json")]
     assert set(complete) <= {"step_000003", "step_000006"}

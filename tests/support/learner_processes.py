@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,6 +18,7 @@ from paceline.service.identity.credentials import Credentials
 from paceline.sizing.machine import free_port
 from paceline.wire.calls.training import order_to_proto
 from support.fake_controller import FakeController, serve
+from support.forked import Forked
 from support.learner_fakes import run_config
 
 TOKEN = "a secret of the run"
@@ -28,9 +27,7 @@ TOKEN = "a secret of the run"
 class Learner:
     """Two running ranks and a channel to rank 0."""
 
-    def __init__(
-        self, controller: FakeController, ranks: list[asyncio.subprocess.Process], channel: Any
-    ) -> None:
+    def __init__(self, controller: FakeController, ranks: list[Forked], channel: Any) -> None:
         self.controller, self.ranks = controller, ranks
         self.stub = learner_pb2_grpc.LearnerServiceStub(channel)
 
@@ -82,14 +79,8 @@ async def running(
             "OMP_NUM_THREADS": "1",
         }
         with (folder / f"rank{rank}.log").open("ab") as output:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "paceline.learner"),
-                *("--controller", server.address, "--member-id", "learner-0"),
-                env=env,
-                stdout=output,
-                stderr=output,
-            )
-        ranks.append(process)
+            words = ("-m", "paceline.learner", "--controller", server.address, "--member-id", "learner-0")
+            ranks.append(Forked(words, env=env, stdout=output, stderr=output))
     channel: grpc.aio.Channel | None = None
     try:
         await controller.reported("ready")
@@ -99,8 +90,7 @@ async def running(
         if channel is not None:
             await channel.close(grace=None)
         for process in ranks:
-            if process.returncode is None:
-                process.kill()
-            await process.wait()
+            process.kill()
+            process.wait()
         await server.stop(0.2)
         print((folder / "rank0.log").read_text(), (folder / "rank1.log").read_text())

@@ -9,12 +9,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from paceline.sizing.machine import free_port
+from support.forked import Forked
 
-TESTS = Path(__file__).resolve().parent.parent
 WAIT_S = 300.0
 """How long a rank waits for the others; on a busy machine one of them may import torch for a minute."""
 
@@ -51,10 +50,9 @@ def run_ranks(
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path]),
         }
-        command = [sys.executable, "-m", "support.learner_ranks", function, str(context), *arguments]
-        started.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
+        command = ["-m", "support.learner_ranks", function, str(context), *arguments]
+        started.append(Forked(command, env=env, stdout=subprocess.PIPE))
     try:
         outputs = [process.communicate(timeout=timeout_s)[0] for process in started]
     finally:

@@ -30,6 +30,7 @@ from paceline.reward.scoring.scorer import ScorerSettings
 from paceline.reward.weighted_sum import WeightedSum
 from paceline.sdk import RewardClient, RewardServer
 from support.cli_configs import config
+from support.forked import Forked, run
 
 pytestmark = pytest.mark.torch
 
@@ -149,15 +150,12 @@ async def test_it_is_served_as_any_batch_function(tmp_path: Path) -> None:
 async def test_two_reward_services_share_the_process_of_a_model(tmp_path: Path) -> None:
     """`python -m paceline.reward.models PATH --port`: neither of them loads a model."""
     path = save(tmp_path)
-    command = [sys.executable, "-m", "paceline.reward.models", path, "--port", "0"]
-    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    command = ["-m", "paceline.reward.models", path, "--port", "0"]
+    process = Forked(command, stderr=subprocess.PIPE)
     assert process.stderr is not None
     try:
-        async with asyncio.timeout(800):
-            async for line in process.stderr:
-                if address := re.search(r"reward server on (\S+)", line.decode()):
-                    break
-        assert address is not None
+        said = iter(process.stderr.readline, "")
+        address = next(filter(None, (re.search(r"reward server on (\S+)", line) for line in said)))
         service = {"name": "rm", "address": address[1], "concurrency": 1, "timeout_s": 120.0}
         reward = RewardConfig.model_validate({"services": [service]})
         totals = [WeightedSum.configured(ScorerSettings(config=reward)) for _ in range(2)]
@@ -167,7 +165,7 @@ async def test_two_reward_services_share_the_process_of_a_model(tmp_path: Path) 
         await asyncio.gather(*(total.close() for total in totals))
     finally:
         process.terminate()
-        await process.communicate()
+        await asyncio.to_thread(process.communicate)
     given = [score.reward for scores in scored for score in scores]
     assert given == pytest.approx(SequenceModel(ModelOptions(path=path))(items(*RESPONSES)), abs=1e-5)
 
@@ -369,8 +367,7 @@ print("too late")
 
 
 def test_a_model_that_hangs_ends_its_process_and_says_where() -> None:
-    command = [sys.executable, "-c", HANGS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = run(["-c", HANGS], timeout=120)
     assert (done.returncode, done.stdout) == (1, "answered\n")
     assert "Timeout (0:00:03)!" in done.stderr
     assert "in __call__" in done.stderr

@@ -24,6 +24,7 @@ from paceline.service.identity.credentials import INSECURE, TLS_DIR
 from paceline.show.live.view import Metrics, View
 from paceline.sizing.machine import Machine
 from support.cli_configs import config
+from support.forked import run
 
 
 @pytest.mark.parametrize(
@@ -124,13 +125,7 @@ def test_a_taken_controller_port_is_refused_before_anything_is_made(
 def test_the_controllers_error_at_start_is_the_commands_last_line(project: Path) -> None:
     before = sorted(path.name for path in project.iterdir())
     words = ["run.yaml", "trainer.run_dir=r", "broker.url=redis://127.0.0.1:1/0"]
-    done = subprocess.run(
-        [sys.executable, "-m", "paceline.cli.main", "train", *words],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = run(["-m", "paceline.cli.main", "train", *words], timeout=300)
     assert done.returncode == 2
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("paceline train: model folder model has no tokenizer")
@@ -145,13 +140,7 @@ def test_a_start_that_fails_gives_an_earlier_run_its_folder_back(project: Path) 
     (project / "runs" / "other").mkdir()
     (project / "runs" / "latest").symlink_to("other")
     words = ["run.yaml", "trainer.resume=never", "broker.url=redis://127.0.0.1:1/0"]
-    done = subprocess.run(
-        [sys.executable, "-m", "paceline.cli.main", "train", *words],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = run(["-m", "paceline.cli.main", "train", *words], timeout=300)
     assert done.returncode == 2
     assert sorted(path.name for path in (project / "runs").iterdir()) == ["latest", "other", "run"]
     assert [path.name for path in earlier.iterdir()] == ["config.resolved.yaml"]
