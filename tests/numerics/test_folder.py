@@ -373,6 +373,16 @@ def test_a_short_list_of_tensors_may_be_left_out(ranks: Ranks, tmp_path: Path) -
         load_policy(folder, ranks, FLOAT32)
 
 
+def test_keys_of_layers_that_take_those_of_earlier_ones_may_be_left_out(tmp_path: Path) -> None:
+    """Published checkpoints of Gemma 4 have them; of other layers they would be missed."""
+    first = "model.layers.2.self_attn.k_norm.weight"
+    check_stored(changed_folder(tmp_path / "a", "gemma4_text", **{first: torch.ones(8)}), needs_head=True)
+    own = "model.layers.1.self_attn.v_proj.weight"  # that layer's values are its keys
+    folder = changed_folder(tmp_path / "b", "gemma4_text", **{own: torch.ones(16, 32)})
+    with pytest.raises(ModelError, match=rf"lacks \(1\): {own}"):
+        check_stored(folder, needs_head=True)
+
+
 def test_a_head_is_left_out_where_the_network_has_none(ranks: Ranks, tmp_path: Path) -> None:
     folder = changed_folder(tmp_path / "untied", **{"lm_head.bias": torch.ones(4)})
     with pytest.raises(ModelError, match=r"lacks \(1\): lm_head.bias"):

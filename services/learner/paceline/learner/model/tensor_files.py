@@ -35,6 +35,7 @@ _NESTED = (("model.language_model.", "model."), ("model.visual.", "visual."))
 
 
 _OTHER_HEADS = re.compile(r"(score|value_head|v_head|classifier)\..*")
+_KEYS_AND_VALUES = re.compile(r".*\.self_attn\.(?:k_proj|v_proj|k_norm|v_norm)\..*")
 _LAYER = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\..*")
 
 
@@ -42,7 +43,8 @@ def _may_be_left_out(name: str, config: Any, *, has_head: bool) -> bool:
     """Whether a tensor may be in the files and not in the model; docs/models.md has the list.
 
     Frequencies of rotary embeddings, which are computed; heads of another kind; a language model's head where
-    it is tied or the network has none; layers that predict further tokens in pretraining (DeepSeek-V3).
+    it is tied or the network has none; layers that predict further tokens in pretraining (DeepSeek-V3); keys
+    and values of layers that take those of earlier ones (Gemma 4).
     """
     text = config.get_text_config()
     if name.startswith("lm_head."):
@@ -50,9 +52,15 @@ def _may_be_left_out(name: str, config: Any, *, has_head: bool) -> bool:
         return not has_head or (bool(is_tied) and name == "lm_head.weight")
     if name.endswith(".rotary_emb.inv_freq") or _OTHER_HEADS.fullmatch(name):
         return True
-    layer, first = _LAYER.fullmatch(name), int(text.num_hidden_layers)
-    further = int(getattr(text, "num_nextn_predict_layers", 0) or 0)
-    return layer is not None and first <= int(layer[1]) < first + further
+    if (layer := _LAYER.fullmatch(name)) is None:
+        return False
+    number, num_layers = int(layer[1]), int(text.num_hidden_layers)
+    further, shared = (
+        int(getattr(text, key, 0) or 0) for key in ("num_nextn_predict_layers", "num_kv_shared_layers")
+    )
+    if _KEYS_AND_VALUES.fullmatch(name) and num_layers - shared <= number < num_layers:
+        return True
+    return num_layers <= number < num_layers + further
 
 
 class ModelFiles:
