@@ -206,6 +206,12 @@ def test_gradients_go_through_keys_that_layers_share(kept_share: float, ranks: R
         require_shared_tokens(config, 2, has_experts=False)
 
 
+def test_windows_that_an_engine_would_place_otherwise_are_refused(tmp_path: Path) -> None:
+    kinds = ["sliding_attention", "full_attention", "full_attention"]
+    with pytest.raises(ModelError, match="do not alternate between sliding_attention and full_attention"):
+        check(tmp_path, tiny_config("gpt_oss", layer_types=kinds), trust=True)
+
+
 def test_gemma_4_with_experts_is_refused(tmp_path: Path) -> None:
     experts = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
     with pytest.raises(ModelError, match="has a router that Paceline does not know"):

@@ -29,6 +29,7 @@ class ModelFamily:
         has_all_biases: so have the projection to the states, routers and experts.
         has_head_norms: queries and keys are normalised, head by head.
         has_joint_norms: queries and keys are normalised, all heads together.
+        alternates_windows: in an engine every second layer has no window, whatever layer_types says.
         clamps_mlp: an MLP clamps its gate and its other half, and keeps both for the backward pass.
         has_sinks: attention has a score per head of a token without a value.
         weighs_shared_expert: a token has a weight for the MLP that all tokens meet, as for its experts.
@@ -48,6 +49,7 @@ class ModelFamily:
     has_all_biases: bool = False
     has_head_norms: bool = False
     has_joint_norms: bool = False
+    alternates_windows: bool = False
     clamps_mlp: bool = False
     has_sinks: bool = False
     weighs_shared_expert: bool = False
@@ -81,6 +83,7 @@ FAMILIES: Final[Mapping[str, ModelFamily]] = {
         name="GPT-OSS",
         has_projection_bias=True,
         has_all_biases=True,
+        alternates_windows=True,
         clamps_mlp=True,
         has_sinks=True,
         stacks_experts=True,

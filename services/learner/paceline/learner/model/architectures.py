@@ -28,6 +28,14 @@ def require_known(config: Any, *, trust_architecture: bool) -> None:
             f"{config.model_type} with experts (enable_moe_block) has a router that Paceline does not know; "
             "take a model of this kind without experts, or another one of docs/models.md"
         )
+    kinds = ("sliding_attention", "full_attention")
+    if family_of(config.model_type).alternates_windows and any(
+        kind != kinds[layer % 2] for layer, kind in enumerate(config.layer_types)
+    ):
+        raise ModelError(
+            f"layer_types of this {config.model_type} do not alternate between {kinds[0]} and {kinds[1]}, "
+            "as engines take for granted: their log-probs would be others; take a model where they do"
+        )
     if config.model_type in ARCHITECTURES or trust_architecture:
         return
     raise ModelError(
