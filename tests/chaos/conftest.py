@@ -2,16 +2,44 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from support.training_run import REWARDS, Row, prepare_inputs, tiny_config, training
+from support.shared import once
+from support.training_run import (
+    REWARDS,
+    Row,
+    assert_sound,
+    prepare_inputs,
+    read_jsonl,
+    tiny_config,
+    training,
+    with_one_layer,
+)
 
-NUM_STEPS, VALIDATED = 16, 14
+NUM_STEPS, TEST_FREQ = 36, 7
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole runs begin first, and the longest of them before all: `make test-chaos` has several processes."""
+    items.sort(
+        key=lambda item: (item.get_closest_marker("e2e") is None, "kill_each_phase" not in item.nodeid)
+    )
 
 
 @pytest.fixture(scope="session")
-def config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    inputs = prepare_inputs(tmp_path_factory.mktemp("inputs"), num_train=64, num_val=1)
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The arithmetic example's data, and one layer of its model."""
+
+    def make(folder: Path) -> None:
+        with_one_layer(prepare_inputs(folder, num_train=64, num_val=1))
+
+    return once(tmp_path_factory, "inputs", make)
+
+
+@pytest.fixture(scope="session")
+def config(inputs: Path) -> dict[str, object]:
     return tiny_config(
         inputs,
         data={"train_batch_size": 4, "max_response_length": 8},
@@ -21,10 +49,11 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
         trainer={
             "total_steps": NUM_STEPS,
             "save_freq": 1,
-            "test_freq": VALIDATED,
+            "test_freq": TEST_FREQ,
             "val_before_train": False,
         },
-        service={"max_restarts": 1000, "recovery_timeout_s": 200},
+        # Restarts are far apart: the pause before one does not grow.
+        service={"max_restarts": 1000, "restart_window_s": 1},
         # It judges seconds, and a step with a kill in it takes longer.
         guard={"throughput": {"warn": None}},
     )
@@ -32,6 +61,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
 
 @pytest.fixture(scope="session")
 def undisturbed(config: dict[str, object], tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
-    with training(config, tmp_path_factory.mktemp("undisturbed") / "run") as run:
-        assert run.finish(timeout_s=600) == 0, run.output
-        return run.metrics
+    def make(folder: Path) -> None:
+        with training(config, folder / "run") as run:
+            assert run.finish(timeout_s=900) == 0, run.output
+            assert_sound(run)
+
+    return read_jsonl(once(tmp_path_factory, "undisturbed", make) / "run" / "metrics.jsonl")

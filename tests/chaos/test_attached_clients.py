@@ -16,10 +16,10 @@ import pytest
 from paceline.sizing.machine import free_port
 from support.training_run import TRANSPORT, Row, assert_same_metrics, assert_sound, only, training
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 # With the validation of the reference.
-NUM_STEPS = 14
+NUM_STEPS = 7
 
 
 @contextlib.contextmanager

@@ -10,22 +10,20 @@ from pathlib import Path
 import pytest
 import yaml
 
-from support.training_run import PACELINE, prepare_inputs, tiny_config
+from support.training_run import PACELINE, tiny_config
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 NUM_FAULTS = 6
 
 
-def test_a_run_under_faults_is_sound(tmp_path: Path) -> None:
-    inputs = prepare_inputs(tmp_path, num_train=64, num_val=1)
+def test_a_run_under_faults_is_sound(inputs: Path, tmp_path: Path) -> None:
     config = tiny_config(
         inputs,
         data={"train_batch_size": 4, "val_files": [], "max_response_length": 8},
         actor={"ppo_mini_batch_size": 2},
         rollout={"n": 2},
         trainer={"save_freq": 2, "test_freq": 0, "val_before_train": False},
-        service={"recovery_timeout_s": 200},
     )
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     command = [str(PACELINE), "chaos", "run.yaml", "--seed", "2", "--faults", str(NUM_FAULTS), "--plain"]
@@ -35,7 +33,7 @@ def test_a_run_under_faults_is_sound(tmp_path: Path) -> None:
         env=dict(os.environ),
         capture_output=True,
         text=True,
-        timeout=850,
+        timeout=1700,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -12,7 +12,7 @@ import pytest
 
 from support.training_run import PACELINE, Row, prepare_inputs, tiny_config, training
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 # The launcher kills a controller that is silent for twice as long as a member may be.
 DEAD_AFTER_S, PAUSE_S = 10.0, 12.0
