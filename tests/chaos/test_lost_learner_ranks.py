@@ -26,7 +26,7 @@ async def test_the_other_rank_ends_and_names_the_lost_one(
     model = write_model(tmp_path / "model")
     async with running(model, NOBODY, tmp_path) as learner:
         os.kill(learner.ranks[lost].pid, fault)
-        assert await asyncio.wait_for(learner.ranks[survivor].wait(), 300) == 1
+        assert await asyncio.to_thread(learner.ranks[survivor].wait, 300) == 1
     said = learner.failure[0] if survivor == 0 else (tmp_path / "rank1.log").read_text()
     assert f"rank {lost} " in said.splitlines()[-1]
     if fault is signal.SIGSTOP:
@@ -47,4 +47,4 @@ async def test_a_rank_that_pauses_for_less_is_not_given_up(tmp_path: Path) -> No
         for rank in learner.ranks:
             os.kill(rank.pid, signal.SIGCONT)
         await asyncio.sleep(4)
-        assert [rank.returncode for rank in learner.ranks] == [None, None]
+        assert [rank.poll() for rank in learner.ranks] == [None, None]
