@@ -66,8 +66,8 @@ def assert_ended_in_order(run: TrainingRun, message: str) -> None:
         message,
     )
     last = {event["member"]: event["what"] for event in only(events, "member")}
-    # After a signal the controller waits for some seconds only. On a busy machine an engine takes longer to end,
-    # and its server is silent meanwhile.
+    # After a signal the controller waits for some seconds only. On a busy machine an engine takes longer to
+    # end, and its server is silent meanwhile.
     leaving = {"left", "state:draining", "suspect"} if "SIG" in message else {"left"}
     assert set(last.values()) <= leaving, last
     log = (run.run_dir / "logs/launcher.log").read_text()
