@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.models.facts import family_of
 
@@ -40,6 +40,14 @@ def missing_keys(config: Mapping[str, Any]) -> dict[str, str | bool]:
     """
     keys = family_of(config.get("model_type")).keys_for_engines
     return {key: value for key, value in keys if key not in config}
+
+
+def use_factor_parameters(model: nn.Module) -> None:
+    """Makes the factors of layers parameters, which do not train."""
+    name = FACTOR.removeprefix(".")
+    for module in model.modules():
+        if (factor := module._buffers.pop(name, None)) is not None:
+            module.register_parameter(name, nn.Parameter(factor, requires_grad=False))
 
 
 def split(correction: Tensor) -> Tensor:

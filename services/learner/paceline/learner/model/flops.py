@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,10 +39,16 @@ def arithmetic_of(network: PolicyNetwork | ValueNetwork) -> Arithmetic:
     return Arithmetic(
         per_token=(4 if adapter_names(layers) else 6) * trained + 4 * frozen,
         per_response_token=(6 if head.requires_grad else 4) * head.numel(),
-        per_pair=3 * sum(map(_channels, config.per_layer_config)),
+        per_pair=3 * sum(map(_channels, _by_layer(config, len(layers)))),
         per_patch=per_patch,
         per_patch_pair=per_patch_pair,
     )
+
+
+def _by_layer(config: Any, num_layers: int) -> Sequence[Any]:
+    """The configuration of each layer; transformers has several only of models whose layers differ."""
+    is_heterogeneous = getattr(config, "is_heterogeneous", False)
+    return config.per_layer_config if is_heterogeneous else [config] * num_layers
 
 
 def _channels(config: Any) -> int:

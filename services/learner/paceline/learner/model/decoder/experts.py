@@ -43,10 +43,8 @@ def use_correction_parameters(lm: nn.Module) -> None:
     See `corrections`.
     """
     buffer, name = (end.removeprefix(".") for end in (corrections.BUFFER, corrections.PARTS))
-    factor = corrections.FACTOR.removeprefix(".")
+    corrections.use_factor_parameters(lm)
     for module in lm.modules():
-        if (constant := module._buffers.pop(factor, None)) is not None:
-            module.register_parameter(factor, nn.Parameter(constant, requires_grad=False))
         # Of a router, or of the layer of experts that has one.
         correction = module._buffers.pop(buffer, None)
         if correction is None:

@@ -23,7 +23,7 @@ from paceline.rollout.engines.vllm.weights.checkpoint import learner_shapes
 from paceline.rollout.engines.vllm.weights.layout import describe_model
 from paceline.rollout.engines.vllm.weights.reload import Reloader
 from paceline.rollout.engines.vllm.weights.trace import traced
-from paceline.weights.corrections import FACTOR
+from paceline.weights.corrections import use_factor_parameters
 from paceline.weights.plan.spec import WeightGroupSpec
 
 if TYPE_CHECKING:
@@ -94,19 +94,11 @@ def _trace_loading() -> None:
             # Tracing writes constants and may make parameters anew.
             return process(model, model_config, *args, **kwargs)
         config = model_config.hf_config
-        _make_factors_parameters(model)
+        use_factor_parameters(model)
         with traced(model, learner_shapes(config), model_type=config.model_type):
             return process(model, model_config, *args, **kwargs)
 
     base_loader.process_weights_after_loading = process_traced
-
-
-def _make_factors_parameters(model: nn.Module) -> None:
-    """Makes the constant factors of layers, which vLLM keeps as buffers, parameters that a push reaches."""
-    name = FACTOR.removeprefix(".")
-    for module in model.modules():
-        if (factor := module._buffers.pop(name, None)) is not None:
-            module.register_parameter(name, torch.nn.Parameter(factor, requires_grad=False))
 
 
 def _forget_cpu_moe_kernels(model: nn.Module) -> None:
