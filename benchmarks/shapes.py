@@ -7,7 +7,7 @@ from typing import Any
 QWEN: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
-    "max_position_embeddings": 4096,
+    "max_position_embeddings": 8192,
     "rms_norm_eps": 1e-6,
     "hidden_act": "silu",
 }
