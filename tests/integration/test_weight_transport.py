@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,8 @@ from paceline.weights.transport.group import WeightGroup
 from paceline.weights.transport.place import place_of
 from paceline.weights.transport.rendezvous import Abandonment, Deadline, abandon, open_store
 from paceline.weights.transport.shared_group import SharedGroup, form_group
-from support.fake_vllm import fake_qwen2
+from support.fake_gpt_oss import EXPERTS, ROUTER, LearnersTensors, fake_gpt_oss
+from support.fake_vllm import add_parameter, fake_qwen2
 from support.reference_digest import digest_array
 from support.weight_layouts import DenseModel, fsdp_layout, tp_layout
 
@@ -65,13 +67,7 @@ class FlatModel(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         for name, shape in shapes.items():
-            *path, kind = name.split(".")
-            module: nn.Module = self
-            for part in path:
-                if part not in dict(module.named_children()):
-                    module.add_module(part, nn.Module())
-                module = module.get_submodule(part)
-            module.register_parameter(kind, nn.Parameter(torch.randn(shape, generator=generator)))
+            add_parameter(self, name, torch.randn(shape, generator=generator))
 
 
 class Fleet:
@@ -79,22 +75,19 @@ class Fleet:
 
     def __init__(
         self,
-        model: DenseModel,
+        model: DenseModel | LearnersTensors,
         size: int,
         *,
         engines: int = 1,
-        moe: bool = False,
         load: Any = None,
-        dtype: torch.dtype = torch.float32,
+        build: Callable[..., nn.Module] = fake_qwen2,
+        **options: Any,
     ) -> None:
         self.source = FlatModel(model.shapes(), seed=0)
         self.publisher = WeightPublisher(self.source, CPU)
         self.size = size
-        self.models = [
-            fake_qwen2(model, rank, size, moe=moe, dtype=dtype)
-            for _ in range(engines)
-            for rank in range(size)
-        ]
+        make = partial(build, model) if isinstance(model, DenseModel) else build
+        self.models = [make(rank, size, **options) for _ in range(engines) for rank in range(size)]
         self.receivers = [RankReceiver(m, CPU, describe_model, load or refuse_full) for m in self.models]
         self.epoch = 0
 
@@ -366,6 +359,47 @@ def test_a_push_casts_to_the_wire_type() -> None:
     assert sent.num_bytes * 2 == 4 * sum(
         part.box.volume for f in fleet.receivers for part in f.describe().slices
     )
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_push_fills_transposed_experts_and_float32_gates_of_a_bfloat16_model(size: int) -> None:
+    """As vLLM 0.24 keeps gpt-oss's experts and GLM-4.5's gates on a GPU."""
+    fleet = Fleet(LearnersTensors(), size, build=fake_gpt_oss)
+    fleet.join(fleet.spec(wire_dtype="bfloat16", round_bytes=60))
+    sent, received = fleet.push(1)
+    assert agree(sent, received)
+    learned = {name: param.bfloat16() for name, param in fleet.source.named_parameters()}
+    up, bias = learned[EXPERTS + "gate_up_proj"].chunk(size, 2), learned[EXPERTS + "gate_up_proj_bias"]
+    down = learned[EXPERTS + "down_proj"].chunk(size, 1)
+    for rank, model in enumerate(fleet.models):
+        own = {name.removeprefix(EXPERTS + "routed_experts."): p for name, p in model.named_parameters()}
+        assert torch.equal(own["w13_weight"], up[rank].mT)
+        assert torch.equal(own["w13_bias"], bias.chunk(size, 1)[rank])
+        assert torch.equal(own["w2_weight"], down[rank].mT)
+        assert torch.equal(own["w2_bias"], learned[EXPERTS + "down_proj_bias"] * (rank == 0))
+        assert own[ROUTER].dtype == torch.float32
+        assert torch.equal(own[ROUTER], learned[ROUTER].float())
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil"),
+    [
+        (ROUTER, lambda gate: gate[1, 2].mul_(1 + 2**-20)),  # bfloat16 would not show it
+        (ROUTER, lambda gate: gate[1, 2].mul_(2)),
+        (EXPERTS + "routed_experts.w2_weight", lambda stack: stack[:, :4].copy_(stack[:, :4].mT.clone())),
+    ],
+)
+def test_another_value_in_such_a_parameter_changes_the_digest(
+    name: str, spoil: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    fleet = Fleet(LearnersTensors(), 1, build=fake_gpt_oss)
+    fleet.join(fleet.spec(wire_dtype="bfloat16"))
+    sent, _ = fleet.push(1)
+    receiver = fleet.receivers[0]
+    assert disagreement(sent.reports[0], [receiver.digest(1, "rollout 0")]) is None
+    with torch.no_grad():
+        spoil(fleet.models[0].get_parameter(name))
+    assert disagreement(sent.reports[0], [receiver.digest(1, "rollout 0")]) is not None
 
 
 @pytest.mark.parametrize(("engines", "relay"), [(1, "never"), (2, "always")])

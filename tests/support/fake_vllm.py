@@ -19,6 +19,16 @@ _FUSED = {
 }
 
 
+def add_parameter(model: nn.Module, name: str, values: Tensor) -> None:
+    """Adds a parameter under a name with dots, and the modules on the way to it."""
+    *path, kind = name.split(".")
+    for part in path:
+        if part not in dict(model.named_children()):
+            model.add_module(part, nn.Module())
+        model = model.get_submodule(part)
+    model.register_parameter(kind, nn.Parameter(values, requires_grad=False))
+
+
 class FakeQwen2(nn.Module):
     """One rank's model, every parameter NaN; `moe` adds parameters that its loader does not know."""
 
@@ -30,14 +40,7 @@ class FakeQwen2(nn.Module):
             width = model.hidden
             shapes |= {f"model.layers.{i}.mlp.experts.weight": (2, width, width) for i in range(model.layers)}
         for name, shape in shapes.items():
-            *path, kind = name.split(".")
-            module: nn.Module = self
-            for part in path:
-                if part not in dict(module.named_children()):
-                    module.add_module(part, nn.Module())
-                module = module.get_submodule(part)
-            values = torch.full(shape, float("nan"), dtype=dtype)
-            module.register_parameter(kind, nn.Parameter(values, requires_grad=False))
+            add_parameter(self, name, torch.full(shape, float("nan"), dtype=dtype))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Slices every tensor for this rank and copies it to its place."""

@@ -93,6 +93,7 @@ def compare(model_type: str) -> dict[str, Any]:
     from paceline.models.model_shape import ModelShape
     from paceline.rollout.engines.vllm.weights.layout import describe_model
     from paceline.rollout.engines.vllm.weights.trace import recall
+    from paceline.weights.geometry.parameters import part_of
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -105,7 +106,7 @@ def compare(model_type: str) -> dict[str, Any]:
             params = _tensors(pushed)
             with torch.no_grad():
                 for part in trace.slices if trace else ():
-                    params[part.param][part.local_box.slices] = tensors[part.name][part.box.slices]
+                    part_of(params, part.param, part.local_box).copy_(tensors[part.name][part.box.slices])
             wrong = [
                 name
                 for name, param in _tensors(loaded).items()

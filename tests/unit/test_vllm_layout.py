@@ -85,11 +85,22 @@ def test_a_weight_that_is_repacked_later_is_not_mistaken_for_a_live_one() -> Non
     assert describe_model(fake).full_tensors
 
 
-def test_mixed_types_are_refused() -> None:
-    fake = fake_qwen2(dense(), 0, 1)
+@pytest.mark.parametrize("short", [torch.bfloat16, torch.float16])
+def test_what_is_sent_has_the_short_type_of_a_model_that_keeps_some_parameters_in_float32(
+    short: torch.dtype,
+) -> None:
+    fake = fake_qwen2(dense(), 0, 1, dtype=short)
     norm = fake.get_parameter("model.norm.weight")
-    norm.data = norm.data.to(torch.bfloat16)
-    with pytest.raises(ModelError, match=r"bfloat16.*all have one type"):
+    norm.data = norm.data.float()
+    assert describe_model(fake).dtype == str(short).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.float64, torch.float8_e4m3fn])
+def test_other_mixtures_of_types_are_refused(kind: torch.dtype) -> None:
+    fake = fake_qwen2(dense(), 0, 1, dtype=torch.bfloat16)
+    norm = fake.get_parameter("model.norm.weight")
+    norm.data = norm.data.to(kind)
+    with pytest.raises(ModelError, match=r"bfloat16.*have one type"):
         describe_model(fake)
 
 
@@ -150,6 +161,22 @@ def test_copies_of_single_experts_become_one_slice_per_projection() -> None:
     ]
 
 
+def transposed(model: Any, tensors: dict[str, Tensor]) -> None:
+    """Rows 1 to 6 of each expert; the first ones come as they are."""
+    for expert in range(4):
+        model.weight.data[expert][1:].copy_(tensors["a"][expert, :, 2:7].t().contiguous())
+    model.weight.data[:, :1].copy_(tensors["b"])
+
+
+def test_a_transposed_copy_names_the_parameter_with_its_last_dimensions_swapped() -> None:
+    trace = trace_of(transposed, a=(4, 4, 7), b=(4, 1, 4))
+    assert trace.reasons == {}
+    assert [(part.param, part.box, part.offset) for part in trace.slices] == [
+        ("weight.mT", Box((0, 0, 2), (4, 4, 7)), (0, 0, 1)),
+        ("weight", Box((0, 0, 0), (4, 1, 4)), (0, 0, 0)),
+    ]
+
+
 def one_expert_from_elsewhere(model: Any, tensors: dict[str, Tensor]) -> None:
     for expert in range(4):
         model.weight.data[expert].copy_(tensors["b" if expert == 1 else "a"][expert])
@@ -176,6 +203,13 @@ def test_types_devices_and_contiguity_do_not_hide_where_a_tensor_comes_from() ->
     assert [part.box for part in trace.slices] == [Box((0, 2, 0), (4, 8, 4))]
 
 
+def test_a_cast_to_a_wider_type_hides_nothing_either() -> None:
+    model = Experts(lambda m, t: m.weight.data.copy_(t["a"].to(torch.float32)))
+    weight = model._parameters.pop("weight")
+    model.first, model.weight = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16)), weight
+    assert trace_load(model, {"a": (4, 6, 4)}, model_type="").reasons.keys() == {"first"}
+
+
 def staged(model: Any, tensors: dict[str, Tensor]) -> None:
     buffer = torch.zeros(4, 6, 4)
     buffer.copy_(tensors["a"])
@@ -200,7 +234,9 @@ def twice(model: Any, tensors: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("load", "shape", "reason"),
     [
-        (lambda m, t: m.weight.data.copy_(t["a"].transpose(1, 2)), (4, 4, 6), "rearranged"),
+        (lambda m, t: m.weight.data.copy_(t["a"].mul_(2)), (4, 6, 4), "rearranged"),
+        (lambda m, t: (t["a"][1:].zero_(), m.weight.data.copy_(t["a"])), (4, 6, 4), "rearranged"),
+        (lambda m, t: m.weight.data[:, 1].copy_(t["a"].T), (4, 4), "rearranged"),
         (lambda m, t: m.weight.data.copy_(t["a"].transpose(0, 2)), (4, 6, 4), "rearranged"),
         (lambda m, t: m.weight.data.copy_(t["a"] + 1), (4, 6, 4), "rearranged"),
         (lambda m, t: m.weight.data.copy_(t["a"].half()), (4, 6, 4), "rearranged"),

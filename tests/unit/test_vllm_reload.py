@@ -185,3 +185,12 @@ def test_stacks_that_a_checkpoint_has_too_are_named_expert_by_expert() -> None:
     named = dict(checkpoint_tensors(learners.items(), model_type="gpt_oss"))
     assert list(named) == [*(f"a.mlp.experts.{row}.down_proj_bias" for row in range(3)), "a.self_attn.sinks"]
     assert torch.equal(named["a.mlp.experts.2.down_proj_bias"], bias[2])
+
+
+def test_stacks_that_are_to_stay_whole_are_named_as_the_engines_parameters_are() -> None:
+    """vLLM 0.24 takes gpt-oss's so, and no single experts."""
+    learners = {"a.mlp.experts.down_proj": torch.ones(3, 2, 4), "a.self_attn.sinks": torch.ones(4)}
+    named = dict(checkpoint_tensors(learners.items(), model_type="gpt_oss", keeps_stacks=True))
+    assert named.keys() == {"a.mlp.experts.routed_experts.down_proj", "a.self_attn.sinks"}
+    split = dict(checkpoint_tensors(learners.items(), model_type="qwen3_moe", keeps_stacks=True))
+    assert "a.mlp.experts.2.down_proj.weight" in split

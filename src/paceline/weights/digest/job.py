@@ -34,11 +34,21 @@ class TensorDigester:
         return self._row_table(box.stop[0])[box.start[0] : box.stop[0]], self._column_table(global_shape, box)
 
     def add(
-        self, name: str, global_shape: tuple[int, ...], box: Box, values: torch.Tensor, dtype: torch.dtype
+        self,
+        name: str,
+        global_shape: tuple[int, ...],
+        box: Box,
+        values: torch.Tensor,
+        dtype: torch.dtype,
+        *,
+        are_received: bool = False,
     ) -> torch.Tensor:
         """Digest of `values` (of the box's shape, any strides) after a cast to `dtype`.
 
         The cast happens chunk by chunk, as in packing, so that no copy of the whole is made.
+
+        Args:
+            are_received: the values came in `dtype`; each that it does not hold exactly changes the digest.
         """
         if tuple(values.shape) != box.shape:
             raise ValueError(f"{name}: values of shape {tuple(values.shape)} for a box of shape {box.shape}")
@@ -48,8 +58,11 @@ class TensorDigester:
         chunk = _CHUNK if self.device.type == "cpu" else _CHUNK << 9
         step = max(1, chunk // max(1, columns.numel()))
         for first in range(0, box.shape[0], step):
-            part = values[first : first + step].to(dtype).view(pattern)
+            own = values[first : first + step]
+            part = own.to(dtype).view(pattern)
             bits = part.reshape(part.shape[0], -1).to(torch.int64)
+            if are_received and own.dtype != dtype:
+                total += (own.to(dtype).to(own.dtype).view(torch.int32) != own.view(torch.int32)).sum()
             total += (bits.mul_(columns).sum(dim=1) * rows[first : first + step]).sum()
         return total * (signed(name_factor(name)))
 
@@ -107,12 +120,20 @@ class DigestJob:
         parts: what to digest.
         num_outputs: number of sums.
         dtype: element type on the wire, to which values are cast first.
+        are_received: as in `TensorDigester.add`.
     """
 
     def __init__(
-        self, digester: TensorDigester, parts: Sequence[DigestPart], num_outputs: int, dtype: torch.dtype
+        self,
+        digester: TensorDigester,
+        parts: Sequence[DigestPart],
+        num_outputs: int,
+        dtype: torch.dtype,
+        *,
+        are_received: bool = False,
     ) -> None:
         self._digester, self._dtype, self._num_outputs = digester, dtype, num_outputs
+        self._are_received = are_received
         self._began, self._ended = 0.0, 0.0
         self._events: tuple[Any, Any] | None = None
         factors = [1] * num_outputs
@@ -122,18 +143,20 @@ class DigestJob:
         self._kernel: Any = None
         self._rest = list(parts)
         if digester.device.type == "cuda":
+            in_kernel = [part for part in parts if not are_received or part.values.dtype == dtype]
+            self._rest = [part for part in parts if are_received and part.values.dtype != dtype]
             # Triton exists only where CUDA does.
             from paceline.weights.kernels import DigestKernel
 
             self._kernel = DigestKernel(
                 [
                     (part.values, *digester.factors(part.global_shape, part.box), part.output)
-                    for part in parts
+                    for part in in_kernel
                 ],
                 dtype,
                 digester.device,
             )
-            self._rest = [parts[index] for index in self._kernel.skipped]
+            self._rest += [in_kernel[index] for index in self._kernel.skipped]
             make: Any = torch.cuda.Event
             self._events = make(enable_timing=True), make(enable_timing=True)
 
@@ -148,7 +171,12 @@ class DigestJob:
             sums *= self._factors
         for part in self._rest:
             sums[part.output] += self._digester.add(
-                part.name, part.global_shape, part.box, part.values, self._dtype
+                part.name,
+                part.global_shape,
+                part.box,
+                part.values,
+                self._dtype,
+                are_received=self._are_received,
             )
         if self._events is not None:
             self._events[1].record()

@@ -29,7 +29,8 @@ class TensorSlice:
         name: the tensor's name in the Hugging Face state dict.
         global_shape: shape of the unsharded tensor.
         box: the part that a learner rank holds or a rollout rank needs, in global indices.
-        param: the rank's own name of the parameter that contains the part (`...qkv_proj.weight`).
+        param: the rank's own name of the parameter that contains the part (`...qkv_proj.weight`); with
+            `parameters.TRANSPOSED` at its end, one that has the tensor's last two dimensions swapped.
         offset: index in that parameter at which the box begins; it has as many dimensions as the tensor.
     """
 
@@ -84,7 +85,8 @@ class RankLayout:
     """All slices that one rank holds or needs, and where it runs.
 
     Attributes:
-        dtype: element type of the rank's parameters, as torch names it ("float32").
+        dtype: element type of the rank's parameters, as torch names it ("float32"). Some of a rollout rank's
+            may be float32 all the same: they take what was rounded to this type.
         slices: the slices; no two of them overlap in the rank's memory.
         full_tensors: the rank takes the general path: it needs every tensor in full, in checkpoint form, and
             loads it through the inference engine. `slices` is then empty; `expand_full` fills it.

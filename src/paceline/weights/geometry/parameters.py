@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final, Generic, TypeVar
 
 import torch
 from torch import nn
 
 from paceline.core.errors import ModelError
+from paceline.weights.geometry.boxes import Box
 
 T = TypeVar("T")
+
+TRANSPOSED: Final = ".mT"
+"""How a slice's name of a parameter ends whose last two dimensions are the tensor's, swapped"""
+
+
+def part_of(parameters: Mapping[str, torch.Tensor], name: str, box: Box) -> torch.Tensor:
+    """The view of a parameter that a slice names, of the box's shape; see `TRANSPOSED`."""
+    own = name.removesuffix(TRANSPOSED)
+    values = parameters[own].detach()
+    return (values if own == name else values.mT)[box.slices]
 
 
 class ParameterIndex:

@@ -73,7 +73,7 @@ class Engine(Protocol):
         """Which part of which checkpoint tensor each rank needs, by rank.
 
         Raises:
-            ModelError: the parameters cannot be pushed into (mixed types, quantization).
+            ModelError: the parameters cannot be pushed into (several short types, quantization).
         """
         ...
 

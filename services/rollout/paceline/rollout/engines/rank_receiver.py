@@ -18,7 +18,7 @@ from paceline.core.members import RankRef
 from paceline.weights.digest.agreement import DigestReport, SliceDigest, pack_places
 from paceline.weights.digest.job import DigestJob, DigestPart, TensorDigester
 from paceline.weights.geometry.layout import RankLayout, TensorSlice
-from paceline.weights.geometry.parameters import AddressCache, ParameterIndex
+from paceline.weights.geometry.parameters import AddressCache, ParameterIndex, part_of
 from paceline.weights.plan.plan import Piece
 from paceline.weights.plan.spec import WeightGroupSpec
 from paceline.weights.receipt import PushReceipt
@@ -148,12 +148,14 @@ class RankReceiver:
                     name=part.name,
                     global_shape=part.global_shape,
                     box=part.box,
-                    values=params[part.param].detach()[part.local_box.slices],
+                    values=part_of(params, part.param, part.local_box),
                     output=index,
                 )
                 for index, part in enumerate(slices)
             ]
-            return DigestJob(self._digester, parts, len(parts), parts[0].values.dtype)
+            return DigestJob(
+                self._digester, parts, len(parts), DTYPES[self.describe().dtype], are_received=True
+            )
 
         return self._job.get(params.values(), make)
 
@@ -176,7 +178,7 @@ class RankReceiver:
             return [
                 CopyJob(
                     [
-                        (values, params[piece.destination_param].detach()[piece.destination_box.slices])
+                        (values, part_of(params, piece.destination_param, piece.destination_box))
                         for piece, values in pieces
                     ]
                 )

@@ -43,12 +43,19 @@ def learner_shapes(config: Any) -> dict[str, tuple[int, ...]]:
 
 
 def checkpoint_tensors(
-    tensors: Iterable[tuple[str, torch.Tensor]], *, model_type: str = ""
+    tensors: Iterable[tuple[str, torch.Tensor]], *, model_type: str = "", keeps_stacks: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors as a checkpoint has them, one after another; `model_type` as in its config.json."""
+    """The tensors as a checkpoint has them, one after another.
+
+    Args:
+        model_type: as in its config.json.
+        keeps_stacks: stacks of experts that checkpoints have, too, stay whole, named as parameters are.
+    """
     family = family_of(model_type)
+    split = _split_experts
+    if family.stacks_experts:
+        split = _whole_stack if keeps_stacks else _each_expert
     for name, tensor in corrections.as_stored(tensors):
-        split = _each_expert if family.stacks_experts else _split_experts
         for stored, part in split(name, tensor):
             for live, own in family.stored_names:
                 stored = stored.replace(live, own)
@@ -66,6 +73,14 @@ def _each_expert(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.T
         return
     for expert, part in enumerate(tensor):
         yield f"{prefix}.experts.{expert}.{kind}", part
+
+
+def _whole_stack(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names a stack as vLLM names its parameter: `...experts.routed_experts.gate_up_proj`.
+
+    vLLM 0.24 takes gpt-oss's stacks under that name alone, and no single experts.
+    """
+    yield name.replace(".experts.", ".experts.routed_experts."), tensor
 
 
 def _split_experts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -8,7 +8,6 @@ from torch import nn
 
 from paceline.core.errors import ModelError
 from paceline.rollout.engines.vllm.weights.trace import Places, parameter_places, recall
-from paceline.weights import corrections
 from paceline.weights.geometry.layout import ITEM_SIZES, RankLayout
 
 logger = logging.getLogger(__name__)
@@ -24,9 +23,10 @@ def describe_model(model: nn.Module) -> RankLayout:
         The layout; without slices and with `full_tensors` set if some parameter cannot be pushed in place.
 
     Raises:
-        ModelError: the parameters are of mixed type, or of one that cannot be sent (quantized weights).
+        ModelError: the parameters are of several short types, or of one that cannot be sent (quantized
+            weights).
     """
-    dtype = _common_dtype(model)
+    dtype = _sent_dtype(model)
     trace = recall(model)
     reasons = {"": "its loading was not traced"} if trace is None else dict(trace.reasons)
     if trace is not None:
@@ -52,16 +52,18 @@ def _moved(before: Places, now: Places) -> dict[str, str]:
     }
 
 
-def _common_dtype(model: nn.Module) -> str:
-    examples = {
-        str(param.dtype).removeprefix("torch."): name
-        for name, param in model.named_parameters()
-        if not name.endswith(corrections.BUFFER)  # float32 in every model; they come in parts
-    }
-    if len(examples) == 1 and next(iter(examples)) in ITEM_SIZES:
-        return next(iter(examples))
+def _sent_dtype(model: nn.Module) -> str:
+    """The type that weights are sent in: the model's shortest.
+
+    In a bfloat16 model vLLM keeps the gates of some routers in float32. The learner computes with gates that
+    are rounded to bfloat16: these arrive, and float32 holds them exactly.
+    """
+    examples = {str(param.dtype).removeprefix("torch."): name for name, param in model.named_parameters()}
+    short = [dtype for dtype in examples if dtype != "float32"] or list(examples)
+    if len(short) == 1 and short[0] in ITEM_SIZES:
+        return short[0]
     raise ModelError(
         f"the engine keeps parameters of types {examples} (type: an example); weights are pushed only "
-        f"into a model whose parameters all have one type out of {', '.join(ITEM_SIZES)}: "
-        "choose it with `dtype`, without quantization"
+        f"into a model whose parameters have one type out of {', '.join(ITEM_SIZES)}, "
+        "or one of the short ones and float32: choose it with `dtype`, without quantization"
     )

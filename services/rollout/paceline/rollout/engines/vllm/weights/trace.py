@@ -4,8 +4,8 @@ stand-ins of the learner's tensors -> checkpoint names -> the model's `load_weig
 weights in kernel format -> which parameters a kernel has changed, or has made something from
 
 A stand-in has a shape and no memory. A view of it knows by its strides which box of which tensor it is, so
-whatever a loader slices, splits and renames, its copies say where each box goes. What is not a copy of boxes
-(a transposed or computed weight), or is not what lies in the parameter later (repacked weights, matrices that
+whatever a loader slices, splits, transposes and renames, its copies say where each box goes. What is not a
+copy of boxes (a computed weight), or is not what lies in the parameter later (repacked weights, matrices that
 a kernel derives from them), cannot be pushed in place: such a model takes the general path.
 """
 
@@ -26,18 +26,20 @@ from torch.utils._pytree import tree_leaves
 from paceline.rollout.engines.vllm.weights.checkpoint import checkpoint_tensors
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.layout import TensorSlice
+from paceline.weights.geometry.parameters import TRANSPOSED
 
 Places = dict[str, tuple[int, torch.Size, torch.dtype]]
 """Where every parameter lies, by name."""
 
 _MADE = "it is made from loaded weights"
 _COPY = torch.ops.aten.copy_.default
+_ZERO = torch.ops.aten.zero_.default
 _ALIASES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 _OVERWRITES = (
     _COPY,
     torch.ops.aten.fill_.Scalar,
     torch.ops.aten.fill_.Tensor,
-    torch.ops.aten.zero_.default,
+    _ZERO,
 )
 _SHAPES_ONLY = ("aten.empty_like", "aten.new_empty", "aten.zeros_like", "aten.new_zeros", "aten.ones_like")
 
@@ -64,12 +66,21 @@ class LoadTrace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Copy:
-    """One box of a learner's tensor, and the box of a parameter that it is copied to."""
+    """One box of a learner's tensor, and the box of a parameter that it is copied to.
+
+    `is_transposed`: the last two dimensions of the tensor and the parameter are swapped.
+    """
 
     name: str
     box: Box
     target: Box
     number: int
+    is_transposed: bool
+
+    @property
+    def place(self) -> Box:
+        """The target with the tensor's dimensions."""
+        return _swapped(self.target) if self.is_transposed else self.target
 
 
 def trace_load(model: Any, tensors: Mapping[str, tuple[int, ...]], *, model_type: str) -> LoadTrace:
@@ -87,7 +98,9 @@ def trace_load(model: Any, tensors: Mapping[str, tuple[int, ...]], *, model_type
     recorder = _Recorder()
     try:
         with torch.no_grad(), recorder:
-            model.load_weights(checkpoint_tensors(stand_ins.items(), model_type=model_type))
+            model.load_weights(
+                checkpoint_tensors(stand_ins.items(), model_type=model_type, keeps_stacks=True)
+            )
     except Exception as error:  # noqa: BLE001  a model's own loader may fail in any way on a stand-in
         reason = f"its loading cannot be traced ({type(error).__name__}: {error})"
         return LoadTrace(reasons=dict.fromkeys(_parameters(model), reason))
@@ -109,13 +122,12 @@ def _resolve(recorder: _Recorder, params: Mapping[str, Tensor], stand_ins: Mappi
     for number, (target, source) in enumerate(recorder.copies):
         if (name := names.get(_storage(target))) is None:
             continue
-        part = sources.get(_storage(source), "")
-        to = _box(target, params[name])
-        box = _box(source, stand_ins[part]) if part else None
-        if box is None or to is None or box.shape != to.shape or source.shape != target.shape:
+        part = "" if _storage(source) in recorder.computed else sources.get(_storage(source), "")
+        copy = _copied(part, source, stand_ins[part], target, params[name], number) if part else None
+        if copy is None:
             reasons.setdefault(name, f"values of {part or 'several tensors'} are rearranged for it")
-        elif box.volume:
-            copies[name].append(_Copy(name=part, box=box, target=to, number=number))
+        elif copy.box.volume:
+            copies[name].append(copy)
     for target, before in recorder.constants:
         if (name := names.get(_storage(target))) and (to := _box(target, params[name])) and to.volume:
             constants[name].append(to)
@@ -127,6 +139,19 @@ def _resolve(recorder: _Recorder, params: Mapping[str, Tensor], stand_ins: Mappi
             reasons.setdefault(name, "its loading leaves a part of it as it was, or writes one twice")
         slices += _merged(name, copies[name], stand_ins)
     return LoadTrace(slices=tuple(slices), reasons=reasons)
+
+
+def _copied(
+    part: str, source: Tensor, stand_in: Tensor, target: Tensor, param: Tensor, number: int
+) -> _Copy | None:
+    """The copy as boxes; None if it is none, of the tensor as it is or with its last dimensions swapped."""
+    box, to, is_transposed = _box(source, stand_in), _box(target, param), False
+    if box is None and source.ndim > 1 and target.stride()[-2:] == param.stride()[-2:]:
+        box, is_transposed = _box(source.mT, stand_in), True
+    if box is None or to is None or source.shape != target.shape:
+        return None
+    copy = _Copy(name=part, box=box, target=to, number=number, is_transposed=is_transposed)
+    return copy if copy.place.shape == box.shape else None
 
 
 @contextlib.contextmanager
@@ -175,7 +200,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call,unused-ignor
     Attributes:
         copies: (target, source) of every copy from a stand-in.
         constants: tensors that were written with something else, each after so many copies.
-        computed: storages that hold what was computed from stand-ins, with the operation and the tensor.
+        computed: storages that hold what was computed from stand-ins, with the operation and the tensor;
+            stand-ins among them that the loader has changed.
     """
 
     def __init__(self) -> None:
@@ -184,19 +210,26 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call,unused-ignor
         self.constants: list[tuple[Tensor, int]] = []
         self.computed: dict[int, tuple[str, Tensor]] = {}
         self._loaded: set[int] = set()
+        self._zeros: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is _COPY and _storage(args[1]) in self._zeros:
+            func, args = _ZERO, args[:1]
         if func is _COPY and args[1].is_meta and not args[0].is_meta:
             self.copies.append((args[0].detach(), args[1].detach()))
             self._loaded.add(_storage(args[0]))
             return args[0]
-        if func in _ALIASES and args[0].is_meta and kwargs.get("dtype") in (None, args[0].dtype):
+        if func in _ALIASES and args[0].is_meta and _holds(kwargs.get("dtype"), args[0].dtype):
             return args[0].view_as(args[0])
+        if func is _ZERO and args[0].is_meta and _is_whole(args[0]):
+            # The second of two ranks adds no bias to what both sum up.
+            self._zeros.add(_storage(args[0]))
+            return args[0]
         written = list(_written(func, args, kwargs))
-        if written and self._reads_loaded(func, args, kwargs):
+        if written and (written[0].is_meta or self._reads_loaded(func, args, kwargs)):
             self._note_computed(func, written)
             return args[0]
         self.constants += [(tensor.detach(), len(self.copies)) for tensor in written]
@@ -233,6 +266,21 @@ class _Spy(TorchDispatchMode):  # type: ignore[no-untyped-call,unused-ignore]
                 if isinstance(value, Tensor) and (name := self._names.get(_storage(value))):
                     self.touched.setdefault(name, str(func))
         return func(*args, **kwargs)
+
+
+def _holds(dtype: torch.dtype | None, own: torch.dtype) -> bool:
+    """Whether a cast to a type changes no value; None is no cast."""
+    return dtype is None or torch.promote_types(dtype, own) == dtype
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+
+
+def _swapped(box: Box) -> Box:
+    """The box with its last two dimensions swapped."""
+    start, stop = box.start, box.stop
+    return Box((*start[:-2], *start[:-3:-1]), (*stop[:-2], *stop[:-3:-1]))
 
 
 def _computes(func: Any) -> bool:
@@ -311,17 +359,16 @@ def _fill(param: Tensor, copied: list[Box], constants: Iterable[Box]) -> bool:
 def _merged(param: str, copies: list[_Copy], stand_ins: Mapping[str, Tensor]) -> list[TensorSlice]:
     """The copies into one parameter as few slices."""
 
-    def shift(copy: _Copy) -> tuple[str, tuple[int, ...]]:
-        return copy.name, tuple(
-            to - start for to, start in zip(copy.target.start, copy.box.start, strict=True)
-        )
+    def shift(copy: _Copy) -> tuple[str, str, tuple[int, ...]]:
+        by = tuple(to - start for to, start in zip(copy.place.start, copy.box.start, strict=True))
+        return copy.name, param + TRANSPOSED if copy.is_transposed else param, by
 
     slices = []
-    for (name, by), group in groupby(sorted(copies, key=shift), key=shift):
+    for (name, place, by), group in groupby(sorted(copies, key=shift), key=shift):
         shape = tuple(stand_ins[name].shape)
         for box in _merged_boxes([part.box for part in group]):
             offset = tuple(start + step for start, step in zip(box.start, by, strict=True))
-            slices.append(TensorSlice(name=name, global_shape=shape, box=box, param=param, offset=offset))
+            slices.append(TensorSlice(name=name, global_shape=shape, box=box, param=place, offset=offset))
     return slices
 
 
