@@ -25,6 +25,8 @@ RUNS = tests/integration/test_training_run.py \
   $(shell grep -rlE --include='test_*.py' --exclude-dir=chaos --exclude-dir=deploy 'mark\.(e2e|vllm)\b' tests)
 TEST_PROCESSES ?= 4
 RUN_PROCESSES ?= $(if $(filter 0,$(TEST_PROCESSES)),0,2)
+# Without bytecode on disk every process of every test run compiles all tests again, for 15 s of a core.
+unexport PYTHONDONTWRITEBYTECODE
 # Runs under faults wait for restarts as well.
 CHAOS_PROCESSES ?= $(if $(filter 0,$(TEST_PROCESSES)),0,3)
 

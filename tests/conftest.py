@@ -1,18 +1,29 @@
-"""What holds for every test: examples take the time that they need, and logging is as it was before."""
+"""What holds for every test: examples take the time that they need, and logging is as it was before.
+
+What is imported for the tests stays, so that the garbage collector need not look at it.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from paceline.service.imports import without_collections
 
 # Examples have no deadline and may be slow to draw: a busy machine is no failure. pytest bounds each test.
 settings.register_profile("paceline", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("paceline")
 
 LOGGERS = (None, "paceline", "opentelemetry")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    with without_collections():
+        return (yield)
 
 
 @pytest.fixture(autouse=True)

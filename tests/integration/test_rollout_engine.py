@@ -8,6 +8,7 @@ import os
 import random
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,9 @@ from paceline.rollout.engines.base import Sample, SampleRequest
 from paceline.rollout.engines.vllm.engine import VllmEngine
 from paceline.rollout.engines.vllm.start import model_class
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 pytestmark = [
     pytest.mark.vllm,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
     pytest.mark.torch,
     pytest.mark.timeout(900),
     pytest.mark.asyncio(loop_scope="module"),

@@ -8,6 +8,7 @@ Engine and learner run on the GPU where there is one.
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,10 @@ import torch
 
 from support.token_fidelity import KINDS, find
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 NUM_CONVERSATIONS = int(os.environ.get("PACELINE_TEST_FIDELITY", "0"))
 pytestmark = [
     pytest.mark.vllm,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
     pytest.mark.torch,
     pytest.mark.timeout(1800),
     pytest.mark.filterwarnings("ignore"),  # vLLM and its imports warn about themselves

@@ -8,6 +8,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,10 +32,9 @@ from paceline.weights.plan.spec import WeightGroupSpec
 from paceline.wire import image_of
 from support.tiny_vl import drawn_image, save_tiny_vl, tiny_vl_config, tiny_vl_model
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 pytestmark = [
     pytest.mark.vllm,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
     pytest.mark.torch,
     pytest.mark.timeout(900),
     pytest.mark.asyncio(loop_scope="module"),

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
-from typing import Any
-
-import openai
+from typing import TYPE_CHECKING, Any
 
 from paceline.rollout.episodes.agents.endpoint import AgentEndpoint
 from paceline.rollout.episodes.environments.remote import RemoteEnvironment, RemoteEnvironmentOptions
@@ -16,6 +14,9 @@ from paceline.rollout.episodes.recorder import Draw
 from paceline.sdk import EnvironmentServer, Outcome, agent
 from paceline.service.identity.credentials import Credentials
 from support.episodes import episodes, group
+
+if TYPE_CHECKING:
+    import openai
 
 ADD: dict[str, Any] = {
     "type": "function",
@@ -63,7 +64,9 @@ async def play(
 
 
 def client(base_url: str, token: str, **options: Any) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=base_url, api_key=token, max_retries=0, timeout=60.0, **options)
+    from openai import AsyncOpenAI  # takes seconds; every process of pytest collects this module
+
+    return AsyncOpenAI(base_url=base_url, api_key=token, max_retries=0, timeout=60.0, **options)
 
 
 async def calculate(task: Any, *, base_url: str, token: str, model: str) -> Outcome:

@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx
 import numpy as np
-import openai
 import pytest
 
 from paceline.core.errors import PacelineError, ProtocolError
@@ -176,6 +175,8 @@ async def test_an_agent_forges_no_turn() -> None:
 
 
 async def test_clients_do_not_choose_how_the_policy_is_sampled() -> None:
+    from openai import BadRequestError
+
     async def demanding(task: Any, *, base_url: str, token: str, model: str) -> None:
         async with client(base_url, token) as api:
             raw = await api.chat.completions.with_raw_response.create(
@@ -190,7 +191,7 @@ async def test_clients_do_not_choose_how_the_policy_is_sampled() -> None:
                 {"tool_choice": "required"},
                 {"response_format": {"type": "json_object"}},
             ):
-                with pytest.raises(openai.BadRequestError, match="would change how the policy answers"):
+                with pytest.raises(BadRequestError, match="would change how the policy answers"):
                     await api.chat.completions.create(model=model, messages=[ASK], **refused)  # type: ignore[call-overload]
 
     engine = Script("so")
@@ -256,6 +257,8 @@ async def test_a_request_that_is_sent_again_is_answered_once() -> None:
 async def test_what_the_policy_reaches_ends_the_episode_whatever_the_agent_does_then(
     changes: dict[str, Any], line: str, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    from openai import BadRequestError
+
     caplog.set_level("INFO", "paceline")
     seen: list[str] = []
 
@@ -265,7 +268,7 @@ async def test_what_the_policy_reaches_ends_the_episode_whatever_the_agent_does_
             while True:
                 try:
                     answer = await api.chat.completions.create(model=model, messages=messages)
-                except openai.BadRequestError as error:
+                except BadRequestError as error:
                     seen.append(str(error.code))
                     raise
                 messages += [answer.choices[0].message.model_dump(), ASK]
@@ -434,6 +437,8 @@ async def test_a_name_from_outside_breaks_no_header() -> None:
 async def test_a_text_that_is_too_long_by_its_characters_is_not_tokenized(
     before: int, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from openai import BadRequestError
+
     """The answer is that of the same text if it were tokenized."""
     sizes: list[int] = []
     encode = Joiner._encode
@@ -446,7 +451,7 @@ async def test_a_text_that_is_too_long_by_its_characters_is_not_tokenized(
         async with client(base_url, token) as api:
             for _ in range(before):
                 await api.chat.completions.create(model=model, messages=[ASK])
-            with pytest.raises(openai.BadRequestError) as refused:
+            with pytest.raises(BadRequestError) as refused:
                 long = {"role": "user", "content": "12 the " * 150_000}
                 await api.chat.completions.create(model=model, messages=[long])
             assert refused.value.code == code

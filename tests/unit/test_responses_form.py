@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import openai
 import pytest
 
 from paceline.core.samples.trajectory import sampled_spans
@@ -71,6 +70,8 @@ async def test_a_stream_says_the_same() -> None:
 
 
 async def test_settings_limits_and_refusals_are_those_of_chat_completions() -> None:
+    from openai import BadRequestError
+
     async def demanding(task: Any, *, base_url: str, token: str, model: str) -> None:
         async with client(base_url, token) as api:
             raw = await api.responses.with_raw_response.create(
@@ -87,7 +88,7 @@ async def test_settings_limits_and_refusals_are_those_of_chat_completions() -> N
                 {"input": [{"type": "reasoning", "summary": [], "id": "r"}]},
                 {"input": []},
             ):
-                with pytest.raises(openai.BadRequestError):
+                with pytest.raises(BadRequestError):
                     await api.responses.create(**{"model": model, "input": "x", **refused})
 
     engine = Script("the answer is long")
