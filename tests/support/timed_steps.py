@@ -30,6 +30,7 @@ def qwen(
 
 
 SHAPES = {
+    "0.5B": qwen(896, 4864, 24, 14, 2, 151_936, tied=True),
     "1.5B": qwen(1536, 8960, 28, 12, 2, 151_936, tied=True),
     "3B": qwen(2048, 11_008, 36, 16, 2, 151_936, tied=True),
     "7B": qwen(3584, 18_944, 28, 28, 4, 152_064, tied=False),
@@ -171,6 +172,38 @@ TIMED = {
         sleep="always",
         memory=ON_HOST | {"recompute": 0.9},
         seconds=(9.25, 14.08, 25.97),
+    ),
+    "7B, two H100s, cut groups": Timed(
+        shape="7B",
+        card="H100",
+        gpus=2,
+        prompts=32,
+        micro_batch=8192,
+        sleep="always",
+        memory=ON_HOST | {"recompute": 0.75},
+        seconds=(9.20, 16.78, 29.02),
+    ),
+    "7B, four H100s, cut groups": Timed(
+        shape="7B",
+        card="H100",
+        gpus=4,
+        prompts=64,
+        micro_batch=8192,
+        sleep="always",
+        memory=ON_HOST | {"offload": False, "recompute": 0.75},
+        seconds=(9.89, 14.85, 28.56),
+    ),
+    "0.5B, long answers": Timed(
+        shape="0.5B",
+        card="H100",
+        gpus=1,
+        prompts=16,
+        prompt=256,
+        response=4096,
+        mean=(160, 1783),
+        num_seqs=256,
+        micro_batch=16_384,
+        seconds=(10.26, 2.25, 13.0),
     ),
     "7B, four H100s": Timed(
         shape="7B",

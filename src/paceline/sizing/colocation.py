@@ -26,6 +26,8 @@ _MOST_UTILIZATION: Final = 0.85
 _MARGIN: Final = 0.04
 # Of a sequence's blocks in the KV cache: the last one is not full, and one is taken ahead.
 _SPARE_TOKENS: Final = 32
+# Sequences that a server may decode at once at least: validations have more prompts than batches of few.
+_LEAST_SEQUENCES: Final = 128
 
 
 def settle_colocated(
@@ -40,7 +42,7 @@ def settle_colocated(
     """
     if not gpus:
         return settle_elsewhere(config, on_gpus=False)
-    config = _share_out(with_shared_memory(config), gpus, tree, gpu_bytes)
+    config = with_fair_share(_share_out(with_shared_memory(config), gpus, tree, gpu_bytes))
     shape = ModelShape.of(tree)
     shared = sorted({*(config.learner.devices or ())} & {*(config.rollout.devices or ())})
     totals = [gpu_bytes[gpu] for gpu in shared if gpu in gpu_bytes]
@@ -91,6 +93,21 @@ def with_layout(config: RunConfig, *, learner: dict[str, Any], rollout: dict[str
             "rollout": config.rollout.model_copy(update=rollout),
         }
     )
+
+
+def with_fair_share(config: RunConfig) -> RunConfig:
+    """Lets each of several servers decode no more than its share of a batch at once, unless the file says how
+    many.
+
+    Servers take prompts as they have room. Where two have room for more than half of them, the quicker one
+    takes 18 of 32 and the other waits for it: 3B on two H100s generated for 6.2 s instead of 5.3 s.
+    """
+    rollout = config.rollout
+    if rollout.replicas == 1 or "max_num_seqs" in rollout.model_fields_set:
+        return config
+    share = math.ceil(config.data.train_batch_size / rollout.replicas) * rollout.n
+    most = min(rollout.max_num_seqs, max(_LEAST_SEQUENCES, share))
+    return with_layout(config, learner={}, rollout={"max_num_seqs": most})
 
 
 def with_shared_memory(config: RunConfig) -> RunConfig:

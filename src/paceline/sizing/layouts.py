@@ -12,6 +12,7 @@ from paceline.sizing.colocation import (
     SHARED_MEMORY,
     engine_size,
     settle_colocated,
+    with_fair_share,
     with_layout,
     with_shared_memory,
 )
@@ -187,10 +188,12 @@ def divided(config: RunConfig, gpus: tuple[int, ...], machine: Machine) -> RunCo
         servers = max(1, left // per_engine)
     if ranks is None:
         ranks = max(1, len(gpus) - servers * per_engine)
-    return with_layout(
-        config,
-        learner={"world_size": ranks},
-        rollout={"replicas": servers, "tensor_model_parallel_size": per_engine},
+    return with_fair_share(
+        with_layout(
+            config,
+            learner={"world_size": ranks},
+            rollout={"replicas": servers, "tensor_model_parallel_size": per_engine},
+        )
     )
 
 

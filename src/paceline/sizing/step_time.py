@@ -7,20 +7,14 @@ those with which recorded steps of 1.5B to 32B on H100s and H200s come out right
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from paceline.config.run import RunConfig
 from paceline.core.cards import Card
 from paceline.models.model_shape import ModelShape
-
-RECOMPUTING: Final[Mapping[float, float]] = {1.0: 0.0, 0.75: 0.03, 0.5: 0.06, 0.25: 0.1, 0.0: 0.28}
-"""Share of an update that recomputing adds, by the share of the activations that compiled layers keep.
-
-Measured with 7B on two and four GPUs. The compiler computes again first what is cheap."""
+from paceline.sizing.compiled_layers import recomputing
 
 # Of a card's peak, in matrix products of a training step; the largest reach 0.76 by themselves.
 _PRODUCTS: Final = 0.65
@@ -181,7 +175,7 @@ class _Batch:
     def update(self) -> float:
         config, memory = self.config, self.config.actor.memory
         if config.actor.compiles:
-            single_pass = self._pass(forward=3.0, moved=1.0) * (1.0 + _recomputing(memory.kept_share))
+            single_pass = self._pass(forward=3.0, moved=1.0) * (1.0 + recomputing(memory.kept_share))
         else:
             recomputed = 1.0 - memory.kept_share
             single_pass = self._pass(forward=3.0 + recomputed, moved=1.0 + recomputed / 3.0)
@@ -216,7 +210,9 @@ class _Batch:
         actor = self.config.actor
         rows = self.num_rows / self.config.learner.world_size
         together = max(1, (actor.ppo_max_token_len_per_gpu - self.prompt) // self.response)
-        copies = 1 if actor.shared_prompts == "off" else min(together, self.config.rollout.n)
+        samples = self.config.rollout.n
+        # A group that is too long for a micro-batch goes into several, each with its prompt.
+        copies = 1.0 if actor.shared_prompts == "off" else samples / math.ceil(samples / together)
         return rows * (self.prompt / copies + self.response), rows * self.response
 
     @property
@@ -258,11 +254,3 @@ class _Batch:
         reductions = steps if memory.accumulates else self._micro_batches
         num_bytes = self._width * (self.shape.num_parameters * gathers + self._trained * reductions)
         return _EXPOSED * num_bytes * (ranks - 1) / ranks / self.card.link
-
-
-def _recomputing(kept_share: float) -> float:
-    """Interpolates `RECOMPUTING`, whose layers are compiled; others repeat whole forward passes."""
-    for (low, more), (high, less) in itertools.pairwise(sorted(RECOMPUTING.items())):
-        if kept_share <= high:
-            return more + (less - more) * (kept_share - low) / (high - low)
-    return 0.0

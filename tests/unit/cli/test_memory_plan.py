@@ -11,11 +11,13 @@ import pytest
 
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
+from paceline.core.cards import CARDS
 from paceline.core.errors import ConfigError
 from paceline.engines.memory import CONTEXT, GIB, EngineMemory
 from paceline.models.model_shape import ModelShape
 from paceline.sizing.memory.learner_memory import LearnerMemory, longest_row
 from paceline.sizing.memory.memory_plan import MemoryPlan
+from support.timed_steps import KEPT, ON_HOST, SHAPES
 
 SEVEN = {
     "model_type": "qwen2",
@@ -225,6 +227,30 @@ def test_the_peaks_of_one_gpu_are_those_measured(
     plan = LearnerMemory.of(config, shape_of(tree))
     assert (sum(plan.update.values()) - CONTEXT) / GIB == pytest.approx(measured_gib, rel=0.02)
     assert ("visiting" in plan.update) == offload
+
+
+@pytest.mark.parametrize(
+    ("name", "memory", "reduce_dtype", "measured_gib"),
+    [
+        ("3B", KEPT, "float32", 65.0),
+        ("3B", KEPT | {"recompute": 0.9}, "bfloat16", 51.6),
+        ("7B", ON_HOST | {"recompute": 0.9}, "bfloat16", 61.1),
+    ],
+)
+def test_the_peaks_of_whole_runs_on_two_gpus_are_those_measured(
+    name: str, memory: dict[str, Any], reduce_dtype: str, measured_gib: float
+) -> None:
+    """Two H100s of 80 GB in turns, compiled layers, logits kept; the plan errs towards more."""
+    actor = {
+        "compile": True,
+        "reduce_dtype": reduce_dtype,
+        "memory": memory,
+        "ppo_max_token_len_per_gpu": 8704,
+    }
+    config = run_of(actor=actor, learner={"world_size": 2}, rollout={"n": 8})
+    plan = LearnerMemory.of(config, shape_of(SHAPES[name]), [CARDS["H100"].num_bytes])
+    planned = (sum(plan.update.values()) - CONTEXT) / GIB
+    assert 0.99 * measured_gib < planned < 1.08 * measured_gib
 
 
 def test_logits_are_in_the_plan_where_they_are_kept() -> None:

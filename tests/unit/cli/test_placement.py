@@ -92,6 +92,32 @@ def test_colocated_both_are_on_the_same_gpus(
     assert settled.rollout.sleep == "always"  # config.json does not say how large the model is
 
 
+@pytest.mark.parametrize("placement", ["colocated", "auto"])
+@pytest.mark.parametrize(
+    ("prompts", "rollout", "most"),
+    [
+        (64, {"replicas": 2, "n": 8}, 256),  # as many as may be
+        (32, {"replicas": 2, "n": 8}, 128),
+        (50, {"replicas": 3, "n": 8}, 136),  # 17, 17 and 16 groups
+        (8, {"replicas": 2, "n": 8}, 128),  # validations have more prompts
+        (32, {"replicas": 2, "n": 8, "max_num_seqs": 200}, 200),
+        (32, {"replicas": 1, "n": 8}, 256),
+    ],
+)
+def test_a_server_decodes_its_share_of_a_batch_and_no_more(
+    placement: str, prompts: int, rollout: dict[str, object], most: int
+) -> None:
+    settled, _ = on(
+        4,
+        placement=placement,
+        data={"train_files": "x.jsonl", "train_batch_size": prompts},
+        rollout=rollout,
+        actor={"ppo_mini_batch_size": prompts},
+    )
+    assert settled.rollout.replicas == rollout["replicas"]
+    assert settled.rollout.max_num_seqs == most
+
+
 SIZES = {
     "hidden_size": 3584,
     "intermediate_size": 18944,
@@ -115,8 +141,9 @@ def test_engines_sleep_where_the_learner_has_no_room_beside_them(
     settled, said = on(4, placement="colocated")
     assert settled.rollout.sleep == "always"
     assert said == "layout: learner and 4 rollout servers share GPUs [0, 1, 2, 3], in turns"
-    # 256 sequences at once of the 1,024 + 1,024 tokens that fit, and two blocks more of each.
-    tokens = 256 * (settled.max_model_len + 32)
+    # A server's sequences at once of the 1,024 + 1,024 tokens that fit, and two blocks more of each.
+    assert settled.rollout.max_num_seqs == 128
+    tokens = 128 * (settled.max_model_len + 32)
     needed = 14.2 + 1.5 + 2 + tokens * 2 * 28 * 512 * 2 / 2**30
     assert settled.rollout.gpu_memory_utilization == pytest.approx(needed / 141, abs=0.01)
     cache = settled.rollout.engine_kwargs["kv_cache_memory_bytes"]
@@ -389,9 +416,9 @@ def test_micro_batches_are_whole_groups_where_more_is_kept_of_them(
         "algorithm": {"adv_estimator": "grpo", "use_kl_in_reward": False, "kl_ctrl": {"type": "fixed"}},
         "rollout": {"n": 8},
     }
-    sized(folder, monkeypatch, layers=14, gib=79)
+    sized(folder, monkeypatch, layers=16, gib=79)
     settled, _ = on(2, **sections)
     assert settled.actor.ppo_max_token_len_per_gpu == 512 + 8 * 1024
     named, _ = on(2, **sections, actor={"ppo_max_token_len_per_gpu": 16384})
     assert named.actor.ppo_max_token_len_per_gpu == 16384
-    assert (named.actor.memory.kept_share, settled.actor.memory.kept_share) == (0.5, 1.0)
+    assert (named.actor.memory.kept_share, settled.actor.memory.kept_share) == (0.25, 0.9)

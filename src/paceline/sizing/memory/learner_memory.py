@@ -14,6 +14,7 @@ from paceline.config.training.memory import KEPT_LOGITS_SHARE
 from paceline.core.errors import ModelError
 from paceline.engines.memory import CONTEXT, GIB, Parts
 from paceline.models.model_shape import ModelShape
+from paceline.sizing.compiled_layers import kept_bytes
 from paceline.storage.models import local_folder
 
 OFFLOADED = GIB
@@ -249,7 +250,7 @@ class LearnerMemory:
     def _activations(self) -> int:
         """Of all layers: the inputs of those that recompute, one of them at work, and what others keep."""
         if self.compiled and self.kept_share:
-            return round(self.kept_share * self.shape.num_layers * self._layer)
+            return round(kept_bytes(self.kept_share) * self.shape.num_layers * self._layer)
         recomputed = round((1.0 - self.kept_share) * self.shape.num_layers)
         inputs = recomputed * self.num_tokens * self.shape.hidden * self.bytes_per_number
         return inputs + (self.shape.num_layers - recomputed + (1 if recomputed else 0)) * self._layer

@@ -21,7 +21,7 @@ Recompute = float | Literal["none", "full"]
 LEAST = MemoryConfig(recompute="full", keep_gathered=False, accumulate=True, offload=False)
 """Where nothing is known of model or GPUs."""
 
-_RECOMPUTED: tuple[Recompute, ...] = ("none", 0.9, 0.75, 0.5, 0.25, "full")
+_RECOMPUTED: tuple[Recompute, ...] = ("none", 0.9, 0.5, 0.25, "full")
 # The fewest and the most tokens of a micro-batch that are tried.
 _LEAST_TOKENS = 8_192
 _MOST_TOKENS = 24_576
