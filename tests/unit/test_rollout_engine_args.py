@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
@@ -124,6 +124,28 @@ def test_vllm_is_told_how_a_model_with_corrections_of_scores_routes(tmp_path: Pa
     (tmp_path / "config.json").write_text(json.dumps(tree | keys))
     assert "hf_overrides" not in engine_arguments(given, on_cpu=False)
     assert "hf_overrides" not in engine_arguments(settings, on_cpu=False)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"global_head_dim": 128, "num_global_key_value_heads": 1},
+        {"per_layer_config": {"1": {"head_dim": 128, "num_key_value_heads": 1}}},
+    ],
+)
+def test_vllm_is_told_sizes_of_gemma_4_that_transformers_keeps_by_layer(
+    tmp_path: Path, tree: dict[str, object]
+) -> None:
+    """As vLLM 0.24 reads them."""
+    tree |= {"model_type": "gemma4_text", "layer_types": ["sliding_attention", "full_attention"]}
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2, "head_dim": 64, **tree}))
+    settings = config()
+    given = settings.model_copy(update={"model": settings.model.model_copy(update={"path": str(tmp_path)})})
+    read = AutoConfig.from_pretrained(tmp_path)
+    read.update(engine_arguments(given, on_cpu=False)["hf_overrides"])
+    read = pickle.loads(pickle.dumps(read))  # as in the engine's process
+    assert (read.head_dim, read.global_head_dim, read.num_global_key_value_heads) == (64, 128, 1)
+    assert read.per_layer_config[1].head_dim == 128
 
 
 @pytest.mark.parametrize(

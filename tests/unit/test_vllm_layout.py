@@ -210,6 +210,31 @@ def test_a_cast_to_a_wider_type_hides_nothing_either() -> None:
     assert trace_load(model, {"a": (4, 6, 4)}, model_type="").reasons.keys() == {"first"}
 
 
+class SharesKeys(nn.Module):
+    """As vLLM 0.24 has Gemma 4's layers that take keys and values of earlier ones."""
+
+    is_kv_shared_layer = True
+    q_size = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv_proj, self.k_norm = nn.Linear(3, 8, bias=False), nn.LayerNorm(2, bias=False)
+        self.requires_grad_(False)
+
+    def load_weights(self, weights: Weights) -> None:
+        self.qkv_proj.weight.data[:4].copy_(dict(weights)["q"])
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_keys_that_no_layer_reads_are_zeros_and_no_reason_against_a_push_in_place(is_shared: bool) -> None:
+    model = SharesKeys()
+    model.is_kv_shared_layer = is_shared
+    trace = trace_load(model, {"q": (4, 3)}, model_type="gemma4_text")
+    assert trace.reasons.keys() == (set() if is_shared else {"qkv_proj.weight", "k_norm.weight"})
+    assert [(part.box, part.offset) for part in trace.slices] == [(Box((0, 0), (4, 3)), (0, 0))]
+    assert model.k_norm.weight.eq(0).all() == model.qkv_proj.weight[4:].eq(0).all() == is_shared
+
+
 def staged(model: Any, tensors: dict[str, Tensor]) -> None:
     buffer = torch.zeros(4, 6, 4)
     buffer.copy_(tensors["a"])

@@ -153,11 +153,30 @@ def config_overrides(folder: Path) -> dict[str, Any] | Callable[[Any], Any]:
     goes: weights are pushed as they are trained.
     """
     try:
-        missing = corrections.missing_keys(_text_config(folder))
+        tree = _text_config(folder)
+        missing = corrections.missing_keys(tree) | _sizes_of_full_attention(tree)
         is_quantised = is_dequantised(folder)
     except (OSError, ValueError, AttributeError, ModelError):
         return {}
     return functools.partial(_without_quantisation, missing) if is_quantised else missing
+
+
+def _sizes_of_full_attention(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Gemma 4's sizes by the names that vLLM 0.24 reads; {} for other models.
+
+    transformers (seen in 5.17) takes them as sizes of single layers, and refuses to tell a size of the whole
+    model: vLLM 0.24 would not start. vLLM 0.32 reads those of layers.
+    """
+    if tree.get("model_type") != "gemma4_text":
+        return {}
+    sizes = {"head_dim": tree.get("global_head_dim", 512)}
+    if num_heads := tree.get("num_global_key_value_heads"):
+        sizes["num_key_value_heads"] = num_heads
+    if layers := tree.get("per_layer_config"):
+        sizes = layers[str(tree["layer_types"].index("full_attention"))]
+    names = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+    own = {name: sizes[layer] for layer, name in names.items() if layer in sizes}
+    return {"allow_global_per_layer_attribute_access": True, **own}
 
 
 def _without_quantisation(missing: Mapping[str, object], config: Any) -> Any:

@@ -101,11 +101,25 @@ def trace_load(model: Any, tensors: Mapping[str, tuple[int, ...]], *, model_type
             model.load_weights(
                 checkpoint_tensors(stand_ins.items(), model_type=model_type, keeps_stacks=True)
             )
+            _write_unread(model)
     except Exception as error:  # noqa: BLE001  a model's own loader may fail in any way on a stand-in
         reason = f"its loading cannot be traced ({type(error).__name__}: {error})"
         return LoadTrace(reasons=dict.fromkeys(_parameters(model), reason))
     # Looked up now: some parameters are made while they are loaded.
     return _resolve(recorder, _parameters(model), stand_ins)
+
+
+def _write_unread(model: nn.Module) -> None:
+    """Writes zeros where no tensor goes, since nothing reads it.
+
+    Gemma 4's last layers take keys and values of earlier ones. vLLM 0.24 has their own projections and norms
+    of keys all the same.
+    """
+    for module in model.modules():
+        attention: Any = module
+        if getattr(module, "is_kv_shared_layer", False) and hasattr(module, "k_norm"):
+            attention.k_norm.weight.data.zero_()
+            attention.qkv_proj.weight.data[attention.q_size :].zero_()
 
 
 def _resolve(recorder: _Recorder, params: Mapping[str, Tensor], stand_ins: Mapping[str, Tensor]) -> LoadTrace:
