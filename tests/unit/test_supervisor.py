@@ -14,7 +14,7 @@ from paceline.controller.fleet.membership import Fleet, Member
 from paceline.controller.fleet.quarantine import Quarantine
 from paceline.controller.fleet.supervisor import Supervisor
 from paceline.controller.journal import Journal
-from paceline.core.errors import DeadlineError, PeerLostError
+from paceline.core.errors import DeadlineError, PeerLostError, WeightSyncError
 from paceline.core.members import LearnerState, MemberKind, MemberState, RolloutState
 from support.clocks import ManualClock
 
@@ -162,6 +162,50 @@ async def test_the_last_server_too_is_kept_out_and_waited_for(bench: Bench) -> N
         await bench.supervisor.rollouts_ready(0.05)
 
 
+REFUSAL = "ModelError: TP rank 0: the engine keeps parameters of types {'float8_e4m3fn': 'w'}"
+
+
+async def refuse(bench: Bench, member_id: str, *reasons: str) -> None:
+    for number, reason in enumerate(reasons):
+        member = await bench.join(member_id, RolloutState.STALE, str(number))
+        await bench.supervisor.expel(member, reason)
+    await bench.join(member_id, RolloutState.STALE, "last")
+
+
+async def test_a_refusal_of_all_servers_three_times_in_a_row_ends_the_wait_at_once(bench: Bench) -> None:
+    await refuse(bench, "rollout-0", "PeerLostError: gone", *[REFUSAL] * 3)
+    await refuse(bench, "rollout-1", *["WeightSyncError: TP rank 0: IndexError: 2"] * 3)
+    with pytest.raises(
+        WeightSyncError, match=r"three times each: rollout-0: ModelError.*; rollout-1: .*IndexError"
+    ):
+        await bench.supervisor.rollouts_ready(60)
+
+
+@pytest.mark.parametrize(
+    "reasons",
+    [
+        [REFUSAL] * 2 + ["WeightSyncError: TP rank 0: no memory"],
+        ["PeerLostError: the engine has died"] * 3,
+        ["DeadlineError: nobody came"] * 3,
+    ],
+)
+async def test_other_failures_are_waited_out(bench: Bench, reasons: list[str]) -> None:
+    await refuse(bench, "rollout-0", *reasons)
+    with pytest.raises(DeadlineError):
+        await bench.supervisor.rollouts_ready(0.05)
+
+
+async def test_refusals_are_waited_out_where_a_server_has_served_or_another_may(bench: Bench) -> None:
+    await refuse(bench, "rollout-0", *[REFUSAL] * 3)
+    other = await bench.join("rollout-1", RolloutState.JOINING)
+    with pytest.raises(DeadlineError):
+        await bench.supervisor.rollouts_ready(0.05)
+    await bench.join("rollout-1", RolloutState.SERVING, "b")
+    await refuse(bench, other.member_id, *[REFUSAL] * 3)
+    with pytest.raises(DeadlineError):
+        await bench.supervisor.rollouts_ready(0.05)
+
+
 async def test_a_server_that_serves_begins_with_a_clean_record(bench: Bench) -> None:
     for incarnation in "ab":
         await bench.supervisor.expel(await bench.join("rollout-0", RolloutState.STALE, incarnation), "x")
@@ -176,11 +220,11 @@ def test_the_time_in_quarantine_doubles_up_to_ten_minutes() -> None:
     quarantine = Quarantine(clock)
     seconds = []
     for _ in range(9):
-        seconds.append(quarantine.failed("rollout-0"))
+        seconds.append(quarantine.failed("rollout-0", "x"))
         clock.advance(seconds[-1])
         assert quarantine.release() == (["rollout-0"] if seconds[-1] else [])
         assert not quarantine.holds("rollout-0")
     assert seconds == [0, 0, 30, 60, 120, 240, 480, 600, 600]
     quarantine.succeeded("rollout-0")
-    assert quarantine.failed("rollout-0") == 0
-    assert quarantine.failed("rollout-1") == 0
+    assert quarantine.failed("rollout-0", "x") == 0
+    assert quarantine.failed("rollout-1", "x") == 0

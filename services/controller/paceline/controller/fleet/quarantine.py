@@ -2,6 +2,7 @@
 
     failure 1, 2 -> taken again at once     failure 3, 4, 5, ... -> out for 30 s, 60 s, 120 s, ... 10 min
     a served policy -> the count is 0 again
+    the same refusal three times in a row -> it would be the fourth time, too
 
 Counted by member id, over incarnations: a server that crashes in every push is a new incarnation each time.
 """
@@ -11,15 +12,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.core.clock import Clock
+from paceline.core.errors import ModelError, WeightSyncError
 
 _FREE_FAILURES = 2
 _FIRST_S, _LONGEST_S = 30.0, 600.0
+_REFUSALS = (ModelError.__name__, WeightSyncError.__name__)
 
 
 @dataclass(kw_only=True, slots=True)
 class _Record:
     failures: int = 0
     until: float | None = None
+    reason: str = ""
+    num_alike: int = 0
 
 
 class Quarantine:
@@ -29,10 +34,12 @@ class Quarantine:
         self._clock = clock
         self._records: dict[str, _Record] = {}
 
-    def failed(self, member_id: str) -> float:
+    def failed(self, member_id: str, reason: str) -> float:
         """Notes a failed join or push; returns the seconds that the member stays out, 0 if it does not."""
         record = self._records.setdefault(member_id, _Record())
         record.failures += 1
+        record.num_alike = record.num_alike + 1 if reason == record.reason else 1
+        record.reason = reason
         if record.failures <= _FREE_FAILURES:
             return 0.0
         doublings = min(record.failures - _FREE_FAILURES - 1, 16)
@@ -48,6 +55,17 @@ class Quarantine:
         """How often in a row a member has failed."""
         record = self._records.get(member_id)
         return record.failures if record else 0
+
+    def refusal(self, member_id: str) -> str:
+        """The reason of a member's last three failures, if all were one refusal; "" otherwise.
+
+        A process or a connection that is lost is no refusal: the next may not be.
+        """
+        record = self._records.get(member_id)
+        is_refusal = (
+            record is not None and record.num_alike > _FREE_FAILURES and record.reason.startswith(_REFUSALS)
+        )
+        return record.reason if record and is_refusal else ""
 
     def holds(self, member_id: str) -> bool:
         """Whether a member stays out now."""

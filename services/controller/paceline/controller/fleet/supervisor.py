@@ -12,7 +12,7 @@ from paceline.controller.fleet.meter import FleetMeter
 from paceline.controller.fleet.quarantine import Quarantine
 from paceline.controller.journal import Journal
 from paceline.core.clock import Clock
-from paceline.core.errors import ConfigError, DeadlineError, PeerLostError
+from paceline.core.errors import ConfigError, DeadlineError, PeerLostError, WeightSyncError
 from paceline.core.members import (
     READY_STATES,
     RECEIVABLE_STATES,
@@ -36,6 +36,7 @@ class Supervisor:
         self._journal, self._events = journal, events
         self._changed = asyncio.Condition()
         self._announced: set[tuple[str, str]] = set()
+        self._has_served = False
 
     async def apply(self, changes: Sequence[FleetChange]) -> None:
         """Journals changes, announces those that matter to people, and wakes the tasks that wait for one."""
@@ -55,6 +56,7 @@ class Supervisor:
             self._meter.note(change)
             self._announce(change)
             if change.state is RolloutState.SERVING:
+                self._has_served = True
                 self._quarantine.succeeded(change.member.member_id)
         await self._wake()
 
@@ -92,7 +94,7 @@ class Supervisor:
         After three of these in a row the next incarnations stay in quarantine for a while.
         """
         await self.apply(self.fleet.mark_dead(member, reason))
-        seconds = self._quarantine.failed(member.member_id)
+        seconds = self._quarantine.failed(member.member_id, reason)
         if seconds:
             failures = self._quarantine.failures(member.member_id)
             self._events.notice(
@@ -201,7 +203,11 @@ class Supervisor:
         return self.learner
 
     async def rollouts_ready(self, timeout_s: float) -> list[Member]:
-        """Waits until a rollout server can take part in a push; returns all that can. Errors as above."""
+        """Waits until a rollout server can take part in a push; returns all that can. Errors as above.
+
+        Raises:
+            WeightSyncError: no server has ever served, and each has refused three pushes in the same words.
+        """
         await self._wait_for_return(lambda: self._no_rollouts(1), MemberKind.ROLLOUT, timeout_s)
         return self.rollouts
 
@@ -226,6 +232,8 @@ class Supervisor:
             final = [m for m in self.fleet.members() if m.kind in kinds and m.is_final and not m.usable]
             if names and final:
                 raise PeerLostError(f"{_failures(final)} (see its log)", peer=final[0].member_id)
+            if names and MemberKind.ROLLOUT in kinds and (refusals := self._refusals()):
+                raise WeightSyncError(f"no rollout server can take weights; three times each: {refusals}")
             return not names
 
         try:
@@ -239,6 +247,15 @@ class Supervisor:
                 seconds=timeout_s,
                 hint=f"{f'last failures: {gone}; ' if gone else ''}see the logs, or raise {setting}",
             ) from None
+
+    def _refusals(self) -> str:
+        """Why all servers refuse weights and will go on to; "" if one may take them, or one has."""
+        reasons = {
+            m.member_id: self._quarantine.refusal(m.member_id) for m in self.fleet.members(MemberKind.ROLLOUT)
+        }
+        if self._has_served or not all(reasons.values()):
+            return ""
+        return "; ".join(f"{member_id}: {reason}" for member_id, reason in reasons.items())
 
     def _no_learner(self) -> list[str]:
         states = [m.state for m in self.fleet.usable(MemberKind.LEARNER)]
