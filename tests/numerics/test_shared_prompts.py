@@ -146,7 +146,7 @@ def _tiny(model: Path, ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 9])
-@pytest.mark.parametrize("value_size", [8, 6])
+@pytest.mark.parametrize("value_size", [8, 6, 10])
 def test_attention_to_a_prefix_against_a_plain_softmax(
     window: int | None, value_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,7 +111,8 @@ def packed_attention(
     if group is not None:
         q, k, v = (heads_of_all_tokens(x, group) for x in (q, k, v))
         s_aux = None if s_aux is None else s_aux.chunk(group.size)[group.rank]
-    has_kernel = q.is_cuda and flash_attention.takes(q.dtype, q.shape[-1]) and s_aux is None
+    widest = max(q.shape[-1], v.shape[-1])
+    has_kernel = q.is_cuda and flash_attention.takes(q.dtype, widest) and s_aux is None
     if has_kernel and softcap is not None:
         has_kernel = flash_attention.has_softcap(q, k, v, sliding_window, softcap)
     if has_kernel:

@@ -63,7 +63,7 @@ def prepare(config: Any, dtype: torch.dtype, device: torch.device) -> None:
         device: on which it will run; nothing is done on a CPU.
     """
     for kind in kinds_of(config.get_text_config(), dtype, device):
-        if device.type == "cuda" and takes(dtype, kind.width):
+        if device.type == "cuda" and takes(dtype, max(kind.width, kind.value_width)):
             _kernel_of(kind, _chosen[0])
 
 
@@ -145,7 +145,7 @@ def attend(
     Args:
         q: (T, H, D).
         k: (K, G, D), G dividing H.
-        v: (K, G, E), E at most D.
+        v: (K, G, E).
         lengths: of the sequences.
         scaling: of the scores; None is D ** -0.5.
         window: number of tokens that a token sees, itself included; None for all before it.
@@ -339,9 +339,10 @@ def by_torch(
     from torch.nn.attention.varlen import varlen_attn
 
     assert softcap is None
-    width = v.shape[-1]
-    if width != q.shape[-1]:  # latent attention; the kernel takes one size of heads
-        v = F.pad(v, (0, q.shape[-1] - width))
+    scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
+    width, widest = v.shape[-1], max(q.shape[-1], v.shape[-1])
+    if q.shape[-1] != width:  # latent attention; the kernel takes one size of heads
+        q, k, v = (F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
     # torch 2.11 takes fewer heads of keys without being told.
     grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] and _has_grouped_queries() else {}
     out = varlen_attn(
