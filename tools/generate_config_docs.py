@@ -17,9 +17,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from paceline.cli.convert.rules import ConversionRule
-from paceline.cli.convert.trl import TRL
-from paceline.cli.convert.verl import VERL
+from paceline.cli.convert.convert import TABLES
+from paceline.cli.convert.rules import ConversionRule, Tree
 from paceline.config.base import OneOf
 from paceline.config.load import section_types
 from paceline.config.run import RmRunConfig, RunConfig, SftRunConfig
@@ -74,16 +73,41 @@ def main() -> int:
 def comparison() -> str:
     """The page on verl and TRL, with its tables as the code has them."""
     text = (DOCS / "from-verl-and-trl.md").read_text(encoding="utf-8")
-    for program, rows in (("verl", VERL), ("TRL", TRL)):
-        head, _, rest = text.partition(f"| {program} | here |\n")
-        text = head + table(rows, program) + "\n\n" + rest.partition("\n\n")[2]
+    for program, rules in TABLES.items():
+        name = {"trl": "TRL"}.get(program, program)
+        head, _, rest = text.partition(f"| {name} | its default | for example | here |\n")
+        text = head + table(rules, name) + "\n\n" + rest.partition("\n\n")[2]
     return text
 
 
-def table(rows: tuple[ConversionRule, ...], program: str) -> str:
-    """Rows of keys as Markdown."""
-    lines = [f"| {program} | here |", "| --- | --- |"]
-    return "\n".join([*lines, *(f"| {row.theirs} | {row.ours} |" for row in rows)])
+def table(rules: tuple[ConversionRule, ...], program: str) -> str:
+    """Every key as Markdown: a rule's examples in rows of their own where it has several."""
+    lines = [f"| {program} | its default | for example | here |", "| --- | --- | --- | --- |"]
+    for rule in rules:
+        keys = ", ".join(f"`{key}`" for key in rule.keys)
+        default = ", ".join(dict.fromkeys(f"`{value}`" for value in rule.defaults.values()))
+        if not rule.examples:
+            lines.append(f"| {keys} | {default} | | {rule.ours} |")
+            continue
+        refused = all(ours is None for _, ours in rule.examples)
+        if not refused and len(rule.examples) > 1:
+            lines.append(f"| {keys} | {default} | | {rule.ours} |")
+            keys = default = ""
+        for theirs, ours in rule.examples[: 1 if refused else None]:
+            lines.append(f"| {keys} | {default} | {values(theirs)} | {becomes(rule, ours, refused)} |")
+    return "\n".join(lines)
+
+
+def becomes(rule: ConversionRule, ours: Tree | None, always_refused: bool) -> str:
+    """What an example becomes."""
+    if ours is None:
+        return f"cannot be: {rule.ours}" if always_refused else "cannot be"
+    return values(ours) if ours else f"nothing: {rule.ours}"
+
+
+def values(tree: Tree) -> str:
+    """Keys with their values."""
+    return ", ".join(f"`{key}: {value}`" for key, value in tree.items())
 
 
 def sections(

@@ -17,7 +17,10 @@ ALLOWED = {
     "src/paceline/config/reward.py": "the engines of a reward model: a key that users write",
     "services/reward/paceline/reward/models/__main__.py": "the table of the engines of reward models",
     "services/reward/paceline/reward/models/pooling.py": "a reward model in vLLM: its room there",
-    "src/paceline/cli/convert/trl.py": "TRL's own names of its keys",
+    **{
+        f"src/paceline/cli/convert/trl/{name}.py": "TRL's own names of its keys"
+        for name in ("losses", "rest", "table")
+    },
     "src/paceline/cli/commands/results/export.py": "says to users what can load a checkpoint",
 }
 FILES = {str(path.relative_to(source.ROOT)): path for path in source.modules().values()}

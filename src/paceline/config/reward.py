@@ -80,7 +80,7 @@ class OutsideConfig(ShapedConfig):
 
 
 class RewardFunctionConfig(GroupedConfig, ShapedConfig):
-    """A function `f(response, ground_truth, **extra) -> float | dict[str, float]`."""
+    """A function `f(response, ground_truth, **extra) -> float | dict[str, float]`, or one of verl's or TRL's form."""
 
     name: str = Field(description="A built-in's name, module:function, or path/to/file.py:function.")
     kwargs: dict[str, bool | int | float | str | None] = Field(

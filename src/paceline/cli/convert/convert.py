@@ -1,36 +1,39 @@
-"""Converts another program's configuration: a tree of ours, and what could not be taken over."""
+"""Converts another program's configuration: a tree of ours, and what became of each of their keys."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.cli.convert import trl, verl
-from paceline.cli.convert.rules import ConversionRule, Convert, Tree
+from paceline.cli.convert.interpolation import resolve
+from paceline.cli.convert.rules import UNSET, Changed, ConversionRule, Tree
+from paceline.cli.convert.trl.table import RULES as TRL_RULES
+from paceline.cli.convert.verl.table import RULES as VERL_RULES
 from paceline.config.load import sections_in
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
 
 VERL, TRL = "verl", "trl"
-_TABLES: Mapping[str, tuple[tuple[ConversionRule, ...], Mapping[str, Convert], Mapping[str, str]]] = {
-    VERL: (verl.VERL, verl.MORE, verl.PREFIXES),
-    TRL: (trl.TRL, trl.MORE, trl.PREFIXES),
-}
-_NO_KEY = "no such key here"
+TABLES: Mapping[str, tuple[ConversionRule, ...]] = {VERL: VERL_RULES, TRL: TRL_RULES}
+_NO_KEY = "no such key is known; see docs/from-verl-and-trl.md, or leave it out"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Converted:
-    """Holds a configuration that was made from another system's.
+    """Holds a configuration that was made from another system's, and the report.
 
     Attributes:
         tree: nested, as a file holds it.
-        left_out: their keys with their values, and why each is not in the tree.
+        same: what of theirs became what of ours; "" where no number depends on it.
+        changed: the same, and the reason; the pair is (ours, reason).
+        refused: their keys with their values, and why each is not in the tree.
     """
 
     tree: dict[str, Any] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
+    same: dict[str, str] = field(default_factory=dict)
+    changed: dict[str, tuple[str, str]] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
 
 
 def program_of(tree: Mapping[str, Any]) -> str:
@@ -39,84 +42,127 @@ def program_of(tree: Mapping[str, Any]) -> str:
     Raises:
         ConfigError: neither program's.
     """
-    if {"actor_rollout_ref", "reward_model"} & set(tree):
+    heads = {str(key).partition(".")[0] for key in tree}
+    if {"actor_rollout_ref", "reward_model"} & heads:
         return VERL
     if {
         "num_generations",
         "per_device_train_batch_size",
         "max_completion_length",
         "model_name_or_path",
-    } & set(tree):
+        "reward_funcs",
+    } & heads:
         return TRL
-    if {"model", "reward"} <= set(tree) <= set(RunConfig.model_fields) | {"extends"}:
+    if {"model", "reward"} <= heads <= set(RunConfig.model_fields) | {"extends"}:
         raise ConfigError("the file is one of ours already; `paceline check FILE` looks at it")
     raise ConfigError(
-        f"the file has the keys {', '.join(sorted(map(str, tree))[:8])}: neither verl's "
+        f"the file has the keys {', '.join(sorted(heads)[:8])}: neither verl's "
         "(actor_rollout_ref, ...) nor TRL's (num_generations, ...); name the program with --from"
     )
 
 
-def convert(tree: Mapping[str, Any], program: str) -> Converted:
-    """Takes over what the program's table has, and keys with verl's meaning and name."""
-    rows, more, prefixes = _TABLES[program]
-    rules: dict[str, ConversionRule | Convert] = {key: row for row in rows for key in row.keys}
-    rules |= more
-    flat, out = _flat(tree), Converted()
-    for key, value in flat.items():
-        if isinstance(value, str) and "${" in value:
-            out.left_out[f"{key}: {value}"] = "refers to another key; write its value"
-            continue
-        rule = rules.get(key)
-        if isinstance(rule, ConversionRule) and rule.convert is None:
-            out.left_out[f"{key}: {value}"] = rule.ours
-        elif rule is not None:
-            change = rule.convert if isinstance(rule, ConversionRule) else rule
-            assert change is not None
-            try:
-                _put(out.tree, change(value, flat))
-            except ValueError as error:
-                out.left_out[f"{key}: {value}"] = str(error)
+def convert(tree: Mapping[str, Any], program: str, facts: Tree | None = None) -> Converted:
+    """Takes over what the program's table has, the defaults that differ here, and says what became of each.
+
+    Args:
+        tree: theirs, nested or by dotted keys.
+        program: a key of TABLES.
+        facts: values of DEVICES and NUM_ROWS, as far as they are known.
+    """
+    rules, out = TABLES[program], Converted()
+    flat = {key: value for key, value in flattened(tree).items() if value != "???"}
+    given, unresolved = resolve(flat)
+    for key in unresolved:
+        given.pop(key)
+        rule = _rule(rules, key)
+        if rule is None or rule.convert is not None:
+            out.refused[f"{key}: {flat[key]}"] = "refers to what the file does not have; write its value"
+    given = {key: value for key, value in given.items() if not _is_unset(_rule(rules, key), value)}
+    defaults = {key: one for rule in rules for key, one in rule.defaults.items()}
+    values = defaults | given | dict(facts or {})
+    for key, value in given.items():
+        rule = _rule(rules, key)
+        if rule is None:
+            out.refused[f"{key}: {value}"] = _NO_KEY
         else:
-            same = _same_key(key, prefixes)
-            if same is None or value is None:
-                out.left_out[f"{key}: {value}"] = _NO_KEY
-            else:
-                _put(out.tree, {same: value})
+            _take(out, rule, key, value, values, by_default=False)
+    for key, value in defaults.items():
+        if key not in given:
+            rule = _rule(rules, key)
+            assert rule is not None
+            _take(out, rule, key, value, values, by_default=True)
     return out
 
 
-def _same_key(key: str, prefixes: Mapping[str, str]) -> str | None:
-    for theirs, ours in prefixes.items():
-        if key.startswith(theirs) and _is_key(same := ours + key.removeprefix(theirs)):
-            return same
-    return None
+def _rule(rules: tuple[ConversionRule, ...], key: str) -> ConversionRule | None:
+    return next((rule for rule in rules if rule.covers(key)), None)
 
 
-def _is_key(path: str) -> bool:
-    """Whether a configuration of ours may hold a value there."""
+def _is_unset(rule: ConversionRule | None, value: Any) -> bool:
+    return rule is not None and any(value is none or value == none for none in rule.unset)
+
+
+def _take(
+    out: Converted, rule: ConversionRule, key: str, value: Any, values: Tree, *, by_default: bool
+) -> None:
+    """Enters one key; of a default only what differs from ours."""
+    label = f"{key}: {value}" + (" (its default)" if by_default else "")
+    if rule.part_of:
+        if not by_default:
+            out.same[label] = f"with {rule.part_of}"
+        return
+    try:
+        result = {} if rule.convert is None else rule.convert(value, values)
+    except ValueError as error:
+        out.refused[label] = str(error)
+        return
+    ours = dict(result.values if isinstance(result, Changed) else result)
+    written = {path: one for path, one in ours.items() if not (by_default and _same(default_of(path), one))}
+    _put(out.tree, written)
+    words = ", ".join(f"{path}: {one}" for path, one in ours.items())
+    if isinstance(result, Changed):
+        out.changed[label] = (words, result.reason)
+    elif written or not by_default:
+        out.same[label] = words
+
+
+def _same(default: Any, value: Any) -> bool:
+    default = list(default) if isinstance(default, tuple) else default
+    return bool(default == value) and isinstance(default, bool) == isinstance(value, bool)
+
+
+def default_of(path: str) -> Any:
+    """What a configuration of ours has under a dotted key that its file leaves out; UNSET without a default.
+
+    Raises:
+        KeyError: there is no such key.
+    """
     model: type[Any] = RunConfig
-    names = path.split(".")
-    for number, name in enumerate(names):
-        field = model.model_fields.get(name)
-        if field is None:
-            return False
-        if number == len(names) - 1:
-            return not sections_in(field.annotation)
-        below = sections_in(field.annotation)
-        if not below:
-            return False
-        model = below[0]
-    return False
+    instance: Any = None
+    *sections, name = path.split(".")
+    for section in sections:
+        entry = model.model_fields[section]
+        instance = getattr(instance, section, None) if instance is not None else entry.default
+        instance = instance if isinstance(instance, tuple(sections_in(entry.annotation))) else None
+        model = type(instance) if instance is not None else sections_in(entry.annotation)[0]
+    entry = model.model_fields[name]
+    default = entry.default if instance is None else getattr(instance, name)
+    required = instance is None and entry.is_required()
+    return UNSET if required else default
 
 
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Values by dotted key; a list is a value."""
-    if not isinstance(tree, Mapping):
-        return {prefix: tree}
-    leaves: dict[str, Any] = {}
+def flattened(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key; a list is a value, as is a mapping without keys."""
+    return dict(_leaves(tree, prefix))
+
+
+def _leaves(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    if not isinstance(tree, Mapping) or not tree:
+        if prefix:
+            yield prefix, tree
+        return
     for key, value in tree.items():
-        leaves |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
-    return leaves
+        yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
 
 
 def _put(tree: dict[str, Any], values: Tree) -> None:
@@ -125,4 +171,6 @@ def _put(tree: dict[str, Any], values: Tree) -> None:
         node = tree
         for section in sections:
             node = node.setdefault(section, {})
+        if isinstance(value, list) and isinstance(node.get(name), list):
+            value = [*node[name], *(one for one in value if one not in node[name])]
         node[name] = value

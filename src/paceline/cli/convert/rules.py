@@ -2,55 +2,163 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 Tree = Mapping[str, Any]
 """Values by dotted key."""
-Convert = Callable[[Any, Tree], Tree]
-"""Of a value and the other file's values: ours, by dotted key; {} where nothing is to be set.
+
+UNSET: Final = object()
+"""In place of a default: a key that is not in the file says nothing."""
+
+DEVICES, NUM_ROWS = "paceline.devices", "paceline.num_rows"
+"""Keys that no file has: how many processes train there, and the rows of the training files, if known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """Values of ours that do not mean quite the same.
+
+    Attributes:
+        values: by dotted key; {} where nothing is set here.
+        reason: what is different here.
+    """
+
+    values: Tree
+    reason: str
+
+
+Convert = Callable[[Any, Tree], Tree | Changed]
+"""Of a value and the other file's values, defaults included: ours, by dotted key; {} where none is needed.
 
 Raises:
-    ValueError: why the value is left out.
+    ValueError: why there is nothing of that meaning here, and what to do.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConversionRule:
-    """Says what one of their settings becomes here.
+    """Says what their settings become here.
 
     Attributes:
-        theirs: how the page names their key.
-        ours: what the page says of it.
-        keys: their dotted keys; a row without keys is for readers alone.
-        convert: None where there is nothing to set here: the converted file says so.
+        keys: their dotted keys; one that ends in `.*` stands for all below it.
+        ours: what becomes of a value; the page says so.
+        convert: None where no number of a run depends on the value.
+        default: what the other program takes where the file does not say; by key where a rule has several.
+        unset: values that mean the same as none.
+        part_of: the key whose rule reads these.
+        examples: their values with ours, which the page shows and the tests walk; None: it cannot be.
     """
 
-    theirs: str
+    keys: tuple[str, ...]
     ours: str
-    keys: tuple[str, ...] = ()
     convert: Convert | None = None
+    default: Any = UNSET
+    unset: tuple[Any, ...] = ()
+    part_of: str = ""
+    examples: tuple[tuple[Tree, Tree | None], ...] = ()
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The defaults of its keys, as far as they have some."""
+        if self.default is UNSET:
+            return {}
+        return dict(self.default) if isinstance(self.default, dict) else {self.keys[0]: self.default}
+
+    def covers(self, key: str) -> bool:
+        """Whether the rule is one of this key."""
+        return any(
+            key == own or (own.endswith(".*") and key.startswith(own.removesuffix("*"))) for own in self.keys
+        )
 
 
-By = Mapping[Any, Any] | Callable[[Any], Any] | None
+By = Mapping[Any, Any] | Callable[[Any], Any]
 """What changes a value: a function, or a mapping where that has it."""
 
 
-def to(key: str, *, by: By = None) -> Convert:
-    """The value under another key, changed `by` something."""
+def renamed(
+    key: str,
+    ours: str,
+    example: Any,
+    *,
+    default: Any = UNSET,
+    by: By | None = None,
+    becomes: Any = UNSET,
+    unset: tuple[Any, ...] = (None,),
+) -> ConversionRule:
+    """A key that has another name here; `by` changes its value, and makes `becomes` of the example."""
 
     def convert(value: Any, tree: Tree) -> Tree:
         if callable(by):
-            return {key: by(value)}
-        return {key: by.get(value, value) if by is not None and isinstance(value, str | bool) else value}
+            return {ours: by(value)}
+        return {ours: by.get(value, value) if by is not None and isinstance(value, str | bool) else value}
 
-    return convert
-
-
-def renamed(key: str, ours: str, *, by: By = None, theirs: str = "", says: str = "") -> ConversionRule:
-    """A row of one key that has another name here; the page has both names where it is not told others."""
-    name = key.replace("actor_rollout_ref.actor", "actor..").removeprefix("actor_rollout_ref.")
     return ConversionRule(
-        theirs=theirs or f"`{name}`", ours=says or f"`{ours}`", keys=(key,), convert=to(ours, by=by)
+        keys=(key,),
+        ours=f"`{ours}`",
+        convert=convert,
+        default=default,
+        unset=unset,
+        examples=(({key: example}, {ours: example if becomes is UNSET else becomes}),),
     )
+
+
+def same(section: str, ours: str, names: Mapping[str, tuple[Any, Any]]) -> tuple[ConversionRule, ...]:
+    """Keys of a section that have the same name in a section here: an example each, and their default."""
+    return tuple(
+        renamed(f"{section}.{name}", f"{ours}.{name}", example, default=default)
+        for name, (example, default) in names.items()
+    )
+
+
+def no_effect(ours: str, keys: str) -> ConversionRule:
+    """Keys on which no number of a run depends; says what takes their place here."""
+    return ConversionRule(keys=tuple(keys.split()), ours=ours)
+
+
+def only(
+    ours: str, keys: str, *, neutral: Collection[Any] = (None, False, "", 0), example: Any = True
+) -> ConversionRule:
+    """Keys of what is not here; values in `neutral` ask for nothing."""
+
+    def convert(value: Any, tree: Tree) -> Tree:
+        if value in ([], {}) or any(value is one or value == one for one in neutral):
+            return {}
+        raise ValueError(ours)
+
+    return ConversionRule(
+        keys=tuple(keys.split()),
+        ours=ours,
+        convert=convert,
+        examples=tuple(({key.replace("*", "x"): example}, None) for key in keys.split()),
+    )
+
+
+def part(keys: str, of: str, default: Any = UNSET, unset: tuple[Any, ...] = (None,)) -> ConversionRule:
+    """Keys that the rule of another one reads."""
+    return ConversionRule(
+        keys=tuple(keys.split()), ours=f"with `{of}`", default=default, unset=unset, part_of=of
+    )
+
+
+def rule(
+    keys: str,
+    ours: str,
+    convert: Convert,
+    *examples: tuple[Tree, Tree | None],
+    default: Any = UNSET,
+    unset: tuple[Any, ...] = (None,),
+) -> ConversionRule:
+    """Keys with a rule of their own; several are separated by spaces."""
+    return ConversionRule(
+        keys=tuple(keys.split()), ours=ours, convert=convert, default=default, unset=unset, examples=examples
+    )
+
+
+def number(value: Any) -> float:
+    """A number that may be written as text, as YAML reads 1e-6."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{value!r} is no number") from None

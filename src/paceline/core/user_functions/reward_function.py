@@ -1,6 +1,7 @@
 """The form of a reward function: `f(response: str, ground_truth: str, **extra) -> float | dict[str, float]`.
 
 For the samples of a prompt together: `f(items: list[ScoreItem], **arguments)`, which returns a list of those.
+Functions in the forms of verl and TRL are known by their parameters' names (`reward_forms`).
 
 Here its signature is inspected, its keyword arguments are chosen and its return value is checked, no matter
 whether a child process or a reward server calls it.
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from paceline.core.errors import ConfigError, RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem
 from paceline.core.text import encodable, one_line
+from paceline.core.user_functions.reward_forms import as_trl_calls, as_verl_calls, is_of_trl, is_of_verl
 
 RESERVED_NAMES = frozenset({"response", "ground_truth", "prompt", "data_source"})
 """Fields of the item that every function is given; no extra column may have one of these names."""
@@ -118,6 +120,13 @@ def inspect_function(reference: str, function: object) -> RewardFunction:
         return RewardFunction(
             reference=reference, call=function, named=frozenset(), required=frozenset(), takes_any=False
         )
+    if is_of_verl(signature.parameters):
+        return _of_verl(reference, function, signature.parameters)
+    if is_of_trl(signature.parameters):
+        raise ConfigError(
+            f"reward function {reference!r} has TRL's form, f(prompts, completions, **columns): say group: "
+            "true, and it is called with all samples of a prompt"
+        )
     parameters = list(signature.parameters.values())
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if len(positional) < 2 and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
@@ -143,6 +152,27 @@ def inspect_function(reference: str, function: object) -> RewardFunction:
     )
 
 
+def _of_verl(
+    reference: str, function: Callable[..., object], parameters: Mapping[str, inspect.Parameter]
+) -> RewardFunction:
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    named = {
+        name: one
+        for name, one in parameters.items()
+        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+        and name not in ("solution_str", "ground_truth")
+    }
+    takes_truth = takes_any or "ground_truth" in parameters
+    return RewardFunction(
+        reference=reference,
+        # An async function stays what it is, so that it is refused like others.
+        call=function if inspect.iscoroutinefunction(function) else as_verl_calls(function, takes_truth),
+        named=frozenset(named),
+        required=frozenset(name for name, one in named.items() if one.default is one.empty),
+        takes_any=takes_any,
+    )
+
+
 def inspect_group_function(reference: str, function: object) -> RewardFunction:
     """Checks that an object can be called with the samples of a prompt.
 
@@ -159,9 +189,18 @@ def inspect_group_function(reference: str, function: object) -> RewardFunction:
             f"{_GROUP_FORM}"
         )
     try:
-        parameters = list(inspect.signature(function).parameters.values())
+        signature: Mapping[str, inspect.Parameter] = inspect.signature(function).parameters
     except ValueError:  # some functions written in C have none
-        parameters = []
+        signature = {}
+    if is_of_trl(signature) and not inspect.iscoroutinefunction(function):
+        return RewardFunction(
+            reference=reference,
+            call=as_trl_calls(function, signature),
+            named=frozenset(("completions",)),
+            required=frozenset(),
+            takes_any=False,
+        )
+    parameters = list(signature.values())
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     named = [p for p in parameters if p.kind is p.KEYWORD_ONLY or p in positional[1:]]
     if parameters and not positional and not any(p.kind is p.VAR_POSITIONAL for p in parameters):

@@ -1,4 +1,4 @@
-"""`paceline convert-config`: a configuration of verl or TRL as ours, with what could not be taken over."""
+"""`paceline convert-config`: a configuration of verl or TRL as ours, with what became of each key."""
 
 from __future__ import annotations
 
@@ -7,76 +7,85 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from paceline.cli.convert.convert import TRL, VERL, Converted, convert, program_of
-from paceline.config.load import parse, parse_yaml
-from paceline.config.run import RunConfig
+from paceline.cli.convert.convert import TABLES, Converted, convert, program_of
+from paceline.cli.convert.report import fault, missing_keys, text_of
+from paceline.cli.convert.rules import DEVICES, NUM_ROWS
+from paceline.cli.convert.sources import python_script, shell_script
+from paceline.config.load import parse_yaml
 from paceline.core.errors import ConfigError
-
-_REQUIRED = {
-    ("trainer", "total_steps"): "trainer.total_steps: epochs times rows over data.train_batch_size",
-    ("data", "train_files"): "data.train_files: parquet or JSONL",
-    ("model", "path"): "model.path",
-    ("reward", "functions"): "reward.functions, such as [{name: gsm8k}]",
-}
+from paceline.data.rows import count_rows
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
     parser.add_argument(
-        "file", type=Path, help="YAML of verl (composed, without defaults) or of TRL's GRPOConfig"
+        "file",
+        type=Path,
+        help="YAML of verl (composed, without defaults) or of TRL's GRPO script, a shell script (.sh) that "
+        "starts verl, or a Python script (.py) with TRL's GRPOConfig(...); scripts are read, never run",
     )
     parser.add_argument(
-        "--from", dest="program", choices=(VERL, TRL), help="whose it is (default: by its keys)"
+        "--from", dest="program", choices=tuple(TABLES), help="whose it is (default: by its keys)"
+    )
+    parser.add_argument(
+        "--devices",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes that TRL was started with, of which its batch sizes are (default: 1)",
     )
     parser.add_argument("--out", type=Path, help="file to write (default: standard output)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints or writes the configuration; returns the exit code."""
-    tree = _read(args.file)
-    converted = convert(tree, args.program or program_of(tree))
-    text = _text(converted, args.file)
+    if args.devices < 1:
+        raise ConfigError(f"--devices {args.devices}: TRL trains with at least one process")
+    converted = _converted(args.file, args.program, args.devices)
+    text = text_of(converted, args.file.name)
     if args.out is None:
         print(text, end="")
     elif args.out.exists():
         raise ConfigError(f"{args.out} exists; give another --out, or delete it")
     else:
         args.out.write_text(text, encoding="utf-8")
+    if not missing_keys(converted.tree) and (why := fault(converted.tree)):
+        print(f"paceline convert-config: to mend before it runs: {why}", file=sys.stderr)
     return 0
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _converted(file: Path, program: str | None, devices: int) -> Converted:
+    """Reads and converts; where the training files are here, their rows count."""
+    script = _read(file)
+    if not isinstance(script, dict):
+        tree, program = script.settings, "verl" if file.suffix == ".sh" else "trl"
+    else:
+        tree, program = script, program or program_of(script)
+    facts: dict[str, Any] = {DEVICES: devices}
+    files = convert(tree, program, facts).tree.get("data", {}).get("train_files") or []
+    files = [files] if isinstance(files, str) else files
+    if files and all(Path(one).is_file() for one in files):
+        facts[NUM_ROWS] = count_rows(files, sys.maxsize)
+    converted = convert(tree, program, facts)
+    if not isinstance(script, dict):
+        converted.refused.update(script.refused)
+    if isinstance(script, python_script.Script):
+        converted.changed.update({key: ("", how) for key, how in script.changed.items()})
+    return converted
+
+
+def _read(path: Path) -> dict[str, Any] | shell_script.Script | python_script.Script:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not YAML: {error}") from error
+    if path.suffix == ".sh":
+        return shell_script.read_script(text)
+    if path.suffix == ".py":
+        return python_script.read_script(text, path.name)
     tree = parse_yaml(text, path)
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds no mapping of keys to values")
     return tree
-
-
-def _text(converted: Converted, source: Path) -> str:
-    missing = [
-        words for (section, key), words in _REQUIRED.items() if key not in converted.tree.get(section, {})
-    ]
-    lines = [f"# From {source.name}, by paceline convert-config. Then: paceline check FILE\n"]
-    lines += [f"# Missing: {words}\n" for words in missing]
-    lines.append(yaml.safe_dump(converted.tree, sort_keys=False, allow_unicode=True))
-    if converted.left_out:
-        lines.append("\n# Not taken over:\n")
-        lines += [f"#   {_line(key)}  ({why})\n" for key, why in converted.left_out.items()]
-    if not missing:
-        try:
-            parse(RunConfig, converted.tree)
-        except ConfigError as error:
-            print(f"paceline convert-config: to mend before it runs: {error}", file=sys.stderr)
-    return "".join(lines)
-
-
-def _line(text: str) -> str:
-    return " ".join(text.split())[:160]

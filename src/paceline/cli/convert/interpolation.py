@@ -1,0 +1,73 @@
+"""References of a configuration of OmegaConf to its own keys and to the environment."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+_INNERMOST = re.compile(r"\$\{([^${}]*)\}")
+_DEPTH = 20
+
+
+def resolve(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Replaces `${a.b}`, `${.b}`, `${oc.select:a.b,default}` and `${oc.env:NAME,default}` by what they name.
+
+    Args:
+        values: by dotted key.
+
+    Returns:
+        The values, and the keys of which one names what is not there.
+    """
+    resolved = dict(values)
+    unresolved = []
+    for key in resolved:
+        try:
+            resolved[key] = _value(resolved[key], key, values)
+        except KeyError:
+            unresolved.append(key)
+    return resolved, unresolved
+
+
+def _value(value: Any, key: str, values: Mapping[str, Any]) -> Any:
+    if isinstance(value, list):
+        return [_value(item, key, values) for item in value]
+    for _ in range(_DEPTH):
+        if not isinstance(value, str) or (found := _INNERMOST.search(value)) is None:
+            return value
+        named = _named(found[1], key, values)
+        whole = found[0] == value
+        value = named if whole else value.replace(found[0], str(named))
+    raise KeyError(key)
+
+
+def _named(reference: str, key: str, values: Mapping[str, Any]) -> Any:
+    """What a reference stands for; raises KeyError."""
+    kind, colon, rest = reference.partition(":")
+    if not colon:
+        return values[_absolute(reference.strip(), key)]
+    name, comma, default = (part.strip() for part in rest.partition(","))
+    if kind == "oc.env":
+        found = os.environ.get(name)
+    elif kind == "oc.select":
+        found = values.get(_absolute(name, key))
+    else:
+        raise KeyError(reference)
+    if found is None and not comma and kind == "oc.env":
+        raise KeyError(reference)
+    return _plain(default) if found is None else found
+
+
+def _absolute(name: str, key: str) -> str:
+    return f"{key.rpartition('.')[0]}{name}" if name.startswith(".") else name
+
+
+def _plain(text: str) -> Any:
+    """A default as YAML reads it."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text

@@ -1,0 +1,247 @@
+"""Reads the settings of a Python script that trains with TRL, from its syntax tree: nothing of it runs."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.cli.convert.trl.data import ANSWER, COLUMNS, MESSAGES
+from paceline.core.errors import ConfigError
+
+_NOT_COLUMNS = frozenset(
+    ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
+)
+_ANSWERS = ("ground_truth", "solution", "answer", "label", "target")
+_ADAPTERS = {
+    "r": "lora_r",
+    "lora_alpha": "lora_alpha",
+    "lora_dropout": "lora_dropout",
+    "target_modules": "lora_target_modules",
+    "modules_to_save": "lora_modules_to_save",
+    "use_rslora": "use_rslora",
+    "use_dora": "use_dora",
+    "task_type": "lora_task_type",
+}
+_CHANGES_ROWS = ("map", "filter", "select", "shuffle", "train_test_split", "rename_column", "take", "skip")
+
+
+@dataclass(slots=True)
+class Script:
+    """What a script sets.
+
+    Attributes:
+        settings: TRL's keys with their values.
+        changed: what had to be moved, and how.
+        refused: what is no plain value, and why.
+    """
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    changed: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+def read_script(text: str, name: str) -> Script:
+    """The settings of `GRPOConfig(...)` and `GRPOTrainer(...)`.
+
+    Args:
+        text: of the script.
+        name: of its file, for messages.
+
+    Raises:
+        ConfigError: it is not Python, or has neither.
+    """
+    try:
+        module = ast.parse(text)
+    except SyntaxError as error:
+        raise ConfigError(f"{name} is not Python: line {error.lineno}: {error.msg}") from None
+    reader = _Reader(module, name)
+    if not reader.read():
+        raise ConfigError(
+            f"{name} has neither GRPOConfig(...) nor GRPOTrainer(...): only TRL's GRPO scripts are read"
+        )
+    return reader.script
+
+
+class _Reader:
+    def __init__(self, module: ast.Module, name: str) -> None:
+        self._module, self._name = module, name
+        self._values = dict(_assignments(module))
+        self._functions = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
+        self._imports = dict(_imports(module))
+        self.script = Script()
+
+    def read(self) -> bool:
+        """Whether there was anything to read."""
+        calls = [(node, _called(node)) for node in ast.walk(self._module) if isinstance(node, ast.Call)]
+        configs = [node for node, name in calls if name == "GRPOConfig"]
+        trainers = [node for node, name in calls if name == "GRPOTrainer"]
+        for call in configs:
+            if call.args:
+                self._set("output_dir", call.args[0])
+            for keyword in call.keywords:
+                self._set(keyword.arg or "**", keyword.value)
+        for call in trainers:
+            self._trainer(call)
+        return bool(configs or trainers)
+
+    def _trainer(self, call: ast.Call) -> None:
+        names = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset")
+        given = dict(zip(names, call.args, strict=False))
+        given |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+        for name, node in given.items():
+            if name == "model":
+                self._set("model_name_or_path", node)
+            elif name == "reward_funcs":
+                self._rewards(node)
+            elif name in ("train_dataset", "eval_dataset"):
+                self._data(name, node)
+            elif name == "peft_config":
+                self._adapters(node)
+            elif name not in ("args", "processing_class", "reward_processing_classes"):
+                self._set(name, node)
+
+    def _set(self, key: str, node: ast.expr) -> None:
+        try:
+            self.script.settings[key] = self._literal(node)
+        except ValueError:
+            self.script.refused[f"{key}: {ast.unparse(node)}"] = (
+                "is no plain value, and the script is not run; write it"
+            )
+
+    def _literal(self, node: ast.expr) -> Any:
+        """A plain value, with the script's own constants; raises ValueError."""
+        followed = self._followed(node)
+        if isinstance(followed, ast.List | ast.Tuple):
+            return [self._literal(one) for one in followed.elts]
+        return ast.literal_eval(followed)
+
+    def _followed(self, node: ast.expr) -> ast.expr:
+        for _ in range(10):
+            if not isinstance(node, ast.Name) or node.id not in self._values:
+                break
+            node = self._values[node.id]
+        return node
+
+    def _rewards(self, node: ast.expr) -> None:
+        node = self._followed(node)
+        functions = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
+        names = []
+        for function in functions:
+            if isinstance(function, ast.Constant):
+                names.append(function.value)
+            elif isinstance(function, ast.Name) and function.id in self._functions:
+                names.append(self._own(function.id))
+            elif isinstance(function, ast.Name) and function.id in self._imports:
+                names.append(self._imports[function.id])
+            else:
+                self.script.refused[f"reward_funcs: {ast.unparse(function)}"] = (
+                    "write a function in a file of its own and name it FILE.py:FUNCTION"
+                )
+        self.script.settings["reward_funcs"] = names
+
+    def _own(self, name: str) -> str:
+        """A function of the script itself, which no one may import without training."""
+        function = self._functions[name]
+        arguments = function.args
+        columns = [
+            one.arg
+            for one in (*arguments.args, *arguments.kwonlyargs)
+            if one.arg not in _NOT_COLUMNS and one.arg != "kwargs"
+        ]
+        settings = self.script.settings
+        answer = next((one for one in _ANSWERS if one in columns), columns[0] if columns else None)
+        if answer is not None:
+            settings.setdefault(ANSWER, answer)
+        extra = [one for one in columns if one != "ground_truth"]
+        if extra:
+            known = settings.setdefault(COLUMNS, [])
+            known += [one for one in extra if one not in known]
+        if any(isinstance(node, ast.Constant) and node.value == "content" for node in ast.walk(function)):
+            settings[MESSAGES] = True
+        place = f"rewards.py:{name}"
+        self.script.changed[f"reward_funcs: {name}"] = (
+            f"move the function from {self._name} to rewards.py: a reward process imports the file, and "
+            f"{self._name} would train there"
+        )
+        return place
+
+    def _adapters(self, node: ast.expr) -> None:
+        node = self._followed(node)
+        if not isinstance(node, ast.Call) or _called(node) != "LoraConfig":
+            if not (isinstance(node, ast.Constant) and node.value is None):
+                self.script.refused[f"peft_config: {ast.unparse(node)}"] = "only LoraConfig(...) is read"
+            return
+        # What LoraConfig takes where nothing is said; GRPOConfig's scripts have other defaults.
+        self.script.settings |= {"use_peft": True, "lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
+        for keyword in node.keywords:
+            self._set(_ADAPTERS.get(keyword.arg or "", f"peft_config.{keyword.arg}"), keyword.value)
+
+    def _data(self, name: str, node: ast.expr) -> None:
+        steps: list[str] = []
+        split = None
+        node = self._followed(node)
+        while True:
+            if isinstance(node, ast.Subscript):
+                split = split or node.slice
+                node = self._followed(node.value)
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                steps.append(node.func.attr)
+                node = self._followed(node.func.value)
+            else:
+                break
+        if not isinstance(node, ast.Call) or _called(node) != "load_dataset":
+            self.script.refused[f"{name}: {ast.unparse(node)}"] = (
+                "write the rows to a parquet or JSONL file and name it under data.train_files"
+            )
+            return
+        if changes := [step for step in steps if step in _CHANGES_ROWS]:
+            self.script.changed[f"{name}: {', '.join(reversed(changes))}"] = (
+                "the rows are read as they are; where that matters, write the changed ones to a file"
+            )
+        self._loaded(name, node, split)
+
+    def _loaded(self, name: str, call: ast.Call, split: ast.expr | None) -> None:
+        given: dict[str, Any] = {}
+        for key, value in (
+            *zip(("path", "name"), call.args, strict=False),
+            *((keyword.arg or "**", keyword.value) for keyword in call.keywords),
+            *((("split", split),) if split is not None else ()),
+        ):
+            try:
+                given[key] = self._literal(value)
+            except ValueError:
+                self.script.refused[f"{name}: {ast.unparse(value)}"] = "is no plain value; write it"
+        settings, part = self.script.settings, "train" if name == "train_dataset" else "test"
+        if given.get("path") in ("parquet", "json") and "data_files" in given:
+            files = given["data_files"]
+            files = files.get(given.get("split", part), files) if isinstance(files, dict) else files
+            settings["dataset_name" if part == "train" else "eval_dataset"] = files
+        elif part == "train":
+            settings["dataset_name"] = given.get("path")
+            settings |= {"dataset_config": given["name"]} if given.get("name") else {}
+            settings |= {"dataset_train_split": given["split"]} if "split" in given else {}
+        else:
+            config = given.get("name") or ""
+            settings["eval_dataset"] = f"{given.get('path')}:{config}:{given.get('split', 'test')}"
+
+
+def _called(node: ast.Call) -> str:
+    function = node.func
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def _assignments(module: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    for node in ast.walk(module):
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            yield node.targets[0].id, node.value
+
+
+def _imports(module: ast.Module) -> Iterator[tuple[str, str]]:
+    """Dotted paths of what the script imports by name; TRL's own rewards by their names alone."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                is_trl = node.module.split(".")[0] == "trl"
+                yield alias.asname or alias.name, alias.name if is_trl else f"{node.module}:{alias.name}"

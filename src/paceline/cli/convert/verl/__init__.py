@@ -1,0 +1,1 @@
+"""verl's keys and ours."""

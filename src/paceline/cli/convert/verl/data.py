@@ -1,0 +1,183 @@
+"""verl's rewards, data, adapters and offloading, as ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.cli.convert.rules import Changed, Tree, number
+
+FUNCTION = "custom_reward_function"
+MODEL = "actor_rollout_ref.model"
+_GSM8K = ["openai/gsm8k"]
+_MATH = ["lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"]
+
+
+def files(value: Any, tree: Tree) -> Tree:
+    """The training files, whose rows hold the answer in a nested column."""
+    return {"data.train_files": value, "data.ground_truth_key": "reward_model.ground_truth"}
+
+
+def overlong(value: Any, tree: Tree) -> Tree | Changed:
+    """What becomes of prompts that are too long."""
+    if tree["data.filter_overlong_prompts"]:
+        return {"data.overlong_prompts": "filter"}
+    ours = {"data.overlong_prompts": "error"}
+    if tree["data.truncation"] == "error":
+        return ours
+    return Changed(ours, f"verl cuts longer prompts ({tree['data.truncation']}); here they end the start")
+
+
+def reward(value: Any, tree: Tree) -> Tree | Changed:
+    """A function of the user's, called verl's way; else verl's own by data source, or a reward model."""
+    path, prefix = next(
+        ((tree[f"{at}{FUNCTION}.path"], at) for at in ("", "reward.") if tree.get(f"{at}{FUNCTION}.path")),
+        (None, ""),
+    )
+    if path:
+        name = tree.get(f"{prefix}{FUNCTION}.name") or "compute_score"
+        start = f"{prefix}{FUNCTION}.reward_kwargs."
+        kwargs = {key.removeprefix(start): one for key, one in tree.items() if key.startswith(start)}
+        function = {"name": f"{path}:{name}"} | ({"kwargs": kwargs} if kwargs else {})
+        return {"reward.functions": [function], "data.extra_keys": ["extra_info"]}
+    if tree.get("reward_model.enable") or tree.get("reward.reward_model.enable"):
+        return {}
+    return Changed(
+        {
+            "reward.functions": [
+                {"name": "gsm8k", "data_sources": _GSM8K},
+                {"name": "math_verify", "data_sources": _MATH},
+            ]
+        },
+        "verl's own scores by data source: numbers are compared by value, mathematics by math_verify; rows "
+        "of other sources get 0, where verl stops",
+    )
+
+
+def reward_model(value: Any, tree: Tree) -> Tree:
+    """A reward model with one score."""
+    if not value:
+        return {}
+    path = tree.get("reward.reward_model.model_path") or tree.get("reward_model.model.path")
+    if path is None:
+        raise ValueError("name the model: reward.models: [{name: reward_model, path: FOLDER}]")
+    return {"reward.models": [{"name": "reward_model", "path": path}]}
+
+
+def penalty(value: Any, tree: Tree) -> Tree:
+    """DAPO's penalty on long responses."""
+    for at in (
+        "reward.reward_kwargs.overlong_buffer_cfg",
+        "reward_model.reward_kwargs.overlong_buffer_cfg",
+        "reward_model.overlong_buffer",
+    ):
+        if tree.get(f"{at}.enable"):
+            return {
+                "algorithm.overlong.enable": True,
+                "algorithm.overlong.buffer_length": int(tree[f"{at}.len"]),
+                "algorithm.overlong.factor": number(tree.get(f"{at}.penalty_factor", 1.0)),
+            }
+    return {}
+
+
+def lora(value: Any, tree: Tree) -> Tree:
+    """Adapters, by the keys for FSDP or those for Megatron; a rank of 0 is none."""
+    at = MODEL if int(tree.get(f"{MODEL}.lora_rank") or 0) else f"{MODEL}.lora"
+    rank = int(tree.get(f"{at}_rank" if at == f"{MODEL}.lora" else f"{at}.lora_rank") or 0)
+    if at == MODEL:
+        alpha, targets = tree[f"{MODEL}.lora_alpha"], tree[f"{MODEL}.target_modules"]
+    else:
+        rank = int(tree.get(f"{at}.rank") or 0)
+        alpha, targets = tree[f"{at}.alpha"], tree.get(f"{at}.target_modules", "all-linear")
+    if not rank:
+        return {}
+    return {
+        "model.lora.rank": rank,
+        "model.lora.alpha": number(alpha),
+        "model.lora.targets": _targets(targets),
+    }
+
+
+_MEGATRON = {
+    "linear_qkv": ["q_proj", "k_proj", "v_proj"],
+    "linear_proj": ["o_proj"],
+    "linear_fc1": ["gate_proj", "up_proj"],
+    "linear_fc2": ["down_proj"],
+}
+
+
+def _targets(targets: Any) -> list[str]:
+    if targets in ("all-linear", ["all-linear"]):
+        return ["all"]
+    names = [targets] if isinstance(targets, str) else list(targets)
+    return [name for one in names for name in _MEGATRON.get(one, [one])]
+
+
+def offload_reference(value: Any, tree: Tree) -> Tree:
+    """The reference on the host, where there is one of its own."""
+    has_kl = tree["actor_rollout_ref.actor.use_kl_loss"] or tree["algorithm.use_kl_in_reward"]
+    return {"actor.memory.offload_reference": True} if value and has_kl and not lora(None, tree) else {}
+
+
+def precision(value: Any, tree: Tree) -> Tree:
+    """What the forward pass computes in."""
+    names = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
+    if value not in names:
+        raise ValueError(f"{value} is not computed in here; model.dtype is bfloat16 or float32")
+    return {"model.dtype": names[value]}
+
+
+def masters(value: Any, tree: Tree) -> Tree | Changed:
+    """The type of the weights that the optimizer changes."""
+    if value in ("fp32", "float32"):
+        return {}
+    return Changed({}, "the weights that the optimizer changes are float32 here")
+
+
+def loggers(value: Any, tree: Tree) -> Tree:
+    """The trackers that are here, too; the terminal is always one."""
+    names = [value] if isinstance(value, str) else list(value or [])
+    known = ("wandb", "tensorboard", "mlflow", "trackio")
+    if unknown := [name for name in names if name not in (*known, "console", "file")]:
+        raise ValueError(f"trainer.loggers takes {', '.join(known)}; leave {unknown[0]} out")
+    return {"trainer.loggers": [name for name in names if name in known]}
+
+
+def resume(value: Any, tree: Tree) -> Tree:
+    """Whether a run in the same folder goes on."""
+    if value == "resume_path":
+        raise ValueError("a run goes on from its own folder: set trainer.run_dir to that of the run")
+    return {"trainer.resume": {"disable": "never"}.get(value, value)}
+
+
+_ESTIMATORS = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo", "grpo_passk": "pass_at_k"}
+_HERE = (
+    *("gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+    *("remax", "opo", "gpg", "pass_at_k"),
+)
+
+
+def estimator(value: Any, tree: Tree) -> Tree:
+    """What makes the advantages."""
+    ours = _ESTIMATORS.get(value, value)
+    if ours not in _HERE:
+        raise ValueError(f"there is no estimator {value}; see algorithm.adv_estimator, or write one")
+    return {"algorithm.adv_estimator": ours}
+
+
+def extra_prompts(value: Any, tree: Tree) -> Tree | Changed:
+    """How many prompts dynamic sampling may draw beyond the batch."""
+    if not tree.get("algorithm.filter_groups.enable"):
+        return {}
+    metric = tree.get("algorithm.filter_groups.metric")
+    ours: dict[str, Any] = {"algorithm.dynamic_sampling.enable": True}
+    batches = int(tree.get("algorithm.filter_groups.max_num_gen_batches") or 0)
+    generated = int(tree.get("data.gen_batch_size") or tree["data.train_batch_size"])
+    if batches > 0:
+        extra = batches * generated / int(tree["data.train_batch_size"]) - 1
+        ours["algorithm.dynamic_sampling.max_extra_factor"] = max(extra, 1.0)
+    reasons = ["verl stops where the drawn prompts do not suffice; here the step goes on with fewer groups"]
+    if metric not in (None, "seq_final_reward", "seq_reward", "acc", "score"):
+        ours["algorithm.dynamic_sampling.metric"] = metric
+    elif metric == "acc":
+        reasons.append("groups are compared by their reward; for acc, set dynamic_sampling.metric")
+    return Changed(ours, "; ".join(reasons))

@@ -1,0 +1,112 @@
+"""verl's policy losses, clip ranges, weights of rollout correction and steps, as ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.cli.convert.rules import NUM_ROWS, Changed, Tree, number
+
+ACTOR = "actor_rollout_ref.actor"
+MODE = f"{ACTOR}.policy_loss.loss_mode"
+_MEANS_OVER_SEQUENCES = ("geo_mean", "gspo", "sapo")
+
+
+def clip_range(value: Any, tree: Tree) -> Tree:
+    """The range on both sides: verl reads clip_ratio only for a side that is null."""
+    low, high = (
+        number(tree[f"{ACTOR}.clip_ratio"] if tree[f"{ACTOR}.{side}"] is None else tree[f"{ACTOR}.{side}"])
+        for side in ("clip_ratio_low", "clip_ratio_high")
+    )
+    if low == high:
+        return {"actor.clip_ratio": low}
+    return {"actor.clip_ratio_low": low, "actor.clip_ratio_high": high}
+
+
+def loss(value: Any, tree: Tree) -> Tree:
+    """The policy loss with its own options."""
+    own = {name: tree.get(f"{ACTOR}.policy_loss.{name}") for name in ("clip_cov_lb", "clip_cov_ub")}
+    if value in ("vanilla", "ppo_clip"):
+        return {"actor.policy_loss": "ppo_clip"}
+    if value == "sapo":
+        gate = {"tau_positive": tree[f"{ACTOR}.tau_pos"], "tau_negative": tree[f"{ACTOR}.tau_neg"]}
+        return {"actor.policy_loss": {"type": "sapo", **{k: number(v) for k, v in gate.items()}}}
+    if value == "clip_cov":
+        share = number(tree[f"{ACTOR}.policy_loss.clip_cov_ratio"])
+        band = {"cov_low": number(own["clip_cov_lb"]), "cov_high": number(own["clip_cov_ub"])}
+        return {"actor.policy_loss": {"type": "clip_cov", "cov_fraction": share, **band}}
+    if value == "kl_cov":
+        share = number(tree[f"{ACTOR}.policy_loss.kl_cov_ratio"])
+        weight = number(tree[f"{ACTOR}.policy_loss.ppo_kl_coef"])
+        return {"actor.policy_loss": {"type": "kl_cov", "cov_fraction": share, "cov_kl_coef": weight}}
+    if value in ("gspo", "geo_mean", "cispo", "gpg"):
+        return {"actor.policy_loss": value}
+    raise ValueError(
+        f"there is no loss {value}; see actor.policy_loss, or write one (docs/add-an-algorithm.md)"
+    )
+
+
+def aggregation(value: Any, tree: Tree) -> Tree:
+    """The aggregation, which three losses of verl do not read."""
+    if tree[MODE] in _MEANS_OVER_SEQUENCES:
+        return {"actor.loss_agg_mode": None}
+    ours = {"actor.loss_agg_mode": value}
+    divisor = tree.get(f"{ACTOR}.loss_scale_factor")
+    if value != "seq-mean-token-sum-norm" or divisor is None:
+        return ours
+    return ours | {"actor.loss_agg_constant": number(divisor)}
+
+
+def correction(value: Any, tree: Tree) -> Tree:
+    """Weights for the difference of sampler and learner."""
+    if value is None:
+        return {}
+    key = "algorithm.rollout_correction"
+    bound = str(tree[f"{key}.rollout_is_threshold"])
+    low, separator, high = bound.rpartition("_")
+    if separator:
+        if value != "token":
+            raise ValueError(f"bounds on both sides are for tokens alone; see {key}.method: icepop")
+        return {f"{key}.method": "icepop", f"{key}.low": number(low), f"{key}.high": number(high)}
+    return {f"{key}.method": "tis", f"{key}.level": value, f"{key}.cap": number(bound)}
+
+
+def total_steps(value: Any, tree: Tree) -> Tree:
+    """Training steps: total_training_steps, or those of total_epochs; a batch that is not full is left."""
+    if tree.get("trainer.total_training_steps") is not None:
+        return {"trainer.total_steps": int(tree["trainer.total_training_steps"])}
+    batch, epochs = int(tree["data.train_batch_size"]), int(tree["trainer.total_epochs"])
+    rows = tree.get(NUM_ROWS)
+    if rows is None:
+        raise ValueError(
+            "depends on the rows of the training files, which are not here: trainer.total_steps is "
+            f"{epochs} x (rows // {batch})"
+        )
+    return {"trainer.total_steps": epochs * (int(rows) // batch)}
+
+
+def warmup(section: str, ours: str) -> Any:
+    """The share of the run over which the rate rises: of steps, if they are given, else the ratio."""
+
+    def convert(value: Any, tree: Tree) -> Tree:
+        steps = int(tree.get(f"{section}.lr_warmup_steps", -1) or -1)
+        if steps < 0:
+            return {f"{ours}.warmup_steps_ratio": number(tree[f"{section}.lr_warmup_steps_ratio"])}
+        total = total_steps(None, tree)["trainer.total_steps"]
+        return {f"{ours}.warmup_steps_ratio": steps / int(total)}
+
+    return convert
+
+
+def schedule(section: str, ours: str) -> Any:
+    """The shape of the rate; an older name of the key goes first, as there."""
+
+    def convert(value: Any, tree: Tree) -> Tree | Changed:
+        shape = tree.get(f"{section}.warmup_style") or tree[f"{section}.lr_scheduler_type"]
+        if shape not in ("constant", "cosine"):
+            raise ValueError(f"there is no schedule {shape}; see {ours}.lr_scheduler")
+        values = {f"{ours}.lr_scheduler": shape}
+        if shape == "constant":
+            return values
+        return Changed(values, "step s has the rate that verl gives the step after it")
+
+    return convert
