@@ -80,9 +80,12 @@ class OutsideConfig(ShapedConfig):
 
 
 class RewardFunctionConfig(GroupedConfig, ShapedConfig):
-    """A function `f(response, ground_truth, **extra) -> float | dict[str, float]`, or one of verl's or TRL's form."""
+    """A function `f(response, ground_truth, **extra) -> float | dict[str, float]`."""
 
-    name: str = Field(description="A built-in's name, module:function, or path/to/file.py:function.")
+    name: str = Field(
+        description="A built-in's name, module:function, or path/to/file.py:function. Functions in the forms of verl "
+        "and TRL are called their way (docs/from-verl-and-trl.md)."
+    )
     kwargs: dict[str, bool | int | float | str | None] = Field(
         {}, description="Further keyword arguments of every call."
     )

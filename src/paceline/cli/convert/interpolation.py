@@ -36,11 +36,10 @@ def _value(value: Any, key: str, values: Mapping[str, Any]) -> Any:
     if isinstance(value, list):
         return [_value(item, key, values) for item in value]
     for _ in range(_DEPTH):
-        if not isinstance(value, str) or (found := _INNERMOST.search(value)) is None:
+        if not isinstance(value, str) or (reference := _INNERMOST.search(value)) is None:
             return value
-        named = _named(found[1], key, values)
-        whole = found[0] == value
-        value = named if whole else value.replace(found[0], str(named))
+        named = _named(reference[1], key, values)
+        value = named if reference[0] == value else value.replace(reference[0], str(named))
     raise KeyError(key)
 
 
@@ -51,14 +50,14 @@ def _named(reference: str, key: str, values: Mapping[str, Any]) -> Any:
         return values[_absolute(reference.strip(), key)]
     name, comma, default = (part.strip() for part in rest.partition(","))
     if kind == "oc.env":
-        found = os.environ.get(name)
+        named = os.environ.get(name)
     elif kind == "oc.select":
-        found = values.get(_absolute(name, key))
+        named = values.get(_absolute(name, key))
     else:
         raise KeyError(reference)
-    if found is None and not comma and kind == "oc.env":
+    if named is None and not comma and kind == "oc.env":
         raise KeyError(reference)
-    return _plain(default) if found is None else found
+    return _plain(default) if named is None else named
 
 
 def _absolute(name: str, key: str) -> str:

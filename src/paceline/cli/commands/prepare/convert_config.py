@@ -11,6 +11,7 @@ from paceline.cli.convert.convert import TABLES, Converted, convert, program_of
 from paceline.cli.convert.report import fault, missing_keys, text_of
 from paceline.cli.convert.rules import DEVICES, NUM_ROWS
 from paceline.cli.convert.sources import python_script, shell_script
+from paceline.cli.convert.sources.settings import ScriptSettings
 from paceline.config.load import parse_yaml
 from paceline.core.errors import ConfigError
 from paceline.data.rows import count_rows
@@ -69,12 +70,11 @@ def _converted(file: Path, program: str | None, devices: int) -> Converted:
     converted = convert(tree, program, facts)
     if not isinstance(script, dict):
         converted.refused.update(script.refused)
-    if isinstance(script, python_script.Script):
         converted.changed.update({key: ("", how) for key, how in script.changed.items()})
     return converted
 
 
-def _read(path: Path) -> dict[str, Any] | shell_script.Script | python_script.Script:
+def _read(path: Path) -> dict[str, Any] | ScriptSettings:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -84,7 +84,7 @@ def _read(path: Path) -> dict[str, Any] | shell_script.Script | python_script.Sc
     if path.suffix == ".sh":
         return shell_script.read_script(text)
     if path.suffix == ".py":
-        return python_script.read_script(text, path.name)
+        return python_script.read_script(path, text)
     tree = parse_yaml(text, path)
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds no mapping of keys to values")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from paceline.cli.convert.sources.settings import ScriptSettings
 from paceline.cli.convert.trl.data import ANSWER, COLUMNS, MESSAGES
 from paceline.core.errors import ConfigError
 
@@ -27,27 +28,12 @@ _ADAPTERS = {
 _CHANGES_ROWS = ("map", "filter", "select", "shuffle", "train_test_split", "rename_column", "take", "skip")
 
 
-@dataclass(slots=True)
-class Script:
-    """What a script sets.
-
-    Attributes:
-        settings: TRL's keys with their values.
-        changed: what had to be moved, and how.
-        refused: what is no plain value, and why.
-    """
-
-    settings: dict[str, Any] = field(default_factory=dict)
-    changed: dict[str, str] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
-
-
-def read_script(text: str, name: str) -> Script:
+def read_script(path: Path, text: str) -> ScriptSettings:
     """The settings of `GRPOConfig(...)` and `GRPOTrainer(...)`.
 
     Args:
+        path: of the script; reward functions that it imports are looked for beside it.
         text: of the script.
-        name: of its file, for messages.
 
     Raises:
         ConfigError: it is not Python, or has neither.
@@ -55,22 +41,22 @@ def read_script(text: str, name: str) -> Script:
     try:
         module = ast.parse(text)
     except SyntaxError as error:
-        raise ConfigError(f"{name} is not Python: line {error.lineno}: {error.msg}") from None
-    reader = _Reader(module, name)
+        raise ConfigError(f"{path} is not Python: line {error.lineno}: {error.msg}") from None
+    reader = _Reader(module, path)
     if not reader.read():
         raise ConfigError(
-            f"{name} has neither GRPOConfig(...) nor GRPOTrainer(...): only TRL's GRPO scripts are read"
+            f"{path} has neither GRPOConfig(...) nor GRPOTrainer(...): only TRL's GRPO scripts are read"
         )
     return reader.script
 
 
 class _Reader:
-    def __init__(self, module: ast.Module, name: str) -> None:
-        self._module, self._name = module, name
+    def __init__(self, module: ast.Module, path: Path) -> None:
+        self._module, self._path = module, path
         self._values = dict(_assignments(module))
-        self._functions = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
+        self._functions = _functions(module)
         self._imports = dict(_imports(module))
-        self.script = Script()
+        self.script = ScriptSettings()
 
     def read(self) -> bool:
         """Whether there was anything to read."""
@@ -134,7 +120,7 @@ class _Reader:
             elif isinstance(function, ast.Name) and function.id in self._functions:
                 names.append(self._own(function.id))
             elif isinstance(function, ast.Name) and function.id in self._imports:
-                names.append(self._imports[function.id])
+                names.append(self._imported(self._imports[function.id]))
             else:
                 self.script.refused[f"reward_funcs: {ast.unparse(function)}"] = (
                     "write a function in a file of its own and name it FILE.py:FUNCTION"
@@ -143,29 +129,42 @@ class _Reader:
 
     def _own(self, name: str) -> str:
         """A function of the script itself, which no one may import without training."""
-        function = self._functions[name]
-        arguments = function.args
+        self._inspect(self._functions[name])
+        self.script.changed[f"reward_funcs: {name}"] = (
+            f"move the function from {self._path.name} to rewards.py: a reward process imports the file, and "
+            f"{self._path.name} would train there"
+        )
+        return f"rewards.py:{name}"
+
+    def _imported(self, reference: str) -> str:
+        """A function of a module, which may lie beside the script."""
+        module, _, name = reference.partition(":")
+        file = self._path.parent.joinpath(*module.split(".")).with_suffix(".py")
+        if name and file.is_file():
+            try:
+                function = _functions(ast.parse(file.read_text(encoding="utf-8"))).get(name)
+            except (SyntaxError, UnicodeDecodeError):
+                function = None
+            if function is not None:
+                self._inspect(function)
+        return reference
+
+    def _inspect(self, function: ast.FunctionDef) -> None:
+        """Notes the columns that a reward function names, and whether it reads messages."""
+        arguments, settings = function.args, self.script.settings
         columns = [
-            one.arg
-            for one in (*arguments.args, *arguments.kwonlyargs)
-            if one.arg not in _NOT_COLUMNS and one.arg != "kwargs"
+            argument.arg
+            for argument in (*arguments.args, *arguments.kwonlyargs)
+            if argument.arg not in _NOT_COLUMNS
         ]
-        settings = self.script.settings
-        answer = next((one for one in _ANSWERS if one in columns), columns[0] if columns else None)
+        answer = next((name for name in _ANSWERS if name in columns), columns[0] if columns else None)
         if answer is not None:
             settings.setdefault(ANSWER, answer)
-        extra = [one for one in columns if one != "ground_truth"]
-        if extra:
-            known = settings.setdefault(COLUMNS, [])
-            known += [one for one in extra if one not in known]
+        known = settings.get(COLUMNS, [])
+        if extra := [name for name in columns if name != "ground_truth" and name not in known]:
+            settings[COLUMNS] = [*known, *extra]
         if any(isinstance(node, ast.Constant) and node.value == "content" for node in ast.walk(function)):
             settings[MESSAGES] = True
-        place = f"rewards.py:{name}"
-        self.script.changed[f"reward_funcs: {name}"] = (
-            f"move the function from {self._name} to rewards.py: a reward process imports the file, and "
-            f"{self._name} would train there"
-        )
-        return place
 
     def _adapters(self, node: ast.expr) -> None:
         node = self._followed(node)
@@ -225,6 +224,10 @@ class _Reader:
         else:
             config = given.get("name") or ""
             settings["eval_dataset"] = f"{given.get('path')}:{config}:{given.get('split', 'test')}"
+
+
+def _functions(module: ast.Module) -> dict[str, ast.FunctionDef]:
+    return {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
 
 
 def _called(node: ast.Call) -> str:

@@ -11,11 +11,11 @@ import operator
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
 
+from paceline.cli.convert.sources.settings import ScriptSettings
 from paceline.core.errors import ConfigError
 
 _WORD = re.compile(
@@ -40,24 +40,11 @@ _ARRAY = re.compile(r'"?\$\{(\w+)\[[@*]\]\}"?')
 _OPENS, _CLOSES = ("if", "case", "for", "while", "until"), ("fi", "esac", "done")
 
 
-@dataclass(slots=True)
-class Script:
-    """What a script sets.
-
-    Attributes:
-        settings: verl's keys with their values, as Hydra reads them.
-        refused: words that could not be read, and why.
-    """
-
-    settings: dict[str, Any] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
-
-
 class _UnknownValueError(Exception):
     """A variable without a value, or what only running the script would tell."""
 
 
-def read_script(text: str, environment: Mapping[str, str] | None = None) -> Script:
+def read_script(text: str, environment: Mapping[str, str] | None = None) -> ScriptSettings:
     """The settings of the command that starts verl's trainer.
 
     Args:
@@ -69,20 +56,20 @@ def read_script(text: str, environment: Mapping[str, str] | None = None) -> Scri
     """
     variables = dict(os.environ if environment is None else environment)
     arrays: dict[str, list[str]] = {}
-    depth, found = 0, None
+    depth, trainer_words = 0, None
     for words in _commands(text):
         depth += sum(word in _OPENS for word in words[:1]) - sum(word in _CLOSES for word in words[:1])
         opened = words[0] in (*_OPENS, *_CLOSES, "then", "else", "do")
         if depth > 0 or opened or not _assign(words, variables, arrays):
             start = _trainer(words)
-            found = words[start:] if start is not None else found
-    if found is None:
+            trainer_words = trainer_words if start is None else words[start:]
+    if trainer_words is None:
         raise ConfigError(
             "the script starts no trainer of verl: a command `python3 -m verl.trainer.main_ppo a.b=c ...` is "
             "looked for; convert the YAML that verl prints with `--cfg job` instead"
         )
-    script = Script()
-    for word in found:
+    script = ScriptSettings()
+    for word in trainer_words:
         _setting(word, variables, arrays, script)
     return script
 
@@ -118,11 +105,11 @@ def _assign(words: list[str], variables: dict[str, str], arrays: dict[str, list[
         arrays[match[1]] = words[2:-1]
         return True
     for word in words:
-        if (one := _ASSIGNMENT.fullmatch(word)) is not None:
+        if (assignment := _ASSIGNMENT.fullmatch(word)) is not None:
             try:
-                variables[one[1]] = _expand(one[2], variables)
+                variables[assignment[1]] = _expand(assignment[2], variables)
             except _UnknownValueError:
-                variables.pop(one[1], None)
+                variables.pop(assignment[1], None)
     return True
 
 
@@ -135,11 +122,11 @@ def _trainer(words: list[str]) -> int | None:
 
 
 def _setting(
-    word: str, variables: Mapping[str, str], arrays: Mapping[str, list[str]], script: Script
+    word: str, variables: Mapping[str, str], arrays: Mapping[str, list[str]], script: ScriptSettings
 ) -> None:
     if (array := _ARRAY.fullmatch(word)) is not None:
-        for one in arrays.get(array[1], []):
-            _setting(one, variables, arrays, script)
+        for element in arrays.get(array[1], []):
+            _setting(element, variables, arrays, script)
         return
     if word.strip('"') in ("$@", "$*", "${@}", "${*}") or word.startswith((">", "2>")):
         return

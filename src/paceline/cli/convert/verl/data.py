@@ -157,7 +157,7 @@ _HERE = (
 
 
 def estimator(value: Any, tree: Tree) -> Tree:
-    """What makes the advantages."""
+    """Names the estimator by its name here."""
     ours = _ESTIMATORS.get(value, value)
     if ours not in _HERE:
         raise ValueError(f"there is no estimator {value}; see algorithm.adv_estimator, or write one")

@@ -1,0 +1,21 @@
+"""The settings that a script of another program holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class ScriptSettings:
+    """Holds what a script sets.
+
+    Attributes:
+        settings: the other program's keys with their values.
+        changed: what has to be moved, and how.
+        refused: what could not be read, and why.
+    """
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    changed: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
