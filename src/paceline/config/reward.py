@@ -83,8 +83,8 @@ class RewardFunctionConfig(GroupedConfig, ShapedConfig):
     """A function `f(response, ground_truth, **extra) -> float | dict[str, float]`."""
 
     name: str = Field(
-        description="A built-in's name, module:function, or path/to/file.py:function. Functions in the forms of verl "
-        "and TRL are called their way (docs/from-verl-and-trl.md)."
+        description="A built-in's name, module:function, or path/to/file.py:function. Functions in the forms "
+        "of verl and TRL are called their way (docs/from-verl-and-trl.md)."
     )
     kwargs: dict[str, bool | int | float | str | None] = Field(
         {}, description="Further keyword arguments of every call."
