@@ -23,6 +23,7 @@ from paceline.core.errors import NumericsError
 from paceline.learner.batch.types import PackedSequences
 from paceline.learner.distributed.engine_memory import GpuMemory
 from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.model.architectures import UncompilableError
 from paceline.learner.model.decoder import compiling
 from paceline.learner.model.networks import body_of, decoder_layers
 from paceline.learner.train.scoring import score
@@ -196,14 +197,19 @@ def test_layers_are_compiled_before_there_are_averages_and_what_that_took_is_giv
 
 
 @pytest.mark.parametrize("given", ["auto", True])
+@pytest.mark.parametrize("error", [TorchDynamoException, UncompilableError])
 def test_a_compiler_that_fails_is_left_out_unless_it_was_asked_for(
-    given: str | bool, model: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+    given: str | bool,
+    error: type[Exception],
+    model: Path,
+    ranks: Ranks,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with_compile = RunConfig.with_compile
 
     def fail(learner: Learner) -> None:
         if learner.config.actor.compile:
-            raise TorchDynamoException("no C compiler\nfurther lines")
+            raise error("no C compiler\nfurther lines")
 
     monkeypatch.setattr("paceline.learner.train.warm_up.warm_up", fail)
     monkeypatch.setattr(compiling, "BACKEND", Compiler())
@@ -211,7 +217,7 @@ def test_a_compiler_that_fails_is_left_out_unless_it_was_asked_for(
     said: list[str] = []
     config = run_config(model, actor={"compile": given})
     if given is True:
-        with pytest.raises(TorchDynamoException):
+        with pytest.raises(error):
             load_warm(config, ranks, said.append)
         assert not said
         return

@@ -18,15 +18,17 @@ from paceline.checks.environment import Status
 from paceline.checks.machine_checks import require_packages
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
-from paceline.core.errors import ConfigError, EnvironmentLackError
+from paceline.core.errors import EXIT_GIVEN, ConfigError, EnvironmentLackError, ModelError, exit_code
 from paceline.engines.facts import EngineFacts
 from paceline.engines.registry import ENGINES, engine_facts
 from paceline.engines.vllm import VLLM
 from paceline.rollout import __main__ as rollout
 from paceline.rollout import check as rollout_check
 from paceline.rollout.engines import loading
+from paceline.rollout.engines.base import Engine
 from paceline.service import packages
 from paceline.sizing.machine import is_cpu_build
+from paceline.weights.geometry.layout import RankLayout
 from support.fake_engine import FakeEngine
 
 started: list[str] = []
@@ -79,6 +81,26 @@ async def test_a_name_in_the_table_starts_its_engine_with_the_configuration() ->
     with pytest.raises(ConfigError, match="three samples are too many"):
         await loading.start_engine(config("other", n=3))
     assert started == ["some/model"]
+
+
+async def test_an_engine_that_cannot_be_pushed_into_ends_as_it_starts(
+    other: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines: list[FakeEngine] = []
+
+    async def starts(config: RunConfig) -> Engine:
+        engines.append(await start(config))
+        return engines[0]
+
+    async def refuse(engine: FakeEngine) -> tuple[RankLayout, ...]:
+        raise ModelError("the engine keeps parameters of types float8 and bfloat16")
+
+    other.start = starts
+    monkeypatch.setattr(FakeEngine, "describe", refuse)
+    with pytest.raises(ModelError, match="types float8") as caught:
+        await loading.start_engine(config("other"))
+    assert engines[0].named("shutdown") == [None]
+    assert exit_code(caught.value) == EXIT_GIVEN  # a member's last word: nobody starts it again
 
 
 async def test_an_unknown_name_is_refused_with_those_that_exist() -> None:

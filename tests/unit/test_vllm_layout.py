@@ -261,7 +261,7 @@ def twice(model: Any, tensors: dict[str, Tensor]) -> None:
     [
         (lambda m, t: m.weight.data.copy_(t["a"].mul_(2)), (4, 6, 4), "rearranged"),
         (lambda m, t: (t["a"][1:].zero_(), m.weight.data.copy_(t["a"])), (4, 6, 4), "rearranged"),
-        (lambda m, t: m.weight.data[:, 1].copy_(t["a"].T), (4, 4), "rearranged"),
+        (lambda m, t: m.weight.data[:, 1].copy_(t["a"][:, :, 0].T), (4, 4, 1), "rearranged"),
         (lambda m, t: m.weight.data.copy_(t["a"].transpose(0, 2)), (4, 6, 4), "rearranged"),
         (lambda m, t: m.weight.data.copy_(t["a"] + 1), (4, 6, 4), "rearranged"),
         (lambda m, t: m.weight.data.copy_(t["a"].half()), (4, 6, 4), "rearranged"),

@@ -162,14 +162,18 @@ def require_shared_tokens(config: Any, num_ranks: int, *, has_experts: bool) -> 
         )
 
 
+class UncompilableError(ConfigError):
+    """The layers of a model have no compiled form."""
+
+
 def require_compilable(config: Any) -> None:
     """Refuses to compile layers that hand keys and values to later ones, past what a graph returns.
 
     Raises:
-        ConfigError: with what to do.
+        UncompilableError: with what to do.
     """
     if getattr(config.get_text_config(), "num_kv_shared_layers", 0):
-        raise ConfigError(
+        raise UncompilableError(
             f"layers of {config.model_type} share keys and values, which compiled layers do not; set "
             "actor.compile: false"
         )

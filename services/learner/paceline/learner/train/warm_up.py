@@ -22,6 +22,7 @@ from paceline.learner.batch.planning.plan import effective_budget
 from paceline.learner.batch.types import MicroBatch, PackedRow
 from paceline.learner.distributed.engine_memory import GpuMemory
 from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.model.architectures import UncompilableError
 from paceline.learner.model.decoder.compiling import TOKEN_MULTIPLE
 from paceline.learner.model.decoder.experts import recorded_choices, routers
 from paceline.learner.model.loading import forget_forward_passes
@@ -36,13 +37,13 @@ def load_warm(config: RunConfig, ranks: Ranks, notify: Callable[[str], None]) ->
     """A learner that can train; every rank calls it. Raises what `Learner.load` raises.
 
     An engine may be starting on this GPU. So layers are compiled before there are averages of AdamW, and what
-    that took for a while is given back first. Where `actor.compile` is left open and the compiler fails, the
-    learner is loaded once more without it.
+    that took for a while is given back first. Where `actor.compile` is left open and the compiler fails, or
+    the model has no compiled form, the learner is loaded once more without it.
     """
     chosen, reason = config.with_compile(on_gpu=ranks.device.type == "cuda"), ""
     try:
         learner = _loaded_and_warm(chosen, ranks, notify)
-    except TorchDynamoException as error:
+    except (TorchDynamoException, UncompilableError) as error:
         if config.actor.compile != "auto":
             raise
         reason = _first_line(error)

@@ -27,11 +27,18 @@ async def start_engine(config: RunConfig) -> Engine:
     Raises:
         ConfigError: there is no engine of this name, or it cannot be run with this configuration.
         EnvironmentLackError: the machine lacks what the engine needs.
-        ModelError: the engine does not start with this model.
+        ModelError: the engine does not start with this model, or weights cannot be pushed into it.
+        DeadlineError, PeerLostError: it has died or hangs.
     """
     check_engine(config)
     start: Callable[[RunConfig], Awaitable[Engine]] = _load(engine_facts(config.rollout.name).start)
-    return await start(config)
+    engine = await start(config)
+    try:
+        await engine.describe()  # what cannot be pushed into says so before the learner has loaded
+    except BaseException:
+        await engine.shutdown()
+        raise
+    return engine
 
 
 def check_engine(config: RunConfig) -> None:
