@@ -49,7 +49,7 @@ MINIMAL = {
     [
         ("trainer.total_step=3", "unknown key trainer.total_step; did you mean 'total_steps'?"),
         ("actor.optim.lr=fast", "actor.optim.lr='fast': Input should be a valid number"),
-        ("trainer.total_steps=0", "trainer.total_steps=0: Input should be greater than 0"),
+        ("trainer.total_steps=-1", "trainer.total_steps=-1: Input should be greater than or equal to 0"),
         ("rollout.top_p=0.9", "top_p=0.9, top_k=0: truncated sampling"),
         (
             "actor.ppo_mini_batch_size=24",

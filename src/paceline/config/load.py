@@ -45,6 +45,14 @@ def load(kind: type[S], path: str | Path, overrides: Iterable[str] = ()) -> S:
     raise ConfigError("\n".join(_blame(origin, lines) for origin, lines in origins.items() if lines))
 
 
+def with_overrides(tree: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """Returns a copy of a tree with `dotted.key=value` applied; raises ConfigError for one that is not so."""
+    changed = copy.deepcopy(dict(tree))
+    for override in overrides:
+        _override(changed, override)
+    return changed
+
+
 def top_level_keys(path: str | Path) -> set[str]:
     """Reads the sections that a file has, or those that it extends; raises ConfigError like `load`."""
     return set(_read(Path(path)))

@@ -366,10 +366,11 @@ class RunConfig(Section):
                 "sequence of data.max_prompt_length + data.max_response_length = "
                 f"{self.max_model_len} tokens; raise it, or learner.context_parallel"
             )
-        if "critic" in self.needs and self.critic.warmup >= self.trainer.total_steps:
+        steps = self.trainer.total_steps
+        if "critic" in self.needs and self.critic.warmup >= max(1, steps):
             raise ValueError(
                 f"critic.warmup={self.critic.warmup} leaves none of trainer.total_steps="
-                f"{self.trainer.total_steps} to the policy; lower it, or raise total_steps"
+                f"{steps} to the policy; lower it, or raise total_steps"
             )
         if self.rollout.n < 2 and (why := self._compares_samples):
             raise ValueError(f"{why}: rollout.n must be at least 2")

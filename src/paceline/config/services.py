@@ -31,7 +31,9 @@ class TrainerConfig(Section):
     run_dir: str | None = Field(
         None, description="Where everything of the run is written; null: runs/NAME, with trainer.name."
     )
-    total_steps: int = Field(gt=0, description="Training steps.")
+    total_steps: int = Field(
+        ge=0, description="Training steps; 0: the starting model is validated, and the run ends."
+    )
     seed: int = Field(
         0, ge=0, description="Governs prompt order, sampling, model and value-head initialisation."
     )

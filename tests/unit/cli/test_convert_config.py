@@ -72,7 +72,7 @@ args = GRPOConfig(
 trainer = GRPOTrainer(
     model="org/model", args=args, train_dataset=dataset,
     reward_funcs=[accuracy_reward, near_twenty, brevity, lambda completions: [0.0]],
-    peft_config=LoraConfig(r=4, target_modules="all-linear"),
+    peft_config=LoraConfig(target_modules="all-linear"),
 )
 trainer.train()
 """
@@ -126,7 +126,7 @@ def test_a_script_of_trl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert list(ours.data.train_files) == ["org/maths:hard:train"]
     assert (ours.model.path, ours.trainer.run_dir) == ("org/model", "runs/out")
     assert ours.model.lora is not None
-    assert (ours.model.lora.rank, ours.model.lora.alpha, ours.model.lora.targets) == (4, 8.0, ("all",))
+    assert (ours.model.lora.rank, ours.model.lora.alpha, ours.model.lora.targets) == (8, 8.0, ("all",))
     functions = [(f.name, f.group, f.kwargs) for f in ours.reward.functions]
     assert functions == [
         ("math_verify", False, {}),

@@ -33,23 +33,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the learner's exporter in another process, so that this one needs no torch."""
     folder = run_dirs.find(args.run_name)
+    config, step = load(RunConfig, folder / run_dirs.RESOLVED), chosen_step(folder, args.step)
+    if args.out.exists() and any(args.out.iterdir()):
+        raise CheckpointError(f"{args.out} is not empty; give a new folder")
+    code = export_step(folder, step, args.out)
+    if code or not args.push_to_hub:
+        return code
+    (args.out / "README.md").write_text(model_card(config, folder, step), encoding="utf-8")
+    message = f"Step {step} of {config.trainer.name}, trained with Paceline"
+    address = push_model(args.out, args.push_to_hub, private=args.private, message=message)
+    print(f"pushed: {address}")
+    return 0
+
+
+def chosen_step(folder: Path, step: str) -> int:
+    """The step of a run's checkpoint that `step` means: a number, or `latest`.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+    """
     config = load(RunConfig, folder / run_dirs.RESOLVED)
     try:
         steps = run_dirs.checkpoint_steps(config, folder)
     except OSError as error:
         raise CheckpointError(f"the checkpoints of {folder} cannot be read: {error.strerror}") from error
-    step = steps[-1] if args.step == "latest" and steps else args.step
-    if not str(step).isdigit() or int(step) not in steps:
+    number = steps[-1] if step == "latest" and steps else step
+    if not str(number).isdigit() or int(number) not in steps:
         known = ", ".join(map(str, steps)) or "none"
-        raise CheckpointError(f"{folder} has no complete checkpoint of step {args.step}; it has: {known}")
-    if args.out.exists() and any(args.out.iterdir()):
-        raise CheckpointError(f"{args.out} is not empty; give a new folder")
-    command = [sys.executable, "-m", "paceline.learner.export", str(folder), str(int(step)), str(args.out)]
-    code = subprocess.run(command, check=False).returncode
-    if code or not args.push_to_hub:
-        return code
-    (args.out / "README.md").write_text(model_card(config, folder, int(step)), encoding="utf-8")
-    message = f"Step {int(step)} of {config.trainer.name}, trained with Paceline"
-    address = push_model(args.out, args.push_to_hub, private=args.private, message=message)
-    print(f"pushed: {address}")
-    return 0
+        raise CheckpointError(f"{folder} has no complete checkpoint of step {step}; it has: {known}")
+    return int(number)
+
+
+def export_step(folder: Path, step: int, out: Path) -> int:
+    """Writes the checkpoint of a step as a model's folder, in another process; returns the exit code."""
+    command = [sys.executable, "-m", "paceline.learner.export", str(folder), str(step), str(out)]
+    return subprocess.run(command, check=False).returncode

@@ -1,0 +1,229 @@
+"""`paceline eval`: answers held-out prompts with a model or a run's checkpoint, and measures the answers."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from paceline.checks.preflight import notes, quick_check
+from paceline.cli.commands.arguments import Form, add_offline
+from paceline.cli.commands.results.export import chosen_step, export_step
+from paceline.cli.commands.start.train import train
+from paceline.config.load import parse, with_overrides
+from paceline.config.run import RunConfig
+from paceline.core.errors import CheckpointError, ConfigError
+from paceline.data.hub import local_files
+from paceline.data.rows import read_rows, value_at
+from paceline.runs import run_dir as run_dirs
+from paceline.runs.evaluation import Answer, EvaluationResult, evaluate, table
+from paceline.service.process import die_with_parent
+from paceline.sizing.machine import Machine
+from paceline.sizing.placement import settle
+
+RESULTS = "evaluation.json"
+# What a run's own sections say of training, which an evaluation does not do.
+_OF_TRAINING = ("algorithm", "actor", "critic", "guard", "barrier", "broker", "service", "trainer")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationSet:
+    """Files of held-out prompts under a name."""
+
+    name: str
+    files: tuple[str, ...]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
+    parser.add_argument(
+        "target",
+        metavar="MODEL|RUN[@STEP]",
+        help="a model's folder or name on the hub, or a run, at its newest checkpoint or that of STEP",
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="dotted.key=value",
+        help="values as in a run's configuration; those of RUN hold where nothing is said",
+    )
+    parser.add_argument(
+        "--data",
+        action="append",
+        default=[],
+        metavar="NAME=FILE[,FILE]",
+        help="a set of prompts; may be given several times (default: RUN's data.val_files)",
+    )
+    parser.add_argument("--reward", metavar="FUNCTION", help="as reward.functions.N.name; needed with MODEL")
+    parser.add_argument("--n", type=int, help="answers per prompt (default: RUN's rollout.val.n, or 1)")
+    parser.add_argument("--temperature", type=float, help="at which they are drawn (default: RUN's, or 0)")
+    parser.add_argument(
+        "--right-above",
+        type=float,
+        default=0.0,
+        metavar="REWARD",
+        help="an answer with a reward above this is right (default: 0)",
+    )
+    parser.add_argument("--out", help="folder to write to (default: runs/evaluations/NAME)")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    add_offline(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluates; returns the exit code."""
+    die_with_parent()
+    sets = _sets(args.data)
+    folder, step = _run_of(args.target)
+    tree: dict[str, Any] = _tree_of_run(folder) if folder else {}
+    sets = sets or [EvaluationSet(name="val", files=tuple(tree.get("data", {}).get("val_files", ())))]
+    if not sets[0].files:
+        raise ConfigError("name the held-out prompts: --data NAME=FILE")
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", args.target.strip("/").rpartition("/")[2]) or "model"
+    out = Path(args.out or run_dirs.RUNS / "evaluations" / name)
+    tree = with_overrides(_tree(tree, args, sets, out), args.overrides)
+    if folder is not None:
+        tree["model"]["path"] = str(_exported(folder, step, out))
+    settled = settle(parse(RunConfig, tree, "the evaluation"), Machine.here())
+    quick_check(settled.config)
+    with contextlib.redirect_stdout(sys.stderr):
+        code = train(settled.config, form=Form.PLAIN, remarks=[*settled.remarks, *notes(settled.config)])
+    if code:
+        return code
+    results = _results(settled.config, out, sets, args.right_above)
+    plain = {name: result.as_json() for name, result in results.items()}
+    (out / RESULTS).write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(plain, indent=2) if args.json else table(results))
+    return 0
+
+
+def _sets(given: Sequence[str]) -> list[EvaluationSet]:
+    sets: list[EvaluationSet] = []
+    for word in given:
+        name, _, files = word.partition("=")
+        if not name or not files:
+            raise ConfigError(f"--data {word} must look like NAME=FILE, say gsm8k=gsm8k/test.parquet")
+        if name in [known.name for known in sets]:
+            raise ConfigError(f"--data names {name} twice; write NAME=FILE,FILE for several files of a set")
+        sets.append(EvaluationSet(name=name, files=tuple(files.split(","))))
+    return sets
+
+
+def _run_of(target: str) -> tuple[Path | None, str]:
+    """The run's folder with the step that is meant, or None for a model."""
+    name, _, step = target.partition("@")
+    for folder in (Path(name), run_dirs.RUNS / name):
+        if (folder / run_dirs.RESOLVED).is_file():
+            return folder.resolve(), step or "latest"
+    return None, ""
+
+
+def _tree_of_run(folder: Path) -> dict[str, Any]:
+    """What a run's configuration says of data, rewards and servers."""
+    tree = yaml.safe_load((folder / run_dirs.RESOLVED).read_text(encoding="utf-8"))
+    return {section: values for section, values in tree.items() if section not in _OF_TRAINING}
+
+
+def _tree(
+    tree: dict[str, Any], args: argparse.Namespace, sets: Sequence[EvaluationSet], out: Path
+) -> dict[str, Any]:
+    """The configuration of a run that validates its starting model and ends."""
+    files = [file for one in sets for file in one.files]
+    rollout = dict(tree.get("rollout", {}))
+    sampling = dict(rollout.get("val", {}))
+    sampling |= {} if args.n is None else {"n": args.n}
+    sampling |= {} if args.temperature is None else {"temperature": args.temperature}
+    if sampling.get("n", 1) > 1 and not sampling.get("temperature"):
+        raise ConfigError(
+            f"{sampling['n']} answers per prompt at a temperature of 0 would all be the same: "
+            "add --temperature 1"
+        )
+    model = dict(tree.get("model", {})) or {"path": args.target}
+    model |= {"lora": None, "load_format": "auto"}
+    reward = tree.get("reward", {})
+    if args.reward:
+        reward = {"functions": [{"name": args.reward}]}
+    if not reward and not any(word.startswith("reward.") for word in args.overrides):
+        raise ConfigError("name what scores the answers: --reward gsm8k, say, or path/to/file.py:function")
+    own = {"train_files": files, "val_files": files, "val_max_prompts": None, "train_batch_size": 1}
+    return {
+        **tree,
+        "data": {**tree.get("data", {}), **own},
+        "model": model,
+        "actor": {"ppo_mini_batch_size": 1},
+        "rollout": {**rollout, "val": sampling},
+        "reward": reward,
+        "trainer": {
+            "name": out.name,
+            "run_dir": str(out),
+            "total_steps": 0,
+            "resume": "never",
+            "export_model": False,
+            "save_tokens": False,
+        },
+    }
+
+
+def _exported(folder: Path, step: str, out: Path) -> Path:
+    """The checkpoint of a run as a model's folder, beside the evaluation."""
+    number = chosen_step(folder, step)
+    model = out.with_name(f"{out.name}.step_{number}")
+    if not model.exists() and export_step(folder, number, model):
+        raise CheckpointError(f"the checkpoint of step {number} of {folder} was not exported")
+    return model
+
+
+def _results(
+    config: RunConfig, out: Path, sets: Sequence[EvaluationSet], right_above: float
+) -> dict[str, EvaluationResult]:
+    """Measures each set, and within it each data source where there are several."""
+    answers = _answers(out / "trajectories" / "val_000000.parquet")
+    results: dict[str, EvaluationResult] = {}
+    for name, sources in _rows(config, sets).items():
+        own = [answer for answer in answers if answer.prompt in sources]
+        if not any(answer.reward is not None for answer in own):
+            raise ConfigError(f"no answer to {name} was scored: all its prompts are too long or were dropped")
+        results[name] = evaluate(own, num_asked=len(sources), right_above=right_above)
+        kinds = sorted(set(sources.values()))
+        for kind in kinds if len(kinds) > 1 else ():
+            of_kind = [answer for answer in own if sources[answer.prompt] == kind]
+            if any(answer.reward is not None for answer in of_kind):
+                asked = sum(source == kind for source in sources.values())
+                results[f"{name}/{kind}"] = evaluate(of_kind, num_asked=asked, right_above=right_above)
+    return results
+
+
+def _rows(config: RunConfig, sets: Sequence[EvaluationSet]) -> Mapping[str, dict[int, str]]:
+    """Of each set the prompts, by their number among the rows of all files, with their data sources."""
+    numbered: dict[str, dict[int, str]] = {}
+    key, count = config.data.data_source_key, 0
+    for one in sets:
+        rows = read_rows(local_files(one.files, "val"))
+        kinds = [str(value_at(row, key) or "") if key else "" for row in rows]
+        numbered[one.name] = dict(enumerate(kinds, start=count))
+        count += len(rows)
+    return numbered
+
+
+def _answers(file: Path) -> list[Answer]:
+    import pyarrow.parquet
+
+    columns = ["prompt_id", "response", "reward", "num_sampled_tokens", "finish_reason"]
+    return [
+        Answer(
+            prompt=row["prompt_id"],
+            text=row["response"],
+            reward=row["reward"],
+            num_tokens=row["num_sampled_tokens"],
+            is_cut=row["finish_reason"] == "length",
+        )
+        for row in pyarrow.parquet.read_table(file, columns=columns).to_pylist()
+    ]

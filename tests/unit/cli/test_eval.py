@@ -1,0 +1,125 @@
+"""`paceline eval`: what the servers are asked, and which answers belong to which set."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import yaml
+
+from paceline.cli.commands.start import eval as command
+from paceline.cli.main import main
+from paceline.config.run import RunConfig
+from paceline.sizing.placement import Settled
+
+ASKED: list[RunConfig] = []
+
+
+def answered(config: RunConfig, **_: Any) -> int:
+    """Writes two answers to each prompt, as a run does after it has validated: the first is right."""
+    ASKED.append(config)
+    files = [Path(file) for file in config.data.val_files]
+    number = sum(len(file.read_text().splitlines()) for file in files)
+    rows = [
+        {
+            "prompt_id": prompt,
+            "response": str(prompt),
+            "reward": float(sample == 0) if prompt != 1 else None,
+            "num_sampled_tokens": 3,
+            "finish_reason": "length" if prompt == 0 else "stop",
+        }
+        for prompt in range(number)
+        for sample in range(config.rollout.val.n)
+    ]
+    folder = Path(str(config.trainer.run_dir)) / "trajectories"
+    folder.mkdir(parents=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "val_000000.parquet")
+    print("what a run says while it runs")
+    return 0
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    ASKED.clear()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "train", answered)
+    monkeypatch.setattr(command, "quick_check", lambda config: None)
+    monkeypatch.setattr(command, "notes", lambda config: [])
+    monkeypatch.setattr(command, "settle", lambda config, machine: Settled(config=config, remarks=[]))
+    for name, sources in (("easy", "aab"), ("hard", "cc")):
+        lines = [json.dumps({"prompt": "p", "ground_truth": "1", "data_source": kind}) for kind in sources]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+def test_a_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--data", "easy=easy.jsonl", "--data", "hard=hard.jsonl", "--reward", "gsm8k", "--json"]
+    sampling = ["--n", "2", "--temperature", "0.7", "data.max_response_length=9"]
+    assert main(["eval", "my/model", *words, *sampling]) == 0
+    out, err = capsys.readouterr()
+    assert "what a run says" in err
+    results = json.loads(out)
+    assert list(results) == ["easy", "easy/a", "easy/b", "hard"]
+    assert [results[name]["num_prompts"] for name in results] == [2, 1, 1, 2]
+    assert [results[name]["num_missing"] for name in results] == [1, 1, 0, 0]
+    assert results["easy"]["right"]["value"] == 0.5
+    assert results["easy"]["pass_at"]["2"]["value"] == 1.0
+    assert (results["easy"]["cut"]["value"], results["hard"]["cut"]["value"]) == (0.5, 0.0)
+    assert json.loads((folder / "runs/evaluations/model/evaluation.json").read_text()) == results
+    (config,) = ASKED
+    assert (config.trainer.total_steps, config.trainer.val_before_train) == (0, True)
+    assert (config.rollout.val.n, config.rollout.val.temperature) == (2, 0.7)
+    assert (config.model.path, config.data.max_response_length) == ("my/model", 9)
+
+
+def test_a_run_at_a_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = folder / "runs" / "mine"
+    run.mkdir(parents=True)
+    resolved = {
+        "data": {"train_files": ["t.jsonl"], "val_files": ["easy.jsonl"], "prompt_key": "prompt"},
+        "model": {"path": "start", "dtype": "bfloat16", "lora": {"rank": 4}},
+        "rollout": {"val": {"n": 2, "temperature": 1.0}},
+        "reward": {"functions": [{"name": "math_verify"}]},
+        "actor": {"use_kl_loss": True},
+        "algorithm": {"adv_estimator": "gae"},
+        "trainer": {"total_steps": 9},
+    }
+    (run / "config.resolved.yaml").write_text(yaml.safe_dump(resolved))
+    exported: list[tuple[Path, int, str]] = []
+
+    def export(run_folder: Path, step: int, out: Path) -> int:
+        exported.append((run_folder, step, out.name))
+        return 0
+
+    monkeypatch.setattr(command, "chosen_step", lambda run_folder, step: int(step))
+    monkeypatch.setattr(command, "export_step", export)
+    assert main(["eval", "mine@7"]) == 0
+    assert exported == [(run, 7, "mine-7.step_7")]
+    (config,) = ASKED
+    assert config.model.path.endswith("mine-7.step_7")
+    assert (config.model.lora, config.model.dtype, config.actor.use_kl_loss) == (None, "bfloat16", False)
+    assert [f.name for f in config.reward.functions] == ["math_verify"]
+    assert list(config.data.val_files) == ["easy.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["m", "--reward", "gsm8k"], "name the held-out prompts"),
+        (["m", "--data", "easy.jsonl"], "must look like NAME=FILE"),
+        (["m", "--data", "a=easy.jsonl", "--data", "a=hard.jsonl"], "names a twice"),
+        (["m", "--data", "a=easy.jsonl"], "name what scores the answers"),
+        (["m", "--data", "a=easy.jsonl", "--reward", "gsm8k", "--n", "4"], "add --temperature 1"),
+    ],
+)
+def test_what_is_missing_is_said(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert main(["eval", *words]) == 2
+    assert message in capsys.readouterr().err
+    assert sys.modules["paceline.cli.commands.start.eval"] is command
