@@ -92,7 +92,8 @@ def test_a_run_at_a_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (run / "config.resolved.yaml").write_text(yaml.safe_dump(resolved))
     exported: list[tuple[Path, int, str]] = []
 
-    def export(run_folder: Path, step: int, out: Path) -> int:
+    def export(run_folder: Path, step: int, out: Path, *, says_so: bool) -> int:
+        assert not says_so, "standard output is for the results"
         exported.append((run_folder, step, out.name))
         return 0
 

@@ -64,7 +64,14 @@ def chosen_step(folder: Path, step: str) -> int:
     return int(number)
 
 
-def export_step(folder: Path, step: int, out: Path) -> int:
-    """Writes the checkpoint of a step as a model's folder, in another process; returns the exit code."""
+def export_step(folder: Path, step: int, out: Path, *, says_so: bool = True) -> int:
+    """Writes the checkpoint of a step as a model's folder, in another process; returns the exit code.
+
+    Args:
+        folder: of the run.
+        step: of the checkpoint.
+        out: the folder to write.
+        says_so: print where it is.
+    """
     command = [sys.executable, "-m", "paceline.learner.export", str(folder), str(step), str(out)]
-    return subprocess.run(command, check=False).returncode
+    return subprocess.run(command, check=False, stdout=None if says_so else subprocess.DEVNULL).returncode

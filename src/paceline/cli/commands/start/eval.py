@@ -176,7 +176,7 @@ def _exported(folder: Path, step: str, out: Path) -> Path:
     """The checkpoint of a run as a model's folder, beside the evaluation."""
     number = chosen_step(folder, step)
     model = out.with_name(f"{out.name}.step_{number}")
-    if not model.exists() and export_step(folder, number, model):
+    if not model.exists() and export_step(folder, number, model, says_so=False):
         raise CheckpointError(f"the checkpoint of step {number} of {folder} was not exported")
     return model
 
