@@ -7,13 +7,13 @@ import itertools
 import numpy as np
 import pytest
 
-from paceline.runs.evaluation import Answer, evaluate, final_answer, majority_at_k, pass_at_k, table
+from paceline.runs.evaluation import EvaluatedAnswer, evaluate, final_answer, majority_at_k, pass_at_k, table
 
 
 def answer(
     prompt: int, reward: float | None, text: str = "4", *, tokens: int = 2, cut: bool = False
-) -> Answer:
-    return Answer(prompt=prompt, text=text, reward=reward, num_tokens=tokens, is_cut=cut)
+) -> EvaluatedAnswer:
+    return EvaluatedAnswer(prompt=prompt, text=text, reward=reward, num_tokens=tokens, is_cut=cut)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_set_is_measured_prompt_by_prompt() -> None:
     assert list(result.pass_at) == [1, 2, 4]
     assert result.pass_at[2].value == pytest.approx((1 - 1 / 6) / 2)
     assert result.pass_at[4].value == 0.5
-    assert {k: one.value for k, one in result.majority_at.items()} == {4: 0.5}
+    assert {k: estimate.value for k, estimate in result.majority_at.items()} == {4: 0.5}
     assert (result.length.value, result.cut.value) == (4.0, 0.5)
     assert (result.right.low, result.right.high) == (0.0, 0.5), "both prompts are drawn alike"
     assert "0.250 [0.000, 0.500]" in table({"sums": result})
@@ -75,6 +75,6 @@ def test_intervals_cover_the_mean_about_as_often_as_they_say() -> None:
     covered = 0
     for _ in range(60):
         values = generator.random(50) < 0.3
-        one = evaluate([answer(n, float(value)) for n, value in enumerate(values)], num_asked=50).right
-        covered += one.low <= 0.3 <= one.high
+        right = evaluate([answer(n, float(value)) for n, value in enumerate(values)], num_asked=50).right
+        covered += right.low <= 0.3 <= right.high
     assert 50 <= covered <= 60

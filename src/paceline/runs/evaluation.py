@@ -20,7 +20,7 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class EvaluatedAnswer:
     """One scored answer to a held-out prompt.
 
     Attributes:
@@ -77,7 +77,9 @@ class EvaluationResult:
         return asdict(self)
 
 
-def evaluate(answers: Sequence[Answer], *, num_asked: int, right_above: float = 0.0) -> EvaluationResult:
+def evaluate(
+    answers: Sequence[EvaluatedAnswer], *, num_asked: int, right_above: float = 0.0
+) -> EvaluationResult:
     """Measures a set of prompts; every prompt counts the same.
 
     Args:
@@ -88,7 +90,7 @@ def evaluate(answers: Sequence[Answer], *, num_asked: int, right_above: float = 
     Raises:
         ValueError: no answer has a reward.
     """
-    groups: dict[int, list[Answer]] = defaultdict(list)
+    groups: dict[int, list[EvaluatedAnswer]] = defaultdict(list)
     for answer in answers:
         if answer.reward is not None:
             groups[answer.prompt].append(answer)
@@ -100,10 +102,10 @@ def evaluate(answers: Sequence[Answer], *, num_asked: int, right_above: float = 
     generator = np.random.default_rng(0)
     draws = generator.integers(0, len(ordered), size=(_RESAMPLES, len(ordered)))
 
-    def estimate(value: Callable[[list[Answer]], float]) -> Estimate:
+    def estimate(value: Callable[[list[EvaluatedAnswer]], float]) -> Estimate:
         return _estimate(np.array([value(group) for group in ordered]), draws)
 
-    def is_right(answer: Answer) -> bool:
+    def is_right(answer: EvaluatedAnswer) -> bool:
         return answer.reward is not None and answer.reward > right_above
 
     return EvaluationResult(
@@ -119,11 +121,11 @@ def evaluate(answers: Sequence[Answer], *, num_asked: int, right_above: float = 
     )
 
 
-def _passes(group: list[Answer], *, is_right: Callable[[Answer], bool], k: int) -> float:
+def _passes(group: list[EvaluatedAnswer], *, is_right: Callable[[EvaluatedAnswer], bool], k: int) -> float:
     return pass_at_k(len(group), sum(map(is_right, group)), k)
 
 
-def _votes(group: list[Answer], *, is_right: Callable[[Answer], bool], k: int) -> float:
+def _votes(group: list[EvaluatedAnswer], *, is_right: Callable[[EvaluatedAnswer], bool], k: int) -> float:
     return majority_at_k([final_answer(answer.text) for answer in group], list(map(is_right, group)), k)
 
 
@@ -204,8 +206,9 @@ def table(results: Mapping[str, EvaluationResult]) -> str:
                 str(result.num_samples),
                 _shown(result.reward),
                 _shown(result.right),
-                " ".join(f"{k}: {_shown(one)}" for k, one in result.pass_at.items() if k > 1) or "-",
-                " ".join(f"{k}: {_shown(one)}" for k, one in result.majority_at.items()) or "-",
+                " ".join(f"{k}: {_shown(estimate)}" for k, estimate in result.pass_at.items() if k > 1)
+                or "-",
+                " ".join(f"{k}: {_shown(estimate)}" for k, estimate in result.majority_at.items()) or "-",
                 f"{result.length.value:.0f}",
                 f"{100 * result.cut.value:.1f}%",
             ]

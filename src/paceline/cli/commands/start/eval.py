@@ -24,7 +24,7 @@ from paceline.core.errors import CheckpointError, ConfigError
 from paceline.data.hub import local_files
 from paceline.data.rows import read_rows, value_at
 from paceline.runs import run_dir as run_dirs
-from paceline.runs.evaluation import Answer, EvaluationResult, evaluate, table
+from paceline.runs.evaluation import EvaluatedAnswer, EvaluationResult, evaluate, table
 from paceline.service.process import die_with_parent
 from paceline.sizing.machine import Machine
 from paceline.sizing.placement import settle
@@ -136,7 +136,7 @@ def _tree(
     tree: dict[str, Any], args: argparse.Namespace, sets: Sequence[EvaluationSet], out: Path
 ) -> dict[str, Any]:
     """The configuration of a run that validates its starting model and ends."""
-    files = [file for one in sets for file in one.files]
+    files = [file for prompts in sets for file in prompts.files]
     rollout = dict(tree.get("rollout", {}))
     sampling = dict(rollout.get("val", {}))
     sampling |= {} if args.n is None else {"n": args.n}
@@ -205,20 +205,20 @@ def _rows(config: RunConfig, sets: Sequence[EvaluationSet]) -> Mapping[str, dict
     """Of each set the prompts, by their number among the rows of all files, with their data sources."""
     numbered: dict[str, dict[int, str]] = {}
     key, count = config.data.data_source_key, 0
-    for one in sets:
-        rows = read_rows(local_files(one.files, "val"))
+    for prompts in sets:
+        rows = read_rows(local_files(prompts.files, "val"))
         kinds = [str(value_at(row, key) or "") if key else "" for row in rows]
-        numbered[one.name] = dict(enumerate(kinds, start=count))
+        numbered[prompts.name] = dict(enumerate(kinds, start=count))
         count += len(rows)
     return numbered
 
 
-def _answers(file: Path) -> list[Answer]:
+def _answers(file: Path) -> list[EvaluatedAnswer]:
     import pyarrow.parquet
 
     columns = ["prompt_id", "response", "reward", "num_sampled_tokens", "finish_reason"]
     return [
-        Answer(
+        EvaluatedAnswer(
             prompt=row["prompt_id"],
             text=row["response"],
             reward=row["reward"],
