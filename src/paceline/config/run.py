@@ -84,12 +84,17 @@ class RunConfig(Section):
         own |= {f"rollout.tools[{place}]": tool for place, tool in enumerate(self.rollout.tools)}
         return {key: reference for key, reference in own.items() if reference and ":" in reference}
 
-    def with_compile(self, *, on_gpu: bool) -> RunConfig:
-        """Returns the same with `actor.compile` chosen, where it is left open."""
+    def with_compile(self, *, on_gpu: bool, has_experts: bool) -> RunConfig:
+        """Returns the same with `actor.compile` chosen, where it is left open.
+
+        Args:
+            has_experts: whether the policy is a Mixture of Experts, whose compiled layers had gradients that
+                are not finite on an H100 (docs/models.md).
+        """
         if self.actor.compile != "auto":
             return self
-        can_compile = self.model.lora is None and self.learner.context_parallel == 1
-        chosen = self.actor.model_copy(update={"compile": on_gpu and can_compile})
+        is_plain = self.model.lora is None and self.learner.context_parallel == 1
+        chosen = self.actor.model_copy(update={"compile": on_gpu and is_plain and not has_experts})
         return self.model_copy(update={"actor": chosen})
 
     @property

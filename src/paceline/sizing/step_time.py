@@ -93,7 +93,7 @@ class StepTime:
             prompt_tokens, response_tokens: of a prompt and of an answer, on average; None: as many as may be.
         """
         batch = _Batch(
-            config=config.with_compile(on_gpu=True),
+            config=config.with_compile(on_gpu=True, has_experts=shape.num_experts > 0),
             shape=shape,
             card=card,
             prompt=prompt_tokens or config.data.max_prompt_length,

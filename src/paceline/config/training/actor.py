@@ -85,7 +85,7 @@ class ActorConfig(Section):
     compile: bool | Literal["auto"] = Field(
         "auto",
         description="Compile the decoder layers of policy, critic and reference with torch.compile: "
-        "elementwise operations are fused. auto: on GPUs without model.lora, and where the "
+        "elementwise operations are fused. auto: on GPUs without model.lora and without experts; where the "
         "compiler fails at the start, the learner says so and goes on without; true: then it "
         "ends. This takes half a minute for a 7B model, which the learner begins with as soon"
         " as it has loaded its weights, while engines start; its log says how long. Kernels "
