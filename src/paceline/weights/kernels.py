@@ -218,9 +218,11 @@ class DigestKernel:
 
 def _as_matrix(values: torch.Tensor) -> torch.Tensor | None:
     """A view of the tensor as rows of contiguous elements, or None if there is none. A vector is one row."""
-    matrix = values.flatten(1) if values.ndim > 1 else values.unsqueeze(0)
-    same = matrix.data_ptr() == values.data_ptr() and (matrix.shape[1] == 1 or matrix.stride(1) == 1)
-    return matrix if same else None
+    try:
+        matrix = values.view(values.shape[0], -1) if values.ndim > 1 else values.unsqueeze(0)
+    except RuntimeError:  # no view has this shape; `flatten` would copy a stack of experts to find out
+        return None
+    return matrix if matrix.shape[1] == 1 or matrix.stride(1) == 1 else None
 
 
 def _is_aligned(matrices: Iterable[torch.Tensor]) -> bool:
