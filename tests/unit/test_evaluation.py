@@ -31,6 +31,9 @@ def test_votes() -> None:
     assert majority_at_k(["", "", "5", "5", "7"], right, 5) == 0.0, "no answer takes no part"
     assert majority_at_k([""], [True], 1) == 0.0
     assert majority_at_k(["4", "5", "5"], [True, False, False], 1) == pytest.approx(1 / 3, abs=0.08)
+    # Of the four choices of three, two have both 4s, and two have one answer of each kind.
+    without = majority_at_k(["4", "4", "5", "6"], [True, True, False, False], 3)
+    assert without == pytest.approx((1 + 1 + 1 / 3 + 1 / 3) / 4, abs=0.05)
     assert majority_at_k(["4", "5", "5"], [True, False, False], 2) == majority_at_k(
         ["4", "5", "5"], [True, False, False], 2
     )

@@ -59,7 +59,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--data", "easy=easy.jsonl", "--data", "hard=hard.jsonl", "--reward", "gsm8k", "--json"]
-    sampling = ["--n", "2", "--temperature", "0.7", "data.max_response_length=9"]
+    sampling = ["--n", "2", "--temperature", "0.7", "data.max_response_length=20000"]
     assert main(["eval", "my/model", *words, *sampling]) == 0
     out, err = capsys.readouterr()
     assert "what a run says" in err
@@ -74,7 +74,7 @@ def test_a_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (config,) = ASKED
     assert (config.trainer.total_steps, config.trainer.val_before_train) == (0, True)
     assert (config.rollout.val.n, config.rollout.val.temperature) == (2, 0.7)
-    assert (config.model.path, config.data.max_response_length) == ("my/model", 9)
+    assert (config.model.path, config.data.max_response_length) == ("my/model", 20000)
 
 
 def test_a_run_at_a_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

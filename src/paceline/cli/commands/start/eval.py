@@ -18,8 +18,10 @@ from paceline.checks.preflight import notes, quick_check
 from paceline.cli.commands.arguments import Form, add_offline
 from paceline.cli.commands.results.export import chosen_step, export_step
 from paceline.cli.commands.start.train import train
+from paceline.config.data import DataConfig
 from paceline.config.load import parse, with_overrides
 from paceline.config.run import RunConfig
+from paceline.config.training.actor import ActorConfig
 from paceline.core.errors import CheckpointError, ConfigError
 from paceline.data.hub import local_files
 from paceline.data.rows import read_rows, value_at
@@ -90,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", args.target.strip("/").rpartition("/")[2]) or "model"
     out = Path(args.out or run_dirs.RUNS / "evaluations" / name)
     tree = with_overrides(_tree(tree, args, sets, out), args.overrides)
+    _make_room(tree)
     if folder is not None:
         tree["model"]["path"] = str(_exported(folder, step, out))
     settled = settle(parse(RunConfig, tree, "the evaluation"), Machine.here())
@@ -170,6 +173,14 @@ def _tree(
             "save_tokens": False,
         },
     }
+
+
+def _make_room(tree: dict[str, Any]) -> None:
+    """Lets a learner that trains nothing have prompts and responses of any length."""
+    limits = parse(DataConfig, tree["data"], "the evaluation: data")
+    longest = limits.max_prompt_length + limits.max_response_length
+    if longest > ActorConfig().ppo_max_token_len_per_gpu:
+        tree["actor"].setdefault("ppo_max_token_len_per_gpu", longest)
 
 
 def _exported(folder: Path, step: str, out: Path) -> Path:
