@@ -21,7 +21,7 @@ GSM8K = """#!/usr/bin/env bash
 set -xeuo pipefail
 # The trainer's own words: actor_rollout_ref.rollout.n=99 stands in a comment.
 DATA_DIR=${DATA_DIR:-@DIR@}
-MODEL_PATH="$DATA_DIR/a model"
+MODEL_PATH=${MODEL_PATH:-"${DATA_DIR}/a model"}
 response=$((1024 * 2 - 1024))
 n=5
 LOGGING=(
@@ -261,6 +261,20 @@ def test_words_of_a_shell_script() -> None:
         "a.nine": "fallback",
     }
     assert len(script.refused) == 2, "a power and a command"
+
+
+def test_a_variable_without_quotes_becomes_words() -> None:
+    script = read_script(
+        'N=3\nACTOR="\n  actor.n=$N \\\n  actor.name=${NAME:-"${N}x"}\n"\n'
+        "python3 -m verl.trainer.main_ppo $ACTOR data.files=${N}.parquet actor@a=megatron\n",
+        {},
+    )
+    assert script.settings == {
+        "actor.n": 3,
+        "actor.name": "3x",
+        "data.files": "3.parquet",
+        "model_engine": "megatron",
+    }
 
 
 def test_what_is_no_such_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,8 +18,9 @@ import yaml
 from paceline.cli.convert.sources.settings import ScriptSettings
 from paceline.core.errors import ConfigError
 
+_BRACES = r"\$\{(?:[^{}]|\$\{[^{}]*\})*\}"
 _WORD = re.compile(
-    r"""(?:'[^']*' | "(?:\\.|[^"\\])*" | \$\(\( .*? \)\) | \$\([^()]*\) | \$\{[^}]*\} | \\.
+    rf"""(?:'[^']*' | {_BRACES} | "(?:\\.|{_BRACES}|[^"\\])*" | \$\(\(.*?\)\) | \$\([^()]*\) | \\.
     | [^\s'"\\;&|()<>])+""",
     re.VERBOSE | re.DOTALL,
 )
@@ -28,15 +29,17 @@ _TOKEN = re.compile(
 )
 _ASSIGNMENT = re.compile(r"(?:export\s+|declare\s+-\w+\s+|readonly\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _PIECE = re.compile(
-    r"""'(?P<single>[^']*)' | "(?P<double>(?:\\.|[^"\\])*)" | \\(?P<escaped>.) | (?P<bare>[^'"\\]+)""",
+    rf"""'(?P<single>[^']*)' | "(?P<double>(?:\\.|{_BRACES}|[^"\\])*)" | \\(?P<escaped>.)
+    | (?P<bare>(?:{_BRACES}|[^'"\\])+)""",
     re.VERBOSE | re.DOTALL,
 )
 _VARIABLE = re.compile(
-    r"\$\(\((?P<sum>.*?)\)\)|\$\{(?P<braced>[A-Za-z_]\w*|\d)(?::?(?P<op>[-=+])(?P<word>[^}]*))?\}"
+    r"\$\(\((?P<sum>.*?)\)\)|\$\{(?P<braced>[A-Za-z_]\w*|\d)(?::?(?P<op>[-=+])(?P<word>(?:[^{}]|\$\{[^{}]*\})*))?\}"
     r"|\$(?P<plain>[A-Za-z_]\w*|\d)|(?P<command>\$\(|`)|(?P<odd>\$\{)",
     re.DOTALL,
 )
 _ARRAY = re.compile(r'"?\$\{(\w+)\[[@*]\]\}"?')
+_BARE_VARIABLE = re.compile(r"\$\w+|\$\{\w+\}")
 _OPENS, _CLOSES = ("if", "case", "for", "while", "until"), ("fi", "esac", "done")
 
 
@@ -135,14 +138,23 @@ def _setting(
     except _UnknownValueError as unknown:
         script.refused[word] = str(unknown)
         return
+    # What stands in a variable without quotes becomes several words.
+    for setting in plain.split() if _BARE_VARIABLE.fullmatch(word) else [plain]:
+        _enter(setting, script)
+
+
+def _enter(plain: str, script: ScriptSettings) -> None:
+    """Follows a word of the trainer's: `a.b=c`, `+a.b=c`, `~a.b`, or an option of Hydra's."""
     key, equals, value = plain.partition("=")
     if key.startswith("~"):
         script.settings.pop(key[1:], None)
     elif key.startswith("--"):
         if key in ("--config-path", "--config-name", "--config-dir") and value not in ("", "ppo_trainer"):
             script.refused[plain] = "settings of another file are not read; convert that file, too"
+    elif equals and "@" in key:
+        script.settings["model_engine"] = value  # a group of Hydra's: what computes the model
     elif equals:
-        script.settings[key.lstrip("+")] = _value(value)
+        script.settings[key.strip().lstrip("+")] = _value(value)
 
 
 def _value(text: str) -> Any:

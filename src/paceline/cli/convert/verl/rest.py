@@ -89,6 +89,7 @@ REST: tuple[ConversionRule, ...] = (
     ),
     no_effect(
         "memory, kernels and sharding: `actor.memory`, `learner.context_parallel`, docs/gpus-and-memory.md",
+        f"model_engine hydra.searchpath {_A}.engine.* {_A}.model_engine "
         f"{_A}.fsdp_config.* {_A}.megatron.* {_A}.veomni.* {_A}.strategy {_A}.ulysses_sequence_parallel_size "
         f"{_A}.entropy_from_logits_with_chunking {_A}.entropy_from_logits_chunk_size "
         f"{_A}.entropy_checkpointing {_A}.use_remove_padding {_A}.use_torch_compile {_A}.use_fused_kernels "
@@ -116,6 +117,7 @@ REST: tuple[ConversionRule, ...] = (
         f"{_R}.agent.* {_R}.calculate_log_probs {_R}.checkpoint_engine.* {_R}.trace.* {_R}.skip_rollout "
         f"{_R}.skip_dump_dir {_R}.skip_tokenizer_init {_R}.enable_rollout_routing_replay {_R}.profiler.* "
         f"{_R}.prometheus.* {_R}.quantization_config_file {_R}.mtp {_R}.layered_summon {_R}.full_determinism "
+        f"{_R}.moe_tensor_parallel_size "
         f"{_R}.seed {_R}.moe_load_balance_metrics_interval {_R}.qat {_R}.disaggregation.* {_R}.limit_images "
         "actor_rollout_ref.hybrid_engine actor_rollout_ref.nccl_timeout",
     ),
