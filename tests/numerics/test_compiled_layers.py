@@ -29,7 +29,8 @@ from paceline.learner.model.networks import body_of, decoder_layers
 from paceline.learner.train.scoring import score
 from paceline.learner.train.state.learner import Learner
 from paceline.learner.train.warm_up import load_warm, warm_up
-from support.learner_fakes import run_config, write_model
+from support.architectures import tiny_config
+from support.learner_fakes import VOCAB_SIZE, run_config, write_model
 from support.learner_scenarios import numbers, take_step
 
 pytestmark = [
@@ -120,6 +121,23 @@ def test_lengths_compile_once_and_numbers_are_those_of_eager_layers(
     caplog.clear()
     assert take_step(compiled, 4).metrics["perf/compilations"] > 0
     assert re.search(r"step 4: [1-9].* compilations of layers took .*%", caplog.text), caplog.text
+
+
+@pytest.mark.usefixtures("compiler")
+def test_experts_choices_are_recorded_beside_graphs_without_hooks(ranks: Ranks, tmp_path: Path) -> None:
+    """Scoring has compiled the layers when the update adds its hooks."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = tiny_config("qwen3_moe", vocab_size=VOCAB_SIZE, num_hidden_layers=1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    eager, compiled = (build(tmp_path, ranks, compile=compile_them) for compile_them in (False, True))
+    for step in (1, 2):
+        expected, own = (numbers(take_step(learner, step)) for learner in (eager, compiled))
+        assert own == pytest.approx(expected, rel=1e-3, abs=1e-5)
+        assert own["actor/grad_norm"] > 0
+        assert own["actor/load_balance"] >= 1.0
+        assert own["actor/first_ppo_kl"] == 0.0
 
 
 def test_no_graph_is_bound_to_where_sequences_begin() -> None:

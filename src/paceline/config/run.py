@@ -88,8 +88,8 @@ class RunConfig(Section):
         """Returns the same with `actor.compile` chosen, where it is left open.
 
         Args:
-            has_experts: whether the policy is a Mixture of Experts, whose compiled layers had gradients that
-                are not finite on an H100 (docs/models.md).
+            has_experts: whether the policy is a Mixture of Experts, whose compiled layers have trained on
+                CPUs alone (docs/models.md).
         """
         if self.actor.compile != "auto":
             return self

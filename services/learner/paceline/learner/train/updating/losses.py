@@ -58,8 +58,8 @@ class PolicyLoss:
         self._metrics = metric_names(config, loss)
         own = [name for name in self._metrics if name not in STANDARD_METRICS]
         self._token_metrics = (*STANDARD_METRICS, *own)
-        self._has_experts = bool(routers(network.lm))
-        balance = ("load_balance",) if self._has_experts else ()
+        self._num_routers = len(routers(network.lm))
+        balance = ("load_balance",) if self._num_routers else ()
         positive = ("positive_loss",) if self._actor.positive_loss_coef else ()
         self.names = ("loss", *self._token_metrics, "pg_loss", "kl_loss", *positive, *balance)
 
@@ -88,7 +88,7 @@ class PolicyLoss:
             positive = self._positive_loss(log_probs, part, denominators)
             total = total + self._actor.positive_loss_coef * positive
             extra.append(positive)
-        if self._has_experts:
+        if self._num_routers:
             balance = self._load_balance(choices, batch, denominators)
             total = total + self._actor.load_balance_coef * balance
             extra.append(balance)
@@ -102,7 +102,7 @@ class PolicyLoss:
         per_sequence = counted.num_sequences / actual.num_sequences
         loss = per_token if self._actor.aggregation == TOKEN_MEAN else per_sequence
         factors = dict.fromkeys(self.names, loss) | dict.fromkeys(self._token_metrics, per_token)
-        if self._has_experts:
+        if self._num_routers:
             factors["load_balance"] = per_sequence
         return Scaling(
             gradient=loss, sums=torch.tensor([factors[name] for name in self.names], dtype=torch.float64)
@@ -129,7 +129,16 @@ class PolicyLoss:
     def _load_balance(
         self, choices: Sequence[tuple[Tensor, Tensor]], batch: MicroBatch, denominators: Denominators
     ) -> Tensor:
-        """The share of the mini-batch's mean over its sequences."""
+        """The share of the mini-batch's mean over its sequences.
+
+        Raises:
+            NumericsError: a router ran without its hook, as in a graph that was compiled without hooks.
+        """
+        if len(choices) != self._num_routers:
+            raise NumericsError(
+                f"{len(choices)} of {self._num_routers} layers with experts told which they chose, so the "
+                "loss's balance would be wrong; set actor.compile: false, and report this as a bug"
+            )
         with torch.set_grad_enabled(bool(self._actor.load_balance_coef)):
             rows = balance_by_row(choices, batch) * batch.mask.any(-1)
         return rows.sum() / denominators.num_sequences
