@@ -17,19 +17,15 @@ from paceline.reward.scoring.scorer import Scorer, ScorerSettings
 from paceline.reward.scoring.shape import Shape
 from paceline.reward.weighted_sum import WeightedSum
 from paceline.sdk import RewardServer
+from support.reward_functions import length_or_error
 
 WEIGHT = 0.5
 SHAPE = Shape(weight=WEIGHT)
-
-
-def length_or_error(response: str, ground_truth: str) -> float:
-    if response == "bad":
-        raise KeyError("bad")
-    return float(len(response))
+LENGTH = "support.reward_functions:length_or_error"
 
 
 def pool(address: str) -> Scorer:
-    function = FunctionSpec(name="length", reference=f"{__file__}:length_or_error", shape=SHAPE)
+    function = FunctionSpec(name="length", reference=LENGTH, shape=SHAPE)
     return FunctionPool([function], num_processes=1, timeout_s=20.0)
 
 
@@ -39,7 +35,7 @@ def remote(address: str) -> Scorer:
 
 def weighted_sum(address: str) -> Scorer:
     config = RewardConfig(
-        functions=(RewardFunctionConfig(name=f"{__file__}:length_or_error", weight=0.3),),
+        functions=(RewardFunctionConfig(name=LENGTH, weight=0.3),),
         services=(RewardServiceConfig(name="length", address=address, weight=0.2),),
         timeout_s=20.0,
     )

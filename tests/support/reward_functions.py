@@ -261,3 +261,10 @@ class Judge:
 
 judge = Judge()
 not_callable = 3
+
+
+def length_or_error(response: str, ground_truth: str) -> float:
+    """The number of characters; `bad` has none."""
+    if response == "bad":
+        raise KeyError("bad")
+    return float(len(response))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +32,7 @@ from paceline.data.frozen_networks import check_frozen_networks
 from paceline.engines.registry import ENGINES
 from paceline.engines.vllm import VLLM
 from paceline.service import packages
+from support import forked
 from support.byte_tokenizer import save_tokenizer
 from support.cli_configs import config
 
@@ -42,6 +45,18 @@ def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_checks, "self_test", lambda config, kept: "the line of the learner")
     monkeypatch.setattr(rollout_checks, "engine_log_probs", lambda config, kept: "the line of the engine")
     monkeypatch.setattr(reward_checks, "_example_reward", lambda config: "")
+
+
+@pytest.fixture(autouse=True)
+def forked_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The services' checks are forks of a process that has imported torch."""
+
+    def run(command: Sequence[str], *, timeout: float, **_: object) -> subprocess.CompletedProcess[str]:
+        assert command[0] == sys.executable
+        return forked.run(command[1:], timeout=timeout)
+
+    own = SimpleNamespace(run=run, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(service_checks, "subprocess", own)
 
 
 @pytest.mark.usefixtures("without_torch")
@@ -76,8 +91,11 @@ def test_check_plans_the_memory_of_gpus(
     project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config_json = project / "model" / "config.json"
-    config_json.write_text(json.dumps(json.loads(config_json.read_text()) | {"vocab_size": 1000}))
-    words = ["learner.device=cuda", "learner.devices=[0]", "rollout.devices=[1]"]
+    sizes = {"vocab_size": 1000, "max_position_embeddings": 4096}
+    config_json.write_text(json.dumps(json.loads(config_json.read_text()) | sizes))
+    # The shorter the rows, the more sizes of micro-batches there are to weigh.
+    rows = ["data.max_prompt_length=2048", "data.max_response_length=2048"]
+    words = [*rows, "learner.device=cuda", "learner.devices=[0]", "rollout.devices=[1]"]
     here = machine_checks.Machine(num_cores=2, gpus=(0, 1), gpu_bytes={0: 80 << 30, 1: 80 << 30})
     monkeypatch.setattr(machine_checks.Machine, "here", lambda: here)
     main(["check", "run.yaml", *words])
@@ -91,7 +109,7 @@ def test_check_plans_the_memory_of_gpus(
     assert main(["check", "run.yaml", *words]) == 2
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAULT memory")]
     assert line.startswith("FAULT memory: GPU 0 has 1.0 GiB, the learner's update needs")
-    main(["check", "run.yaml", "--elsewhere", "learner.device=auto"])
+    main(["check", "run.yaml", "--elsewhere", *rows, "learner.device=auto"])
     assert "      learner ranks, update: " in capsys.readouterr().out
 
 
@@ -296,6 +314,7 @@ def test_a_frozen_network_sees_the_images_too(teacher: Path) -> None:
 
 
 @pytest.mark.usefixtures("without_torch", "teacher")
+@pytest.mark.usefixtures("without_torch")
 def test_check_shows_the_frozen_networks(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (project / "mine.py").write_text("def gap(rows): ...")
     words = ["algorithm.adv_estimator=mine.py:gap", "algorithm.networks.teacher=teacher"]
@@ -334,14 +353,17 @@ def test_the_first_row_is_scored_with_its_ground_truth_as_the_response(
     assert reward_checks.functions_line(config(data={"train_files": "gone.jsonl"})) == "exact_match"
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_column_of_numbers_is_a_fault_of_the_prompts(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    save_tokenizer(project / "model")
     (project / "numbers.jsonl").write_text('{"prompt": 3, "ground_truth": "3"}\n' * 4)
     assert main(["check", "run.yaml", "data.train_files=numbers.jsonl", "--elsewhere"]) == 2
-    out = capsys.readouterr().out
-    assert "FAULT" in out
-    assert "Traceback" not in out
+    faults = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAULT")]
+    assert faults == [
+        "FAULT training prompts: row 0: a prompt must be a string or a list of {role, content} messages"
+    ]
 
 
 def test_the_first_prompt_is_shown_as_the_model_gets_it(project: Path) -> None:
