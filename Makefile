@@ -20,7 +20,12 @@ SEED ?= 0
 # What `make test` runs: first the tests without a real engine or a whole run, in several processes, each file in
 # one of them; then the files that have others, fewer at a time: a run or an engine keeps more than one core busy. The
 # longest begins first. To debug, or with one core: make test TEST_PROCESSES=0
-TESTS := tests --ignore=tests/chaos --ignore=tests/deploy
+# Files that compute alternate with those that wait, for services and timeouts, so that no core is idle meanwhile.
+WAIT := $(wildcard tests/contract/test_*.py tests/integration/test_*.py)
+COMPUTE := $(wildcard tests/numerics/test_*.py tests/property/test_*.py)
+APART := contract integration numerics property architecture chaos deploy support __pycache__
+TESTS := tests/architecture $(subst +, ,$(join $(addsuffix +,$(WAIT)),$(COMPUTE))) \
+  $(filter-out $(APART:%=tests/%/),$(wildcard tests/*/))
 RUNS = tests/integration/test_training_run.py \
   $(shell grep -rlE --include='test_*.py' --exclude-dir=chaos --exclude-dir=deploy 'mark\.(e2e|vllm)\b' tests)
 TEST_PROCESSES ?= 4

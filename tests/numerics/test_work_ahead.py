@@ -128,7 +128,12 @@ def two_steps(learner: Learner, chunks: Chunks, **batch: Any) -> list[Any]:
     return [outcome(learner, Step(learner, step, **batch).ahead(chunks).train()) for step in (1, 2)]
 
 
-@pytest.mark.parametrize("chunks", [SOME, IN_ANY_ORDER, EVERYTHING], ids=["some", "any order", "all"])
+@pytest.fixture(scope="module")
+def plain(model: Path, ranks: Ranks) -> list[Any]:
+    """Two steps of `build`'s run with nothing done ahead."""
+    return two_steps(build(model, ranks), NOTHING)
+
+
 @pytest.mark.parametrize(
     "sections",
     [
@@ -145,12 +150,13 @@ def two_steps(learner: Learner, chunks: Chunks, **batch: Any) -> list[Any]:
     ],
 )
 def test_the_same_bits_however_much_was_done_ahead(
-    model: Path, ranks: Ranks, chunks: Chunks, sections: dict[str, Any]
+    model: Path, ranks: Ranks, sections: dict[str, Any]
 ) -> None:
     if "model" in sections:
         sections = {"model": {"path": str(model), **sections["model"]}}
     expected = two_steps(build(model, ranks, **sections), NOTHING)
-    assert two_steps(build(model, ranks, **sections), chunks) == expected
+    for chunks in (SOME, IN_ANY_ORDER, EVERYTHING):
+        assert two_steps(build(model, ranks, **sections), chunks) == expected, chunks
 
 
 @pytest.mark.parametrize(
@@ -247,28 +253,30 @@ def test_scores_ahead_are_those_of_a_step_that_does_nothing_ahead(model: Path, r
     assert two_steps(build(model, ranks, "scores", **sections), chunks) == expected
 
 
-def test_rows_that_are_others_in_the_end_are_computed_again(model: Path, ranks: Ranks) -> None:
+def test_rows_that_are_others_in_the_end_are_computed_again(
+    model: Path, ranks: Ranks, plain: list[Any]
+) -> None:
     """A group is drawn again, after a recollection say: its tokens, or only its places, are others."""
     for changed in (lambda rows: (*rows[:4], *rows[8:]), lambda rows: rows[4:]):
         expected_learner, learner = build(model, ranks), build(model, ranks)
         expected = Step(expected_learner, 1)
         wanted = outcome(expected_learner, expected.train(changed(expected.rows)))
         assert outcome(learner, Step(learner, 1).ahead(EVERYTHING).train(changed(expected.rows))) == wanted
-    expected_learner, learner = build(model, ranks), build(model, ranks)
-    wanted = outcome(expected_learner, Step(expected_learner, 1).train())
+    learner = build(model, ranks)
     step = Step(learner, 1)
     drawn, step.rows = step.rows, make_batch(step=1, seed=2)[0]
     step.blobs.put(make_batch(step=1, seed=2)[1])
     step.ahead(EVERYTHING)
     step.rows = drawn
     step.blobs.put(make_batch(step=1, seed=1)[1])
-    assert outcome(learner, step.train()) == wanted
+    assert outcome(learner, step.train()) == plain[0]
 
 
-def test_samples_that_are_drawn_again_with_other_tokens_are_computed_again(model: Path, ranks: Ranks) -> None:
+def test_samples_that_are_drawn_again_with_other_tokens_are_computed_again(
+    model: Path, ranks: Ranks, plain: list[Any]
+) -> None:
     """All lengths are the same, and so are all chunks."""
-    expected, learner = build(model, ranks), build(model, ranks)
-    wanted = outcome(expected, Step(expected, 1).train())
+    learner = build(model, ranks)
     step = Step(learner, 1)
     rows, blobs = step.rows, dict(step.blobs.blobs)
     step.rows = tuple(reversed_sample(step, row) for row in rows)
@@ -276,7 +284,7 @@ def test_samples_that_are_drawn_again_with_other_tokens_are_computed_again(model
     step.rows, step.blobs = rows, DictBlobs(blobs)
     result = step.train()
     assert result.metrics["ahead/scored_share"] == 0
-    assert outcome(learner, result) == wanted
+    assert outcome(learner, result) == plain[0]
 
 
 def reversed_sample(step: Step, row: BatchRow) -> BatchRow:
@@ -366,10 +374,9 @@ def two_steps_from(learner: Learner) -> list[Any]:
 
 
 def test_a_gradient_that_runs_out_of_memory_is_taken_in_the_step(
-    model: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+    model: Path, ranks: Ranks, plain: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected, learner = build(model, ranks), build(model, ranks)
-    wanted = [outcome(expected, Step(expected, step).train()) for step in (1, 2)]
+    learner = build(model, ranks)
     honest, fails = PolicyLoss.__call__, [False, True]
 
     def out_of_memory(self: PolicyLoss, *arguments: Any) -> Any:
@@ -390,7 +397,7 @@ def test_a_gradient_that_runs_out_of_memory_is_taken_in_the_step(
     chunks = [learner.ahead._chunks[number * SAMPLES][1] for number in range(8)]
     known = [all("old" in part.log_probs for part in chunk.parts) for chunk in chunks]
     assert known == [True, False, False, False, True, True, True, True]
-    assert [first, outcome(learner, step.train())] == wanted
+    assert [first, outcome(learner, step.train())] == plain
 
 
 def test_the_check_of_shared_prompts_takes_a_begun_gradient_back(
@@ -413,10 +420,9 @@ def test_the_check_of_shared_prompts_takes_a_begun_gradient_back(
     assert [*outcomes, outcome(learner, second)] == wanted
 
 
-def test_work_for_another_step_or_policy_is_forgotten(model: Path, ranks: Ranks) -> None:
-    expected, learner = build(model, ranks), build(model, ranks)
-    wanted = outcome(expected, Step(expected, 1).train())
+def test_work_for_another_step_or_policy_is_forgotten(model: Path, ranks: Ranks, plain: list[Any]) -> None:
+    learner = build(model, ranks)
     Step(learner, 2).ahead(EVERYTHING)
     result = Step(learner, 1).ahead([(0, True)]).train()
     assert result.metrics["ahead/scored_share"] == result.metrics["ahead/gradient_share"] == 4 / 32
-    assert outcome(learner, result) == wanted
+    assert outcome(learner, result) == plain[0]
