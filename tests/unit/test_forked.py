@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -112,14 +113,15 @@ def test_the_server_ends_with_pytest(tmp_path: Path) -> None:
     for name in ("lock", "log"):
         (folder / name).touch()
     environ = {"PYTHONPATH": ":".join([str(forked.TESTS), *filter(None, sys.path)])}
-    with subprocess.Popen(["sleep", "1000"]) as pytest_itself:
-        server = subprocess.Popen([sys.executable, "-c", code, folder, str(pytest_itself.pid)], env=environ)
-        with server:
-            try:
-                while not (folder / "socket").exists():
-                    assert server.poll() is None
-                    time.sleep(0.01)
-            finally:
-                pytest_itself.kill()
-            assert server.wait(120) == 0
+    with contextlib.ExitStack() as stack:
+        stands_in = stack.enter_context(subprocess.Popen(["sleep", "1000"]))
+        command = [sys.executable, "-c", code, folder, str(stands_in.pid)]
+        server = stack.enter_context(subprocess.Popen(command, env=environ))
+        stack.callback(server.kill)
+        stack.callback(stands_in.kill)
+        while not (folder / "socket").exists():
+            assert server.poll() is None
+            time.sleep(0.01)
+        stands_in.kill()
+        assert server.wait(60) == 0
     assert not folder.exists()
