@@ -58,6 +58,7 @@ PAUSES = {
     "unit/test_turns:train_later": _LEADS,
 }
 SHORT = {
+    "unit/test_forked:test_a_program_that_takes_too_long_is_killed": "the program stands still for longer",
     **{
         f"unit/test_watchdog:test_{name}": "its seconds are those of a clock that the test sets"
         for name in (
