@@ -59,12 +59,16 @@ from trl.rewards import accuracy_reward
 from mine.rewards import brevity
 
 raise SystemExit("a converter must not run this")
+layers = "all-linear"
+layers = [layers]
 SIZE = 16
 
 def near_twenty(completions, solution, level=None, **kwargs):
     return [-abs(20 - len(c[0]["content"])) for c in completions]
 
-dataset = load_dataset("org/maths", "hard", split="train").filter(lambda row: row["level"] > 2)
+dataset = load_dataset("org/maths", "hard")
+dataset = dataset.filter(lambda row: row["level"] > 2)
+dataset = dataset["train"]
 args = GRPOConfig(
     output_dir="runs/out", per_device_train_batch_size=SIZE, gradient_accumulation_steps=2,
     learning_rate=2e-6, max_steps=101, num_iterations=2, save_steps=20, seed=int("3"),
@@ -72,7 +76,7 @@ args = GRPOConfig(
 trainer = GRPOTrainer(
     model="org/model", args=args, train_dataset=dataset,
     reward_funcs=[accuracy_reward, near_twenty, brevity, lambda completions: [0.0]],
-    peft_config=LoraConfig(target_modules="all-linear"),
+    peft_config=LoraConfig(target_modules=layers),
 )
 trainer.train()
 """

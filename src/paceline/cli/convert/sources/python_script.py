@@ -53,7 +53,9 @@ def read_script(path: Path, text: str) -> ScriptSettings:
 class _Reader:
     def __init__(self, module: ast.Module, path: Path) -> None:
         self._module, self._path = module, path
-        self._values = dict(_assignments(module))
+        self._values: dict[str, list[ast.expr]] = {}
+        for name, value in _assignments(module):
+            self._values.setdefault(name, []).append(value)
         self._functions = _functions(module)
         self._imports = dict(_imports(module))
         self.script = ScriptSettings()
@@ -96,18 +98,24 @@ class _Reader:
                 "is no plain value, and the script is not run; write it"
             )
 
-    def _literal(self, node: ast.expr) -> Any:
+    def _literal(self, node: ast.expr, passed: dict[str, int] | None = None) -> Any:
         """A plain value, with the script's own constants; raises ValueError."""
-        followed = self._followed(node)
+        passed = {} if passed is None else passed
+        followed = self._followed(node, passed)
         if isinstance(followed, ast.List | ast.Tuple):
-            return [self._literal(one) for one in followed.elts]
+            return [self._literal(element, dict(passed)) for element in followed.elts]
         return ast.literal_eval(followed)
 
-    def _followed(self, node: ast.expr) -> ast.expr:
-        for _ in range(10):
-            if not isinstance(node, ast.Name) or node.id not in self._values:
+    def _followed(self, node: ast.expr, passed: dict[str, int] | None = None) -> ast.expr:
+        """What a name was last set to; `passed` counts the assignments that led here, which are left out."""
+        passed = {} if passed is None else passed
+        while isinstance(node, ast.Name):
+            values = self._values.get(node.id, [])
+            place = len(values) - 1 - passed.get(node.id, 0)
+            if place < 0:
                 break
-            node = self._values[node.id]
+            passed[node.id] = passed.get(node.id, 0) + 1
+            node = values[place]
         return node
 
     def _rewards(self, node: ast.expr) -> None:
@@ -180,14 +188,15 @@ class _Reader:
     def _data(self, name: str, node: ast.expr) -> None:
         steps: list[str] = []
         split = None
-        node = self._followed(node)
+        passed: dict[str, int] = {}
+        node = self._followed(node, passed)
         while True:
             if isinstance(node, ast.Subscript):
                 split = split or node.slice
-                node = self._followed(node.value)
+                node = self._followed(node.value, passed)
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 steps.append(node.func.attr)
-                node = self._followed(node.func.value)
+                node = self._followed(node.func.value, passed)
             else:
                 break
         if not isinstance(node, ast.Call) or _called(node) != "load_dataset":
