@@ -133,13 +133,14 @@ def test_lengths_compile_once_and_numbers_are_those_of_eager_layers(
         take_step(compiled, 5)
 
 
-@pytest.mark.usefixtures("compiler")
-def test_experts_choices_are_recorded_beside_graphs_without_hooks(ranks: Ranks, tmp_path: Path) -> None:
-    """Scoring has compiled the layers when the update adds its hooks."""
+def test_layers_with_experts_share_graphs_and_updates_know_what_was_chosen(
+    ranks: Ranks, compiler: Compiler, tmp_path: Path
+) -> None:
+    """Scoring has compiled the layers when the update asks for choices."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = tiny_config("qwen3_moe", vocab_size=VOCAB_SIZE, num_hidden_layers=1)
+    config = tiny_config("qwen3_moe", vocab_size=VOCAB_SIZE, num_hidden_layers=3)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     eager, compiled = (build(tmp_path, ranks, compile=compile_them) for compile_them in (False, True))
     for step in (1, 2):
@@ -147,6 +148,7 @@ def test_experts_choices_are_recorded_beside_graphs_without_hooks(ranks: Ranks, 
         assert own == pytest.approx(expected, rel=1e-3, abs=1e-5)
         assert own["actor/grad_norm"] > 0
         assert own["actor/load_balance"] >= 1.0
+        assert compiler.num_graphs <= 6  # as of a single layer
         assert own["actor/first_ppo_kl"] == 0.0
 
 

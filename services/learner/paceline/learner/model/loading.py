@@ -27,7 +27,12 @@ from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model import architectures
 from paceline.learner.model.decoder import attention
 from paceline.learner.model.decoder.compiling import take_numbers_as_known
-from paceline.learner.model.decoder.experts import routers, use_correction_parameters, use_float32_routers
+from paceline.learner.model.decoder.experts import (
+    note_choices,
+    routers,
+    use_correction_parameters,
+    use_float32_routers,
+)
 from paceline.learner.model.decoder.layers import DEFAULT_OPTIONS, LayerOptions
 from paceline.learner.model.lora import B, add_adapters, is_adapter
 from paceline.learner.model.networks import (
@@ -268,6 +273,7 @@ def empty_lm(config: Any) -> Any:
             f"({type(error).__name__}: {error}); use one of the architectures of docs/models.md"
         ) from error
     use_float32_routers(lm)
+    note_choices(lm)
     use_correction_parameters(lm)
     if (tower := vision_tower(body_of(lm))) is not None:
         tower.requires_grad_(False)

@@ -95,7 +95,7 @@ def _all_networks(learner: Learner) -> None:
     with first_layers(body_of(policy.lm)):
         _pass(policy, partial(_log_probs, policy, batch))
         if routers(policy.lm):
-            # Updates record what experts are chosen, by hooks that are part of a graph.
+            # Updates record what experts are chosen, in a graph of its own.
             with recorded_choices(policy.lm):
                 _pass(policy, partial(_log_probs, policy, batch))
     if critic is not None:

@@ -46,8 +46,6 @@ def compile_layers(layers: nn.ModuleList, kept_share: float, device: torch.devic
     if device.type == "cuda":
         _leave_cpu_kernels_plain()
     partitioner.activation_memory_budget = kept_share or 1.0
-    # Routers' choices are recorded by hooks in updates alone: a graph without them must not serve there.
-    _dynamo.config.skip_nnmodule_hook_guards = False
     _dynamo.config.recompile_limit = max(_dynamo.config.recompile_limit, MAX_VARIANTS)
     for layer in layers:
         layer.forward = torch.compile(layer.forward, backend=BACKEND, dynamic=True)

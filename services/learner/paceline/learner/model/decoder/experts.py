@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,9 +32,9 @@ def use_float32_routers(lm: nn.Module) -> None:
     Rounding of a router's logits changes which experts a token meets; the weights are as they are.
     """
     for router in routers(lm):
-        if type(router).__name__.endswith(_IN_FLOAT32):
-            continue
-        router.forward = partial(_forward_in_float32, router)
+        kind: Any = type(router)
+        if not kind.__name__.endswith(_IN_FLOAT32):
+            router.__class__ = _float32_kind(kind)
 
 
 def use_correction_parameters(lm: nn.Module) -> None:
@@ -51,9 +51,26 @@ def use_correction_parameters(lm: nn.Module) -> None:
             continue
         parts = torch.empty(*correction.shape, corrections.NUM_PARTS, device=correction.device)
         module.register_parameter(name, nn.Parameter(parts, requires_grad=False))
-        kind = type(module)
-        joined = property(lambda self: corrections.join(getattr(self, name)))
-        module.__class__ = type(kind.__name__, (kind,), {buffer: joined})
+        kind: Any = type(module)
+        module.__class__ = _corrected_kind(kind)
+
+
+# One class for all layers: they share what is compiled.
+@cache
+def _float32_kind(kind: type[nn.Module]) -> type[nn.Module]:
+    def forward(self: nn.Module, hidden: Tensor, *correction: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        plain: Any = kind.forward
+        logits, weights, indices = plain(_InFloat32(self), hidden.float(), *correction)
+        return logits, weights.to(hidden.dtype), indices
+
+    return type(kind.__name__, (kind,), {"forward": forward})
+
+
+@cache
+def _corrected_kind(kind: type[nn.Module]) -> type[nn.Module]:
+    buffer, name = (end.removeprefix(".") for end in (corrections.BUFFER, corrections.PARTS))
+    joined = property(lambda self: corrections.join(getattr(self, name)))
+    return type(kind.__name__, (kind,), {buffer: joined})
 
 
 class _InFloat32:
@@ -67,12 +84,19 @@ class _InFloat32:
         return value.float() if isinstance(value, Tensor) else value
 
 
-def _forward_in_float32(
-    router: nn.Module, hidden: Tensor, *correction: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    forward: Any = type(router).forward
-    logits, weights, indices = forward(_InFloat32(router), hidden.float(), *correction)
-    return logits, weights.to(hidden.dtype), indices
+def note_choices(lm: nn.Module) -> None:
+    """Has routers note what `recorded_choices` collects; before layers are compiled.
+
+    A hook that comes and goes would compile every layer anew: this one stays, and asks.
+    """
+    for router in routers(lm):
+        router.notes_choice, router.choice = False, None  # type: ignore[assignment]
+        router.register_forward_hook(_note)
+
+
+def _note(router: Any, arguments: Any, result: tuple[Tensor, Tensor, Tensor]) -> None:
+    if router.notes_choice:
+        router.choice = (result[0], result[2])
 
 
 @contextmanager
@@ -81,24 +105,22 @@ def recorded_choices(lm: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
 
     The list is filled at the end of the block. The softmax of the logits is each expert's share of the
     scores, whatever they are computed by: routers with a correction score by sigmoid. Layers that the
-    backward pass repeats run there without the hooks, and have to save the same tensors again: so the hooks
-    compute nothing.
+    backward pass repeats note nothing there, and have to save the same tensors again: so nothing is computed
+    for a note.
     """
-    noted: list[tuple[nn.Module, Tensor, Tensor]] = []
+    noting: list[Any] = [*routers(lm)]
     choices: list[tuple[Tensor, Tensor]] = []
-
-    def note(router: nn.Module, arguments: Any, result: tuple[Tensor, Tensor, Tensor]) -> None:
-        noted.append((router, result[0], result[2]))
-
-    handles = [router.register_forward_hook(note) for router in routers(lm)]
+    for router in noting:
+        router.notes_choice = True
     try:
         yield choices
     finally:
-        for handle in handles:
-            handle.remove()
         is_sigmoid = any(name.endswith(corrections.PARTS) for name, _ in lm.named_parameters())
-        for _, logits, indices in noted:
-            choices.append((F.logsigmoid(logits) if is_sigmoid else logits, indices))
+        for router in noting:
+            if router.choice is not None:
+                logits, indices = router.choice
+                choices.append((F.logsigmoid(logits) if is_sigmoid else logits, indices))
+            router.notes_choice, router.choice = False, None
 
 
 def balance_by_row(choices: Sequence[tuple[Tensor, Tensor]], batch: MicroBatch) -> Tensor:
