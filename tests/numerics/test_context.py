@@ -52,7 +52,7 @@ def test_attention_by_heads_and_numbers_of_all_tokens_are_those_of_one_rank(num_
 
 
 @pytest.mark.parametrize(("num_ranks", "context"), [(4, 4), (4, 2)])
-def test_two_steps_move_the_parameters_as_on_one_rank(
+def test_three_steps_move_the_parameters_as_on_one_rank(
     model: Path,
     expected: tuple[Path, dict[str, list[dict[str, float]]]],
     num_ranks: int,
