@@ -7,13 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from support import source
 
-
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def trees_are_not_garbage() -> Iterator[None]:
-    """No collections while this folder's tests run; the trees go with them."""
+    """No collections while a file of this folder runs; what it leaves is never looked at again."""
     gc.disable()
     yield
-    source.tree.cache_clear()
+    gc.freeze()
     gc.enable()

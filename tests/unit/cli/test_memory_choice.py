@@ -58,7 +58,8 @@ def chosen(gib: int | None, *, shared: bool = False, **actor: Any) -> tuple[Any,
     [
         (141, ("none", True, True)),
         (130, ("none", True, False)),
-        (111, ("none", False, False)),
+        (111, (0.9, True, False)),
+        (90, (0.9, False, False)),
         (80, (0.5, False, False)),
         (65, (0.25, False, False)),
         (30, ("full", False, False)),
@@ -70,7 +71,7 @@ def test_the_fastest_form_that_fits_is_taken(gib: int | None, expected: tuple[An
 
 
 def test_an_engine_on_the_same_gpu_keeps_its_share() -> None:
-    assert chosen(141, shared=True) == chosen(98)
+    assert chosen(160, shared=True) == chosen(112) == (0.9, True, False) != chosen(160)
 
 
 def test_what_is_given_stays() -> None:
@@ -126,10 +127,10 @@ def test_averages_go_to_host_memory_where_nothing_else_makes_the_update_fit() ->
 @pytest.mark.parametrize(
     ("prompts", "host_gib", "expected"),
     [
-        (16, 200, (0.75, False, True, True)),
+        (16, 200, (0.9, False, True, True)),
         (16, 140, ("full", False, True, False)),  # too little for averages and a checkpoint's copy: 142 GiB
         (8, 200, ("full", False, True, False)),  # half the tokens per visit of the averages
-        (64, 200, (0.75, False, True, True)),
+        (64, 200, (0.9, False, True, True)),
     ],
 )
 def test_averages_go_to_a_host_with_room_where_their_visits_cost_less_than_recomputing(
