@@ -439,7 +439,8 @@ class _Launcher:
     async def _stop(self, outcome: LaunchOutcome) -> None:
         """Ends everything in order; kills what does not end in time."""
         budget_s = self._config.service.shutdown_timeout_s
-        if not outcome.ok and not self._signal.done():
+        was_asked = self._signal.done() or self._last_step is not None
+        if not outcome.ok and not was_asked:
             budget_s = min(budget_s, _FAILURE_BUDGET_S)
         try:
             self._view.milestone("stopping the services")
