@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from support.launched_run import BUDGET_S, DEAF, HANG_S, LEAVES, MARK, WELL, Run
+from support.launched_run import BUDGET_S, DEAF, HANG_S, LEAVES, MARK, SLOW, WELL, Run
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -40,11 +40,10 @@ def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
     assert time.monotonic() - sent < BUDGET_S / 2
 
 
-def begun(tmp_path: Path, script: str, service: str) -> Run:
+def begun(tmp_path: Path, script: str, service: str, rollout: str = "") -> Run:
     """A run that is in its first step."""
-    run = Run(
-        tmp_path, script, {"rollout-0": service, "learner-0": service, "reward": service}, budget_s=BUDGET_S
-    )
+    members = {"rollout-0": rollout or service, "learner-0": service, "reward": service}
+    run = Run(tmp_path, script, members, budget_s=BUDGET_S)
     run.wait_for_pids(3)
     run.wait_for_state("running")
     run.read_until("step 1/2: dispatch")  # a sign of life, after five seconds
@@ -52,12 +51,14 @@ def begun(tmp_path: Path, script: str, service: str) -> Run:
 
 
 def test_ctrl_c_lets_the_step_in_progress_end(tmp_path: Path) -> None:
-    run = begun(tmp_path, "train", WELL)
+    ended = tmp_path / "ended"
+    run = begun(tmp_path, "train", WELL, SLOW.format(ended=str(ended)))
     run.process.send_signal(signal.SIGINT)
     run.process.send_signal(signal.SIGINT)  # as a program around it may pass it on
     assert run.finish() == (False, 130, "stopped: SIGINT")
     assert "SIGINT: the run ends after this step, with a checkpoint; again stops it at once" in run.output
     assert (run.run_dir / "controller.calls").read_text() == "stop after the step: SIGINT"
+    assert ended.exists(), "an engine's server was killed while it ended"
 
 
 def test_a_second_ctrl_c_ends_everything_at_once(tmp_path: Path) -> None:

@@ -76,6 +76,11 @@ NOTES = (
     "print({name!r}, file=open({order!r}, 'a')), sys.exit(0))); "
     "open({order!r} + {name!r} + '.ready', 'w'); signal.pause()"
 )
+# It takes longer to end than services get after a failure.
+SLOW = (
+    "import pathlib, signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(9), "
+    "pathlib.Path({ended!r}).touch(), sys.exit(0))); signal.pause()"
+)
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: time.sleep(1)"
 # A child in its own session, like an engine's: not in its parent's group, and alive after its parent's end.
 LEAVES = (
