@@ -111,11 +111,7 @@ def packed_attention(
     if group is not None:
         q, k, v = (heads_of_all_tokens(x, group) for x in (q, k, v))
         s_aux = None if s_aux is None else s_aux.chunk(group.size)[group.rank]
-    widest = max(q.shape[-1], v.shape[-1])
-    has_kernel = q.is_cuda and flash_attention.takes(q.dtype, widest) and s_aux is None
-    if has_kernel and softcap is not None:
-        has_kernel = flash_attention.has_softcap(q, k, v, sliding_window, softcap)
-    if has_kernel:
+    if s_aux is None and _has_kernel(q, k, v, sliding_window, softcap):
         out = _side_by_side(q, k, v, packed, scaling, sliding_window, softcap)
     elif softcap is not None or s_aux is not None:
         scores = partial(_full_scores, softcap=softcap, sinks=s_aux)
@@ -125,6 +121,13 @@ def packed_attention(
     if group is not None:
         out = tokens_of_all_heads(out, group)
     return out.unsqueeze(0), None
+
+
+def _has_kernel(q: Tensor, k: Tensor, v: Tensor, sliding_window: int | None, softcap: float | None) -> bool:
+    """Whether FlashAttention has a kernel for heads of these sizes, and for the softcap if there is one."""
+    if not q.is_cuda or not flash_attention.takes(q.dtype, max(q.shape[-1], v.shape[-1])):
+        return False
+    return softcap is None or flash_attention.has_softcap(q, k, v, sliding_window, softcap)
 
 
 def _require_plain(module: torch.nn.Module, dropout: float, attention_mask: Tensor | None) -> None:

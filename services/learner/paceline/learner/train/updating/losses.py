@@ -132,7 +132,7 @@ class PolicyLoss:
         """The share of the mini-batch's mean over its sequences.
 
         Raises:
-            NumericsError: a router ran without its hook, as in a graph that was compiled without hooks.
+            NumericsError: a router did not note what it chose.
         """
         if len(choices) != self._num_routers:
             raise NumericsError(
