@@ -134,7 +134,7 @@ def _read_parquet(path: Path, required: tuple[str, ...]) -> list[Row]:
 
 
 def _object(path: Path, number: int, line: bytes) -> Row:
-    """A line of JSONL."""
+    """Reads a line of JSONL as a row."""
     try:
         row = json.loads(line.decode())
     except (ValueError, RecursionError) as error:

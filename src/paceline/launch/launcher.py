@@ -140,7 +140,7 @@ class _Launcher:
         self._began = False
 
     async def run(self) -> LaunchOutcome:
-        """Starts, follows, stops."""
+        """Starts the services, follows the run, and stops them."""
         outcome = LaunchOutcome(ok=False, message="ended by an error in the launcher", exit_code=1)
         running = asyncio.create_task(self._start_and_follow(), name="run")
         pulse = asyncio.create_task(self._pulse(), name="pulse")

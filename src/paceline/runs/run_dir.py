@@ -260,7 +260,7 @@ def _changes(run_dir: Path, config: RunConfig) -> tuple[list[str], list[str]]:
 
 
 def _flat(tree: object, prefix: str = "") -> dict[str, object]:
-    """Leaves by dotted key."""
+    """Lists the leaves of a tree by dotted key."""
     if not isinstance(tree, dict):
         return {prefix: tree}
     leaves: dict[str, object] = {}

@@ -130,7 +130,7 @@ class _Batch:
 
     @property
     def _width(self) -> int:
-        """Bytes per number."""
+        """Bytes of a number in forward passes."""
         return 2 if self.config.model.dtype == "bfloat16" else 4
 
     @property

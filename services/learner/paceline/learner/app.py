@@ -51,7 +51,7 @@ class _Head:
         self._loop = asyncio.get_running_loop()
 
     def ready(self, learner: Learner) -> None:
-        """Opens the service."""
+        """Opens the service to the controller's calls."""
         self._loop.call_soon_threadsafe(self._servicer.ready, learner.version, self._command_timeout_s)
 
     def notify(self, message: str) -> None:

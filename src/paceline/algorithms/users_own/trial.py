@@ -140,7 +140,7 @@ class _TriedVerbs:
         self.has_critic = "critic" in needs
 
     def score(self) -> None:
-        """Has nothing to score."""
+        """Does nothing, since a trial has no networks."""
 
     def estimate(self, estimator: Estimator) -> None:
         try_estimator(self._label, estimator, names=self._names, needs=self._needs)

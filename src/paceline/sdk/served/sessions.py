@@ -212,7 +212,7 @@ class Sessions:
                 session.touched = self._clock.monotonic()
 
     async def _free(self, key: Key, session: HostedEpisode) -> None:
-        """Ends a session, once."""
+        """Ends a session that has not been ended."""
         if session.is_freed:
             return
         session.is_freed = True

@@ -105,7 +105,7 @@ class ShardWriter:
         return broadcast_bytes(b"same" if same else b"", self._ranks) == b"same"
 
     def _write(self, state: State, folder: Folder, manifest: Manifest) -> float:
-        """Runs in the thread."""
+        """Writes this rank's files, in the thread."""
         began, ranks = time.monotonic(), self._background
         if ranks.device.type == "cuda":
             torch.cuda.set_device(ranks.device)  # a thread begins on the first GPU

@@ -120,7 +120,7 @@ class _Comm:
 
 
 class _Gather(_Comm):
-    """As torch.distributed.fsdp's `AllGather`."""
+    """Stands in for torch.distributed.fsdp's `AllGather`."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -131,7 +131,7 @@ class _Gather(_Comm):
 
 
 class _Scatter(_Comm):
-    """As torch.distributed.fsdp's `ReduceScatter`."""
+    """Stands in for torch.distributed.fsdp's `ReduceScatter`."""
 
     def __call__(
         self,

@@ -170,19 +170,19 @@ class _StandIns:
         return batch
 
     async def publish(self, version: int) -> Mapping[str, float]:
-        """Brings nothing anywhere."""
+        """Returns what a push does, without one."""
         return _PUSHED
 
     @contextlib.asynccontextmanager
     async def during(self, order: Order, adjustments: object) -> AsyncIterator[None]:
-        """Works nothing ahead."""
+        """Does no work ahead of the barrier."""
         yield None
 
     async def take(self, turn: object) -> None:
-        """Takes no turn."""
+        """Returns at once, since no GPU is shared."""
 
     def take_metrics(self) -> dict[str, float]:
-        """Has no metrics."""
+        """Returns no metrics, since nothing was measured."""
         return {}
 
     async def train(self, member: object, order: TrainOrder) -> TrainResult:

@@ -363,7 +363,7 @@ def by_torch(
 
 @lru_cache(maxsize=1)
 def _has_grouped_queries() -> bool:
-    """Since torch 2.12."""
+    """Whether torch's kernel takes grouped queries, as it does from 2.12."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters

@@ -104,7 +104,7 @@ class _WayBack:
         self._parts.append(event)
 
     def close(self) -> None:
-        """Waits for all."""
+        """Waits for all parts on their way."""
         while self._parts:
             self._parts.popleft().synchronize()
 
