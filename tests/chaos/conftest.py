@@ -15,7 +15,7 @@ from support.training_run import (
     read_jsonl,
     tiny_config,
     training,
-    with_one_layer,
+    with_layers,
 )
 
 NUM_STEPS, TEST_FREQ = 36, 7
@@ -33,7 +33,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The arithmetic example's data, and one layer of its model."""
 
     def make(folder: Path) -> None:
-        with_one_layer(prepare_inputs(folder, num_train=64, num_val=1))
+        with_layers(prepare_inputs(folder, num_train=64, num_val=1), 1)
 
     return once(tmp_path_factory, "inputs", make)
 

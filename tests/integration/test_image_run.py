@@ -55,7 +55,7 @@ def test_grpo_with_images(tmp_path: Path) -> None:
         rollout={"n": NUM_SAMPLES, "max_num_seqs": 8},
         trainer={"name": "images", "total_steps": NUM_STEPS, "save_freq": 2, "export_model": True},
     )
-    with training(tree, tmp_path / "run") as run:
+    with training(tree, tmp_path / "run", forked=True) as run:
         assert run.finish() == 0, run.output
     assert [row["step"] for row in run.metrics] == list(range(NUM_STEPS + 1))
     for row in run.metrics[1:]:

@@ -28,7 +28,7 @@ def test_refills_and_greedy_answers_on_two_servers(inputs: Path, tmp_path: Path)
         reward={"functions": [{"name": f"{REWARDS}:first_letter"}]},
         trainer={"total_steps": 2, "save_freq": 0},
     )
-    with training(config, tmp_path / "run") as run:
+    with training(config, tmp_path / "run", forked=True) as run:
         assert run.finish() == 0, run.output
         assert_sound(run)
         assert {e["server"] for e in only(run.events, "trajectory")} == {"rollout-0", "rollout-1"}
@@ -80,7 +80,7 @@ def test_failed_rewards_drop_their_groups_and_end_the_run_when_all_fail(inputs: 
         trainer={"total_steps": 50, "save_freq": 0},
         learner={"world_size": 1},
     )
-    with training(config, tmp_path / "run") as run:
+    with training(config, tmp_path / "run", forked=True) as run:
         run.wait_for_phase("learn", 2)
         # Nothing is scored until the next step is dispatched.
         with run.paused_in("learn", "publish", "commit") as last:

@@ -34,13 +34,13 @@ from support.training_run import (
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 EXPORTED = ROOT / "deploy" / "observability" / "exported-metrics.txt"
-NUM_STEPS, NUM_PROMPTS, NUM_SAMPLES = 5, 16, 4
+NUM_STEPS, NUM_PROMPTS, NUM_SAMPLES = 3, 16, 4
 LOSSES = ("actor/pg_loss", "critic/vf_loss", "algorithm/reference_kl", "actor/grad_norm", "critic/grad_norm")
 
 
 @pytest.fixture(scope="module")
 def undisturbed(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingRun]:
-    """Five steps with one rollout server and two learner ranks; other runs are compared with it."""
+    """Three steps with one rollout server and two learner ranks; other runs are compared with it."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     trainer = {"total_steps": NUM_STEPS, "export_model": True}
     with training(tiny_config(inputs, trainer=trainer), folder) as run:
@@ -141,7 +141,7 @@ def test_an_undisturbed_run(undisturbed: TrainingRun) -> None:
         path.name for path in (run.run_dir / "model").iterdir()
     }
     manifests = sorted(run.run_dir.glob("checkpoints/step_*/manifest.json"))
-    assert [path.parent.name for path in manifests] == ["step_000004", "step_000005"]
+    assert [path.parent.name for path in manifests] == ["step_000002", "step_000003"]
     assert len(list((run.run_dir / "trajectories").glob("step_*.parquet"))) == NUM_STEPS
 
 
@@ -214,7 +214,7 @@ def test_two_servers_give_the_same_metrics_even_if_one_dies(
         },
         trainer={"total_steps": NUM_STEPS},
     )
-    with training(config, tmp_path / "run") as run:
+    with training(config, tmp_path / "run", forked=True) as run:
         killed = run.wait_for(lambda e: admitted(e, step=2))["server"]
         run.kill_group(killed)
         run.wait_for(lambda e: e["event"] == "member" and e["what"] == "dead")
@@ -243,7 +243,7 @@ def test_one_rank_learns_what_two_learn_and_ctrl_c_ends_it(
     inputs: Path, undisturbed: TrainingRun, tmp_path: Path
 ) -> None:
     config = tiny_config(inputs, trainer={"total_steps": 1000, "save_freq": 0}, learner={"world_size": 1})
-    with training(config, tmp_path / "run") as run:
+    with training(config, tmp_path / "run", forked=True) as run:
         run.wait_for_phase("learn", NUM_STEPS)
         run.look()
         step = run.interrupt()
@@ -273,7 +273,7 @@ def test_an_environment_of_one_turn_that_owns_the_rows_gives_the_metrics_of_the_
             rollout={"environment": environment, "episode": {"show_tools": False}},
             trainer={"total_steps": 2, "save_freq": 0},
         )
-        with training(config, tmp_path / "run") as run:
+        with training(config, tmp_path / "run", forked=True) as run:
             assert run.finish() == 0, run.output
     assert_sound(run)
     # Each split was asked for once, and is kept in the run's folder.
@@ -294,7 +294,7 @@ def test_an_environment_of_one_turn_that_owns_the_rows_gives_the_metrics_of_the_
             row["ground_truth"],
         )
     assert len({json.loads(sample["components"])["environment/row"] for sample in samples}) == 2 * NUM_PROMPTS
-    # To the bit, but for times and what the engine's batches round; the plain run validates in step 5 only.
+    # To the bit, but for times and what the engine's batches round; the plain run validates in step 3 only.
     plain = undisturbed.metrics[:3]
     further = {name for row in run.metrics for name in row} - {name for row in plain for name in row}
     compared = [{name: row[name] for name in row if name not in further} for row in run.metrics]

@@ -9,6 +9,7 @@ whatever order they came.
 from __future__ import annotations
 
 import copy
+import functools
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -256,6 +257,7 @@ class State:
     def after(self, message: Message) -> tuple[State, Verdict | None]:
         """The state that a message leads to; this one stays as it is."""
         state: State = copy.copy(self)
+        vars(state).pop("key", None)
         state.barrier = _clone(self.barrier)
         state.refill = None if self.refill is None else _clone(self.refill)
         if isinstance(message, Refused):
@@ -263,16 +265,19 @@ class State:
                 message.prompt_id, message.purpose, reason="rollout:engine", message="out of memory"
             )
             return state, None
-        before = state.key
         verdict = state.barrier.judge(message)
-        assert state.key == before, "judging changed the barrier"
+        assert state._key() == self.key, "judging changed the barrier"
         state.barrier.apply(message, verdict)
         if state.refill is not None:
             state.refill.settle(state.barrier, [message.trajectory_id.prompt_id])
         return state, verdict
 
-    @property
+    @functools.cached_property
     def key(self) -> object:
+        """`_key`, once nothing changes the state any more."""
+        return self._key()
+
+    def _key(self) -> object:
         """Equal for states that cannot be told apart; counts of verdicts do not matter."""
         return frozenset(
             (name, _frozen(value)) for name, value in vars(self.barrier).items() if name != "verdicts"
@@ -292,7 +297,7 @@ def _clone(thing: T) -> T:
         if isinstance(value, dict) and any(isinstance(inner, dict) for inner in value.values()):
             setattr(clone, name, {key: dict(inner) for key, inner in value.items()})
         elif isinstance(value, dict | set | Counter):
-            setattr(clone, name, copy.copy(value))
+            setattr(clone, name, value.copy())
     return clone
 
 

@@ -91,9 +91,13 @@ def plain(world: World) -> tuple[list[int], list[int], list[int]]:
     return sorted(fates["train"]), sorted(fates["aside"]), sorted(fates["drop"])
 
 
-def concurrent(world: World, rng: random.Random) -> tuple[Barrier, Refill, PromptCursor]:
+# Of the order of arrival: to draw each of its numbers would take ten times as long as the step.
+seeds = st.integers(0, 2**32 - 1)
+
+
+def concurrent(world: World, seed: int) -> tuple[Barrier, Refill, PromptCursor]:
     """The step as the controller runs it: all at once, in any order, in portions, with repeats."""
-    cursor = world.cursor()
+    rng, cursor = random.Random(seed), world.cursor()
     first = sorted(cursor.take())
 
     def draw(count: int, without: Collection[int]) -> dict[int, Prompt]:
@@ -121,11 +125,11 @@ def concurrent(world: World, rng: random.Random) -> tuple[Barrier, Refill, Promp
     return barrier, refill, cursor
 
 
-@given(worlds(), st.randoms(use_true_random=False))
+@given(worlds(), seeds)
 @settings(max_examples=300, deadline=None)
-def test_the_batch_is_that_of_asking_for_one_prompt_after_the_other(world: World, rng: random.Random) -> None:
+def test_the_batch_is_that_of_asking_for_one_prompt_after_the_other(world: World, seed: int) -> None:
     train, aside, dropped = plain(world)
-    barrier, refill, _ = concurrent(world, rng)
+    barrier, refill, _ = concurrent(world, seed)
     assert barrier.closed
     assert [(h.trajectory_id.prompt_id, h.trajectory_id.sample_index) for h in barrier.batch()] == [
         (prompt_id, index) for prompt_id in train for index in range(world.num_samples)
@@ -141,12 +145,12 @@ def test_the_batch_is_that_of_asking_for_one_prompt_after_the_other(world: World
         assert refill.num_extra == world.max_extra or barrier.num_groups == len(world.scores)
 
 
-@given(worlds(), st.randoms(use_true_random=False), st.randoms(use_true_random=False))
+@given(worlds(), seeds, seeds)
 @settings(max_examples=100, deadline=None)
 def test_the_cursor_ends_in_the_same_place_whatever_came_first(
-    world: World, rng: random.Random, other_rng: random.Random
+    world: World, seed: int, other_seed: int
 ) -> None:
-    (_, _, first), (_, _, second) = concurrent(world, rng), concurrent(world, other_rng)
+    (_, _, first), (_, _, second) = concurrent(world, seed), concurrent(world, other_seed)
     assert first.state == second.state
 
 

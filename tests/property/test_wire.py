@@ -195,6 +195,7 @@ def rejected(message: Message, /, **fields: Any) -> str:
 
 
 @given(domain.trajectories(), st.data())
+@settings(max_examples=40)
 def test_a_log_probability_is_finite_and_not_above_zero(trajectory: Trajectory, data: st.DataObject) -> None:
     values = trajectory.response_log_probs.copy()
     bad, reason = data.draw(
@@ -207,6 +208,7 @@ def test_a_log_probability_is_finite_and_not_above_zero(trajectory: Trajectory, 
 
 
 @given(domain.trajectories(), st.data())
+@settings(max_examples=40)
 def test_token_ids_are_in_range(trajectory: Trajectory, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(["prompt_token_ids", "response_token_ids"]))
     ids = getattr(trajectory, name).copy()
@@ -232,6 +234,7 @@ def _length(trajectory: Trajectory, name: str) -> int:
 
 
 @given(domain.trajectories(), st.sampled_from(["response_token_ids", "response_log_probs", "response_mask"]))
+@settings(max_examples=30)
 def test_the_response_arrays_are_equally_long(trajectory: Trajectory, name: str) -> None:
     array = getattr(trajectory, name)
     assert rejected(trajectory, **{name: np.append(array, array[-1:]).tobytes()}) == "unequal_lengths"
@@ -417,15 +420,23 @@ def row(value: bytes, count: int = 1000) -> bytes:
 @pytest.mark.parametrize(
     ("value", "count", "reason"),
     [
-        (row(b"\x80"), 4000, "too_large"),
-        (row(b"\x90"), 4000, "too_large"),
-        (row(b"\xa2ab"), 4000, "too_large"),
-        (b"\x80", 4_000_000, "not_msgpack"),  # the list's length alone is too much
+        (row(b"\x80"), 500, "too_large"),
+        (row(b"\x90"), 500, "too_large"),
+        (row(b"\xa2ab"), 500, "too_large"),
+        (b"\x80", 500_000, "not_msgpack"),  # the list's length alone is too much
     ],
     ids=["maps", "lists", "texts", "a list"],
 )
-def test_a_small_message_does_not_take_much_memory(value: bytes, count: int, reason: str) -> None:
-    """An empty mapping is a byte on the wire and 64 in memory: these took up to 340 MiB each."""
+def test_a_small_message_does_not_take_much_memory(
+    value: bytes, count: int, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty mapping is a byte on the wire and 64 in memory: eight times as many took up to 340 MiB.
+
+    With an eighth of the values that are allowed: they are slow to count where memory is traced.
+    """
+    max_values = 2**17
+    share = max_values / fields.LIMITS.max_values
+    monkeypatch.setattr(fields, "LIMITS", fields.Limits(max_values=max_values))
     opened = b"\x83\xa6schema" + msgpack.packb(SCHEMA_VERSION) + b"\xa4kind" + msgpack.packb("scored_header")
     message = opened + b"\xa1x\xdd" + count.to_bytes(4, "big") + value * count
     tracemalloc.start()
@@ -436,7 +447,7 @@ def test_a_small_message_does_not_take_much_memory(value: bytes, count: int, rea
     finally:
         tracemalloc.stop()
     assert caught.value.reason == reason
-    assert peak < 128 * 2**20
+    assert peak < 128 * 2**20 * share
 
 
 @given(domain.trajectory_headers)

@@ -20,6 +20,7 @@ import psutil
 import yaml
 
 from paceline.controller.verify.check import verify
+from support.forked import Forked
 
 ROOT = Path(__file__).parents[2]
 PACELINE = Path(sys.executable).with_name("paceline")
@@ -51,18 +52,19 @@ def prepare_inputs(folder: Path, *, num_train: int, num_val: int) -> Path:
     return folder
 
 
-def with_one_layer(inputs: Path) -> Path:
-    """Cuts the model of `prepare_inputs` down to its first layer, so that a step costs less."""
+def with_layers(inputs: Path, count: int) -> Path:
+    """Cuts the model of `prepare_inputs` down to its first layers, so that a step costs less."""
     from safetensors.numpy import load_file, save_file
 
     file = inputs / "model" / "config.json"
     shape = json.loads(file.read_text())
-    file.write_text(json.dumps(shape | {"num_hidden_layers": 1, "layer_types": shape["layer_types"][:1]}))
+    types = shape["layer_types"][:count]
+    file.write_text(json.dumps(shape | {"num_hidden_layers": count, "layer_types": types}))
     weights = inputs / "model" / "model.safetensors"
     kept = {
         name: tensor
         for name, tensor in load_file(weights).items()
-        if ".layers." not in name or ".layers.0." in name
+        if ".layers." not in name or int(name.split(".layers.")[1].split(".")[0]) < count
     }
     save_file(kept, weights, metadata={"format": "pt"})
     return inputs
@@ -236,13 +238,21 @@ class TrainingRun:
         return code
 
     def left(self) -> list[str]:
-        """Processes of this launch that still exist: those with its mark, and those seen before."""
+        """Processes of this launch that still exist: those that are its own, and those seen before."""
         left = {p.pid: p for p in self.seen.values() if p.is_running()}
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                if process.environ().get(MARK) == self.mark:
-                    left[process.pid] = process
+        left |= {p.pid: p for p in psutil.process_iter() if self._is_own(p)}
         return [_describe(p) for p in left.values()]
+
+    def _is_own(self, process: psutil.Process) -> bool:
+        """Whether a process has the mark of this launch, or writes into its folder as services do."""
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, OSError):
+            if process.pid == os.getpid():
+                return False
+            descriptors = Path("/proc", str(process.pid), "fd").iterdir()
+            return process.environ().get(MARK) == self.mark or any(
+                os.readlink(descriptor).startswith(f"{self.run_dir}/") for descriptor in descriptors
+            )
+        return False
 
     def wait_until_nothing_is_left(self, *, timeout_s: float) -> None:
         """Waits until every process of this launch has ended."""
@@ -259,7 +269,7 @@ class TrainingRun:
         self.process.wait()
         for process in [*self.seen.values(), *psutil.process_iter()]:
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                if process.pid in self.seen or process.environ().get(MARK) == self.mark:
+                if process.pid in self.seen or self._is_own(process):
                     process.kill()
 
     def logs(self) -> str:
@@ -274,24 +284,32 @@ class TrainingRun:
 
 
 @contextlib.contextmanager
-def training(config: Mapping[str, Any], run_dir: Path, *overrides: str) -> Iterator[TrainingRun]:
-    """Launches `paceline train` in its own session, as a terminal does."""
+def training(
+    config: Mapping[str, Any], run_dir: Path, *overrides: str, forked: bool = False
+) -> Iterator[TrainingRun]:
+    """Launches `paceline train` in its own session, as a terminal does.
+
+    `forked`: as a fork of a process that has imported what its services need, which saves most of a start.
+    """
     mark = f"{run_dir.name}-{uuid.uuid4().hex[:8]}"
     path = run_dir.parent / f"{run_dir.name}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(dict(config)))
     journal = run_dir / "events.jsonl"
-    command = [str(PACELINE), "train", str(path), f"trainer.run_dir={run_dir}", *overrides]
+    words = ["train", str(path), f"trainer.run_dir={run_dir}", *overrides]
     with (run_dir.parent / f"{mark}.out").open("w") as out:
-        process = subprocess.Popen(
-            command,
-            env=os.environ | {MARK: mark},
-            cwd=run_dir.parent,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            text=True,
+        options: dict[str, Any] = {
+            # Threads are the same for all runs that are compared, on any machine.
+            "env": os.environ | {"OMP_NUM_THREADS": "1", MARK: mark},
+            "cwd": run_dir.parent,
+            "stdin": subprocess.DEVNULL,
+            "stdout": out,
+            "stderr": subprocess.STDOUT,
+        }
+        process = (
+            Forked(["-m", "paceline.cli.main", *words], **options)
+            if forked
+            else subprocess.Popen([str(PACELINE), *words], start_new_session=True, text=True, **options)
         )
     run = TrainingRun(run_dir=run_dir, process=process, mark=mark)
     run._journal_start = journal.stat().st_size if journal.exists() else 0
