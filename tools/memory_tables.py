@@ -39,13 +39,15 @@ what is left for the KV cache, and how many sequences of 1,536 tokens that holds
 _EXAMPLES = """## What to write
 
 Five lines are enough. `placement: auto`, the default, takes all visible GPUs. Learner and engines take turns
-on them where the plan has room for both; engines give up their memory meanwhile if it is needed. Elsewhere
-about half of the GPUs are the learner's. Layers are compiled. Micro-batches and what is recomputed are chosen
-for the fastest update that fits into the memory. `paceline train` prints these choices; what the file names
+on them where the plan has room for both. Engines give up their memory meanwhile, unless the update's fastest
+form fits beside them, or a step with a slower form that fits is clearly shorter: 3B on two H100s keeps its
+engines awake and recomputes a little; 1.5B on one recomputes nothing, and its engine sleeps. Elsewhere about
+half of the GPUs are the learner's. Layers are compiled. Micro-batches and what is recomputed are chosen for
+the fastest update that fits into the memory. `paceline train` prints these choices; what the file names
 stays.
 
 `paceline plan CONFIG` compares the layouts with an estimate of each phase; with `--gpus 4xH100` it needs no
-GPU. The estimate comes within a fifth of fifteen timed runs of 1.5B to 32B on H100s and H200s, for
+GPU. The estimate comes within a fifth of 23 timed runs of 0.5B to 32B on H100s and H200s, for
 generation, update and whole step (`tests/unit/test_step_time.py`). It takes all answers to be as long as they
 may be, unless `--response-tokens` says how long they are on average. Times on other cards are scaled from the
 rates that their vendors publish. After three warm steps `paceline train` prints what they took, what was

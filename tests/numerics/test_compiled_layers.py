@@ -243,8 +243,7 @@ def test_a_compiler_that_fails_is_left_out_unless_it_was_asked_for(
 
     monkeypatch.setattr("paceline.learner.train.warm_up.warm_up", fail)
     monkeypatch.setattr(compiling, "BACKEND", Compiler())
-    on_gpu = {"on_gpu": True, "has_experts": False}
-    monkeypatch.setattr(RunConfig, "with_compile", lambda config, **_: with_compile(config, **on_gpu))
+    monkeypatch.setattr(RunConfig, "with_compile", lambda config, **_: with_compile(config, on_gpu=True))
     said: list[str] = []
     config = run_config(model, actor={"compile": given})
     if given is True:
@@ -263,16 +262,16 @@ def test_a_compiler_that_fails_is_left_out_unless_it_was_asked_for(
 def test_what_is_compiled_by_itself() -> None:
     """On a GPU, where adapters and shared rows have no compiled form; what the file says stays."""
 
-    def chosen(*, on_gpu: bool = True, has_experts: bool = False, **changes: Any) -> object:
+    def chosen(*, on_gpu: bool = True, **changes: Any) -> object:
         config = run_config(Path("model"), **changes)
-        return config.with_compile(on_gpu=on_gpu, has_experts=has_experts).actor.compile
+        return config.with_compile(on_gpu=on_gpu).actor.compile
 
     assert chosen() is True
-    assert chosen(on_gpu=False) is chosen(has_experts=True) is False
+    assert chosen(on_gpu=False) is False
     assert chosen(model={"lora": {"rank": 2}}) is False
     assert chosen(learner={"world_size": 2, "context_parallel": 2}) is False
     assert chosen(actor={"compile": False}) is False
-    assert chosen(actor={"compile": True}, has_experts=True) is True
+    assert chosen(actor={"compile": True}, on_gpu=False) is True
 
 
 def test_layers_that_are_not_compiled_are_not_warmed_up(model: Path, ranks: Ranks) -> None:

@@ -33,6 +33,31 @@ def test_two_updates_of_one_run_are_told_apart() -> None:
     assert most.estimate.update < quarter.estimate.update
 
 
+@pytest.mark.parametrize(
+    ("name", "seconds"),
+    [
+        # Of one GPU and of two, of all that is kept and of a part: what orders of turns and the pause took.
+        ("1.5B in turns", 0.20 + 0.075),
+        ("3B with FlashAttention 4", 0.555 + 0.089),
+        ("7B, two H100s, most kept", 0.60 + 0.144),
+        ("7B, four H100s, averages kept", 1.10 + 0.189),
+    ],
+)
+def test_turns_cost_more_where_ranks_give_back_more(name: str, seconds: float) -> None:
+    assert TIMED[name].estimate.weights == pytest.approx(seconds, rel=0.25)
+
+
+def test_a_kv_cache_that_holds_fewer_sequences_makes_rounds() -> None:
+    timed = TIMED["3B"]
+    # 64 of 128 sequences of 1,024 tokens, with an eighth of their prompt's 512: 36 KiB a token.
+    cache = 64 * (1024 + 64) * 36 * 1024
+    rounds = changed(timed, rollout={"max_num_seqs": 64}).generation
+    given = {"engine_kwargs": {"kv_cache_memory_bytes": cache}}
+    assert changed(timed, rollout=given).generation == pytest.approx(rounds)
+    given = {"engine_kwargs": {"kv_cache_memory_bytes": 2 * cache}}
+    assert changed(timed, rollout=given).generation == changed(timed).generation
+
+
 def test_a_group_that_is_cut_computes_its_prompt_twice() -> None:
     """Eight samples of 1,024 tokens behind 512: 8,704 tokens hold all, 8,192 only seven."""
     uncut, cut = (changed(TIMED["3B"], actor={"ppo_max_token_len_per_gpu": most}) for most in (8704, 8192))

@@ -132,7 +132,7 @@ class RolloutConfig(Section):
     sleep: Literal["auto", "always", "never"] = Field(
         "auto",
         description="Whether engines give up the GPU memory of weights and KV cache while the learner "
-        "trains. auto: `paceline train` decides, with placement: colocated, by whether both fit.",
+        "trains. auto: on shared GPUs `paceline train` takes what makes a step shorter by its estimate.",
     )
     kv_cache_gib: int = Field(
         1,

@@ -84,17 +84,12 @@ class RunConfig(Section):
         own |= {f"rollout.tools[{place}]": tool for place, tool in enumerate(self.rollout.tools)}
         return {key: reference for key, reference in own.items() if reference and ":" in reference}
 
-    def with_compile(self, *, on_gpu: bool, has_experts: bool) -> RunConfig:
-        """Returns the same with `actor.compile` chosen, where it is left open.
-
-        Args:
-            has_experts: whether the policy is a Mixture of Experts, whose compiled layers have trained on
-                CPUs alone (docs/models.md).
-        """
+    def with_compile(self, *, on_gpu: bool) -> RunConfig:
+        """Returns the same with `actor.compile` chosen, where it is left open."""
         if self.actor.compile != "auto":
             return self
         is_plain = self.model.lora is None and self.learner.context_parallel == 1
-        chosen = self.actor.model_copy(update={"compile": on_gpu and is_plain and not has_experts})
+        chosen = self.actor.model_copy(update={"compile": on_gpu and is_plain})
         return self.model_copy(update={"actor": chosen})
 
     @property

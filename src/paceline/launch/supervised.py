@@ -14,7 +14,7 @@ from paceline.data.hub import local_files
 from paceline.launch.processes.ranks import run_ranks
 from paceline.service.process import write_atomically
 from paceline.sizing.machine import Machine
-from paceline.sizing.memory.memory_choice import LEAST
+from paceline.sizing.memory_choice import LEAST
 from paceline.sizing.placement import settle_model
 from paceline.storage.models import local_model
 

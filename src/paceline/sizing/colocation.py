@@ -8,17 +8,23 @@ from pathlib import Path
 from typing import Any, Final
 
 from paceline.config.run import RunConfig
+from paceline.core.cards import CARDS
 from paceline.engines.memory import EngineMemory, engine_budget
 from paceline.engines.registry import engine_facts
 from paceline.models.model_shape import ModelShape
+from paceline.sizing.machine import Machine
 from paceline.sizing.memory.learner_memory import LearnerMemory
-from paceline.sizing.memory.memory_choice import fits_awake
+from paceline.sizing.model_files import model_tree
+from paceline.sizing.step_time import StepTime
+from paceline.sizing.update import update_choice
 
 SHARED_MEMORY: Final = 0.4
 """Share of a GPU's memory that an engine may take where a learner rank shares it, and neither sleeps."""
 
 # Largest share of an engine's memory that weights may take; the rest is the KV cache.
 _WEIGHTS_SHARE: Final = 0.6
+# An estimate does not tell steps apart that are closer to each other.
+_CLEARLY: Final = 0.98
 # Bytes of a GPU, where nothing says how many it has.
 _USUAL_MEMORY: Final = 80_000_000_000
 _MOST_UTILIZATION: Final = 0.85
@@ -30,18 +36,18 @@ _SPARE_TOKENS: Final = 32
 _LEAST_SEQUENCES: Final = 128
 
 
-def settle_colocated(
-    config: RunConfig, gpus: Sequence[int], tree: Mapping[str, Any], gpu_bytes: Mapping[int, int]
-) -> RunConfig:
-    """`placement: colocated` with nothing left open.
+def settle_colocated(config: RunConfig, gpus: Sequence[int], machine: Machine) -> RunConfig:
+    """`placement: colocated` with its layout settled, and whether engines sleep.
+
+    Where the file leaves that open, they stay awake if the update's best form fits beside them, or if the
+    best that does makes a step clearly shorter than turns, which cost time but leave the learner all memory.
 
     Args:
-        gpus: of this machine; empty on a CPU, where both sides share the cores anyway.
-        tree: the model's config.json.
-        gpu_bytes: memory of each GPU, as far as it is known.
+        config: of the run.
+        gpus: those of the machine that both sides may have.
+        machine: what their memory is, and what else is known of them.
     """
-    if not gpus:
-        return settle_elsewhere(config, on_gpus=False)
+    tree, gpu_bytes = model_tree(config.model), machine.gpu_bytes
     config = with_fair_share(_share_out(with_shared_memory(config), gpus, tree, gpu_bytes))
     shape = ModelShape.of(tree)
     shared = sorted({*(config.learner.devices or ())} & {*(config.rollout.devices or ())})
@@ -49,14 +55,13 @@ def settle_colocated(
     if shape is None or not totals:
         return _with_safe_memory(config)
     needed = _needed(config, shape, totals)
-    awake = _with_utilization(_with_sleep(config, "never"), min(needed, SHARED_MEMORY))
-    if config.rollout.sleep == "never" or (
-        config.rollout.sleep == "auto" and fits_awake(awake, shape, totals)
-    ):
-        return _with_fixed_cache(awake, shape, totals)
-    config = _with_sleep(config, "always")
-    share = min(needed, _beside(config, shape, totals))
-    return _with_fixed_cache(_with_utilization(config, share), shape, totals)
+    awake, turns = _with_sleep(config, "never"), _with_sleep(config, "always")
+    awake = _with_fixed_cache(_with_utilization(awake, min(needed, SHARED_MEMORY)), shape, totals)
+    share = min(needed, _beside(turns, shape, totals))
+    turns = _with_fixed_cache(_with_utilization(turns, share), shape, totals)
+    if config.rollout.sleep != "auto":
+        return awake if config.rollout.sleep == "never" else turns
+    return awake if _is_better_awake(awake, turns, shape, machine) else turns
 
 
 def settle_elsewhere(config: RunConfig, *, on_gpus: bool) -> RunConfig:
@@ -169,6 +174,16 @@ def _needed(config: RunConfig, shape: ModelShape, totals: Sequence[int]) -> floa
     num_tokens = config.rollout.max_num_seqs * (config.max_model_len + _SPARE_TOKENS)
     engine = EngineMemory.of(config, shape)
     return math.ceil(100 * engine.budget_for(num_tokens) / min(totals)) / 100
+
+
+def _is_better_awake(awake: RunConfig, turns: RunConfig, shape: ModelShape, machine: Machine) -> bool:
+    """Whether a step is shorter with engines that stay awake, and its update's form has room beside them."""
+    beside, best = update_choice(awake, machine), update_choice(turns, machine)
+    if not beside.fits or beside == best:
+        return beside.fits
+    card = machine.card or CARDS["H100"]
+    seconds = StepTime.of(beside.put_into(awake), shape, card).seconds
+    return seconds < _CLEARLY * StepTime.of(best.put_into(turns), shape, card).seconds
 
 
 def _with_safe_memory(config: RunConfig) -> RunConfig:

@@ -97,7 +97,7 @@ class Expectation:
         )
 
     def _about_update(self) -> str:
-        actor = self.config.with_compile(on_gpu=True, has_experts=False).actor
+        actor = self.config.with_compile(on_gpu=True).actor
         if not actor.compiles and self.config.model.lora is None:
             return "set actor.compile: true"
         return "look in nvidia-smi for low clocks, high temperatures and other programs on the GPUs"

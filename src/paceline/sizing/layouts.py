@@ -120,7 +120,7 @@ def _is_free(config: RunConfig) -> bool:
 
 def _given(config: RunConfig, gpus: tuple[int, ...], machine: Machine) -> RunConfig:
     if config.placement == "colocated":
-        return settle_colocated(config, gpus, model_tree(config.model), machine.gpu_bytes)
+        return settle_colocated(config, gpus, machine)
     return config if config.placement == "given" else divided(config, gpus, machine)
 
 
@@ -165,7 +165,7 @@ def _weighed(config: RunConfig, machine: Machine, tokens: Mapping[str, int | Non
 
 def _in_turns(config: RunConfig, gpus: tuple[int, ...], machine: Machine) -> RunConfig:
     colocated = config.model_copy(update={"placement": "colocated"})
-    return settle_colocated(colocated, gpus, model_tree(config.model), machine.gpu_bytes)
+    return settle_colocated(colocated, gpus, machine)
 
 
 def divided(config: RunConfig, gpus: tuple[int, ...], machine: Machine) -> RunConfig:

@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.config.model import ModelConfig
 from paceline.config.run import RunConfig
-from paceline.sizing.colocation import settle_colocated
+from paceline.sizing.colocation import settle_elsewhere
 from paceline.sizing.gpus import gpus_to_share
 from paceline.sizing.layouts import choose_layout, many
 from paceline.sizing.machine import Machine
@@ -41,7 +41,7 @@ def settle(config: RunConfig, machine: Machine) -> Settled:
         config, chosen = settle_update(choose_layout(config, machine), machine)
         remarks += chosen
     elif config.placement == "colocated":
-        config = settle_colocated(config, (), {}, {})
+        config = settle_elsewhere(config, on_gpus=False)
     return Settled(config=config, remarks=(*remarks, _layout(config, machine, on_gpus=on_gpus)))
 
 

@@ -13,8 +13,10 @@ from typing import Final
 
 from paceline.config.run import RunConfig
 from paceline.core.cards import Card
+from paceline.engines.memory import fixed_cache
 from paceline.models.model_shape import ModelShape
 from paceline.sizing.compiled_layers import recomputing
+from paceline.sizing.memory.learner_memory import LearnerMemory
 
 # Of a card's peak, in matrix products of a training step; the largest reach 0.76 by themselves.
 _PRODUCTS: Final = 0.65
@@ -32,14 +34,15 @@ _ALL_REDUCE_S: Final = 15e-6
 # compiled, which nothing hides; and of each of its experts, which are computed one after the other.
 _LAUNCH_S, _LAUNCH_COMPILED_S, _LAUNCH_PER_EXPERT_S = 0.15e-3, 0.05e-3, 0.07e-3
 # Share of the gathers and reductions of an update that is not hidden behind arithmetic.
-_EXPOSED: Final = 0.3
+_EXPOSED: Final = 0.8
 # AdamW: bytes per parameter that are read and written; over the bus where averages are in host memory.
 _OPTIMIZER_BYTES, _VISITING_BYTES, _BUS = 30.0, 16.0, 65e9
 # A push: of the link's rate, between GPUs; bytes per second within one.
 _PUSH_SHARE, _PUSH_SHARED = 0.65, 2.0e11
 _ORDERS_S: Final = 0.03
-# Turns: sleeping and waking take this and a time for the engine's weights.
-_TURN_S, _TURN_RATE = 0.25, 1.5e11
+# Turns: sleeping and waking take this and a time for the engine's weights. What learner ranks give back for
+# it goes at this rate, over all ranks of a host together.
+_TURN_S, _TURN_RATE, _FREEING_RATE = 0.06, 9e10, 2.8e11
 # Reward beyond generation, fetch, advantages, records.
 _REST_S: Final = 0.2
 
@@ -92,14 +95,7 @@ class StepTime:
             card: what all GPUs are.
             prompt_tokens, response_tokens: of a prompt and of an answer, on average; None: as many as may be.
         """
-        batch = _Batch(
-            config=config.with_compile(on_gpu=True, has_experts=shape.num_experts > 0),
-            shape=shape,
-            card=card,
-            prompt=prompt_tokens or config.data.max_prompt_length,
-            response=response_tokens or config.data.max_response_length,
-            longest=config.data.max_response_length,
-        )
+        batch = _Batch.of(config, shape, card, prompt_tokens, response_tokens)
         learner, rollout = config.learner, config.rollout
         engines = rollout.replicas * rollout.tensor_model_parallel_size
         shared = learner.devices is not None and learner.devices == rollout.devices
@@ -113,6 +109,12 @@ class StepTime:
         )
 
 
+def learning_time(config: RunConfig, shape: ModelShape, card: Card) -> float:
+    """Returns the seconds of scoring and update alone, of answers that are as long as they may be."""
+    batch = _Batch.of(config, shape, card)
+    return batch.scoring + batch.update
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Batch:
     """One step's work. `prompt` and `response`: tokens of each, on average; `longest`: of any answer."""
@@ -123,6 +125,24 @@ class _Batch:
     prompt: int
     response: int
     longest: int
+
+    @classmethod
+    def of(
+        cls,
+        config: RunConfig,
+        shape: ModelShape,
+        card: Card,
+        prompt: int | None = None,
+        response: int | None = None,
+    ) -> _Batch:
+        return cls(
+            config=config.with_compile(on_gpu=True),
+            shape=shape,
+            card=card,
+            prompt=prompt or config.data.max_prompt_length,
+            response=response or config.data.max_response_length,
+            longest=config.data.max_response_length,
+        )
 
     @property
     def num_rows(self) -> int:
@@ -142,7 +162,8 @@ class _Batch:
     def generation(self) -> float:
         rollout, shape, size = self.config.rollout, self.shape, self.config.rollout.tensor_model_parallel_size
         rows = math.ceil(self.num_rows / rollout.replicas)
-        at_once = min(rows, rollout.max_num_seqs)
+        cached = self._width * shape.num_layers * shape.cached(size)
+        at_once = min(rows, rollout.max_num_seqs, self._most_cached(cached))
         # An engine takes new sequences as others end; the longest of the last ones keeps it when all others
         # have ended.
         tokens = rows * self.response
@@ -152,7 +173,6 @@ class _Batch:
         if shape.num_experts:
             touched = 1.0 - (1.0 - shape.num_chosen / shape.num_experts) ** running
         weights = self._width * (shape.active_parameters + touched * shape.idle_parameters) / size
-        cached = self._width * shape.num_layers * shape.cached(size)
         context = self.prompt + self.response / 2
         host = _HOST_S + running * _HOST_PER_SEQUENCE_S
         if rollout.enforce_eager:
@@ -162,6 +182,13 @@ class _Batch:
         prompts = math.ceil(self.config.data.train_batch_size / rollout.replicas) * self.prompt
         prefill = 2 * shape.active_parameters * prompts / size / self._products_per_s
         return steps * (reading + host + reduces) + prefill
+
+    def _most_cached(self, bytes_per_token: int) -> float:
+        """Sequences for which a KV cache of a given size has room, samples with their prompt's in common."""
+        cache = fixed_cache(self.config)
+        if cache is None:
+            return math.inf
+        return max(1.0, cache / bytes_per_token / (self.prompt / self.config.rollout.n + self.response))
 
     @property
     def scoring(self) -> float:
@@ -193,8 +220,15 @@ class _Batch:
         per_gpu = self._width * self.shape.num_parameters / rollout.tensor_model_parallel_size
         if not shared:
             return _ORDERS_S + per_gpu / (_PUSH_SHARE * self.card.link)
-        turns = _TURN_S + per_gpu / _TURN_RATE if rollout.sleep == "always" else 0.0
+        turns = _TURN_S + per_gpu / _TURN_RATE + self._freeing if rollout.sleep == "always" else 0.0
         return _ORDERS_S + per_gpu / _PUSH_SHARED + turns
+
+    @property
+    def _freeing(self) -> float:
+        """Seconds in which the learner's ranks give back what only scoring and update need."""
+        learner = LearnerMemory.of(self.config, self.shape, [self.card.num_bytes])
+        given_back = learner.most - sum(learner.resident.values())
+        return self.config.learner.world_size * given_back / _FREEING_RATE
 
     @property
     def _trained(self) -> int:

@@ -9,7 +9,7 @@ from paceline.core.errors import ConfigError
 from paceline.models.model_shape import ModelShape
 from paceline.sizing.gpus import share_gpus
 from paceline.sizing.machine import Machine
-from paceline.sizing.memory.memory_choice import LEAST, UpdateChoice, choose_update
+from paceline.sizing.memory_choice import LEAST, UpdateChoice, choose_update
 from paceline.sizing.model_files import model_tree
 
 
@@ -19,7 +19,7 @@ def settle_update(config: RunConfig, machine: Machine) -> tuple[RunConfig, list[
     Returns the configuration and, in words, what was chosen.
     """
     actor = config.actor
-    chosen = _choice(config, machine)
+    chosen = update_choice(config, machine)
     words = []
     if chosen.num_tokens != actor.ppo_max_token_len_per_gpu:
         words.append(f"actor.ppo_max_token_len_per_gpu={chosen.num_tokens}")
@@ -31,7 +31,8 @@ def settle_update(config: RunConfig, machine: Machine) -> tuple[RunConfig, list[
     return config, words
 
 
-def _choice(config: RunConfig, machine: Machine) -> UpdateChoice:
+def update_choice(config: RunConfig, machine: Machine) -> UpdateChoice:
+    """What an update keeps on the GPUs that its ranks have of a machine, and its micro-batches' tokens."""
     try:
         learner, engines = share_gpus(config, machine.gpus)
     except ConfigError:  # the checks say what is wrong with the devices

@@ -12,7 +12,7 @@ from paceline.core.errors import ConfigError
 from paceline.engines.memory import GIB
 from paceline.models.model_shape import ModelShape
 from paceline.sizing.memory.learner_memory import LearnerMemory
-from paceline.sizing.memory.memory_choice import LEAST, choose_update
+from paceline.sizing.memory_choice import LEAST, choose_update
 
 SEVEN = {
     "model_type": "qwen2",
@@ -57,7 +57,7 @@ def chosen(gib: int | None, *, shared: bool = False, **actor: Any) -> tuple[Any,
     ("gib", "expected"),
     [
         (141, ("none", True, True)),
-        (130, ("none", True, False)),
+        (130, (0.9, True, True)),
         (111, (0.9, True, False)),
         (90, (0.9, False, False)),
         (80, (0.5, False, False)),

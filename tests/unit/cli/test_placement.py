@@ -137,7 +137,7 @@ def sized(folder: Path, monkeypatch: pytest.MonkeyPatch, layers: int, gib: int) 
 def test_engines_sleep_where_the_learner_has_no_room_beside_them(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sized(folder, monkeypatch, layers=28, gib=141)
+    sized(folder, monkeypatch, layers=28, gib=80)
     settled, said = on(4, placement="colocated")
     assert settled.rollout.sleep == "always"
     assert said == "layout: learner and 4 rollout servers share GPUs [0, 1, 2, 3], in turns"
@@ -145,15 +145,15 @@ def test_engines_sleep_where_the_learner_has_no_room_beside_them(
     assert settled.rollout.max_num_seqs == 128
     tokens = 128 * (settled.max_model_len + 32)
     needed = 14.2 + 1.5 + 2 + tokens * 2 * 28 * 512 * 2 / 2**30
-    assert settled.rollout.gpu_memory_utilization == pytest.approx(needed / 141, abs=0.01)
+    assert settled.rollout.gpu_memory_utilization == pytest.approx(needed / 80, abs=0.01)
     cache = settled.rollout.engine_kwargs["kv_cache_memory_bytes"]
     assert isinstance(cache, int)
-    budget = settled.rollout.gpu_memory_utilization * 141
+    budget = settled.rollout.gpu_memory_utilization * 80
     assert cache / 2**30 == pytest.approx(budget - 1.5 - 2 - 14.2, abs=0.1)
     # Never more than the learner leaves: 21.3 GiB of shards and optimizer, 1.5 of context, 2 of staging stay.
     for more in ({"max_num_seqs": 4096}, {"tools": ["path/to/file.py:tool"]}):
         settled, _ = on(4, placement="colocated", rollout=more)
-        assert settled.rollout.gpu_memory_utilization == pytest.approx(1 - 24.8 / 141 - 0.04, abs=0.01)
+        assert settled.rollout.gpu_memory_utilization == pytest.approx(1 - 24.8 / 80 - 0.04, abs=0.01)
     sized(folder, monkeypatch, layers=1, gib=141)
     settled, said = on(4, placement="colocated", rollout={"max_num_seqs": 65536})
     assert (settled.rollout.sleep, settled.rollout.gpu_memory_utilization) == ("never", 0.4)

@@ -74,7 +74,7 @@ class LearnerMemory:
             shape: of the policy.
             totals: bytes of the GPUs, as far as they are known.
         """
-        actor = config.with_compile(on_gpu=True, has_experts=shape.num_experts > 0).actor
+        actor = config.with_compile(on_gpu=True).actor
         sequences = actor.ppo_mini_batch_size * config.rollout.n
         most = -(-sequences // config.learner.num_data_ranks) * longest_row(config, shape)
         lora = config.model.lora

@@ -25,7 +25,7 @@ from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.architectures import UncompilableError
 from paceline.learner.model.decoder.compiling import TOKEN_MULTIPLE
 from paceline.learner.model.decoder.experts import recorded_choices, routers
-from paceline.learner.model.loading import forget_forward_passes, read_config
+from paceline.learner.model.loading import forget_forward_passes
 from paceline.learner.model.networks import PolicyNetwork, body_of, first_layers
 from paceline.learner.train.state.learner import Learner
 from paceline.learner.train.stopwatch import GIB
@@ -40,9 +40,8 @@ def load_warm(config: RunConfig, ranks: Ranks, notify: Callable[[str], None]) ->
     that took for a while is given back first. Where `actor.compile` is left open and the compiler fails, or
     the model has no compiled form, the learner is loaded once more without it.
     """
-    text, reason = read_config(config.model.path).get_text_config(), ""
-    has_experts = bool(getattr(text, "num_experts_per_tok", 0))
-    chosen = config.with_compile(on_gpu=ranks.device.type == "cuda", has_experts=has_experts)
+    reason = ""
+    chosen = config.with_compile(on_gpu=ranks.device.type == "cuda")
     try:
         learner = _loaded_and_warm(chosen, ranks, notify)
     except (TorchDynamoException, UncompilableError) as error:

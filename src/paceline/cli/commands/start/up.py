@@ -15,7 +15,7 @@ from paceline.config.run import RunConfig
 from paceline.launch.launcher import ProcessPlanner
 from paceline.launch.planning import hosts as several
 from paceline.sizing.colocation import settle_elsewhere
-from paceline.sizing.memory.memory_choice import LEAST
+from paceline.sizing.memory_choice import LEAST
 from paceline.sizing.placement import settle_model
 from paceline.sizing.update import with_memory
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from paceline.config.run import RunConfig
@@ -12,7 +12,7 @@ from paceline.core.cards import CARDS, Card
 from paceline.engines.memory import engine_budget, engine_while_training
 from paceline.models.model_shape import ModelShape
 from paceline.sizing.memory.learner_memory import LearnerMemory, longest_row
-from paceline.sizing.step_time import StepTime
+from paceline.sizing.step_time import learning_time
 
 USABLE_SHARE = 0.92
 """Of what is free on a GPU: the plan is an estimate, and torch's allocator leaves gaps."""
@@ -31,10 +31,15 @@ _OFFLOADED, _COPIED = 8, 12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateChoice:
-    """What an update keeps, and the tokens of its micro-batches."""
+    """What an update keeps, and the tokens of its micro-batches.
+
+    Attributes:
+        fits: whether the memory plan has room for it; False where nothing is known of GPUs or model.
+    """
 
     memory: MemoryConfig
     num_tokens: int
+    fits: bool = False
 
     def put_into(self, config: RunConfig) -> RunConfig:
         """The configuration with this choice."""
@@ -51,14 +56,6 @@ def _forms() -> list[MemoryConfig]:
         for accumulate in (True, False)
         for offload in (False, True)
     ]
-
-
-def fits_awake(config: RunConfig, shape: ModelShape, totals: Sequence[int]) -> bool:
-    """Whether the learner has room for its fastest form beside engines that never sleep."""
-    fastest = config.actor.memory.with_rest_of(_forms()[0])
-    settled = config.model_copy(update={"actor": config.actor.model_copy(update={"memory": fastest})})
-    most = LearnerMemory.of(settled, shape, totals).most
-    return all(most <= USABLE_SHARE * (total - engine_budget(config, total)) for total in totals)
 
 
 def choose_update(
@@ -104,14 +101,14 @@ def choose_update(
     ]
 
     def seconds(choice: UpdateChoice) -> tuple[bool, float]:
-        time = StepTime.of(choice.put_into(config), shape, card)
+        time = learning_time(choice.put_into(config), shape, card)
         # Equal estimates stay in the order of the forms.
-        return on_host > host_bytes and choice.memory.offloads, round(time.scoring + time.update, 6)
+        return on_host > host_bytes and choice.memory.offloads, round(time, 6)
 
     for choice in sorted(choices, key=seconds):
         learner = LearnerMemory.of(choice.put_into(config), shape, [totals[gpu] for gpu in known])
         if learner.most <= USABLE_SHARE * free and _leaves_room(config, learner, shared):
-            return choice
+            return replace(choice, fits=True)
     return min(choices, key=lambda choice: (_leanness(choice.memory), choice.num_tokens))
 
 
