@@ -17,6 +17,8 @@ from paceline.sizing.machine import Machine
 from paceline.sizing.placement import settle
 from support.timed_steps import write_project
 
+KEEP_ALL = "actor.memory={recompute: none, keep_gathered: true, accumulate: true, offload: false}"
+
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -118,7 +120,7 @@ def test_the_best_layouts_of_gpus_that_are_not_here(capsys: pytest.CaptureFixtur
         # What the file says stays.
         ("3B", "2xH100", ["rollout.sleep=always"], "always", "none"),
         ("1.5B", "1xH100", ["rollout.sleep=never"], "never", 0.9),
-        ("3B", "2xH100", ["actor.memory.recompute=none"], "always", "none"),
+        ("3B", "2xH100", [KEEP_ALL, "actor.ppo_max_token_len_per_gpu=8704"], "always", "none"),
     ],
 )
 def test_engines_sleep_where_that_makes_a_step_shorter(
