@@ -15,6 +15,7 @@ from torch import Tensor
 
 from paceline.core.errors import ModelError
 from paceline.learner.batch.pack import pack
+from paceline.learner.batch.padded import PaddedSequences
 from paceline.learner.batch.types import MicroBatch, PackedRow, PackedSequences
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model import loading
@@ -279,6 +280,20 @@ def test_attention_with_dropout_or_without_the_sequences_is_refused() -> None:
         packed_attention(torch.nn.Identity(), x, x, x, None, packed=packed, dropout=0.1)
     with pytest.raises(ModelError, match="Identity's model does not hand on"):
         packed_attention(torch.nn.Identity(), x, x, x, None)
+
+
+def test_sequences_are_padded_once_for_all_layers_and_not_kept_with_the_micro_batch(
+    folder: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FSDP copies dataclasses and lists before every layer; where sequences begin reaches all as it is."""
+    padded: list[PaddedSequences] = []
+    honest = PaddedSequences.of
+    monkeypatch.setattr(PaddedSequences, "of", lambda *given: padded.append(honest(*given)) or padded[-1])
+    network, batch = load_policy(folder, ranks, FLOAT32), pack(make_rows(), CPU)
+    for number in (1, 2):
+        with torch.no_grad():
+            network(batch)
+        assert len(padded) == number
 
 
 def test_a_micro_batch_by_hand() -> None:

@@ -124,57 +124,60 @@ def outcome(learner: Learner, result: TrainResult) -> tuple[dict[str, float], di
     return of_step(result), {name: weight.tolist() for name, weight in weights(learner).items()}
 
 
-def two_steps(learner: Learner, chunks: Chunks, **batch: Any) -> list[Any]:
-    return [outcome(learner, Step(learner, step, **batch).ahead(chunks).train()) for step in (1, 2)]
+def steps_of(learner: Learner, *ahead: Chunks, **batch: Any) -> list[Any]:
+    """A step for each of these, which are worked on ahead."""
+    return [
+        outcome(learner, Step(learner, step, **batch).ahead(chunks).train())
+        for step, chunks in enumerate(ahead, 1)
+    ]
 
 
 @pytest.fixture(scope="module")
 def plain(model: Path, ranks: Ranks) -> list[Any]:
     """Two steps of `build`'s run with nothing done ahead."""
-    return two_steps(build(model, ranks), NOTHING)
+    return steps_of(build(model, ranks), NOTHING, NOTHING)
+
+
+@pytest.mark.parametrize("chunks", [SOME, IN_ANY_ORDER, EVERYTHING])
+def test_the_same_bits_however_much_was_done_ahead(
+    model: Path, ranks: Ranks, plain: list[Any], chunks: Chunks
+) -> None:
+    assert steps_of(build(model, ranks), chunks, chunks) == plain
 
 
 @pytest.mark.parametrize(
     "sections",
     [
-        pytest.param({}, id="plain"),
         pytest.param({"actor": {"memory": {"accumulate": False}}}, id="reduced per micro-batch"),
         pytest.param({"actor": {"memory": {"accumulate": True, "keep_gathered": True}}}, id="gathered"),
         pytest.param({"actor": {"ppo_epochs": 2, "ratio_audit_freq": 1}}, id="epochs, audit"),
         pytest.param({"actor": {"shared_prompts": "on", "ratio_audit_freq": 50}}, id="shared prompts"),
         pytest.param(
-            {"actor": {"loss_agg_mode": "seq-mean-token-mean", "entropy_coeff": 0.01}}, id="sequence mean"
+            {
+                "actor": {"loss_agg_mode": "seq-mean-token-mean", "entropy_coeff": 0.01},
+                "algorithm": {"overlong": {"enable": True, "buffer_length": 4}},
+            },
+            id="sequence mean, overlong",
         ),
-        pytest.param({"algorithm": {"overlong": {"enable": True, "buffer_length": 4}}}, id="overlong"),
         pytest.param({"model": {"lora": {"rank": 2, "alpha": 4}}}, id="adapters"),
     ],
 )
-def test_the_same_bits_however_much_was_done_ahead(
-    model: Path, ranks: Ranks, sections: dict[str, Any]
-) -> None:
+def test_the_same_bits_in_every_kind_of_run(model: Path, ranks: Ranks, sections: dict[str, Any]) -> None:
+    """The second step shows what the first has left behind."""
     if "model" in sections:
         sections = {"model": {"path": str(model), **sections["model"]}}
-    expected = two_steps(build(model, ranks, **sections), NOTHING)
-    for chunks in (SOME, IN_ANY_ORDER, EVERYTHING):
-        assert two_steps(build(model, ranks, **sections), chunks) == expected, chunks
+    expected = steps_of(build(model, ranks, **sections), NOTHING, NOTHING)
+    assert steps_of(build(model, ranks, **sections), EVERYTHING, IN_ANY_ORDER) == expected
 
 
-@pytest.mark.parametrize(
-    ("estimator", "samples"), [("dr_grpo", 4), ("rloo", 4), ("opo", 4), ("pass_at_k", 4), ("remax", 4)]
-)
-def test_every_estimator_that_compares_a_groups_samples(
-    model: Path, ranks: Ranks, estimator: str, samples: int
-) -> None:
+@pytest.mark.parametrize("estimator", ["dr_grpo", "rloo", "opo", "pass_at_k", "remax"])
+def test_every_estimator_that_compares_a_groups_samples(model: Path, ranks: Ranks, estimator: str) -> None:
     algorithm = {"adv_estimator": estimator, "overlong": {"enable": True, "buffer_length": 4}}
-    learners = [build(model, ranks, algorithm=algorithm) for _ in range(2)]
     greedy = {"with_greedy": estimator == "remax"}
-    results = [
-        two_steps(learner, chunks, **greedy)
-        for learner, chunks in zip(learners, (NOTHING, EVERYTHING), strict=True)
-    ]
-    assert results[0] == results[1]
-    third = Step(learners[1], 3, **greedy).ahead(EVERYTHING).train()
-    assert third.metrics["ahead/gradient_share"] == 12 / 32
+    expected, learner = (build(model, ranks, algorithm=algorithm) for _ in range(2))
+    result = Step(learner, 1, **greedy).ahead(EVERYTHING).train()
+    assert outcome(learner, result) == steps_of(expected, NOTHING, **greedy)[0]
+    assert result.metrics["ahead/gradient_share"] == 12 / 32
 
 
 @pytest.mark.parametrize(
@@ -249,8 +252,9 @@ def test_scores_ahead_are_those_of_a_step_that_does_nothing_ahead(model: Path, r
         "barrier": {"prompts_per_chunk": 4},
     }
     chunks = [(1, True), (0, True)]
-    expected = two_steps(build(model, ranks, "off", **{**sections, "barrier": {}}), NOTHING)
-    assert two_steps(build(model, ranks, "scores", **sections), chunks) == expected
+    off = build(model, ranks, "off", **{**sections, "barrier": {}})
+    scores = build(model, ranks, "scores", **sections)
+    assert steps_of(scores, chunks, chunks) == steps_of(off, NOTHING, NOTHING)
 
 
 def test_rows_that_are_others_in_the_end_are_computed_again(
@@ -366,11 +370,8 @@ def test_a_batch_that_the_guard_refuses_leaves_no_gradient_behind(model: Path, r
         result = step.ahead(chunks).train()
         assert result.metrics["actor/skipped_updates"] == 2
     assert all(torch.equal(weight, before[name]) for name, weight in weights(learners[1]).items())
-    assert two_steps_from(learners[0]) == two_steps_from(learners[1])
-
-
-def two_steps_from(learner: Learner) -> list[Any]:
-    return [outcome(learner, Step(learner, step).train()) for step in (2, 3)]
+    outcomes = [outcome(learner, Step(learner, 2).train()) for learner in learners]
+    assert outcomes[0] == outcomes[1]
 
 
 def test_a_gradient_that_runs_out_of_memory_is_taken_in_the_step(
@@ -410,7 +411,7 @@ def test_the_check_of_shared_prompts_takes_a_begun_gradient_back(
         return plain if plain.rows[0] == 0 else make(True)
 
     monkeypatch.setattr(SharedPrompts, "choose", choose)
-    wanted = two_steps(build(model, ranks), NOTHING)
+    wanted = steps_of(build(model, ranks), NOTHING, NOTHING)
     learner = build(model, ranks)
     first = Step(learner, 1).ahead(EVERYTHING).train()
     assert first.metrics["ahead/gradient_share"] == 0

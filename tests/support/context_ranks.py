@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +147,7 @@ def _of_attention(group: RankGroup, name: str) -> float:
     for inputs, part in (((q, k, v), None), ((q[:, :, own], k[:, :, own], v[:, :, own]), group)):
         leaves = [x.clone().requires_grad_() for x in (*inputs, sinks)]
         options = {**ATTENTION[name], **({"s_aux": leaves[3]} if name.endswith("sinks") else {})}
-        place = replace(packed, context=part)
+        place = packed.for_pass(part)
         out, _ = packed_attention(torch.nn.Module(), *leaves[:3], None, packed=place, **options)
         ((out * (weights if part is None else weights[:, own])).sum()).backward()
         results.append((out.detach(), *(x.grad for x in leaves[:3]), leaves[3].grad))

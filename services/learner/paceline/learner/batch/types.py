@@ -8,7 +8,7 @@ The model sees (1, T). Its numbers per response token are flat, (n,); `MicroBatc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate, groupby
 from math import prod
 from typing import Any
@@ -85,8 +85,8 @@ class PrefixedKeys:
     max_length: int
 
 
-# Not frozen: torch 2.11 binds compiled layers to every field of a frozen dataclass that goes through them.
-@dataclass(kw_only=True, slots=True, eq=False)
+# No dataclass: FSDP copies one, and all that it holds, before every layer; and torch 2.11 binds compiled
+# layers to every field of a frozen one.
 class PackedSequences:
     """Where the sequences of a packed row begin; nobody changes it but to keep its padded batches.
 
@@ -100,19 +100,37 @@ class PackedSequences:
         context: the ranks that share these tokens, of which each is given its part; None for one rank.
     """
 
-    cu_seqlens: Tensor
-    max_length: int
-    blocks: tuple[SequenceBlock, ...]
-    keys: PrefixedKeys | None = None
-    context: RankGroup | None = None
-    _padded: list[PaddedSequences] = field(default_factory=list)
+    __slots__ = ("_padded", "blocks", "context", "cu_seqlens", "keys", "max_length")
+
+    def __init__(
+        self,
+        *,
+        cu_seqlens: Tensor,
+        max_length: int,
+        blocks: tuple[SequenceBlock, ...],
+        keys: PrefixedKeys | None = None,
+        context: RankGroup | None = None,
+    ) -> None:
+        self.cu_seqlens, self.max_length, self.blocks = cu_seqlens, max_length, blocks
+        self.keys, self.context = keys, context
+        self._padded: PaddedSequences | None = None
 
     @property
     def padded(self) -> PaddedSequences:
         """The sequences in padded batches, made when they are first asked for."""
-        if not self._padded:
-            self._padded.append(PaddedSequences.of(self.blocks, self.cu_seqlens.device))
-        return self._padded[0]
+        if self._padded is None:
+            self._padded = PaddedSequences.of(self.blocks, self.cu_seqlens.device)
+        return self._padded
+
+    def for_pass(self, context: RankGroup | None) -> PackedSequences:
+        """The same sequences for one pass through the model, after which their padded batches are freed."""
+        return PackedSequences(
+            cu_seqlens=self.cu_seqlens,
+            max_length=self.max_length,
+            blocks=self.blocks,
+            keys=self.keys,
+            context=context,
+        )
 
     @classmethod
     def of(

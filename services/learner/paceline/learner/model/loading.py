@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -306,7 +306,8 @@ def _materialise(
     give_storage(network, lm, ranks.device, precision.store)
     if isinstance(network, PolicyNetwork):
         lm.tie_weights()  # tied parameters got storage one by one
-    fully_shard(network, mesh=ranks.fsdp, mp_policy=policy)
+    # Of the network's inputs none is cast: FSDP would copy all rows of the micro-batch.
+    fully_shard(network, mesh=ranks.fsdp, mp_policy=replace(policy, cast_forward_inputs=False))
 
 
 def give_storage(module: nn.Module, lm: Any, device: torch.device, dtype: torch.dtype) -> None:

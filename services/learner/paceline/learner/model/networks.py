@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -176,7 +176,7 @@ def hidden_states(
         start = context.rank * length
         inputs = {name: tensor[:, start : start + length] for name, tensor in inputs.items()}
         position_ids = position_ids[..., start : start + length]
-        packed = replace(packed, context=context)
+    packed = packed.for_pass(context)
     output = body(**inputs, position_ids=position_ids, use_cache=False, packed=packed)
     states: Tensor = output.last_hidden_state[0]
     positions, places = batch.score_positions, None
@@ -216,7 +216,8 @@ def embed_with_images(body: nn.Module, input_ids: Tensor, images: PackedImages) 
         )
     embed: Any = body.get_input_embeddings()  # type: ignore[operator]
     with torch.no_grad():
-        states = tower(images.pixels, grid_thw=images.grids).pooler_output
+        pixels = images.pixels.to(next(tower.parameters()).dtype)
+        states = tower(pixels, grid_thw=images.grids).pooler_output
     embeddings: Tensor = embed(input_ids)[0]
     states = states.index_select(0, images.states).to(embeddings.dtype)
     return embeddings.index_copy(0, images.places, states).unsqueeze(0)
