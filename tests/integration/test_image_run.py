@@ -13,7 +13,7 @@ from support.training_run import assert_sound, tiny_config, training
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-NUM_STEPS, NUM_PROMPTS, NUM_SAMPLES = 3, 4, 4
+NUM_STEPS, NUM_PROMPTS, NUM_SAMPLES = 2, 4, 4
 
 
 def image_inputs(folder: Path) -> Path:

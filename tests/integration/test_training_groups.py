@@ -27,6 +27,7 @@ def test_refills_and_greedy_answers_on_two_servers(inputs: Path, tmp_path: Path)
         rollout={"n": 2, "replicas": 2},
         reward={"functions": [{"name": f"{REWARDS}:first_letter"}]},
         trainer={"total_steps": 2, "save_freq": 0},
+        learner={"world_size": 1},
     )
     with training(config, tmp_path / "run", forked=True) as run:
         assert run.finish() == 0, run.output

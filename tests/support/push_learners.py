@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -13,29 +17,28 @@ from paceline.sizing.machine import free_port
 from paceline.weights.digest.agreement import DigestReport
 from paceline.weights.geometry.layout import RankLayout
 from paceline.weights.plan.spec import WeightGroupSpec
+from support.forked import Forked
 
+_PROGRAM = "from support.push_learners import learner_main; learner_main()"
 _TIMEOUT_S = 60.0
 
 
 class LearnerGroup:
     """Starts `size` processes; every call goes to all of them and returns their answers by rank.
 
-    On "cuda" each process uses the GPU of its rank.
+    On "cuda" each process uses the GPU of its rank, and is no fork of one that has imported torch.
     """
 
     def __init__(self, config: dict[str, Any], size: int, device: str = "cpu") -> None:
-        context = get_context("spawn")
         port = free_port()
-        self._pipes, self._processes = [], []
+        self._pipes: list[Connection] = []
+        self._processes: list[subprocess.Popen[str]] = []
         for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_learner_main, args=(theirs, config, rank, size, port, device), daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+            ours, theirs = socket.socketpair()
+            arguments = [json.dumps(argument) for argument in (config, rank, size, port, device)]
+            with theirs:
+                self._processes.append(_started(["-c", _PROGRAM, *arguments], theirs.fileno(), device))
+            self._pipes.append(Connection(ours.detach()))
         self._threads = ThreadPoolExecutor(max_workers=1)
 
     def call(self, method: str, *args: Any) -> list[Any]:
@@ -69,8 +72,9 @@ class LearnerGroup:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            process.join(120)
-            if process.is_alive():
+            try:
+                process.wait(120)
+            except subprocess.TimeoutExpired:
                 process.kill()
         self._threads.shutdown()
 
@@ -125,12 +129,20 @@ class _Learner:
             self._model(torch.tensor([[1, 2, 3]], device=self._device))
 
 
-def _learner_main(
-    pipe: Connection, config: dict[str, Any], rank: int, size: int, port: int, device: str
-) -> None:
+def _started(words: Sequence[str], stdin: int, device: str) -> subprocess.Popen[str]:
+    if device == "cpu":
+        return Forked(words, stdin=stdin)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return subprocess.Popen([sys.executable, *words], stdin=stdin, env=env, text=True)
+
+
+def learner_main() -> None:
+    """The program of a rank; its arguments are JSON, and its input is the connection to the group."""
     import torch
     import torch.distributed as dist
 
+    config, rank, size, port, device = map(json.loads, sys.argv[1:])
+    pipe = Connection(os.dup(0))
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
     if device == "cuda":

@@ -7,6 +7,7 @@ once, whatever it is asked.
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,12 @@ async def live(
 ) -> bool:
     """One life of a controller; returns whether it reached the end."""
     return await killed_sequencer.live(config(**changes), folder, fakes, broker, some_are_equal, kill)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controller's end is an exception here, which loses nothing that was written."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)
 
 
 @pytest.fixture(scope="module")
