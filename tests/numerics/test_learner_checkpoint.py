@@ -8,6 +8,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +34,8 @@ from paceline.learner.train.state import host_averages
 from paceline.learner.train.state.learner import Learner
 from paceline.storage.folder import Folder
 from support.learner_fakes import run_config
-from support.learner_scenarios import numbers, save, take_step, train
+from support.learner_scenarios import numbers, save
+from support.learner_scenarios import take_step as step_of_prompts
 from support.s3_server import S3Server, s3_server
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ranks")]
@@ -43,6 +45,15 @@ pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ranks")]
 def s3() -> Iterator[S3Server]:
     with s3_server() as server:
         yield server
+
+
+# One mini-batch a step.
+take_step = partial(step_of_prompts, num_prompts=4)
+
+
+def train(learner: Learner, first: int, last: int) -> list[dict[str, float]]:
+    """The numbers of steps first..last."""
+    return [numbers(take_step(learner, step)) for step in range(first, last + 1)]
 
 
 WITHOUT_CRITIC = {"use_kl_in_reward": False, "kl_ctrl": {"type": "fixed", "kl_coef": 0.1}}
@@ -80,14 +91,25 @@ def tear(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+Saved = list[tuple[Path, dict[str, torch.Tensor]]]
+
+
 @pytest.fixture(scope="module")
-def folders(model: Path, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The checkpoints of steps 2 and 1."""
+def saved(model: Path, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """The checkpoints of steps 2 and 1, and what the learner had then."""
     learner, root = Learner.build(run_config(model), ranks), tmp_path_factory.mktemp("checkpoints")
+    saved = []
     for step in (1, 2):
         take_step(learner, step)
         save(learner, root / f"step_{step:06d}", step=step)
-    return [root / "step_000002", root / "step_000001"]
+        saved.insert(0, (root / f"step_{step:06d}", tensors(learner)))
+    return saved
+
+
+@pytest.fixture(scope="module")
+def folders(saved: Saved) -> list[Path]:
+    """The checkpoints of steps 2 and 1."""
+    return [folder for folder, _ in saved]
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
@@ -117,9 +139,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_the_checkpoint_before_a_damaged_one_is_taken(
-    model: Path, ranks: Ranks, folders: list[Path], tmp_path: Path, damage: str
+    model: Path, ranks: Ranks, saved: Saved, tmp_path: Path, damage: str
 ) -> None:
-    newest, older = (Path(shutil.copytree(folder, tmp_path / folder.name)) for folder in folders)
+    newest, older = (Path(shutil.copytree(folder, tmp_path / folder.name)) for folder, _ in saved)
     break_it, sentence = DAMAGES[damage]
     break_it(newest)
     learner, notices = Learner.build(run_config(model), ranks), list[str]()
@@ -134,9 +156,7 @@ def test_the_checkpoint_before_a_damaged_one_is_taken(
     assert learner.version == 1
     (notice,) = notices
     assert notice.startswith(f"the checkpoint {newest} is damaged and passed over: ")
-    expected = Learner.build(run_config(model), ranks)
-    load(expected, folders[1])
-    assert same(tensors(learner), tensors(expected))
+    assert same(tensors(learner), saved[1][1])
 
 
 def test_without_an_intact_checkpoint_there_is_an_error_and_without_any_the_model_itself(
@@ -356,7 +376,7 @@ def test_a_checkpoint_of_another_step_is_refused_and_one_saved_again_stays(
 
 
 def test_a_checkpoint_in_an_object_store_has_the_guarantees_of_one_on_disk(
-    model: Path, ranks: Ranks, s3: S3Server, folders: list[Path]
+    model: Path, ranks: Ranks, s3: S3Server, saved: Saved
 ) -> None:
     learner, root = Learner.build(run_config(model), ranks), Folder.at("s3://bucket/r-1")
     places = []
@@ -369,13 +389,13 @@ def test_a_checkpoint_in_an_object_store_has_the_guarantees_of_one_on_disk(
     # The manifest is written last, and with the digests of the files on disk.
     puts = [path for method, path in s3.calls if method == "PUT" and "step_000002" in path]
     assert puts[-1] == "bucket/r-1/step_000002/manifest.json"
-    assert Manifest.read(newest.address).files.keys() == Manifest.read(folders[0]).files.keys()
-    loaded, expected = Learner.build(run_config(model), ranks), Learner.build(run_config(model), ranks)
+    on_disk, state = saved[0]
+    assert Manifest.read(newest.address).files.keys() == Manifest.read(on_disk).files.keys()
+    loaded = Learner.build(run_config(model), ranks)
     load(loaded, newest.address)
-    load(expected, folders[0])
-    assert same(tensors(loaded), tensors(expected))
+    assert same(tensors(loaded), state)
     assert loaded.version == 2
-    assert dict(read_policy(newest)).keys() == dict(read_policy(Folder.at(folders[0]))).keys()
+    assert dict(read_policy(newest)).keys() == dict(read_policy(Folder.at(on_disk))).keys()
 
     shards = "bucket/r-1/step_000002/__0_0.distcp"
     s3.objects[shards] = s3.objects[shards][:-1] + b"\xff"
