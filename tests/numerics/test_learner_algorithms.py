@@ -72,7 +72,7 @@ def test_two_ranks_compute_what_one_does(
 def test_the_cut_into_micro_batches_changes_nothing(
     name: str, model: Path, ranks: Ranks, one_rank: dict[str, Metrics]
 ) -> None:
-    assert_alike(one_rank[name], one_step(ranks, str(model), name, ppo_max_token_len_per_gpu=24))
+    assert_alike(one_rank[name], one_step(ranks, str(model), name, ppo_max_token_len_per_gpu=48))
 
 
 def test_covariance_tokens_are_those_of_the_whole_mini_batch(
