@@ -83,7 +83,6 @@ def test_a_scaling_of_logits_divides_them_unless_the_family_multiplies(model_typ
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("qwen3_5_text", r"recurrent or convolution layers \(Qwen3_5GatedDeltaNet\)"),
         ("lfm2", r"recurrent or convolution layers \(Lfm2ShortConv\)"),
         ("mamba2", r"recurrent or convolution layers \(Mamba2Mixer\)"),
         ("falcon_h1", r"recurrent or convolution layers \(FalconH1Mixer\)"),
@@ -112,7 +111,13 @@ def test_attention_that_cannot_be_exchanged_is_refused_with_a_sentence(
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [("persimmon", "PersimmonForCausalLM"), ("flex_olmo", "FlexOlmoForCausalLM")]
+    ("kind", "name"),
+    [
+        ("persimmon", "PersimmonForCausalLM"),
+        ("flex_olmo", "FlexOlmoForCausalLM"),
+        ("qwen3_5_text", "Qwen3_5ForCausalLM"),
+        ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
+    ],
 )
 def test_an_architecture_outside_the_table_needs_trust_and_the_self_test(
     kind: str, name: str, tmp_path: Path

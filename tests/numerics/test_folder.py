@@ -372,6 +372,11 @@ def test_a_short_list_of_tensors_may_be_left_out(ranks: Ranks, tmp_path: Path) -
     with pytest.raises(ModelError, match=rf"lacks \(1\): model.layers.{first}.self_attn"):
         load_policy(folder, ranks, FLOAT32)
 
+    further = {"mtp.norm.weight": torch.ones(4)}
+    load_policy(changed_folder(tmp_path / "next", "qwen3_next", **further), ranks, FLOAT32)
+    with pytest.raises(ModelError, match=r"lacks \(1\): mtp.norm.weight"):
+        load_policy(changed_folder(tmp_path / "other", **further), ranks, FLOAT32)
+
 
 def test_keys_of_layers_that_take_those_of_earlier_ones_may_be_left_out(tmp_path: Path) -> None:
     """Published checkpoints of Gemma 4 have them; of other layers they would be missed."""

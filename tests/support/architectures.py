@@ -45,6 +45,15 @@ _LATENT: dict[str, Any] = {
     "routed_scaling_factor": 2.0,
 }
 
+_HYBRID: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "tie_word_embeddings": False,
+}
+
 _TEXT: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
@@ -122,7 +131,9 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "exaone4": {"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
-    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    "qwen3_5_text": _HYBRID,
+    "qwen3_5_moe_text": _HYBRID,
+    "qwen3_next": _HYBRID,
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 8, "expand": 2},
     "falcon_h1": {
         "mamba_d_ssm": 32,
@@ -189,6 +200,7 @@ def features(model_type: str) -> str:
         ),
         "latent attention": bool(getattr(config, "kv_lora_rank", None)),
         "correction of scores": any(name.endswith(BUFFER) for name, _ in lm.named_buffers()),
+        "layers with a state": "linear_attention" in windows,
         "experts": any(name.endswith("experts.gate_up_proj") for name, _ in lm.named_parameters()),
         "images, by a frozen vision tower": model_type in MODELS_WITH_IMAGES,
         "dropout set to 0": any("drop" in name and value for name, value in vars(config).items()),

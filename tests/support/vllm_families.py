@@ -128,13 +128,17 @@ def _tensors(model: Any) -> dict[str, Any]:
 
 
 def _cached() -> int:
-    """Numbers per token in the KV caches of the model that was built last, by vLLM's own layers."""
+    """Numbers per token in the KV caches of the model that was built last, by vLLM's own layers.
+
+    A layer with a state has one per sequence.
+    """
     from vllm.config import get_current_vllm_config
 
     config = get_current_vllm_config()
     layers: Any = config.compilation_config.static_forward_context.values()
     specs = [layer.get_kv_cache_spec(config) for layer in layers if hasattr(layer, "get_kv_cache_spec")]
-    return sum(spec.page_size_bytes // spec.block_size // spec.dtype.itemsize for spec in specs if spec)
+    per_token = [spec for spec in specs if hasattr(spec, "dtype")]
+    return sum(spec.page_size_bytes // spec.block_size // spec.dtype.itemsize for spec in per_token)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from paceline.config.load import dump_yaml
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, ModelError
 from paceline.engines.registry import engine_facts
+from paceline.models.facts import family_in
 from paceline.storage.models import local_folder, local_model
 
 # The self-test of Qwen3-30B-A3B takes 23 s on two cores.
@@ -63,6 +64,11 @@ def engine_log_probs(config: RunConfig, kept: Path) -> str:
         return (
             f"not compared, which needs {facts.title}'s build for the CPU; guard.mismatch_kl compares them "
             "in the first step of the run"
+        )
+    if family_in(kept).has_states:
+        return (
+            f"not compared: {facts.title}'s build for the CPU computes layers with a state in bfloat16 "
+            "alone; guard.mismatch_kl compares them in the first step of the run"
         )
     if not any(kept.iterdir()):
         raise ModelError("the self-test left no log-probs to compare with; see its fault")

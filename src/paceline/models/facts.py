@@ -5,8 +5,10 @@ What config.json says itself (experts, windows, softcaps, a tied head) is read f
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 _MIXTRAL_NAMES = (
@@ -37,7 +39,8 @@ class ModelFamily:
         stored_names: pairs of what the names of tensors contain in transformers' model and in checkpoints.
         stacks_experts: checkpoints, too, have all experts of a layer in one tensor per projection.
         keys_for_engines: keys with values that engines need in config.json and transformers does not write.
-        has_layers_of_own_sizes: layers differ in the sizes of their heads, keys or MLPs.
+        has_layers_of_own_sizes: layers differ in the sizes of their heads, keys or MLPs, or in kind.
+        has_states: some layers have a state of each sequence, that goes from token to token.
         has_uniform_cache: in an engine all layers keep keys and values of every token.
         has_longer_window_in_engines: sliding windows of engines are a token longer than transformers'.
     """
@@ -58,6 +61,7 @@ class ModelFamily:
     stacks_experts: bool = False
     keys_for_engines: tuple[tuple[str, str | bool], ...] = ()
     has_layers_of_own_sizes: bool = False
+    has_states: bool = False
     has_uniform_cache: bool = False
     has_longer_window_in_engines: bool = False
 
@@ -117,6 +121,17 @@ FAMILIES: Final[Mapping[str, ModelFamily]] = {
     ),
     "qwen3": ModelFamily(name="Qwen 3", has_head_norms=True, has_uniform_cache=True),
     "qwen3_moe": ModelFamily(name="Qwen 3 MoE", has_head_norms=True, has_uniform_cache=True),
+    "qwen3_5_moe_text": ModelFamily(
+        name="Qwen 3.5 MoE, text",
+        is_tested=False,
+        has_layers_of_own_sizes=True,
+        has_states=True,
+        stacks_experts=True,
+    ),
+    "qwen3_5_text": ModelFamily(
+        name="Qwen 3.5, text", is_tested=False, has_layers_of_own_sizes=True, has_states=True
+    ),
+    "qwen3_next": ModelFamily(name="Qwen 3 Next", has_layers_of_own_sizes=True, has_states=True),
     "seed_oss": ModelFamily(name="Seed-OSS"),
     "smollm3": ModelFamily(name="SmolLM3"),
     "starcoder2": ModelFamily(name="StarCoder 2"),
@@ -137,3 +152,12 @@ _UNKNOWN = ModelFamily(is_tested=False)
 def family_of(model_type: Any) -> ModelFamily:
     """Returns what is known of the `model_type` of a config.json; an unknown one is the plain decoder."""
     return FAMILIES.get(str(model_type), _UNKNOWN)
+
+
+def family_in(folder: Path) -> ModelFamily:
+    """Returns what is known of the language model in this folder; the plain decoder without a config.json."""
+    try:
+        tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return family_of(tree.get("text_config", tree).get("model_type"))
+    except (OSError, ValueError, AttributeError):
+        return _UNKNOWN

@@ -117,12 +117,13 @@ def require_layers(lm: nn.Module) -> None:
         ModelError: names the layer.
     """
     parameters = {name for name, _ in lm.named_parameters(remove_duplicate=False)}
+    known = {*recurrent_layers(lm)}
     for module in lm.modules():
-        if any(isinstance(child, nn.Conv1d) for child in module.children()):
+        if module not in known and any(isinstance(child, nn.Conv1d) for child in module.children()):
             raise ModelError(
                 f"{type(lm).__name__} has recurrent or convolution layers ({type(module).__name__}); over "
                 "packed sequences they would mix the tokens of neighbours, so such a model cannot be "
-                "trained; use a model with attention in all layers (docs/models.md)"
+                "trained; use one of the architectures of docs/models.md"
             )
     others = sorted(lm.state_dict().keys() - parameters)
     if others:
@@ -131,6 +132,11 @@ def require_layers(lm: nn.Module) -> None:
             f"({others[0]}); the learner would neither load nor push them; use one of the architectures of "
             "docs/models.md"
         )
+
+
+def recurrent_layers(lm: nn.Module) -> list[nn.Module]:
+    """The layers of a model that have a state and that the learner can run: Gated DeltaNets."""
+    return [module for module in lm.modules() if type(module).__name__.endswith("GatedDeltaNet")]
 
 
 def require_shared_tokens(config: Any, num_ranks: int, *, has_experts: bool) -> None:
@@ -150,6 +156,11 @@ def require_shared_tokens(config: Any, num_ranks: int, *, has_experts: bool) -> 
             "ranks cannot share the tokens of rows where the balance of experts is counted over whole ones; "
             "set learner.context_parallel: 1 for a model with experts"
         )
+    if family_of(config.model_type).has_states:
+        raise ConfigError(
+            f"ranks cannot share the tokens of rows of {config.model_type}, whose layers hand a state from "
+            "token to token; set learner.context_parallel: 1"
+        )
     if family_of(config.model_type).has_layers_of_own_sizes:
         raise ConfigError(
             f"ranks cannot share the tokens of rows of {config.model_type}, whose layers have heads of "
@@ -167,7 +178,9 @@ class UncompilableError(ConfigError):
 
 
 def require_compilable(config: Any) -> None:
-    """Refuses to compile layers that hand keys and values to later ones, past what a graph returns.
+    """Refuses to compile layers that hand keys and values to later ones, or a state from token to token.
+
+    The first go past what a graph returns, the second are computed by sequence, whose lengths always differ.
 
     Raises:
         UncompilableError: with what to do.
@@ -176,6 +189,11 @@ def require_compilable(config: Any) -> None:
         raise UncompilableError(
             f"layers of {config.model_type} share keys and values, which compiled layers do not; set "
             "actor.compile: false"
+        )
+    if family_of(config.model_type).has_states:
+        raise UncompilableError(
+            f"layers of {config.model_type} hand a state from token to token, which compiled layers do not; "
+            "set actor.compile: false"
         )
 
 

@@ -46,9 +46,13 @@ def arithmetic_of(network: PolicyNetwork | ValueNetwork) -> Arithmetic:
 
 
 def _by_layer(config: Any, num_layers: int) -> Sequence[Any]:
-    """The configuration of each layer; transformers has several only of models whose layers differ."""
-    is_heterogeneous = getattr(config, "is_heterogeneous", False)
-    return config.per_layer_config if is_heterogeneous else [config] * num_layers
+    """The configuration of each layer with attention.
+
+    transformers has several only of models whose layers differ. A layer with a state has no pairs of tokens.
+    """
+    if getattr(config, "is_heterogeneous", False):
+        return list(config.per_layer_config)
+    return [config] * (num_layers - (getattr(config, "layer_types", None) or []).count("linear_attention"))
 
 
 def _channels(config: Any) -> int:

@@ -34,6 +34,7 @@ from paceline.learner.model.decoder.experts import (
     use_float32_routers,
 )
 from paceline.learner.model.decoder.layers import DEFAULT_OPTIONS, LayerOptions
+from paceline.learner.model.decoder.recurrence import use_packed_recurrence
 from paceline.learner.model.lora import B, add_adapters, is_adapter
 from paceline.learner.model.networks import (
     PolicyNetwork,
@@ -275,6 +276,7 @@ def empty_lm(config: Any) -> Any:
     use_float32_routers(lm)
     note_choices(lm)
     use_correction_parameters(lm)
+    use_packed_recurrence(lm)
     if (tower := vision_tower(body_of(lm))) is not None:
         tower.requires_grad_(False)
     lm.train()

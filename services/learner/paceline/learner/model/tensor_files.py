@@ -17,6 +17,7 @@ from torch import Tensor
 
 from paceline.core.errors import ModelError
 from paceline.learner.model.quantised import FP8_SCALES, MXFP4_PARTS, block_fp8, mxfp4
+from paceline.models.facts import family_of
 from paceline.storage.weight_files import STORED, fp8_block, weight_files
 from paceline.weights import corrections
 
@@ -43,8 +44,8 @@ def _may_be_left_out(name: str, config: Any, *, has_head: bool) -> bool:
     """Whether a tensor may be in the files and not in the model; docs/models.md has the list.
 
     Frequencies of rotary embeddings, which are computed; heads of another kind; a language model's head where
-    it is tied or the network has none; layers that predict further tokens in pretraining (DeepSeek-V3); keys
-    and values of layers that take those of earlier ones (Gemma 4).
+    it is tied or the network has none; layers that predict further tokens in pretraining (DeepSeek-V3, Qwen 3
+    Next); keys and values of layers that take those of earlier ones (Gemma 4).
     """
     text = config.get_text_config()
     if name.startswith("lm_head."):
@@ -52,6 +53,8 @@ def _may_be_left_out(name: str, config: Any, *, has_head: bool) -> bool:
         return not has_head or (bool(is_tied) and name == "lm_head.weight")
     if name.endswith(".rotary_emb.inv_freq") or _OTHER_HEADS.fullmatch(name):
         return True
+    if name.startswith("mtp."):
+        return family_of(text.model_type).has_states
     if (layer := _LAYER.fullmatch(name)) is None:
         return False
     number, num_layers = int(layer[1]), int(text.num_hidden_layers)

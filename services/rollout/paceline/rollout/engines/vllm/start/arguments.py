@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from paceline.config.run import RunConfig
 from paceline.core.errors import ModelError
-from paceline.models.facts import family_of
+from paceline.models.facts import family_in, family_of
 from paceline.models.model_shape import ModelShape
 from paceline.rollout.engines.vllm.images import vision
 from paceline.rollout.engines.vllm.start import refusals
@@ -72,6 +72,7 @@ def engine_arguments(
         arguments["hf_overrides"] = overrides
     if vision.has_tower(Path(model.path)):
         arguments |= vision.arguments(on_cpu=on_cpu)
+    arguments |= layers_with_states(Path(model.path))
     if worker_extension is not None:
         arguments["worker_extension_cls"] = worker_extension
     if on_cpu:
@@ -115,6 +116,18 @@ def latent_attention_on_cpu(folder: Path) -> dict[str, Any]:
         "compilation_config": {"custom_ops": ["-rotary_embedding"]},
         "attention_backend": "CPU_MLA",
     }
+
+
+def layers_with_states(folder: Path) -> dict[str, Any]:
+    """Arguments for a model of which some layers have a state of each sequence; {} for others.
+
+    The state is in float32, as the learner has it: rounded at every token, it would give other log-probs. A
+    sequence that begins where another's tokens are cached would need the state after them, which vLLM keeps
+    only with chunked prompts.
+    """
+    if not family_in(folder).has_states:
+        return {}
+    return {"enable_prefix_caching": False, "mamba_ssm_cache_dtype": "float32"}
 
 
 def cpu_cache(config: RunConfig) -> dict[str, int]:

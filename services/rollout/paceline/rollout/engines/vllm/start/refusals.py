@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Final
 
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
+from paceline.models.facts import family_in
 
 MIN_TEMPERATURE: Final = 0.01
 """vLLM silently raises smaller temperatures to this; the learner would divide by another number."""
@@ -136,7 +138,12 @@ def check(config: RunConfig) -> None:
 
 def check_on_cpu(config: RunConfig) -> None:
     """Checks, like `check`, for what is refused on a CPU alone."""
-    kwargs = config.rollout.engine_kwargs
+    kwargs, model = config.rollout.engine_kwargs, config.model
+    if model.dtype != "bfloat16" and family_in(Path(model.path)).has_states:
+        raise ConfigError(
+            "vLLM's build for the CPU computes layers with a state in bfloat16 alone, and model.dtype is "
+            f"{model.dtype}; set model.dtype: bfloat16"
+        )
     _refuse(config, {name: reason for name, reason in ON_CPU.items() if kwargs.get(name)})
 
 

@@ -1,0 +1,74 @@
+"""Layers with a state that goes from token to token (Gated DeltaNet), over packed sequences.
+
+Such a layer knows nothing of where sequences begin: run over a packed row, it would carry one's state into
+the next. So it runs over padded batches, a sequence per row, from an empty state. What follows a sequence in
+its row changes nothing before it. A prefix, such as a shared prompt, is run again for each sequence that has
+it; the free places before it go to the row's end.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core.errors import ModelError
+from paceline.learner.batch.padded import PaddedBatch
+from paceline.learner.batch.types import PackedSequences
+from paceline.learner.model.architectures import recurrent_layers
+from paceline.learner.model.decoder.rows import take_rows
+
+
+def use_packed_recurrence(lm: nn.Module) -> None:
+    """Makes these layers start from an empty state at every sequence of a packed row."""
+    for module in recurrent_layers(lm):
+        kind: Any = type(module)
+        module.__class__ = _packed_kind(kind)
+
+
+# One class for all layers.
+@cache
+def _packed_kind(kind: type[nn.Module]) -> type[nn.Module]:
+    def forward(
+        self: nn.Module, hidden_states: Tensor, *, packed: PackedSequences | None = None, **others: Any
+    ) -> Tensor:
+        if packed is None:
+            raise ModelError(
+                f"{kind.__name__}'s model does not hand on to its layers where sequences begin; use one of "
+                "the architectures of docs/models.md"
+            )
+        plain: Any = kind.forward
+        return _by_sequence(lambda rows: plain(self, rows), hidden_states, packed)
+
+    return type(kind.__name__, (kind,), {"forward": forward})
+
+
+def _by_sequence(layer: Any, hidden: Tensor, packed: PackedSequences) -> Tensor:
+    """(1, T, H) of each sequence by itself; `layer` takes and returns (N, K, H)."""
+    padded, outputs = packed.padded, []
+    counts = [batch.num_sequences * batch.num_keys for batch in padded.batches]
+    for batch, part in zip(
+        padded.batches, torch.split(take_rows(hidden[0], padded.keys), counts), strict=True
+    ):
+        rows = part.view(batch.num_sequences, batch.num_keys, -1)
+        places = torch.arange(batch.num_keys, device=rows.device).unsqueeze(0)
+        free = _free_places(batch)
+        if free is not None:
+            rows = torch.take_along_dim(rows, ((places + free) % batch.num_keys).unsqueeze(-1), 1)
+        out: Tensor = layer(rows)
+        first = batch.num_keys - batch.num_queries
+        if free is None:
+            out = out[:, first:]
+        else:
+            out = torch.take_along_dim(out, (places[:, first:] - free).unsqueeze(-1), 1)
+        outputs.append(out.flatten(0, 1))
+    return take_rows(torch.cat(outputs), padded.order).unsqueeze(0)
+
+
+def _free_places(batch: PaddedBatch) -> Tensor | None:
+    """(N, 1), how many places before each prefix are free; None where none is."""
+    if batch.mask is None or batch.mask.ndim == 2:
+        return None
+    return (~batch.mask[:, 0, -1]).sum(-1, keepdim=True)

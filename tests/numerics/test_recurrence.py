@@ -1,0 +1,135 @@
+"""Layers with a state over packed rows: each sequence by itself, with prompts that several answers share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.checks.service_checks import engine_log_probs
+from paceline.core.errors import ConfigError, ModelError
+from paceline.learner.batch.pack import pack
+from paceline.learner.batch.types import PackedRow, PackedSequences
+from paceline.learner.model.architectures import (
+    UncompilableError,
+    recurrent_layers,
+    require_compilable,
+    require_shared_tokens,
+)
+from paceline.learner.model.flops import arithmetic_of
+from paceline.learner.model.loading import draw_normal, empty_lm, give_storage
+from paceline.learner.model.networks import PolicyNetwork
+from paceline.rollout.engines.vllm.start.arguments import engine_arguments
+from support.architectures import tiny_config
+from support.cli_configs import config as run_config
+
+pytestmark = pytest.mark.torch
+
+CPU = torch.device("cpu")
+KINDS = ["qwen3_next", "qwen3_5_text"]
+# Prompts with the lengths of their answers: in one padded batch, with free places before the prefix, within
+# one chunk of the recurrence and over several, and longer than what is padded.
+FAMILIES = ((5, (3, 9, 4)), (20, (7, 7)), (70, (80, 200)))
+
+
+def network(kind: str) -> PolicyNetwork:
+    """A policy with drawn weights whose states last: decays are slow."""
+    lm = empty_lm(tiny_config(kind))
+    give_storage(lm, lm, CPU, torch.float32)
+    with torch.no_grad():
+        for name, parameter in lm.named_parameters():
+            parameter.copy_(draw_normal(parameter.shape, parameter.shape[-1] ** -0.5, 0, name))
+            if parameter.ndim == 1 and not name.endswith(("A_log", "dt_bias")):
+                parameter.add_(1.0)
+    return PolicyNetwork(lm)
+
+
+def rows_of(families: Any = FAMILIES) -> list[PackedRow]:
+    rng, rows = np.random.default_rng(0), list[PackedRow]()
+    for prompt_size, sizes in families:
+        prompt = rng.integers(0, 90, prompt_size).astype(np.int32)
+        rows += [
+            PackedRow(
+                index=len(rows) + place,
+                prompt_token_ids=prompt,
+                response_token_ids=rng.integers(0, 90, size).astype(np.int32),
+                response_mask=np.ones(size, np.uint8),
+                response_log_probs=np.zeros(size, np.float32),
+            )
+            for place, size in enumerate(sizes)
+        ]
+    return rows
+
+
+def run(policy: PolicyNetwork, rows: list[PackedRow], *, share: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probs, and the gradients of a sum with a weight of its own for each token."""
+    policy.zero_grad()
+    log_probs, _ = policy(pack(rows, CPU, share_prompts=share))
+    (log_probs * torch.linspace(-1.0, 1.0, len(log_probs))).sum().backward()
+    gradients = {name: part.grad for name, part in policy.named_parameters() if part.grad is not None}
+    return log_probs.detach(), {name: gradient.clone() for name, gradient in gradients.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_share_prompts_have_the_numbers_of_rows_alone(kind: str) -> None:
+    policy, rows = network(kind), rows_of()
+    assert len(recurrent_layers(policy)) == 2
+    apart, own = run(policy, rows, share=False)
+    shared, others = run(policy, rows, share=True)
+    assert torch.equal(shared, apart)
+    assert {"A_log", "dt_bias", "weight"} <= {name.rpartition(".")[2] for name in own}
+    for name, gradient in own.items():
+        torch.testing.assert_close(others[name], gradient, rtol=0.0, atol=2e-5 * float(gradient.abs().max()))
+    alone = torch.cat([run(policy, [row], share=False)[0] for row in rows])
+    torch.testing.assert_close(apart, alone, rtol=0.0, atol=2e-5)
+
+
+def test_a_token_changes_what_follows_in_its_row_and_nothing_of_its_neighbours() -> None:
+    policy, rows = network("qwen3_next"), rows_of(((9, (6,)), (9, (6,)), (9, (6,))))
+    before, _ = run(policy, rows, share=False)
+    rows[1].prompt_token_ids[0] += 1
+    after, _ = run(policy, rows, share=False)
+    changed = (before != after).split(6)
+    assert [bool(part.any()) for part in changed] == [False, True, False]
+    assert bool(changed[1].all())
+
+
+def test_layers_that_are_told_nothing_of_sequences_refuse() -> None:
+    layer = recurrent_layers(network("qwen3_next"))[0]
+    with pytest.raises(ModelError, match="does not hand on to its layers where sequences begin"):
+        layer(torch.zeros(1, 4, 32))
+    packed = PackedSequences.of([4], CPU)
+    assert layer(torch.ones(1, 4, 32), packed=packed).shape == (1, 4, 32)
+
+
+def test_layers_with_a_state_are_neither_compiled_nor_shared_and_have_no_pairs_of_tokens() -> None:
+    config = tiny_config("qwen3_next")
+    with pytest.raises(UncompilableError, match=r"hand a state from token to token.*actor.compile: false"):
+        require_compilable(config)
+    with pytest.raises(
+        ConfigError, match=r"hand a state from token to token; set learner.context_parallel: 1"
+    ):
+        require_shared_tokens(config, 2, has_experts=False)
+    # Keys and values of the four heads of one layer: 4 x (8 + 8), three times.
+    assert arithmetic_of(network("qwen3_next")).per_pair == 3 * 64
+
+
+def test_the_engine_keeps_states_in_float32_and_no_prefixes(tmp_path: Path) -> None:
+    tiny_config("qwen3_next").save_pretrained(tmp_path)
+    run = run_config(model={"path": str(tmp_path), "dtype": "bfloat16"})
+    for on_cpu in (False, True):
+        arguments = engine_arguments(run, on_cpu=on_cpu)
+        assert arguments["mamba_ssm_cache_dtype"] == "float32"
+        assert arguments["enable_prefix_caching"] is False
+    single = run_config(model={"path": str(tmp_path), "dtype": "float32"})
+    with pytest.raises(ConfigError, match=r"in bfloat16 alone, and model.dtype is float32"):
+        engine_arguments(single, on_cpu=True)
+    assert engine_arguments(single, on_cpu=False)["dtype"] == "float32"
+    assert "in bfloat16 alone; guard.mismatch_kl compares them" in engine_log_probs(run, tmp_path)
+
+    tiny_config("qwen3_moe").save_pretrained(tmp_path)
+    assert "mamba_ssm_cache_dtype" not in engine_arguments(single, on_cpu=True)
