@@ -28,7 +28,7 @@ from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.architectures import UncompilableError
 from paceline.learner.model.decoder import compiling
 from paceline.learner.model.loading import forget_forward_passes
-from paceline.learner.model.networks import body_of, decoder_layers
+from paceline.learner.model.networks import PolicyNetwork, body_of, decoder_layers
 from paceline.learner.train.scoring import score
 from paceline.learner.train.state.learner import Learner
 from paceline.learner.train.warm_up import load_warm, warm_up
@@ -97,6 +97,22 @@ def record_tokens(learner: Learner) -> set[int]:
     return numbers_of_tokens
 
 
+def run_unpadded(network: PolicyNetwork) -> None:
+    """A pass of as many tokens as there are."""
+    network.token_multiple = 1
+    with torch.no_grad():
+        network(pack([], torch.device("cpu")))
+    forget_forward_passes(network)
+    network.token_multiple = compiling.TOKEN_MULTIPLE
+
+
+def assert_unchanged(network: PolicyNetwork, before: list[torch.Tensor]) -> None:
+    """Its parameters have these values, and no gradients."""
+    for parameter, value in zip(network.parameters(), before, strict=True):
+        assert torch.equal(parameter.full_tensor(), value.full_tensor())  # type: ignore[attr-defined]
+        assert parameter.grad is None
+
+
 def test_a_warm_up_leaves_nothing_to_compile_and_numbers_are_those_of_eager_layers(
     model: Path,
     ranks: Ranks,
@@ -120,9 +136,7 @@ def test_a_warm_up_leaves_nothing_to_compile_and_numbers_are_those_of_eager_laye
     random_state = torch.get_rng_state()
     warm_up(warm)
     assert torch.equal(torch.get_rng_state(), random_state)
-    for parameter, value in zip(warm.actor.network.parameters(), before, strict=True):
-        assert torch.equal(parameter.full_tensor(), value.full_tensor())  # type: ignore[attr-defined]
-        assert parameter.grad is None
+    assert_unchanged(warm.actor.network, before)
     num_graphs = compiler.num_graphs
     assert 0 < num_graphs <= 12
     assert f"before the first step, {num_graphs} compilations" in caplog.text
@@ -147,12 +161,7 @@ def test_a_warm_up_leaves_nothing_to_compile_and_numbers_are_those_of_eager_laye
 
     # Without padding a graph does not do for the next micro-batch; the log says why.
     caplog.clear()
-    reference = warm.frozen["reference"].network
-    reference.token_multiple = 1
-    with torch.no_grad():
-        reference(pack([], torch.device("cpu")))
-    forget_forward_passes(reference)
-    reference.token_multiple = compiling.TOKEN_MULTIPLE
+    run_unpadded(warm.frozen["reference"].network)
     result = take_step(warm, 3)
     assert result.metrics["perf/compile_s"] > 0
     assert result.metrics["perf/compilations"] == compiler.num_graphs - num_graphs > 0

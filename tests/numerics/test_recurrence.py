@@ -37,7 +37,7 @@ FAMILIES = ((5, (3, 9, 4)), (20, (7, 7)), (70, (80, 200)))
 
 
 def network(kind: str) -> PolicyNetwork:
-    """A policy with drawn weights whose states last: decays are slow."""
+    """A policy with drawn weights."""
     lm = empty_lm(tiny_config(kind))
     give_storage(lm, lm, CPU, torch.float32)
     with torch.no_grad():
@@ -75,7 +75,7 @@ def run(policy: PolicyNetwork, rows: list[PackedRow], *, share: bool) -> tuple[T
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_that_share_prompts_have_the_numbers_of_rows_alone(kind: str) -> None:
+def test_rows_have_the_same_numbers_with_shared_prompts_without_and_alone(kind: str) -> None:
     policy, rows = network(kind), rows_of()
     assert len(recurrent_layers(policy)) == 2
     apart, own = run(policy, rows, share=False)

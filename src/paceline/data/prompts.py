@@ -47,7 +47,7 @@ class Tokenizer(Decoder, Protocol):
         ...
 
     def __call__(self, text: str | list[str], *, add_special_tokens: bool) -> Mapping[str, Any]:
-        """Token ids under "input_ids"."""
+        """Returns a mapping that has the text's token ids under "input_ids"."""
         ...
 
     def apply_chat_template(

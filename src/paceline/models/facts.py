@@ -122,11 +122,7 @@ FAMILIES: Final[Mapping[str, ModelFamily]] = {
     "qwen3": ModelFamily(name="Qwen 3", has_head_norms=True, has_uniform_cache=True),
     "qwen3_moe": ModelFamily(name="Qwen 3 MoE", has_head_norms=True, has_uniform_cache=True),
     "qwen3_5_moe_text": ModelFamily(
-        name="Qwen 3.5 MoE, text",
-        is_tested=False,
-        has_layers_of_own_sizes=True,
-        has_states=True,
-        stacks_experts=True,
+        name="Qwen 3.5 MoE, text", is_tested=False, has_layers_of_own_sizes=True, has_states=True
     ),
     "qwen3_5_text": ModelFamily(
         name="Qwen 3.5, text", is_tested=False, has_layers_of_own_sizes=True, has_states=True

@@ -190,7 +190,7 @@ class Attachment(Generic[TaskT, AnswerT]):
         raise NotImplementedError
 
     async def _answer(self, task: TaskT) -> AnswerT:
-        """A task's answer."""
+        """Computes the answer to a task."""
         raise NotImplementedError
 
     def _end(self) -> None:

@@ -114,7 +114,7 @@ class Asker:
         self._context = _context(tls) if tls is not None else None
 
     async def __call__(self, episode: Play, body: Mapping[str, object]) -> dict[str, Any]:
-        """What came back."""
+        """Sends the call and returns what the run answered."""
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(_ANSWER_S):
             return await loop.run_in_executor(self._threads, self._post, episode, json.dumps(body).encode())
