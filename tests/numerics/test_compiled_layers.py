@@ -193,6 +193,27 @@ def test_layers_with_experts_share_graphs_and_updates_know_what_was_chosen(
         assert own["actor/first_ppo_kl"] == 0.0
 
 
+def test_adapters_are_compiled_with_their_layers_and_left_out_for_the_reference(
+    model: Path, ranks: Ranks, compiler: Compiler
+) -> None:
+    def learner(*, compile_them: bool) -> Learner:
+        actor = {"ppo_max_token_len_per_gpu": 96, "ratio_audit_freq": 1, "use_kl_loss": True}
+        lora = {"lora": {"rank": 4, "alpha": 8.0}}
+        config = run_config(model, algorithm=GROUPS, model=lora, actor={**actor, "compile": compile_them})
+        return Learner.build(config, ranks)
+
+    compiler.rounding = 1.0  # the reference has no gradients, and the policy's log-probs come with a graph
+    eager, compiled = learner(compile_them=False), learner(compile_them=True)
+    warm_up(compiled)
+    num_graphs = compiler.num_graphs
+    assert 0 < num_graphs <= 12
+    for step in (1, 2):
+        expected, own = (numbers(take_step(each, step)) for each in (eager, compiled))
+        assert own == pytest.approx(expected, rel=1e-3, abs=1e-6)
+    assert own["algorithm/reference_kl"] != 0.0
+    assert compiler.num_graphs == num_graphs
+
+
 def test_no_graph_is_bound_to_where_sequences_begin() -> None:
     """With torch 2.11 the tests of this file show it by their numbers of graphs."""
     assert not is_dataclass(PackedSequences)
@@ -269,7 +290,7 @@ def test_a_compiler_that_fails_is_left_out_unless_it_was_asked_for(
 
 
 def test_what_is_compiled_by_itself() -> None:
-    """On a GPU, where adapters and shared rows have no compiled form; what the file says stays."""
+    """On a GPU, where shared rows have no compiled form; what the file says stays."""
 
     def chosen(*, on_gpu: bool = True, **changes: Any) -> object:
         config = run_config(Path("model"), **changes)
@@ -277,7 +298,7 @@ def test_what_is_compiled_by_itself() -> None:
 
     assert chosen() is True
     assert chosen(on_gpu=False) is False
-    assert chosen(model={"lora": {"rank": 2}}) is False
+    assert chosen(model={"lora": {"rank": 2}}) is True
     assert chosen(learner={"world_size": 2, "context_parallel": 2}) is False
     assert chosen(actor={"compile": False}) is False
     assert chosen(actor={"compile": True}, on_gpu=False) is True

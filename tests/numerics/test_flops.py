@@ -94,7 +94,10 @@ def test_frozen_matrices_count_four_operations_by_torchs_own_count(targets: tupl
     num_tokens = 14
     with FlopCounterMode(display=False) as counter:
         lm.model(input_ids=torch.arange(num_tokens)[None]).last_hidden_state.sum().backward()
-    products = counter.get_flop_counts()["Global"][torch.ops.aten.mm]  # attention's are bmm
+    counts = counter.get_flop_counts()["Global"]
+    # Attention's are bmm.
+    merged = (torch.ops.paceline.merged_linear, torch.ops.paceline.merged_linear_backward)
+    products = sum(counts.get(operator, 0) for operator in (torch.ops.aten.mm, *merged))
     layers = dict(lm.model.layers.named_parameters())
     norms = sum((6 if targets is None else 4) * p.numel() for p in layers.values() if p.ndim == 1)
     # Nothing trains below the first projections, so nothing needs the gradients of their inputs.

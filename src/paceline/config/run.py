@@ -88,8 +88,7 @@ class RunConfig(Section):
         """Returns the same with `actor.compile` chosen, where it is left open."""
         if self.actor.compile != "auto":
             return self
-        is_plain = self.model.lora is None and self.learner.context_parallel == 1
-        chosen = self.actor.model_copy(update={"compile": on_gpu and is_plain})
+        chosen = self.actor.model_copy(update={"compile": on_gpu and self.learner.context_parallel == 1})
         return self.model_copy(update={"actor": chosen})
 
     @property
@@ -340,8 +339,6 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _has_a_compiled_form(self) -> RunConfig:
-        if self.model.lora is not None and self.actor.compiles:
-            raise ValueError("model.lora has no compiled form; set actor.compile: false or leave it out")
         if self.learner.context_parallel > 1 and self.actor.compiles:
             raise ValueError(
                 "learner.context_parallel has no compiled form; set actor.compile: false or leave it out"

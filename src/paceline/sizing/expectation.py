@@ -98,7 +98,7 @@ class Expectation:
 
     def _about_update(self) -> str:
         actor = self.config.with_compile(on_gpu=True).actor
-        if not actor.compiles and self.config.model.lora is None:
+        if not actor.compiles:
             return "set actor.compile: true"
         return "look in nvidia-smi for low clocks, high temperatures and other programs on the GPUs"
 

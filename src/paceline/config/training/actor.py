@@ -85,14 +85,13 @@ class ActorConfig(Section):
     compile: bool | Literal["auto"] = Field(
         "auto",
         description="Compile the decoder layers of policy, critic and reference with torch.compile: "
-        "elementwise operations are fused. auto: on GPUs without model.lora and without "
-        "learner.context_parallel; where the compiler fails at the start, the learner says so and goes on "
-        "without; true: then it ends. This takes half a minute for a 7B model, which the learner begins "
-        "with as soon as it has loaded its weights, while engines start; its log says how long. Kernels "
-        "are kept in TORCHINDUCTOR_CACHE_DIR, by default in the user's cache "
-        "(PACELINE_CACHE_DIR), so that a learner that is started again has them. Old "
-        "log-probs are then computed as the update computes them, with a graph that is "
-        "dropped: the compiler rounds differently without one.",
+        "elementwise operations are fused. auto: on GPUs without learner.context_parallel; where the "
+        "compiler fails at the start, the learner says so and goes on without; true: then it ends. This "
+        "takes half a minute for a 7B model, which the learner begins with as soon as it has loaded its "
+        "weights, while engines start; its log says how long. Kernels are kept in TORCHINDUCTOR_CACHE_DIR, "
+        "by default in the user's cache (PACELINE_CACHE_DIR), so that a learner that is started again has "
+        "them. Old log-probs are then computed as the update computes them, with a graph that is dropped: "
+        "the compiler rounds differently without one.",
     )
     attention_kernel: AttentionKernel = Field(
         "auto",

@@ -10,6 +10,7 @@ rows, as W is: the rows of B that a rank holds belong to the rows of W that it h
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.flop_counter import register_flop_formula
 
 from paceline.config.model import LoraConfig
 from paceline.core.errors import ConfigError, ModelError
@@ -58,32 +60,68 @@ class LoraLinear(nn.Linear):
         """Computes the sum that the class describes."""
         if not self.is_adapted:
             return F.linear(input, self.weight, self.bias)
-        output: Tensor = _Merged.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, self.lora_a, self.lora_b, self.scale
-        )
+        output: Tensor = _merged_linear(input, self.weight, self.bias, self.lora_a, self.lora_b, self.scale)
         return output
 
 
-class _Merged(torch.autograd.Function):
+# Two operators, which compilers do not look into: they would keep every layer's merged matrix for the
+# backward pass, which makes it again instead.
+@torch.library.custom_op("paceline::merged_linear", mutates_args=())
+def _merged_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
+) -> Tensor:
     """F.linear with the merged matrix; gradients of A and B cost what their rank is."""
+    return F.linear(x, merge(weight, a, b, scale), bias)
 
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight, a, b)
-        ctx.scale = scale
-        return F.linear(x, merge(weight, a, b, scale), bias)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, a, b = ctx.saved_tensors
-        (grad,) = grads
-        inputs, outputs = x.flatten(0, -2), grad.flatten(0, -2)
-        grad_a = ctx.scale * (outputs @ b).T @ inputs
-        grad_b = ctx.scale * outputs.T @ (inputs @ a.T)
-        grad_x = grad @ merge(weight, a, b, ctx.scale) if ctx.needs_input_grad[0] else None
-        return grad_x, None, None, grad_a, grad_b, None
+@torch.library.custom_op("paceline::merged_linear_backward", mutates_args=())
+def _merged_linear_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float, needs_x: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    inputs, outputs = x.flatten(0, -2), grad.flatten(0, -2)
+    grad_a = scale * (outputs @ b).T @ inputs
+    grad_b = scale * outputs.T @ (inputs @ a.T)
+    return grad @ merge(weight, a, b, scale) if needs_x else x.new_empty(0), grad_a, grad_b
+
+
+def _result(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def _gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float, needs_x: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape if needs_x else 0), a.new_empty(a.shape), b.new_empty(b.shape)
+
+
+def _operations(x: torch.Size, weight: torch.Size, *_: Any, **__: Any) -> int:
+    return 2 * math.prod(x) * weight[0]
+
+
+def _backward_operations(
+    grad: torch.Size, x: torch.Size, weight: torch.Size, a: torch.Size, *others: Any, **_: Any
+) -> int:
+    num_tokens, (num_out, num_in), needs_x = math.prod(x[:-1]), weight, others[-1]
+    return 2 * num_tokens * (2 * a[0] * (num_in + num_out) + (num_in * num_out if needs_x else 0))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, _, a, b, ctx.scale = inputs
+    ctx.save_for_backward(x, weight, a, b)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    needs_x = ctx.needs_input_grad[0]
+    grad_x, grad_a, grad_b = _merged_linear_backward(grad, *ctx.saved_tensors, ctx.scale, needs_x)
+    return grad_x if needs_x else None, None, None, grad_a, grad_b, None
+
+
+_merged_linear.register_fake(_result)
+_merged_linear.register_autograd(_backward, setup_context=_save)
+_merged_linear_backward.register_fake(_gradients)
+# What compilers weigh when they choose which activations to keep; the merging itself is left out.
+register_flop_formula(torch.ops.paceline.merged_linear)(_operations)
+register_flop_formula(torch.ops.paceline.merged_linear_backward)(_backward_operations)
 
 
 def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
