@@ -24,6 +24,7 @@ from paceline.core.errors import EXIT_FAILED, EXIT_FINAL, EXIT_GIVEN, ConfigErro
 from paceline.launch import container
 from paceline.reward.models import __main__ as reward_models
 from paceline.reward.models.model import ModelOptions
+from paceline.service.member.runtime import STOP_GRACE
 from support import source
 
 pytestmark = pytest.mark.timeout(900)
@@ -209,6 +210,20 @@ def test_every_rank_of_the_learner_has_its_number(many: dict[tuple[str, str], Ma
     service = many["Service", "learner"]
     assert (service["metadata"]["name"], service["spec"]["clusterIP"]) == (pod["subdomain"], "None")
     assert service["spec"]["publishNotReadyAddresses"] is True
+
+
+def test_every_pod_knows_how_long_kubernetes_waits_for_its_end(tmp_path: Path) -> None:
+    """One that believed in more would be killed before it has saved."""
+    pods = [
+        manifest["spec"]["template"]["spec"]
+        for manifest in render(write(MODELS | {"stopGraceSeconds": 1234}, tmp_path)).values()
+        if "template" in manifest.get("spec", ())
+    ]
+    assert len(pods) == 7
+    for pod in pods:
+        (container,) = pod["containers"]
+        (told,) = [each["value"] for each in container["env"] if each["name"] == STOP_GRACE]
+        assert (told, pod["terminationGracePeriodSeconds"]) == ("1234", 1234)
 
 
 def test_jobs_end_where_a_new_pod_would_not_mend_the_end(many: dict[tuple[str, str], Manifest]) -> None:

@@ -39,14 +39,15 @@ class FakeController(controller_pb2_grpc.ControllerServiceServicer):
         self.heartbeats: list[pb.HeartbeatRequest] = []
         self.registrations: list[pb.RegisterRequest] = []
         self.known = True
-        self.run_over = self.drain = self.hold = False
+        self.run_over = self.drain = self.hold = self.stay = False
         self.term = 1
         self.run_dir = "/nowhere"
         self.members: list[pb.MemberStatus] = []
         self.lr_scales: list[float] = []
         self.policy: PolicyTag | None = None
         self.checkpoints: list[str] = []
-        self.heard = asyncio.Event()
+        self.heard, self.may_answer = asyncio.Event(), asyncio.Event()
+        self.may_answer.set()
         self.stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.script: list[pb.WatchEvent] = []
         self.end_after_stop = True
@@ -83,9 +84,15 @@ class FakeController(controller_pb2_grpc.ControllerServiceServicer):
         self.calls.append("heartbeat")
         self.heartbeats.append(request)
         self.heard.set()
-        return pb.HeartbeatResponse(
-            known=self.known, run_over=self.run_over, drain=self.drain, hold=self.hold
+        answer = pb.HeartbeatResponse(
+            known=self.known,
+            run_over=self.run_over,
+            drain=self.drain,
+            hold=self.hold,
+            stay=self.stay and request.stopping,
         )
+        await self.may_answer.wait()
+        return answer
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
         self.calls.append(f"drain {request.member_id}")

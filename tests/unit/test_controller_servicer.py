@@ -400,3 +400,17 @@ async def test_rates_are_scaled_from_the_next_step_on(bench: Bench) -> None:
         with pytest.raises(ConfigError, match="must be from 0 to 100"):
             await bench.scale_rates(wrong)
     assert bench.progress.lr_scale == 0.25
+
+
+async def test_a_member_that_is_told_to_end_hears_whether_the_step_needs_it(bench: Bench) -> None:
+    """The last server stays until it is released; then again only while a push is under way."""
+    await bench.register(common_pb2.MEMBER_KIND_ROLLOUT, "rollout-0", state="serving")
+    assert not (await bench.beat("rollout-0", "serving")).stay
+    assert (await bench.beat("rollout-0", "serving", stopping=True)).stay
+    bench.supervisor.departures.release()
+    assert not (await bench.beat("rollout-0", "serving", stopping=True)).stay
+    bench.progress.phase = Phase.PUBLISH
+    assert (await bench.beat("rollout-0", "serving", stopping=True)).stay
+    # A member that the controller does not know registers first.
+    answer = await bench.beat("rollout-7", "serving", stopping=True)
+    assert (answer.known, answer.stay) == (False, False)

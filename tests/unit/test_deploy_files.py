@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
+import socket
 import stat
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import yaml
 from paceline.config.load import load
 from paceline.config.run import RunConfig
 from paceline.config.services import ServiceConfig
+from paceline.service.member import runtime
 from support import source
 
 COMPOSE = source.ROOT / "deploy" / "compose"
@@ -184,11 +188,79 @@ def test_redis_is_healthy_when_it_answers(answer: str, code: int, tmp_path: Path
     assert subprocess.run(words, env=path, timeout=300, check=False).returncode == code
 
 
+SERVER = """#!{python}
+import signal, socket, sys
+listening = socket.create_server(("127.0.0.1", 0))
+signal.signal(signal.SIGTERM, lambda *_: (print("ended", flush=True), sys.exit(3)))
+print(listening.getsockname()[1], flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "grace", "connected", "ends"),
+    [
+        (signal.SIGTERM, "600", False, True),
+        (signal.SIGTERM, "600", True, False),
+        (signal.SIGTERM, "31", True, True),
+        (signal.SIGTERM, "", True, True),
+        (signal.SIGINT, "600", True, True),
+    ],
+)
+def test_redis_serves_on_after_sigterm_while_a_service_is_connected(
+    number: signal.Signals, grace: str, connected: bool, ends: bool, tmp_path: Path
+) -> None:
+    """With a server that only listens."""
+    server = tmp_path / "redis-server"
+    server.write_text(SERVER.format(python=sys.executable))
+    server.chmod(0o755)
+    script = (COMPOSE / "redis" / "start.sh").read_text(encoding="utf-8")
+    # The port of this one is known only once it listens.
+    port_file, fixed = tmp_path / "port", f"awk '$2 ~ /:{6379:X}$/"
+    assert fixed in script
+    script = script.replace(fixed, f'awk -v port="$(cat {port_file})" \'$2 ~ port')
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "PACELINE_STOP_GRACE_S": grace}
+    with subprocess.Popen(["sh", "-c", script], env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        port_file.write_text(f":{port:04X}$")
+        client = socket.create_connection(("127.0.0.1", port)) if connected else None
+        process.send_signal(number)
+        if not ends:
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(1.5)
+            assert client is not None
+            client.close()
+        assert process.stdout.readline() == "ended\n"
+        assert process.wait(300) == 3
+        if client is not None:
+            client.close()
+
+
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_container_has_time_to_end_in_order(service: str) -> None:
-    period = SERVICES[service]["stop_grace_period"]
-    assert period.endswith("s")
-    assert float(period[:-1]) >= ServiceConfig().shutdown_timeout_s
+    assert seconds(SERVICES[service]["stop_grace_period"].removesuffix("s")) >= (
+        ServiceConfig().shutdown_timeout_s
+    )
+
+
+def seconds(text: str) -> float:
+    """With the default of the variable that stands there."""
+    return float(re.sub(r"\$\{\w+:-(\d+)\}", r"\1", text))
+
+
+@pytest.mark.parametrize(
+    "service", sorted(name for name, role in IDENTITIES.items() if role not in ("authority", "prometheus"))
+)
+def test_a_container_knows_how_long_the_engine_waits_for_its_end(service: str) -> None:
+    """One that believed in more would be killed before it has saved; who only looks on needs none."""
+    settings = SERVICES[service]
+    told = settings["environment"].get("PACELINE_STOP_GRACE_S")
+    if service.startswith("follow"):
+        assert told is None
+    else:
+        assert settings["stop_grace_period"] == f"{told}s"
+        assert seconds(told) - runtime._ENDING_S >= 300
 
 
 # What gets the run's token, and what gets Redis' password; everyone else gets neither.

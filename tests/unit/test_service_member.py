@@ -283,6 +283,80 @@ async def test_a_member_that_hears_of_the_end_does_not_begin_to_finish(
     assert not unfinished.began
 
 
+# --- told to end by whoever runs the process
+
+
+async def told_to_end(session: MemberSession) -> None:
+    """What SIGTERM does in a process that has a grace."""
+    assert session.context.ask_first is not None
+    session.context.ask_first()
+
+
+async def test_a_member_serves_on_until_the_controller_can_do_without_it(
+    controller: tuple[FakeController, str],
+) -> None:
+    fake, address = controller
+    fake.stay = True
+
+    async def work(session: MemberSession) -> None:
+        await join(session)
+        await fake.heard.wait()
+        assert not any(beat.stopping for beat in fake.heartbeats)
+        await told_to_end(session)
+        async with asyncio.timeout(120):
+            while sum(beat.stopping for beat in fake.heartbeats) < 4:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert not session.context.stopping.is_set()
+        assert await _is_serving(session)
+        fake.stay = False
+        await asyncio.wait_for(session.context.stopping.wait(), 120)
+        assert not session.context.is_over
+
+    await run(address, work)
+    assert fake.calls[-1] == "leave stopped"
+
+
+async def test_an_answer_from_before_the_signal_lets_nobody_go(
+    controller: tuple[FakeController, str],
+) -> None:
+    fake, address = controller
+    fake.stay = True
+    fake.may_answer.clear()
+
+    async def work(session: MemberSession) -> None:
+        await join(session)
+        await fake.heard.wait()
+        await told_to_end(session)
+        fake.may_answer.set()
+        async with asyncio.timeout(120):
+            while sum(beat.stopping for beat in fake.heartbeats) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert not session.context.stopping.is_set()
+        fake.run_over = True
+        await asyncio.wait_for(session.context.stopping.wait(), 120)
+        assert session.context.is_over
+
+    await run(address, work)
+
+
+async def test_a_member_does_not_wait_for_a_controller_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PACELINE_TOKEN", raising=False)
+    monkeypatch.setattr("paceline.service.observability.telemetry.setup", lambda *_, **__: None)
+    tree = CONFIG | {"service": {"suspect_after_s": 0.2, "dead_after_s": 60}}
+    fake = FakeController(config_json=parse(RunConfig, tree).model_dump_json())
+    server = await serve(fake)
+
+    async def work(session: MemberSession) -> None:
+        await join(session)
+        await fake.heard.wait()
+        await server.stop(0)
+        await told_to_end(session)
+        await asyncio.wait_for(session.context.stopping.wait(), 120)
+        assert not session.context.is_over
+
+    await run(server.address, work)
+
+
 async def test_a_member_that_takes_long_to_end_is_heard_until_it_leaves(
     controller: tuple[FakeController, str],
 ) -> None:

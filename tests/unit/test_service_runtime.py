@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import os
 import signal
 import subprocess
 import sys
 import time
 import weakref
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 
+from paceline.core.errors import ConfigError
+from paceline.service.member import runtime
 from paceline.service.member.runtime import ServiceContext
 from paceline.service.member.shutdown import ShutdownStack
 from paceline.service.observability import loop_lag, telemetry
@@ -116,6 +121,89 @@ def test_main_that_does_not_listen_is_cancelled_after_its_grace() -> None:
     assert (code, out) == (1, ENDED)
     assert "not stopped within 0.3 s" in err
     assert time.monotonic() - began < 300  # and not the thousand seconds of its sleep
+
+
+# --- a grace
+
+
+@contextlib.contextmanager
+def graceful(context: ServiceContext, wait_s: float) -> Iterator[list[float]]:
+    """Signals reach the context, which may wait so long; yields when it was asked."""
+    loop, asked = asyncio.get_running_loop(), list[float]()
+    context.before_stopping(lambda: asked.append(loop.time()))
+    with runtime._signals(context, 300.0, wait_s + runtime._ENDING_S if wait_s else 0.0):
+        yield asked
+
+
+async def signalled(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+    await asyncio.sleep(0.05)  # the loop reads signals from a socket
+
+
+@pytest.mark.parametrize(
+    ("number", "wait_s", "is_asked"),
+    [(signal.SIGTERM, 300.0, True), (signal.SIGTERM, 0.0, False), (signal.SIGINT, 300.0, False)],
+)
+async def test_sigterm_asks_first_where_there_is_a_grace(
+    number: signal.Signals, wait_s: float, is_asked: bool
+) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        context = ServiceContext("demo-0", tasks)
+        with graceful(context, wait_s) as asked:
+            await signalled(number)
+            assert (len(asked), context.stopping.is_set()) == (is_asked, not is_asked)
+            assert context.is_terminated == is_asked
+            if is_asked:
+                # The same signal again, of a parent that dies too, is no second request; one later is.
+                await signalled(number)
+                assert not context.stopping.is_set()
+                await asyncio.sleep(runtime._SAME_SIGNAL_S)
+                await signalled(number)
+                assert context.stopping.is_set()
+
+
+async def test_the_end_of_the_grace_stops_a_service_that_nobody_lets_go() -> None:
+    async with asyncio.TaskGroup() as tasks:
+        context = ServiceContext("demo-0", tasks)
+        with graceful(context, 0.2) as asked:
+            await signalled(signal.SIGTERM)
+            async with asyncio.timeout(120):
+                await context.stopping.wait()
+            assert asyncio.get_running_loop().time() - asked[0] >= 0.19
+
+
+@pytest.mark.parametrize(
+    ("contexts", "code"),
+    [([], 0), ([(False, False)], 0), ([(True, False)], 143), ([(True, True)], 0)],
+)
+async def test_an_end_before_the_run_is_over_has_a_code_with_which_it_is_started_again(
+    contexts: list[tuple[bool, bool]], code: int
+) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        made = [ServiceContext("demo-0", tasks) for _ in contexts]
+        for each, (is_terminated, is_over) in zip(made, contexts, strict=True):
+            each.is_terminated, each.is_over = is_terminated, is_over
+        assert runtime._code_of(made) == code
+
+
+def test_a_process_with_a_grace_serves_on_and_ends_with_143(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(runtime.STOP_GRACE, "600")
+    process = start(
+        "context.before_stopping(lambda: (print('asked', flush=True), context.stop('let go')))\n"
+        "print('up', flush=True)\nawait context.stopping.wait()"
+    )
+    assert read_line(process) == "up"
+    process.send_signal(signal.SIGTERM)
+    assert end(process)[:2] == (143, ["asked", *ENDED])
+
+
+@pytest.mark.parametrize("text", ["ten", "-1", "inf"])
+def test_a_grace_that_is_no_number_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(runtime.STOP_GRACE, text)
+    with pytest.raises(ConfigError, match="must be a number of seconds"):
+        runtime.stop_grace_s()
+    monkeypatch.setenv(runtime.STOP_GRACE, "")
+    assert runtime.stop_grace_s() == 0
 
 
 async def test_shutdown_steps_run_in_reverse_and_do_not_stop_at_a_failure() -> None:

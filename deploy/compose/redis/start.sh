@@ -1,9 +1,32 @@
 #!/bin/sh
 # Starts Redis with TLS only, and with one user, `paceline`; certs/issue.sh has written the user and the certificate.
+# After SIGTERM it serves on while a service of the run is connected, which may be finishing a step.
 set -eu
 files=/run/tls
-exec redis-server --aclfile "$files/users.acl" --dir /data --bind '* -::*' \
+redis-server --aclfile "$files/users.acl" --dir /data --bind '* -::*' \
   --port 0 --tls-port 6379 --tls-auth-clients yes \
   --tls-ca-cert-file "$files/ca.pem" --tls-cert-file "$files/cert.pem" --tls-key-file "$files/key.pem" \
   --appendonly yes --appendfsync everysec --save '' \
-  --maxmemory "${REDIS_MAX_MEMORY:-1gb}" --maxmemory-policy noeviction
+  --maxmemory "${REDIS_MAX_MEMORY:-1gb}" --maxmemory-policy noeviction &
+server=$!
+
+# Port 6379 is 18EB, an established connection 01.
+is_connected() {
+  cat /proc/net/tcp /proc/net/tcp6 2>/dev/null | awk '$2 ~ /:18EB$/ && $4 == "01" { n++ } END { exit !n }'
+}
+
+serve_on() {
+  seconds=$((${PACELINE_STOP_GRACE_S:-0} - 30))
+  while [ "$seconds" -gt 0 ] && is_connected; do
+    sleep 1
+    seconds=$((seconds - 1))
+  done
+}
+
+trap 'serve_on; kill "$server" || true' TERM
+trap 'kill "$server" || true' INT
+while kill -0 "$server" 2>/dev/null; do
+  code=0
+  wait "$server" || code=$?
+done
+exit "$code"

@@ -33,6 +33,7 @@ _ROOMS: dict[str, dict[str, str]] = {
     },
     "running": {
         "status": "show what a run is doing",
+        "stop": "end a run after the step in progress, with a checkpoint",
         "rollout": "take a rollout server out of a run",
         "health": "ask a service whether it serves; for health checks of containers",
     },

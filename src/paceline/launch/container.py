@@ -4,8 +4,9 @@ Runs the module once, or once per rank where torchrun's PET_NPROC_PER_NODE is se
 others end with it. PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT span several hosts, as for
 torchrun.
 
-The exit code is the service's: 0, 1, 2 or 3 as `core.errors.exit_code` says, 128 + N after signal N. An
-engine starts a container again after every code but 0. PACELINE_ENGINE_RESTARTS=1 makes its policy
+The exit code is the service's: 0, 1, 2 or 3 as `core.errors.exit_code` says, 128 + N after signal N, 143 also
+where SIGTERM ended a service in order before the run was over. An engine starts a container again after
+every code but 0. PACELINE_ENGINE_RESTARTS=1 makes its policy
 `on-failure` the right one: an end that a new start cannot mend then has the exit code 0 and says so.
 """
 
@@ -20,6 +21,7 @@ from collections.abc import Mapping, Sequence
 
 from paceline.core.errors import EXIT_FAILED, ConfigError
 from paceline.launch.processes.restarts import End, judge
+from paceline.service.member.runtime import EXIT_INTERRUPTED
 from paceline.service.process import DIE_WITH_PARENT, PARENT_PID
 from paceline.sizing.machine import free_port
 
@@ -83,7 +85,7 @@ def container_code(module: str, codes: Sequence[int], *, engine_restarts: bool) 
     if end is End.KILLED:
         return 128 - min(codes)
     code = max(codes)
-    if not engine_restarts or code == 0:
+    if not engine_restarts or code in (0, EXIT_INTERRUPTED):
         return code
     if end is End.FINAL or (end is End.FAILED and module == _CONTROLLER):
         print(f"{module} ended with exit code {code}: a new start would not mend it", file=sys.stderr)

@@ -41,6 +41,7 @@ from paceline.service import process_ends
 from paceline.service.addresses import announced
 from paceline.service.disk import DISK_IS_FULL, full_disk
 from paceline.service.identity.credentials import TOKEN, Credentials
+from paceline.service.member.runtime import STOP_GRACE
 from paceline.service.process import BROKER_URL, adopt_orphans
 from paceline.service.process_ends import ProcessEnd
 from paceline.show.live.follow import follow
@@ -119,7 +120,8 @@ class _Launcher:
         )
         self._note = run_dirs.new_note(run_dir, self._credentials.token)
         self._scratch = Scratch()
-        self._tree = ProcessTree(run_dir / "logs", env=self._scratch.env)
+        # What ends the services here has told the controller before, or is the launcher's death.
+        self._tree = ProcessTree(run_dir / "logs", env={**self._scratch.env, STOP_GRACE: "0"})
         rule = RestartRule(max_restarts=config.service.max_restarts, window_s=config.service.restart_window_s)
         self._services = Services(
             self._tree,

@@ -33,6 +33,10 @@ LEARNER, CONTROLLER = "paceline.learner", "paceline.controller"
         # It has told its members that the run is over.
         (CONTROLLER, [1], True, 0),
         (CONTROLLER, [1], False, 1),
+        # SIGTERM ended it in order, before the run was over: the next start goes on with it.
+        (CONTROLLER, [143], True, 143),
+        (LEARNER, [143, 0], True, 143),
+        (LEARNER, [143, 1], False, 143),
     ],
 )
 def test_only_what_a_start_can_mend_ends_a_container_with_an_error(

@@ -1,4 +1,4 @@
-"""`paceline status` and `paceline rollout drain`, answered by a fake controller."""
+"""`paceline status`, `paceline stop` and `paceline rollout drain`, answered by a fake controller."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.core.errors import EnvironmentLackError
 from paceline.rpc.v1 import controller_pb2 as pb
 from paceline.runs import run_dir as run_dirs
 from support.cli_configs import config
-from support.fake_controller import FakeController, serve, step_event
+from support.fake_controller import FakeController, notice_event, serve, step_event
 
 
 async def test_status_asks_the_controller_of_the_note(
@@ -76,3 +76,51 @@ async def test_drain_waits_until_the_server_has_left(
     assert fake.calls == ["drain rollout-1", "drain rollout-1"]
     assert capsys.readouterr().out.splitlines()[-1] == "rollout-1 has left"
     await server.stop(0)
+
+
+@pytest.mark.parametrize(
+    ("words", "well", "code", "call"),
+    [
+        ([], True, 0, "stop after the step: paceline stop"),
+        ([], False, 1, "stop after the step: paceline stop"),
+        (["--now"], False, 0, "stop paceline stop"),
+    ],
+)
+async def test_stop_waits_for_the_end_of_the_run(
+    words: list[str],
+    well: bool,
+    code: int,
+    call: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A run that is ended at once is never in order; that is what was asked for."""
+    monkeypatch.delenv("PACELINE_TOKEN", raising=False)
+    fake = FakeController()
+    server = await serve(fake)
+    fake.stops_well, fake.script = well, [notice_event("step 3: waiting for a rollout server")]
+    given = ["stop", "--controller", server.address, *words]
+    assert await asyncio.to_thread(main, given) == code
+    said = capsys.readouterr()
+    assert fake.calls == [call]
+    assert "step 3: waiting for a rollout server" in said.out
+    assert ("ends after step 3, with a checkpoint" in said.out) == (not words)
+    assert (said.err if code else said.out).endswith("stopped: paceline stop\n")
+    await server.stop(0)
+
+
+async def test_stop_says_that_the_run_goes_on_or_cannot_be_reached(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PACELINE_TOKEN", raising=False)
+    fake = FakeController()
+    server = await serve(fake)
+    fake.deaf = True
+    words = ["stop", "--controller", server.address]
+    assert await asyncio.to_thread(main, [*words, "--timeout", "0.1"]) == 1
+    assert "STOP: no answer from the controller" in capsys.readouterr().err
+    fake.end_after_stop = False
+    assert await asyncio.to_thread(main, words) == 1
+    assert "was lost before it said how the run ended" in capsys.readouterr().err
+    await server.stop(0)
+    assert await asyncio.to_thread(main, words) == 1

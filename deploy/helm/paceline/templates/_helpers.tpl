@@ -71,6 +71,7 @@ env:
     valueFrom: {fieldRef: {fieldPath: spec.nodeName}}
   - {name: PACELINE_PROMETHEUS_PORT, value: {{ .root.Values.metrics.port | quote }}}
   - {name: PACELINE_PROMETHEUS_HOST, value: 0.0.0.0}
+  - {name: PACELINE_STOP_GRACE_S, value: {{ .root.Values.stopGraceSeconds | quote }}}
   {{- if ne .component "controller" }}
   - {name: PACELINE_CONTROLLER, value: "{{ .root.Release.Name }}-controller:7000"}
   {{- end }}

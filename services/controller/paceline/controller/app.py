@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+import signal
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from paceline.controller.batch.mailboxes import Mailboxes
 from paceline.controller.batch.tasks import with_tasks
 from paceline.controller.events import EventHub
 from paceline.controller.fleet.clients import Channels, LearnerClient, RolloutClient
-from paceline.controller.fleet.membership import Fleet
+from paceline.controller.fleet.membership import Fleet, Member
 from paceline.controller.fleet.supervisor import Supervisor
 from paceline.controller.fleet.turns import Turns
 from paceline.controller.guard.report import Guard
@@ -40,6 +41,7 @@ from paceline.controller.weights.epoch import Epochs
 from paceline.controller.weights.push import WeightPush
 from paceline.core.clock import SystemClock
 from paceline.core.errors import BrokerError, ConfigError, PacelineError
+from paceline.core.members import MemberKind
 from paceline.data.hub import pinned_run
 from paceline.data.scripted import FLOW
 from paceline.rpc.v1 import controller_pb2_grpc
@@ -126,6 +128,7 @@ async def serve(context: ServiceContext, options: Options) -> None:
         turns=turns,
         flow=flow,
     )
+    context.before_stopping(lambda: _stop_after_step(context, run, progress, supervisor))
     try:
         await _run_to_the_end(context, run, sequencer, supervisor, servicer, stop)
     finally:
@@ -261,6 +264,15 @@ async def _listen(
     log.info("listening on %s", server.address)
 
 
+def _stop_after_step(context: ServiceContext, run: Run, progress: Progress, supervisor: Supervisor) -> None:
+    """At SIGTERM: ends this process after the step in progress; at once where no learner works on one."""
+    progress.stop_reason = signal.SIGTERM.name
+    if all(learner.is_starting for learner in supervisor.fleet.usable(MemberKind.LEARNER)):
+        context.stop(signal.SIGTERM.name)
+        return
+    run.events.notice(f"SIGTERM: the controller ends after step {max(1, progress.step)}, with a checkpoint")
+
+
 async def _run_to_the_end(
     context: ServiceContext,
     run: Run,
@@ -293,9 +305,18 @@ async def _run_to_the_end(
             await _cancel(running)
             progress.phase = Phase.FAILED
         run.journal.record("end", ok=ok, message=message, step=progress.step)
-        servicer.end()
+        context.before_stopping(None)
+        is_complete = run.journal.standing.finished >= run.config.trainer.total_steps
+        context.is_over = failure is not None or stop.done() or is_complete
+        if context.is_terminated and not context.is_over:
+            # Members that nobody has told to end wait for the next controller.
+            supervisor.departures.end()
+            members = supervisor.departures.asked
+        else:
+            servicer.end()
+            members = supervisor.fleet.members
         run.events.end(ok=ok, message=message)
-        await _farewell(context, supervisor)
+        await _farewell(context, supervisor, members)
         if failure is not None:
             raise failure
     finally:
@@ -303,10 +324,13 @@ async def _run_to_the_end(
             await _cancel(task)
 
 
-async def _farewell(context: ServiceContext, supervisor: Supervisor) -> None:
-    """Waits until the members have left; a signal ends the wait, but not its first seconds."""
-    await supervisor.all_gone(timeout_s=_FAREWELL_S)
-    leaving = asyncio.create_task(supervisor.all_gone(timeout_s=_LONGEST_FAREWELL_S - _FAREWELL_S))
+async def _farewell(
+    context: ServiceContext, supervisor: Supervisor, members: Callable[[], Sequence[Member]]
+) -> None:
+    """Waits until `members` have left; a signal ends the wait, but not its first seconds."""
+    await supervisor.all_gone(members, timeout_s=_FAREWELL_S)
+    longest_s = _LONGEST_FAREWELL_S - _FAREWELL_S
+    leaving = asyncio.create_task(supervisor.all_gone(members, timeout_s=longest_s))
     try:
         await context.stopping_or(leaving)
     finally:

@@ -164,7 +164,13 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
             run_over=self._over.is_set(),
             drain=known and member.is_draining and self._progress.phase not in _PUSHING,
             hold=known and not self._turns.may_start(member),
+            stay=known and request.stopping and self._stays(member),
         )
+
+    def _stays(self, member: Member) -> bool:
+        """Whether a member that is to end stays for now: the step needs it, or a push that it is part of."""
+        is_held = self._supervisor.departures.holds(member)
+        return is_held or (not member.is_starting and self._progress.phase in _PUSHING)
 
     def _may_start(self, member_id: str) -> bool:
         member = self._supervisor.fleet.get(member_id)

@@ -136,6 +136,7 @@ class HeartbeatRequest(_message.Message):
     FAILURE_FIELD_NUMBER: _builtins.int
     IS_FINAL_FIELD_NUMBER: _builtins.int
     NOTICE_FIELD_NUMBER: _builtins.int
+    STOPPING_FIELD_NUMBER: _builtins.int
     member_id: _builtins.str
     incarnation: _builtins.str
     state: _builtins.str
@@ -148,6 +149,8 @@ class HeartbeatRequest(_message.Message):
     """it would fail in the same way if it were started again"""
     notice: _builtins.str
     """what a person should read; sent once"""
+    stopping: _builtins.bool
+    """its process was told to end, and asks whether it may"""
     @_builtins.property
     def policy(self) -> _common_pb2.PolicyTag:
         """the policy that it holds"""
@@ -163,10 +166,11 @@ class HeartbeatRequest(_message.Message):
         failure: _builtins.str = ...,
         is_final: _builtins.bool = ...,
         notice: _builtins.str = ...,
+        stopping: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "in_flight", b"in_flight", "incarnation", b"incarnation", "is_final", b"is_final", "member_id", b"member_id", "notice", b"notice", "policy", b"policy", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "in_flight", b"in_flight", "incarnation", b"incarnation", "is_final", b"is_final", "member_id", b"member_id", "notice", b"notice", "policy", b"policy", "state", b"state", "stopping", b"stopping"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -180,6 +184,7 @@ class HeartbeatResponse(_message.Message):
     RUN_OVER_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
     HOLD_FIELD_NUMBER: _builtins.int
+    STAY_FIELD_NUMBER: _builtins.int
     known: _builtins.bool
     """false: register again"""
     run_over: _builtins.bool
@@ -188,6 +193,8 @@ class HeartbeatResponse(_message.Message):
     """take no new work, finish what is under way, leave"""
     hold: _builtins.bool
     """do not start the engine yet: the learner has the turn"""
+    stay: _builtins.bool
+    """the answer to `stopping`: not yet, the step needs this member"""
     def __init__(
         self,
         *,
@@ -195,10 +202,11 @@ class HeartbeatResponse(_message.Message):
         run_over: _builtins.bool = ...,
         drain: _builtins.bool = ...,
         hold: _builtins.bool = ...,
+        stay: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "hold", b"hold", "known", b"known", "run_over", b"run_over"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "hold", b"hold", "known", b"known", "run_over", b"run_over", "stay", b"stay"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

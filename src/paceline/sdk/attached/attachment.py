@@ -25,6 +25,7 @@ _log = logging.getLogger(__name__)
 TaskT = TypeVar("TaskT")
 AnswerT = TypeVar("AnswerT")
 
+_LET_GO_EVERY_S: Final = 0.5
 _READY_FILE_EVERY_S: Final = 2.0
 _LOOK_UP_EVERY_S: Final = 5.0
 _LOOK_UP_S: Final = 30.0
@@ -226,6 +227,8 @@ def attach_until_signal(
 ) -> None:
     """Answers what a run sends until it is over, or a signal comes.
 
+    A process that has a grace (`service.member.runtime`) answers on after SIGTERM while a server is attached.
+
     Args:
         make: makes the client.
         name: of the process, in its log.
@@ -239,14 +242,22 @@ def attach_until_signal(
     async def serve(context: ServiceContext) -> None:
         if ready_file is not None:
             context.spawn("ready file", keep_ready_file(Path(ready_file), attachment))
+        context.before_stopping(lambda: context.spawn("until let go", _until_let_go(context, attachment)))
         running = asyncio.create_task(attachment.run(), name="attachment")
         await context.stopping_or(running)
+        context.is_over = running.done()
         attachment.stop()
         await running  # run_service bounds it
 
     code = run_service(serve, name=name)
     if code:
         raise SystemExit(code)
+
+
+async def _until_let_go(context: ServiceContext, attachment: _Runnable) -> None:
+    while attachment.is_attached:  # noqa: ASYNC110  it has no event for that
+        await asyncio.sleep(_LET_GO_EVERY_S)
+    context.stop("nobody is attached any more")
 
 
 async def keep_ready_file(file: Path, attachment: _Runnable) -> None:

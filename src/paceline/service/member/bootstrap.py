@@ -148,6 +148,7 @@ class MemberSession:
             await link.leave("drained" if self._draining.is_set() else "stopped")
 
         context.defer("goodbye to the controller", say_goodbye, budget_s=_GOODBYE_S)
+        context.before_stopping(self._ask_to_leave)
         await asyncio.sleep(0)  # lets the heartbeats begin
         return registration
 
@@ -203,6 +204,10 @@ class MemberSession:
             await self.context.stopping_or(draining)
         finally:
             draining.cancel()
+
+    def _ask_to_leave(self) -> None:
+        log.info("SIGTERM: serving on until the controller can do without this member")
+        self.link.ask_to_leave(lambda: self.context.stop("the controller can do without this member"))
 
     async def finish(self, work: Callable[[], Coroutine[Any, Any, None]], *, grace_s: float) -> None:
         """Awaits work that this member finishes before it leaves, and cancels what takes too long.
@@ -260,6 +265,7 @@ class MemberSession:
     ) -> None:
         await link.run(report, on_reregistered=on_reregistered, on_drain=self._draining.set)
         self.run_over.set()
+        self.context.is_over = True
         self.context.stop("the run is over")
         await link.linger(report)
 

@@ -107,6 +107,7 @@ class ControllerLink:
         self._notices: list[str] = []
         self.may_start = asyncio.Event()
         self._registration: Registration | None = None
+        self._may_leave: Callable[[], None] | None = None
 
     async def register(self, timeout_s: float, report: MemberReport) -> Registration:
         """Registers, waiting up to `timeout_s` seconds for a controller that is not up yet.
@@ -174,6 +175,15 @@ class ControllerLink:
         self._notices.append(message)
         self._poked.set()
 
+    def ask_to_leave(self, may_leave: Callable[[], None]) -> None:
+        """Asks with every heartbeat whether the run can do without this member, whose process is to end.
+
+        Args:
+            may_leave: called, maybe repeatedly, when it can, and when no controller is there to say so.
+        """
+        self._may_leave = may_leave
+        self._poked.set()
+
     async def run(
         self,
         report: Callable[[], MemberReport],
@@ -200,12 +210,15 @@ class ControllerLink:
         absence = _Absence(self._controller_address, self._require().config.service.recovery_timeout_s)
         while True:
             self._poked.clear()
-            num_notices = len(self._notices)
+            # An answer to a question of before the signal lets nobody go.
+            num_notices, may_leave = len(self._notices), self._may_leave or _nothing
             try:
                 answer = await self._heartbeat(report(), timeout_s=max(2.0, heartbeat_s))
             except (PeerLostError, DeadlineError) as error:
                 telemetry.count(metrics.HEARTBEATS, result="failed")
                 absence.goes_on(error)
+                if absence.seconds >= self._require().config.service.suspect_after_s:
+                    may_leave()
                 await asyncio.sleep(min(1.0, heartbeat_s))
                 continue
             telemetry.count(metrics.HEARTBEATS, result="answered")
@@ -215,14 +228,19 @@ class ControllerLink:
             if answer.run_over:
                 log.info("the controller says that the run is over")
                 return
-            if answer.known and not answer.hold:
-                self.may_start.set()
             if answer.drain and on_drain is not None:
                 on_drain()
             if answer.known:
+                self._note(answer, may_leave)
                 await self._pause(heartbeat_s)
             elif not await self._register_again(report()) and on_reregistered is not None:
                 on_reregistered()
+
+    def _note(self, answer: controller_pb2.HeartbeatResponse, may_leave: Callable[[], None]) -> None:
+        if not answer.hold:
+            self.may_start.set()
+        if not answer.stay:
+            may_leave()
 
     async def linger(self, report: Callable[[], MemberReport]) -> None:
         """Heartbeats after `run`, so that a member that takes its time to end is not taken for dead.
@@ -277,6 +295,7 @@ class ControllerLink:
             failure=failure,
             is_final=is_final,
             notice="; ".join(self._notices),
+            stopping=self._may_leave is not None,
         )
         return await channels.call(
             self._stub.Heartbeat, request, timeout_s=timeout_s, phase="HEARTBEAT", peer=PEER
@@ -301,6 +320,10 @@ class ControllerLink:
                 await self._poked.wait()
         except TimeoutError:
             return
+
+
+def _nothing() -> None:
+    """The process of a member was not told to end."""
 
 
 def _read(answer: controller_pb2.RegisterResponse) -> Registration:
@@ -328,7 +351,7 @@ class _Absence:
 
     def __init__(self, address: str, longest_s: float) -> None:
         self._address, self._longest_s = address, longest_s
-        self._seconds = self._since = 0.0
+        self.seconds = self._since = 0.0
         self._is_away = False
 
     def goes_on(self, error: PacelineError) -> None:
@@ -339,7 +362,7 @@ class _Absence:
         """
         now = time.monotonic()
         if not self._is_away:
-            self._is_away, self._seconds = True, 0.0
+            self._is_away, self.seconds = True, 0.0
             log.warning(
                 "the controller at %s is away (%s); going on without it for up to %g s",
                 self._address,
@@ -348,11 +371,11 @@ class _Absence:
             )
         else:
             # A longer gap between two attempts was a pause of this process or of the machine.
-            self._seconds += min(now - self._since, _LONGEST_ATTEMPT_S)
+            self.seconds += min(now - self._since, _LONGEST_ATTEMPT_S)
         self._since = now
-        if self._seconds >= self._longest_s:
+        if self.seconds >= self._longest_s:
             raise PeerLostError(
-                f"the controller at {self._address} has not answered for {self._seconds:.0f} s "
+                f"the controller at {self._address} has not answered for {self.seconds:.0f} s "
                 f"(service.recovery_timeout_s={self._longest_s:g}); its log says why",
                 peer=PEER,
             ) from error
@@ -361,4 +384,4 @@ class _Absence:
         """Notes a call that was answered."""
         if self._is_away:
             self._is_away = False
-            log.warning("the controller is back after %.1f s", self._seconds)
+            log.warning("the controller is back after %.1f s", self.seconds)

@@ -1,4 +1,8 @@
-"""The entry point of every service: signals, tasks, ordered shutdown, exit code."""
+"""The entry point of every service: signals, tasks, ordered shutdown, exit code.
+
+Whoever runs the process says in PACELINE_STOP_GRACE_S how long after SIGTERM it is killed. A service that a
+step needs uses that time (`ServiceContext.before_stopping`); without the variable it ends at once.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,12 @@ import asyncio
 import contextlib
 import logging
 import math
+import os
 import signal
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
-from paceline.core.errors import PacelineError, exit_code
+from paceline.core.errors import ConfigError, PacelineError, exit_code
 from paceline.service.member.shutdown import ShutdownStack, Step
 from paceline.service.observability import telemetry
 from paceline.service.observability.logs import setup_logging
@@ -19,6 +24,14 @@ from paceline.service.process import die_with_parent
 
 log = logging.getLogger(__name__)
 
+STOP_GRACE = "PACELINE_STOP_GRACE_S"
+"""Seconds from SIGTERM to SIGKILL, as whoever runs the process has set them; 0 or none: end at once."""
+
+EXIT_INTERRUPTED = 128 + signal.SIGTERM
+"""The exit code of a service that SIGTERM ended before the run was over, where it has a grace."""
+
+# What an ordered end takes at most, which is kept of the grace.
+_ENDING_S = 30.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # When a parent with several threads is killed, the kernel sends its death signal more than once: not a second
 # request.
@@ -26,11 +39,18 @@ _SAME_SIGNAL_S = 0.5
 
 
 class ServiceContext:
-    """The process around a service's main function: its tasks, its shutdown steps, the request to stop."""
+    """The process around a service's main function: its tasks, its shutdown steps, the request to stop.
+
+    Attributes:
+        is_terminated: SIGTERM has come, and whoever sent it gives the process a grace.
+        is_over: there is nothing left to go on with, so that an end by SIGTERM is no interruption.
+    """
 
     def __init__(self, name: str, tasks: asyncio.TaskGroup) -> None:
         self.name = name
         self.stopping = asyncio.Event()
+        self.is_terminated = self.is_over = False
+        self.ask_first: Callable[[], object] | None = None
         self._tasks = tasks
         self._stack = ShutdownStack()
         # Those that run. One that has ended keeps its traceback, and with it what its frames held.
@@ -61,6 +81,13 @@ class ServiceContext:
             log.info("stopping: %s", reason)
             self.stopping.set()
 
+    def before_stopping(self, ask: Callable[[], object] | None) -> None:
+        """Has the first SIGTERM call `ask` instead of `stop`, if the process has a grace; None: no longer.
+
+        Whoever gave `ask` calls `stop` as soon as the service may end; otherwise the end of the grace does.
+        """
+        self.ask_first = ask
+
     async def _finish(self) -> None:
         await self._stack.close()
         for task in [*self._spawned]:
@@ -74,31 +101,51 @@ def run_service(main: Main, *, name: str, grace_s: float = 15.0) -> int:
     """Runs `main` to its end, logs its error if any, and returns the exit code (`core.errors.exit_code`).
 
     SIGTERM and SIGINT set `context.stopping`, and main should then return. It is cancelled after `grace_s`
-    seconds or at a second signal. The deferred steps run in every case.
+    seconds or at a second signal. The deferred steps run in every case. Where the process has a grace and
+    `context.before_stopping` was called, SIGTERM sets `context.stopping` only near the grace's end.
     """
     die_with_parent()
     setup_logging(name)
+    contexts: list[ServiceContext] = []
     try:
-        asyncio.run(_serve(main, name, grace_s))
+        asyncio.run(_serve(main, name, grace_s, contexts))
     except BaseExceptionGroup as group:
         _report(group)
         return exit_code(group)
     except asyncio.CancelledError:
         log.error("fatal: not stopped within %g s of being asked to, or asked twice", grace_s)
-        return 1
+        return _code_of(contexts) or 1
     finally:
         telemetry.shutdown()
     log.info("stopped")
-    return 0
+    return _code_of(contexts)
 
 
-async def _serve(main: Main, name: str, grace_s: float) -> None:
+def stop_grace_s() -> float:
+    """Seconds that SIGTERM leaves this process; raises ConfigError where the variable holds no number."""
+    text = os.environ.get(STOP_GRACE, "") or "0"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise ConfigError(f"{STOP_GRACE}={text!r} must be a number of seconds, 0 for none")
+    return seconds
+
+
+def _code_of(contexts: Sequence[ServiceContext]) -> int:
+    cut_short = any(context.is_terminated and not context.is_over for context in contexts)
+    return EXIT_INTERRUPTED if cut_short else 0
+
+
+async def _serve(main: Main, name: str, grace_s: float, contexts: list[ServiceContext]) -> None:
     context: ServiceContext | None = None
     try:
         async with asyncio.TaskGroup() as tasks:
             context = ServiceContext(name, tasks)
+            contexts.append(context)
             context.spawn("event-loop lag", measure_loop_lag())
-            with _signals(context, grace_s):
+            with _signals(context, grace_s, stop_grace_s()):
                 await main(context)
                 await context._finish()
     finally:
@@ -108,20 +155,29 @@ async def _serve(main: Main, name: str, grace_s: float) -> None:
 
 
 @contextlib.contextmanager
-def _signals(context: ServiceContext, grace_s: float) -> Iterator[None]:
+def _signals(context: ServiceContext, grace_s: float, stop_grace_s: float) -> Iterator[None]:
     loop, me = asyncio.get_running_loop(), asyncio.current_task()
     timer: list[asyncio.TimerHandle] = []
     asked_at = -math.inf
 
+    def stop(reason: str) -> None:
+        context.stop(reason)
+        timer.append(loop.call_later(grace_s, _cancel, me))
+
     def on_signal(number: int) -> None:
         nonlocal asked_at
-        if context.stopping.is_set() and timer:
-            if loop.time() - asked_at >= _SAME_SIGNAL_S:
-                _cancel(me)
+        if timer and loop.time() - asked_at < _SAME_SIGNAL_S:
             return
-        asked_at = loop.time()
-        context.stop(signal.Signals(number).name)
-        timer.append(loop.call_later(grace_s, _cancel, me))
+        is_first, asked_at = not timer, loop.time()
+        context.is_terminated |= number == signal.SIGTERM and stop_grace_s > 0
+        if context.stopping.is_set() and not is_first:
+            _cancel(me)
+        elif is_first and context.is_terminated and context.ask_first and not context.stopping.is_set():
+            wait_s = max(0.0, stop_grace_s - _ENDING_S)
+            timer.append(loop.call_later(wait_s, stop, f"{wait_s:g} s after SIGTERM ({STOP_GRACE})"))
+            context.ask_first()
+        else:
+            stop(signal.Signals(number).name)
 
     for number in _SIGNALS:
         loop.add_signal_handler(number, on_signal, number)

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 
 from paceline.controller.events import EventHub
+from paceline.controller.fleet.departures import Departures
 from paceline.controller.fleet.membership import SWEEP_S, Fleet, FleetChange, Health, Member
 from paceline.controller.fleet.meter import FleetMeter
 from paceline.controller.fleet.quarantine import Quarantine
@@ -33,6 +34,7 @@ class Supervisor:
     def __init__(self, fleet: Fleet, journal: Journal, events: EventHub, clock: Clock) -> None:
         self.fleet = fleet
         self._quarantine, self._meter = Quarantine(clock), FleetMeter(clock)
+        self.departures = Departures(fleet, clock)
         self._journal, self._events = journal, events
         self._changed = asyncio.Condition()
         self._announced: set[tuple[str, str]] = set()
@@ -157,11 +159,11 @@ class Supervisor:
         async with self._changed:
             await self._changed.wait_for(lambda: not member.usable)
 
-    async def all_gone(self, *, timeout_s: float) -> None:
-        """Waits until every member has left or died, at most `timeout_s`."""
+    async def all_gone(self, members: Callable[[], Sequence[Member]], *, timeout_s: float) -> None:
+        """Waits until each of `members` has left or died, at most `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s), self._changed:
-                await self._changed.wait_for(lambda: not any(m.usable for m in self.fleet.members()))
+                await self._changed.wait_for(lambda: not any(m.usable for m in members()))
 
     async def all_ready(self, *, num_rollouts: int, step: int, timeout_s: float) -> None:
         """Waits for the learner, a reward service and `num_rollouts` servers; announces what is missing.

@@ -51,6 +51,8 @@ from paceline.core.policy import PolicyTag
 from paceline.data.cursor import CursorState
 from paceline.service.observability.telemetry import record_training, span
 
+# How long members that may end have to leave; a rollout server takes some seconds to end its engine.
+_DEPARTURE_S = 15.0
 # How often a step may be collected again.
 _MAX_RECOLLECTS = 3
 
@@ -170,6 +172,7 @@ class Sequencer:
         if standing.finished < 0:
             await self._start()
         while standing.finished < trainer.total_steps and not self._may_stop(standing.finished):
+            await self._let_go(standing.finished)
             self.progress.step = standing.finished + 1
             with span("step", attributes={"paceline.step": self.progress.step}):
                 await self._step()
@@ -178,6 +181,26 @@ class Sequencer:
     def _may_stop(self, finished: int) -> bool:
         """Whether the run is to stop, and nothing would be lost."""
         return bool(self.progress.stop_reason) and self._saved == finished
+
+    async def _let_go(self, finished: int) -> None:
+        """Lets members end that were told to and have stayed for the step that is finished now.
+
+        Raises:
+            PeerLostError: the learner is one of them, and has left with the step in a checkpoint.
+        """
+        departures = self._supervisor.departures
+        learner = next(iter(departures.asked(MemberKind.LEARNER)), None)
+        if learner is not None:
+            if self._saved != finished:
+                return
+            await self._checkpoints.written()
+        leaving = departures.release()
+        if leaving:
+            names = ", ".join(member.member_id for member in leaving)
+            self._run.events.notice(f"step {finished} is finished: {names} may end, as told")
+            await self._supervisor.all_gone(lambda: leaving, timeout_s=_DEPARTURE_S)
+        if learner is not None:
+            raise PeerLostError("it was told to end, and left after a checkpoint", peer=learner.member_id)
 
     async def _start(self) -> None:
         """Step 0: the starting model is published, and measured."""
@@ -195,7 +218,7 @@ class Sequencer:
             metrics |= await self._validation.validate(self._policy)
         # A rollback is saved at once, so that a resumed run does not repeat the steps that led to it.
         is_due = rolled_back or trainer.saves_after(step)
-        if is_due or self.progress.stop_reason:
+        if is_due or self.progress.stop_reason or self._supervisor.departures.asked(MemberKind.LEARNER):
             # A rollback goes where it would go had nobody stopped the run.
             metrics |= await self._checkpoint(metrics, good=is_due and self._guard.good)
         self._finish_step(metrics)

@@ -1,0 +1,57 @@
+"""Departures: members whose processes were told to end, and which of them the step in progress needs.
+
+A stack that is shut down stops its members together, and often before the controller. Who is needed stays
+until the step is finished and saved; who can be spared leaves soon, and others take over its prompts.
+"""
+
+from __future__ import annotations
+
+from paceline.controller.fleet.membership import Fleet, Member
+from paceline.core.clock import Clock
+from paceline.core.members import MemberKind
+
+# Those that are told together are heard within so long; until then nobody can be spared for the others' sake.
+_TOGETHER_S = 3.0
+
+
+class Departures:
+    """Answers members that ask whether they may end."""
+
+    def __init__(self, fleet: Fleet, clock: Clock) -> None:
+        self._fleet, self._clock = fleet, clock
+        self._asked_at: dict[tuple[str, str], float] = {}
+        self._released: set[tuple[str, str]] = set()
+        self._is_over = False
+
+    def holds(self, member: Member) -> bool:
+        """Notes that the process of a member is to end; returns whether it has to stay for now."""
+        asked_at = self._asked_at.setdefault(_key(member), self._clock.monotonic())
+        if self._is_over or member.is_starting or _key(member) in self._released:
+            return False
+        return self._is_needed(member) or self._clock.monotonic() - asked_at < _TOGETHER_S
+
+    def asked(self, kind: MemberKind | None = None) -> list[Member]:
+        """Members of a kind, or all, that are to end and have not left."""
+        return [m for m in self._fleet.members(kind) if m.usable and _key(m) in self._asked_at]
+
+    def release(self) -> list[Member]:
+        """Lets all go that have asked and were needed; returns them."""
+        waiting = [m for m in self.asked() if _key(m) not in self._released]
+        needed = [m for m in waiting if not m.is_starting and self._is_needed(m)]
+        self._released.update(map(_key, needed))
+        return needed
+
+    def end(self) -> None:
+        """Lets everybody go, also who asks later: this controller ends."""
+        self._is_over = True
+
+    def _is_needed(self, member: Member) -> bool:
+        """Whether the step cannot be finished and saved without it."""
+        if member.kind is MemberKind.LEARNER or self.asked(MemberKind.LEARNER):
+            return True
+        others = (m for m in self._fleet.usable(member.kind) if m is not member)
+        return not any(m.stays and not m.is_starting and _key(m) not in self._asked_at for m in others)
+
+
+def _key(member: Member) -> tuple[str, str]:
+    return member.member_id, member.incarnation
