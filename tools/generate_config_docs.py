@@ -129,7 +129,8 @@ def sections(
         inner, many = section_of(field.annotation)
         path = f"{prefix}{name}"
         if inner is not None:
-            below.append((path + (".N" if many else ""), inner, field))
+            of_many = ".NAME" if get_origin(field.annotation) is dict else ".N"
+            below.append((path + (of_many if many else ""), inner, field))
         if inner is None or (many and not section_types(field)):
             items.append(item(path, field, default(field, name, values)))
     out = [*items, ""] if items else []
@@ -200,10 +201,12 @@ def differing(model: type[BaseModel], values: BaseModel | None) -> str:
 
 
 def section_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
-    """The section type of an annotation, and whether it is a list of sections; (None, False) for a value."""
+    """The section type of an annotation, and whether there are many; (None, False) for a value."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation, False
     for part in get_args(annotation):
+        if get_origin(annotation) is dict and get_origin(part) is Annotated:
+            part = get_args(part)[0]
         if isinstance(part, type) and issubclass(part, BaseModel):
             return part, True
     return None, False

@@ -27,7 +27,7 @@ for part in steps:
     sink = Sink([name], run_dir, say=notes.append)
     for step in map(int, part.split("+")):
         metrics = {"actor/lr": 0.5 / 2**step, "perf/mfu": float("nan")}
-        sink.step(step, metrics | ({"val/num_prompts": 2.0} if step == 1 else {}), 1000.0 + step)
+        sink.step(step, metrics | ({"timing_s/validate": 2.0} if step == 1 else {}), 1000.0 + step)
     sink.end(ok=part == steps[-1])
     assert not notes, notes
 """

@@ -8,6 +8,8 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import pyarrow.parquet
 import pytest
@@ -43,11 +45,18 @@ def undisturbed(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """Three steps with one rollout server and two learner ranks; other runs are compared with it."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     trainer = {"total_steps": NUM_STEPS, "export_model": True}
-    with training(tiny_config(inputs, trainer=trainer), folder) as run:
+    with training(tiny_config(inputs, data=drawn(inputs), trainer=trainer), folder) as run:
         run.wait_for_phase("collect", 1)
         run.look()
         assert run.finish() == 0, run.output
         yield run
+
+
+def drawn(inputs: Path) -> dict[str, Any]:
+    """A second set of held-out prompts, answered with longer responses than those that train."""
+    sampling = {"n": 2, "temperature": 1.0, "top_p": 0.99, "top_k": 2, "max_response_length": 24}
+    files = str(inputs / "data/val.parquet")
+    return {"val_sets": {"drawn": {"files": files, "max_prompts": 4, **sampling}}}
 
 
 def admitted(event: Row, *, step: int) -> bool:
@@ -134,6 +143,15 @@ def test_an_undisturbed_run(undisturbed: TrainingRun) -> None:
     assert run.metrics[-1]["algorithm/reference_kl"] > run.metrics[1]["algorithm/reference_kl"] == 0
     assert "val/reward/mean" in run.metrics[0]
     assert "val/reward/mean" in run.metrics[-1]
+    of_set = [row for row in held_out_rows(run) if row["val_set"] == "drawn"]
+    assert len(of_set) == 4 * 2
+    assert {json.loads(row["sampling"])["top_p"] for row in of_set} == {0.99}
+    lengths = [row["num_response_tokens"] for row in of_set]
+    assert 16 < max(lengths) <= 24
+    assert run.metrics[-1]["val/drawn/response_length/mean"] == pytest.approx(fmean(lengths))
+    # The untrained model finds hundreds of tokens about as likely; of two, each is drawn half the time.
+    log_probs = [value for row in of_set for value in row["response_log_probs"]]
+    assert -3 < min(log_probs) < -0.5 < max(log_probs) < 0
     assert_sound(run)
     assert_ended_in_order(run, f"{NUM_STEPS} steps done")
     assert (run.run_dir / "report.html").stat().st_size > 10_000
@@ -145,10 +163,18 @@ def test_an_undisturbed_run(undisturbed: TrainingRun) -> None:
     assert len(list((run.run_dir / "trajectories").glob("step_*.parquet"))) == NUM_STEPS
 
 
+def held_out_rows(run: TrainingRun) -> list[Row]:
+    """The answers of the last validation."""
+    file = run.run_dir / "trajectories" / f"val_{NUM_STEPS:06d}.parquet"
+    rows: list[Row] = pyarrow.parquet.read_table(file).to_pylist()
+    return rows
+
+
 def test_the_list_of_exported_metrics_has_each_number(undisturbed: TrainingRun) -> None:
     """If it does not: PACELINE_WRITE_NAMES=1 python -m pytest tests/deploy/test_observability.py"""
     listed = EXPORTED.read_text().split()
-    numbers = {name for row in undisturbed.metrics for name in row} - {"step", "time"}
+    numbers = {name for row in undisturbed.metrics for name in row if not name.startswith("val/drawn/")}
+    numbers -= {"step", "time"}
     assert sorted(name for name in numbers if exported(name).name not in listed) == []
 
 
@@ -200,6 +226,7 @@ def test_two_servers_give_the_same_metrics_even_if_one_dies(
     released = tmp_path / "released"
     config = tiny_config(
         inputs,
+        data=drawn(inputs),
         rollout={"replicas": 2},
         reward={
             "functions": [
@@ -295,7 +322,10 @@ def test_an_environment_of_one_turn_that_owns_the_rows_gives_the_metrics_of_the_
         )
     assert len({json.loads(sample["components"])["environment/row"] for sample in samples}) == 2 * NUM_PROMPTS
     # To the bit, but for times and what the engine's batches round; the plain run validates in step 3 only.
-    plain = undisturbed.metrics[:3]
+    plain = [
+        {name: value for name, value in row.items() if not name.startswith("val/drawn/")}
+        for row in undisturbed.metrics[:3]
+    ]
     further = {name for row in run.metrics for name in row} - {name for row in plain for name in row}
     compared = [{name: row[name] for name in row if name not in further} for row in run.metrics]
     last = {name for name in compared[-1] if name.startswith("val/")}

@@ -14,7 +14,7 @@ import torch
 from paceline.core.errors import WeightSyncError
 from paceline.engines.memory import EngineMemory
 from paceline.models.model_shape import ModelShape
-from paceline.rollout.engines.vllm.sampling.draw import SLICE, draw, uniforms
+from paceline.rollout.engines.vllm.sampling.draw import SLICE, draw, truncated, uniforms
 from paceline.rollout.engines.vllm.sampling.log_probs import LogProbs
 from paceline.rollout.engines.vllm.sampling.places import Places
 from support.cli_configs import config
@@ -91,6 +91,25 @@ def test_the_ends_of_the_range_draw_the_first_and_the_last_token_that_can_be() -
     log_probs[:, [3, SLICE + 5]] = torch.tensor(0.5).log()
     numbers = torch.tensor([0.0, 1 - 2.0**-48], dtype=torch.float64)
     assert draw(log_probs, numbers).tolist() == [3, SLICE + 5]
+
+
+def test_truncated_distributions_are_those_of_the_likeliest_tokens() -> None:
+    probs = torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.1, 0.4, 0.2, 0.3], [0.7, 0.1, 0.1, 0.1]]).repeat(2, 1)
+    top_p = torch.tensor([0.6, 1.0, 0.05, 1.0, 0.75, 0.85])
+    top_k = torch.tensor([0, 3, 0, 0, 1, 4])
+    kept = truncated(probs.log(), top_p, top_k).exp()
+    expected = [
+        [0, 4 / 7, 0, 3 / 7],
+        [0, 4 / 9, 2 / 9, 3 / 9],
+        [1, 0, 0, 0],
+        [0.1, 0.4, 0.2, 0.3],
+        [0, 1, 0, 0],
+        [7 / 9, 1 / 9, 1 / 9, 0],
+    ]
+    torch.testing.assert_close(kept, torch.tensor(expected))
+    numbers = torch.linspace(0, 1 - 1e-9, 50, dtype=torch.float64)
+    drawn = draw(kept[:1].log().expand(50, -1), numbers)
+    assert set(drawn.tolist()) == {1, 3}
 
 
 def test_a_row_draws_the_same_whatever_is_beside_it() -> None:
@@ -226,16 +245,24 @@ async def test_samples_that_end_during_a_call_share_the_next_one() -> None:
 def test_log_probs_are_those_of_vllms_own_sampler_row_by_row() -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed")
     from vllm import SamplingParams
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
     from vllm.v1.sample.sampler import Sampler
 
     from paceline.rollout.engines.vllm.sampling.batched_sampler import replace_sampler
     from paceline.rollout.engines.vllm.sampling.samples import SEED
 
     temperatures, prompt = [0.0, 1.0, 0.7, 1.0], 3
+    top_p, top_k = [1.0, 1.0, 0.5, 1.0], [0, 0, 0, 2]
     ids = [f"r{number}" for number in range(4)]
     requests = {
         name: SimpleNamespace(
-            sampling_params=SamplingParams(temperature=value, extra_args={SEED: number}, detokenize=False)
+            sampling_params=SamplingParams(
+                temperature=value,
+                top_p=top_p[number],
+                top_k=top_k[number],
+                extra_args={SEED: number},
+                detokenize=False,
+            )
         )
         for number, (name, value) in enumerate(zip(ids, temperatures, strict=True))
     }
@@ -261,7 +288,11 @@ def test_log_probs_are_those_of_vllms_own_sampler_row_by_row() -> None:
         tokens = subject(logits.clone(), None).sampled_token_ids[:, 0].tolist()
         for row, name in enumerate(order):
             temperature = temperatures[ids.index(name)]
+            number = ids.index(name)
             scaled = logits[row : row + 1] / (temperature or 1.0)
+            scaled = apply_top_k_top_p(
+                scaled, torch.tensor([top_k[number] or 700]), torch.tensor([top_p[number]])
+            )
             expected[name].append(float(Sampler.compute_logprobs(scaled)[0, tokens[row]]))
             drawn[name].append(tokens[row])
             assert temperature or tokens[row] == int(logits[row].argmax())

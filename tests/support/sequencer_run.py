@@ -16,7 +16,7 @@ from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.controller.batch.collect import Collector
 from paceline.controller.batch.dispatch import Dispatcher
-from paceline.controller.batch.inputs import Inputs
+from paceline.controller.batch.inputs import HeldOutPrompts, Inputs
 from paceline.controller.batch.mailboxes import Mailboxes
 from paceline.controller.events import EventHub
 from paceline.controller.fleet.membership import Fleet
@@ -69,12 +69,12 @@ def turns_of(run: Run, supervisor: Supervisor, services: FakeServices | None = N
     return Turns(run, supervisor, learner, rollout)
 
 
-def prompts(num: int) -> PromptSet:
+def prompts(num: int, first_id: int = 0) -> PromptSet:
     made = {
         i: Prompt(
             prompt_id=i, token_ids=np.arange(1, 4, dtype=np.int32), context=RewardContext(ground_truth=str(i))
         )
-        for i in range(num)
+        for i in range(first_id, first_id + num)
     }
     return PromptSet(prompts=made, num_filtered=0)
 
@@ -105,7 +105,10 @@ class SequencerRun:
         cursor = PromptCursor(train.ids(), batch_size=cfg.data.train_batch_size, seed=seed)
         inputs = Inputs(
             train=train,
-            val=prompts(2),
+            val=tuple(
+                HeldOutPrompts(of=of, prompts=prompts(2, 2 * place))
+                for place, of in enumerate(cfg.held_out_sets)
+            ),
             cursor=cursor,
             stop_token_ids=(0,),
             encode=lambda v: [*str(v).encode()],

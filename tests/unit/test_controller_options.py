@@ -75,7 +75,7 @@ def test_only_a_run_that_goes_on_gets_other_settings(
 
     monkeypatch.setenv("PACELINE_BROKER_URL", "redis://127.0.0.1:1/0")
     cursor = PromptCursor(range(7), batch_size=3, seed=0)
-    inputs = Inputs(train=prompts(7), val=None, cursor=cursor, stop_token_ids=(0,))
+    inputs = Inputs(train=prompts(7), val=(), cursor=cursor, stop_token_ids=(0,))
     monkeypatch.setattr(app, "load_inputs", lambda config: inputs)
     monkeypatch.setattr(app, "_connect", connect)
     journal, *_ = open_run(tmp_path, config(), inputs, SystemClock())

@@ -63,7 +63,7 @@ def test_filtering_counts_and_keeps_ids(tmp_path: Path) -> None:
     assert (len(prompts.prompts), prompts.num_filtered) == (2, 1)
     assert prompts.prompts[2].context.extra == {"level": 2}
     with pytest.raises(
-        DataError, match=r"1 of 3 train prompts .* longer than data.max_prompt_length=3 .*row 1 has 10"
+        DataError, match=r"1 of 3 training prompts .* longer than data.max_prompt_length=3 .*row 1 has 10"
     ):
         PromptSet.load(config(file, max_prompt_length=3, overlong_prompts="error"), Words())
     with pytest.raises(DataError, match="none of the 3 train prompts fits"):

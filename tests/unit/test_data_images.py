@@ -168,7 +168,7 @@ def test_check_shows_an_image_as_one_token_and_says_how_many_there_are(model: Pa
         "train_batch_size": 1,
     }
     given = config(data=data, model={"path": str(model)}, actor={"ppo_mini_batch_size": 1})
-    said = data_checks.prompts_line(given, "train")
+    said = data_checks.training_line(given)
     first = user("Of ", shown(1), " or ", shown(1), "?")
     assert said.endswith(f"; 2 images of at most 14 tokens\n      the first: {first!r}")
 
@@ -292,12 +292,12 @@ def test_a_prompt_whose_patches_exceed_a_micro_batch_is_refused_before_the_run(
     message = (
         f"row 1: .* {patches} patches of images, with a response of 8 tokens, .* to at least {needed}, or"
     )
-    for check in (lambda settled: data_checks.prompts_line(settled, "train"), load_inputs):
+    for check in (data_checks.training_line, load_inputs):
         check(run(needed))
         with pytest.raises(DataError, match=message):
             check(run(needed - 1))
     short = jsonl(tmp_path / "short", {"prompt": "x", "images": None})
-    data_checks.prompts_line(run(needed - 1, train_files=[str(short)], val_files=[str(file)]), "val")
+    data_checks.validation_line(run(needed - 1, train_files=[str(short)], val_files=[str(file)]))
 
 
 def test_a_critic_that_takes_no_images_is_refused_before_the_run(tmp_path: Path) -> None:

@@ -362,7 +362,7 @@ def inputs() -> Inputs:
     train = prompts(7)
     return Inputs(
         train=train,
-        val=None,
+        val=(),
         cursor=PromptCursor(train.ids(), batch_size=3, seed=0),
         stop_token_ids=(0,),
         encode=lambda value: [*str(value).encode()],

@@ -119,4 +119,4 @@ def test_check_says_where_the_rows_come_from() -> None:
         said = checks[part](config("127.0.0.1:50071"))
         assert said == "the environment at 127.0.0.1:50071 is asked for them by the run"
     none = checks["validation prompts"](config("127.0.0.1:50071", train_files="rows.jsonl"))
-    assert none == "none (data.val_files is empty: no validation)"
+    assert none == "none (data.val_files and data.val_sets are empty: no validation)"

@@ -7,13 +7,14 @@ import itertools
 import numpy as np
 import pytest
 
-from paceline.runs.evaluation import EvaluatedAnswer, evaluate, final_answer, majority_at_k, pass_at_k, table
+from paceline.cli.commands.start.eval import table
+from paceline.core.evaluation import EvaluatedAnswer, evaluate, final_answer, majority_at_k, pass_at_k
 
 
 def answer(
-    prompt: int, reward: float | None, text: str = "4", *, tokens: int = 2, cut: bool = False
+    prompt: int, reward: float | None, final: str = "4", *, tokens: int = 2, cut: bool = False
 ) -> EvaluatedAnswer:
-    return EvaluatedAnswer(prompt=prompt, text=text, reward=reward, num_tokens=tokens, is_cut=cut)
+    return EvaluatedAnswer(prompt=prompt, reward=reward, final=final, num_tokens=tokens, is_cut=cut)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ CHANGES: dict[str, Any] = {
     "trainer__test_freq": 2,
     "algorithm__dynamic_sampling": {"enable": True, "max_extra_factor": 1.0},
     "algorithm__adv_estimator": "rloo",
+    "data__val_sets": {"hard": {"files": "hard.jsonl", "n": 2, "temperature": 1.0}},
 }
 
 

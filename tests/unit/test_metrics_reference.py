@@ -71,7 +71,9 @@ def test_every_metric_is_documented_and_every_documented_one_exists() -> None:
         for name in (*_standard_metrics(), "pg_loss", "kl_loss", "positive_loss", "load_balance", "NAME")
     }
     named |= {"critic/vf_loss", "critic/vf_clipfrac"}
-    assert named == set(STEP_METRICS)
+    # What is said of held-out prompts has the prefix of its set: test_val_sets.py.
+    of_training = {name for name in STEP_METRICS if not name.startswith("val/")}
+    assert {name for name in named if not name.startswith("val/")} == of_training
 
 
 def test_names_of_the_configuration_are_filled_in() -> None:

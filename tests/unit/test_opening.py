@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.controller.batch.inputs import Inputs
+from paceline.controller.batch.inputs import HeldOutPrompts, Inputs
 from paceline.controller.events import EventHub
 from paceline.controller.run.records.opening import open_run
 from paceline.controller.verify.digests import file_digest
@@ -31,7 +31,7 @@ def inputs(**changed: Any) -> Inputs:
     train[1] = second
     return Inputs(
         train=PromptSet(prompts=train, num_filtered=0),
-        val=prompts(2),
+        val=tuple(HeldOutPrompts(of=of, prompts=prompts(2)) for of in config().held_out_sets),
         cursor=PromptCursor(range(7), batch_size=3, seed=0),
         stop_token_ids=(0,),
     )

@@ -45,6 +45,7 @@ CHANGES: dict[str, Any] = {
     "reward__functions": [{"name": "exact_match"}, {"name": "gsm8k", "weight": 0.5}],
     "algorithm__dynamic_sampling": {"enable": True, "max_extra_factor": 1.0},
     "rollout__val": {"n": 2},
+    "data__val_sets": {"hard": {"files": "hard.jsonl", "n": 3, "temperature": 1.0, "every": 2}},
 }
 Row = dict[str, Any]
 
@@ -63,7 +64,10 @@ DROPPED = 5
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four steps, with validations before it, after the second step and after the last."""
+    """A run of four steps, with validations before it, after the second step and after the last.
+
+    The set "hard" is left out after the second step.
+    """
     folder = tmp_path_factory.mktemp("recorded")
     asyncio.run(live(folder, FakeServices(), MemoryBroker(), CHANGES))
     return folder
@@ -294,9 +298,25 @@ def no_trace_of_a_validation(record: Record) -> None:
 
 
 def a_smaller_validation(record: Record) -> None:
-    record.of("validate", 2)["prompts"].remove(1)
+    record.of("validate", 2)["sets"][""]["prompts"].remove(1)
     record.remove(lambda e: str(e.get("id", "")).startswith("validate:2:1:"))
     record.table("val_000002", lambda rows: rows.__delitem__(slice(2, 4)))
+
+
+def a_set_with_fewer_answers(record: Record) -> None:
+    record.of("validate", 4)["sets"]["hard"]["num_samples"] = 2
+
+
+def no_trace_of_a_set(record: Record) -> None:
+    del record.of("validate", 4)["sets"]["hard"]
+    record.remove(lambda e: str(e.get("id", "")).startswith(("validate:4:2:", "validate:4:3:")))
+    record.table("val_000004", lambda rows: rows.__delitem__(slice(4, None)))
+
+
+def as_before_there_were_sets(record: Record) -> None:
+    for event in record.events:
+        if event["event"] == "validate" and event["step"] == 2:
+            event.update({k: v for k, v in event.pop("sets")[""].items() if k != "right_above"})
 
 
 def an_answer_under_two_ids(record: Record) -> None:
@@ -447,6 +467,34 @@ PLANTED: dict[str, tuple[Callable[[Record], object], str]] = {
         "metrics.jsonl has val/groups_dropped, of which the journal knows nothing",
     ),
     "a prompt of a validation gone everywhere": (a_smaller_validation, "has val/num_prompts = 2"),
+    "fewer answers asked for in a set": (
+        a_set_with_fewer_answers,
+        "validate:4:2:2 was admitted, but the validation of step 4 did not ask for it",
+    ),
+    "a set's answer lost in the journal": (
+        lambda r: r.events.remove(r.samples(4, "validate")[-1]),
+        "prompt 3 of the validation of step 4 has 2 of 3 answers",
+    ),
+    "a set's false reward": (
+        lambda r: r.line(4, **{"val/hard/reward/mean": 0.99}),
+        "has val/hard/reward/mean = 0.99, ",
+    ),
+    "a set's false pass@k": (
+        lambda r: r.line(4, **{"val/hard/pass_at_2": 0.99}),
+        "has val/hard/pass_at_2 = 0.99, ",
+    ),
+    "a set's false component": (
+        lambda r: r.line(4, **{"val/hard/gsm8k/mean": 0.99}),
+        "has val/hard/gsm8k/mean = 0.99, ",
+    ),
+    "a set's false length": (
+        lambda r: r.line(4, **{"val/hard/response_length/mean": 99.0}),
+        "has val/hard/response_length/mean = 99, ",
+    ),
+    "all trace of a set gone but its line": (
+        no_trace_of_a_set,
+        "metrics.jsonl has val/hard/num_prompts, of which the journal knows nothing",
+    ),
     "a validation's file gone": (lambda r: r.unlink("val_000002"), "val_000002.parquet of a finished step"),
     # checkpoints
     "the weights of step 3 in step 4's checkpoint": (
@@ -544,7 +592,7 @@ def planted(recorded: Path, folder: Path, plant: Callable[[Record], object]) -> 
 def test_a_copy_without_a_fault_is_sound(recorded: Path, tmp_path: Path) -> None:
     assert planted(recorded, tmp_path, lambda record: None) == []
     counts = verify(tmp_path).counts
-    assert counts["digests of trajectories recomputed"] == counts["rows in parquet files"] == 34
+    assert counts["digests of trajectories recomputed"] == counts["rows in parquet files"] == 46
     assert counts["checkpoints on disk"] == 4
     assert verify(tmp_path).unseen == {}
 
@@ -614,6 +662,10 @@ def test_each_planted_fault_is_told(fault: str, recorded: Path, tmp_path: Path) 
     plant, sentence = PLANTED[fault]
     breaches = planted(recorded, tmp_path, plant)
     assert any(sentence in breach for breach in breaches), breaches
+
+
+def test_a_validation_of_an_earlier_version_can_be_read(recorded: Path, tmp_path: Path) -> None:
+    assert planted(recorded, tmp_path, as_before_there_were_sets) == []
 
 
 async def test_a_validation_that_begins_again_asks_again(tmp_path: Path) -> None:

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from functools import partial
+from typing import TYPE_CHECKING
 
 from paceline.checks.preflight_check import PreflightCheck, how_to_make
+from paceline.config.base import Files
 from paceline.config.run import RunConfig
+from paceline.config.validation import HeldOutSet
 from paceline.core.errors import DataError
 from paceline.storage.models import local_model
+
+if TYPE_CHECKING:
+    from paceline.data.images import ImageReader
+    from paceline.data.prompts import PromptSet, Tokenizer
 
 
 def check_data_files(config: RunConfig) -> None:
     """Raises DataError if a data file is not there."""
     from paceline.data.hub import local_files
 
-    data = config.data
-    for file in (*local_files(data.train_files, "train"), *local_files(data.val_files, "val")):
-        if not file.is_file():
-            remedy = how_to_make(file) or "correct data.train_files or data.val_files"
-            raise DataError(f"data file {file} does not exist; {remedy}")
+    places = [(config.data.train_files, "train", "data.train_files")]
+    places += [(held_out.files, "val", held_out.key) for held_out in config.held_out_sets]
+    for names, split, key in places:
+        for file in local_files(names, split):
+            if not file.is_file():
+                raise DataError(f"data file {file} does not exist; {how_to_make(file) or f'correct {key}'}")
 
 
 def first_prompt_is_text(config: RunConfig) -> bool:
@@ -33,46 +40,72 @@ def first_prompt_is_text(config: RunConfig) -> bool:
         return False  # the controller says what is wrong with it
 
 
-def prompts_line(config: RunConfig, split: str) -> str:
-    """Reads a split's prompts as the controller will; says how many it keeps, and the first."""
+def training_line(config: RunConfig) -> str:
+    """Reads the training prompts as the controller will; says how many it keeps, and the first."""
     from paceline.checks.example import first_prompt
+
+    if asked := _asked_for(config):
+        return asked
+    prompts, tokenizer, reader = _load(config, config.data.train_files, None)
+    kept, batch = len(prompts.prompts), config.data.train_batch_size
+    if kept < batch:
+        raise DataError(
+            f"{kept} training prompts do not fill one batch of data.train_batch_size={batch}; lower it, and "
+            "actor.ppo_mini_batch_size with it, or add prompts"
+        )
+    prompts.check_token_budget(config)
+    shown = first_prompt(prompts, tokenizer, None if reader is None else reader.image_token_id)
+    return f"{_facts(prompts)}\n      the first: {shown}"
+
+
+def validation_line(config: RunConfig) -> str:
+    """Reads the held-out prompts as the controller will; says of each set how many it keeps."""
+    sets = config.held_out_sets
+    if not sets:
+        return _asked_for(config) or "none (data.val_files and data.val_sets are empty: no validation)"
+    lines = []
+    for held_out in sets:
+        prompts, _, _ = _load(config, held_out.files, held_out)
+        lines.append(f"{held_out.name}: {_facts(prompts)}" if held_out.name else _facts(prompts))
+    return "\n      ".join(lines)
+
+
+def _asked_for(config: RunConfig) -> str:
+    """Who has the rows, where that is not a file; "" where files do."""
+    environment = config.rollout.environment
+    if config.data.train_files or environment is None:
+        return ""
+    return f"the environment at {environment.address} is asked for them by the run"
+
+
+def _load(
+    config: RunConfig, files: Files, held_out: HeldOutSet | None
+) -> tuple[PromptSet, Tokenizer, ImageReader | None]:
     from paceline.data.hub import local_files
     from paceline.data.images import ImageReader
     from paceline.data.prompts import PromptSet, load_tokenizer
     from paceline.data.rows import read_rows
 
-    data = config.data
-    files = data.train_files if split == "train" else data.val_files
-    if not files and not data.train_files and config.rollout.environment is not None:
-        return f"the environment at {config.rollout.environment.address} is asked for them by the run"
-    if split == "val" and not files:
-        return "none (data.val_files is empty: no validation)"
+    data, split = config.data, "train" if held_out is None else "val"
     # Before the tokenizer: a missing file or column is reported even without a model.
     read_rows(local_files(files, split), [data.prompt_key, data.ground_truth_key, *data.extra_keys])
     model = local_model(config.model, "controller")
     tokenizer = load_tokenizer(model.tokenizer_path or model.path)
     reader = ImageReader.load(data, model.path)
-    prompts = PromptSet.load(data, tokenizer, split=split, images=reader)
-    kept, batch = len(prompts.prompts), data.train_batch_size
-    if split == "train" and kept < batch:
-        raise DataError(
-            f"{kept} training prompts do not fill one batch of data.train_batch_size={batch}; lower it, and "
-            "actor.ppo_mini_batch_size with it, or add prompts"
-        )
-    if split == "train":
-        prompts.check_token_budget(config)
+    return PromptSet.load(data, tokenizer, held_out=held_out, images=reader), tokenizer, reader
+
+
+def _facts(prompts: PromptSet) -> str:
     longest = max(len(prompt.token_ids) for prompt in prompts.prompts.values())
-    facts = f"{kept} kept, {prompts.num_filtered} left out as too long, the longest has {longest} tokens"
+    facts = f"{len(prompts.prompts)} kept, {prompts.num_filtered} left out as too long, the longest has "
+    facts += f"{longest} tokens"
     if images := [image for prompt in prompts.prompts.values() for image in prompt.images]:
         most = max(image.num_tokens for image in images)
         facts += f"; {len(images)} images of at most {most} tokens"
-    if split == "val":
-        return facts
-    shown = first_prompt(prompts, tokenizer, None if reader is None else reader.image_token_id)
-    return f"{facts}\n      the first: {shown}"
+    return facts
 
 
 CHECKS = (
-    PreflightCheck(name="training prompts", run=partial(prompts_line, split="train")),
-    PreflightCheck(name="validation prompts", run=partial(prompts_line, split="val")),
+    PreflightCheck(name="training prompts", run=training_line),
+    PreflightCheck(name="validation prompts", run=validation_line),
 )

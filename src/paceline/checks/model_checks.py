@@ -78,9 +78,13 @@ def model_line(config: RunConfig) -> str:
     tree = model_config(config)
     text = tree | (tree.get("text_config") or {})  # beside a vision tower
     longest = text.get("max_position_embeddings")
-    if isinstance(longest, int) and config.max_model_len > longest:
+    if isinstance(longest, int) and config.engine_model_len > longest:
+        of_set = config.longest_response > config.data.max_response_length
+        response = (
+            "the largest max_response_length of data.val_sets" if of_set else "data.max_response_length"
+        )
         raise ModelError(
-            f"data.max_prompt_length + data.max_response_length = {config.max_model_len} exceed the model's "
+            f"data.max_prompt_length + {response} = {config.engine_model_len} exceed the model's "
             f"max_position_embeddings={longest}; lower them"
         )
     heads, ranks = text.get("num_attention_heads"), config.rollout.tensor_model_parallel_size

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
+from pydantic import BaseModel, BeforeValidator, ConfigDict, GetCoreSchemaHandler
 from pydantic_core import core_schema
 
 
@@ -13,6 +13,14 @@ class Section(BaseModel):
     """A part of the configuration. Unknown keys are errors; values do not change once read."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+Files = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
+"""Places of data files; one may stand without a list."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from paceline.config.base import Section
-
-
-def _as_list(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
-Files = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
+from paceline.config.base import Files, Section
+from paceline.config.validation import ValSets
 
 
 class DataConfig(Section):
@@ -25,7 +19,16 @@ class DataConfig(Section):
         "the Hugging Face hub: ORG/NAME[@REVISION][:CONFIG[:SPLIT]]. Empty: rollout.environment has the "
         "rows, those for validation too.",
     )
-    val_files: Files = Field((), description="Files with the held-out prompts; empty: no validation.")
+    val_files: Files = Field(
+        (),
+        description="Files with the held-out prompts, answered as rollout.val says; with neither these nor "
+        "val_sets there is no validation.",
+    )
+    val_sets: ValSets = Field(
+        {},
+        description="Further held-out prompts by name, each with how often and how they are answered: "
+        "{gsm8k: FILE, hard: {files: FILE, n: 8, temperature: 1}}; docs/evaluate.md.",
+    )
     prompt_key: str = Field(
         "prompt", description="Column with the prompt: a string, or a list of {role, content} messages."
     )
@@ -64,7 +67,7 @@ class DataConfig(Section):
     )
     train_batch_size: int = Field(64, gt=0, description="Prompts per step; each gets rollout.n samples.")
     val_max_prompts: int | None = Field(
-        None, gt=0, description="Validate on the first so many held-out prompts; null: on all."
+        None, gt=0, description="Validate on the first so many prompts of val_files; null: on all."
     )
     shuffle: bool = Field(True, description="Shuffle the prompts in every epoch, from the seed.")
     seed: int | None = Field(None, description="Seed of the order; null: trainer.seed.")

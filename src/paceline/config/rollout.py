@@ -7,13 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from paceline.config.base import Section
-
-
-class ValSamplingConfig(Section):
-    """How held-out prompts are answered."""
-
-    n: int = Field(1, gt=0, description="Samples per held-out prompt.")
-    temperature: float = Field(0.0, ge=0, description="0 is greedy.")
+from paceline.config.validation import ValSamplingConfig
 
 
 class EpisodeConfig(Section):

@@ -26,8 +26,11 @@ from paceline.config.training.actor import ActorConfig, CriticConfig
 from paceline.config.training.algorithm import REFERENCE, AlgorithmConfig
 from paceline.config.training.policy_losses import CovarianceLoss, CustomLoss
 from paceline.config.training.tuning import PairDataConfig, RmConfig, SftConfig
+from paceline.config.validation import HeldOutSet, ValSamplingConfig
 from paceline.core.estimators import Need
 from paceline.core.guard import Action
+
+_SAMPLING = set(ValSamplingConfig.model_fields)
 
 
 class RunConfig(Section):
@@ -65,6 +68,35 @@ class RunConfig(Section):
     def has_episodes(self) -> bool:
         """Whether samples are episodes of turns, not single answers."""
         return bool(self.rollout.tools) or self.rollout.environment is not None
+
+    @property
+    def held_out_sets(self) -> tuple[HeldOutSet, ...]:
+        """The sets of held-out prompts, that of data.val_files first; none: no validation."""
+        data, general = self.data, self.rollout.val
+        unnamed = HeldOutSet(
+            name="",
+            files=data.val_files,
+            max_prompts=data.val_max_prompts,
+            every=1,
+            max_tokens=data.max_response_length,
+            **general.model_dump(),
+        )
+        named = [
+            HeldOutSet(
+                name=name,
+                files=given.files,
+                max_prompts=given.max_prompts,
+                every=given.every,
+                max_tokens=given.max_response_length or data.max_response_length,
+                **general.model_dump() | given.model_dump(include=_SAMPLING, exclude_none=True),
+            )
+            for name, given in data.val_sets.items()
+        ]
+        return (*([unnamed] if data.val_files else []), *named)
+
+    def validated_after(self, step: int) -> tuple[HeldOutSet, ...]:
+        """The sets that are answered after a step; 0 is the start."""
+        return tuple(s for s in self.held_out_sets if self.trainer.validates_after(step, every=s.every))
 
     @property
     def keeps_texts(self) -> bool:
@@ -181,7 +213,7 @@ class RunConfig(Section):
         """Longest time for a prompt group in the engine."""
         if self.rollout.request_timeout_s is not None:
             return self.rollout.request_timeout_s
-        return max(600.0, 0.2 * self.data.max_response_length)
+        return max(600.0, 0.2 * self.longest_response)
 
     @property
     def stall_timeout_s(self) -> float:
@@ -197,8 +229,18 @@ class RunConfig(Section):
 
     @property
     def max_model_len(self) -> int:
-        """Longest sequence, prompt and response together, in tokens."""
+        """Longest sequence that is trained on, prompt and response together, in tokens."""
         return self.data.max_prompt_length + self.data.max_response_length
+
+    @property
+    def longest_response(self) -> int:
+        """Most tokens of a response, held-out prompts' included."""
+        return max([self.data.max_response_length, *(s.max_tokens for s in self.held_out_sets)])
+
+    @property
+    def engine_model_len(self) -> int:
+        """Longest sequence of an engine, in tokens."""
+        return self.data.max_prompt_length + self.longest_response
 
     @model_validator(mode="after")
     def _steerable_kl(self) -> RunConfig:
@@ -243,13 +285,34 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _groups_fit_into_calls(self) -> RunConfig:
-        largest = max(self.rollout.n, self.rollout.val.n)
+        largest = max([self.rollout.n, self.rollout.val.n, *(s.n for s in self.held_out_sets)])
         for service in self.reward.services:
             if service.group and service.max_items_per_call < largest:
                 raise ValueError(
                     f"the reward service {service.name!r} gets the samples of a prompt in one call (group: "
                     f"true), and max_items_per_call={service.max_items_per_call} is below rollout.n="
-                    f"{self.rollout.n} or rollout.val.n={self.rollout.val.n}; raise it to {largest}"
+                    f"{self.rollout.n} or the n of a validation; raise it to {largest}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _answers_differ(self) -> RunConfig:
+        for prompts in self.held_out_sets:
+            if prompts.name and prompts.n > 1 and not prompts.temperature:
+                where = f"data.val_sets.{prompts.name}"
+                raise ValueError(
+                    f"{where}: {prompts.n} samples per prompt (n) at a temperature of 0 would all be the "
+                    f"same; set {where}.temperature, say to 1"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _episodes_have_limits_of_their_own(self) -> RunConfig:
+        for name, given in self.data.val_sets.items():
+            if given.max_response_length is not None and self.has_episodes:
+                raise ValueError(
+                    f"data.val_sets.{name}.max_response_length: the limits of episodes are those of "
+                    "rollout.episode and data.max_response_length; leave it out"
                 )
         return self
 

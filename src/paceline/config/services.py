@@ -99,11 +99,17 @@ class TrainerConfig(Section):
 
     profile: ProfileConfig = ProfileConfig()
 
-    def validates_after(self, step: int) -> bool:
-        """Returns whether a validation follows a step."""
+    def validates_after(self, step: int, *, every: int = 1) -> bool:
+        """Returns whether a validation follows a step; 0 is the start.
+
+        Args:
+            every: of the validations between the first and the last, one in so many counts.
+        """
+        if step == 0:
+            return self.val_before_train
         if step == self.total_steps:
             return self.test_freq != 0
-        return self.test_freq is not None and self.test_freq > 0 and step % self.test_freq == 0
+        return bool(self.test_freq) and step % (every * (self.test_freq or 1)) == 0
 
 
 class LearnerConfig(Section):

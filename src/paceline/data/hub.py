@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paceline.config.data import Files
+from paceline.config.base import Files
 from paceline.config.run import RunConfig
 from paceline.core.errors import DataError
 from paceline.storage.hub import CARD, CONVERTED, DATA_SUFFIXES, HubName, is_named, pinned, snapshot
@@ -37,7 +37,8 @@ def uses_hub(config: RunConfig) -> bool:
     model = config.model
     own = (model.path, model.tokenizer_path, config.critic.path)
     places = (*own, *config.frozen_folders.values(), *dict(model.paths).values())
-    files = (*config.data.train_files, *config.data.val_files)
+    held_out = [file for prompts in config.held_out_sets for file in prompts.files]
+    files = (*config.data.train_files, *held_out)
     return any(is_named(place) for place in (*places, *files) if place)
 
 
@@ -66,7 +67,14 @@ def pinned_run(config: RunConfig, known: Collection[str] = ()) -> RunConfig:
             "critic": critic.model_copy(update={"path": model(critic.path)}),
             "algorithm": config.algorithm.with_places(lambda place: pinned(place, "model", known)),
             "data": data.model_copy(
-                update={"train_files": files(data.train_files), "val_files": files(data.val_files)}
+                update={
+                    "train_files": files(data.train_files),
+                    "val_files": files(data.val_files),
+                    "val_sets": {
+                        name: prompts.model_copy(update={"files": files(prompts.files)})
+                        for name, prompts in data.val_sets.items()
+                    },
+                }
             ),
         }
     )

@@ -12,6 +12,7 @@ import numpy as np
 
 from paceline.config.data import DataConfig
 from paceline.config.run import RunConfig
+from paceline.config.validation import HeldOutSet
 from paceline.core.errors import DataError, ModelError
 from paceline.core.samples.trajectory import Int32Array, RewardContext
 from paceline.data.hub import local_files
@@ -182,7 +183,8 @@ def encode_exchange(tokenizer: Tokenizer, prompt: str, answer: str) -> list[int]
 class Prompt:
     """Holds one row of the data files.
 
-    `prompt_id` is its number among all rows of the files, so that filtering changes no id.
+    `prompt_id` is its number among all rows of the files, those of all held-out sets together, so that
+    filtering changes no id.
 
     `messages` are what a chat prompt was rendered from; empty for plain text. `images` are in the order of
     their placeholders.
@@ -208,24 +210,29 @@ class PromptSet:
         config: DataConfig,
         tokenizer: Tokenizer,
         *,
-        split: str = "train",
+        held_out: HeldOutSet | None = None,
+        first_id: int = 0,
         images: ImageReader | None = None,
     ) -> PromptSet:
-        """Reads, tokenizes and filters `data.train_files` or (split="val") `data.val_files`.
+        """Reads, tokenizes and filters `data.train_files`, or a set of held-out prompts.
 
-        `images` reads those of `data.image_key`.
+        Args:
+            first_id: the id of the first row.
+            images: reads those of `data.image_key`.
 
         Raises:
             DataError: a file or column is missing, a row is unusable, a prompt is too long with
                 overlong_prompts=error, or no prompt is left.
         """
-        files = config.train_files if split == "train" else config.val_files
+        files, split, what = config.train_files, "train", "training"
+        if held_out is not None:
+            files, split, what = held_out.files, "val", held_out.title
         required = [config.prompt_key, config.ground_truth_key, *config.extra_keys]
         required += [images.column] if images is not None else []
         rows = rows_with_folders(local_files(files, split), required)
         prompts = [
             _prompt(config, tokenizer, number, row, images, folder)
-            for number, (row, folder) in enumerate(rows)
+            for number, (row, folder) in enumerate(rows, start=first_id)
         ]
         limit = config.max_prompt_length
         kept = {p.prompt_id: p for p in prompts if 0 < len(p.token_ids) <= limit}
@@ -233,13 +240,13 @@ class PromptSet:
         if dropped and config.overlong_prompts == "error":
             worst = max(prompts, key=lambda p: len(p.token_ids))
             raise DataError(
-                f"{dropped} of {len(rows)} {split} prompts are empty or longer than "
+                f"{dropped} of {len(rows)} {what} prompts are empty or longer than "
                 f"data.max_prompt_length={limit} tokens (row {worst.prompt_id} has {len(worst.token_ids)}); "
                 "raise the limit, or set data.overlong_prompts: filter"
             )
         if not kept:
             raise DataError(
-                f"none of the {len(rows)} {split} prompts fits data.max_prompt_length={limit} tokens; "
+                f"none of the {len(rows)} {what} prompts fits data.max_prompt_length={limit} tokens; "
                 "raise the limit"
             )
         return cls(prompts=kept, num_filtered=dropped)
@@ -264,6 +271,11 @@ class PromptSet:
                 f"actor.ppo_max_token_len_per_gpu={config.actor.ppo_max_token_len_per_gpu}: raise it to at "
                 f"least {needed}, or lower data.max_pixels"
             )
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that the prompts were made of."""
+        return len(self.prompts) + self.num_filtered
 
     def ids(self) -> list[int]:
         """Returns all prompt ids in ascending order."""

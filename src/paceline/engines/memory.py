@@ -51,7 +51,7 @@ class EngineMemory:
     def of(cls, config: RunConfig, shape: ModelShape) -> EngineMemory:
         """Plans the memory of a run's engine."""
         rollout, ranks = config.rollout, config.rollout.tensor_model_parallel_size
-        rows = (2 * (8 + 4) + 4 * 8) * (config.max_model_len + 1)
+        rows = (2 * (8 + 4) + 4 * 8) * (config.engine_model_len + 1)
         slices = (4 + 8) * -(-shape.vocab // SLICE)
         bytes_per_number = _bytes_per_number(config)
         numbers = shape.num_parameters + shape.num_frozen

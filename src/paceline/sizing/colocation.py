@@ -152,7 +152,7 @@ def _beside(config: RunConfig, shape: ModelShape, totals: Sequence[int]) -> floa
     """
     learner, engine = LearnerMemory.of(config, shape, totals), EngineMemory.of(config, shape)
     share = _free_share(config, learner, totals)
-    has_room = share * min(totals) >= engine.budget_for(config.max_model_len)
+    has_room = share * min(totals) >= engine.budget_for(config.engine_model_len)
     if has_room or config.actor.memory.offload is not None:
         return share
     return _free_share(config, learner.changed(offloads=True), totals)
@@ -171,7 +171,7 @@ def _needed(config: RunConfig, shape: ModelShape, totals: Sequence[int]) -> floa
     """
     if config.rollout.tools or config.rollout.environment is not None:
         return 1.0
-    num_tokens = config.rollout.max_num_seqs * (config.max_model_len + _SPARE_TOKENS)
+    num_tokens = config.rollout.max_num_seqs * (config.engine_model_len + _SPARE_TOKENS)
     engine = EngineMemory.of(config, shape)
     return math.ceil(100 * engine.budget_for(num_tokens) / min(totals)) / 100
 

@@ -370,12 +370,17 @@ def test_the_first_prompt_is_shown_as_the_model_gets_it(project: Path) -> None:
     save_tokenizer(project / "model")
     (project / "model" / "chat_template.jinja").write_text("{{ messages[0].content }}<|end|>")
     chat = config(data={**DATA, "prompt_format": "chat"})
-    assert data_checks.prompts_line(chat, "train") == (
+    assert data_checks.training_line(chat) == (
         "80 kept, 0 left out as too long, the longest has 9 tokens\n      the first: '0 + 1 =<|end|>'"
     )
     (project / "train.parquet").rename(project / "val.parquet")
-    val = config(data={**DATA, "val_files": ["val.parquet"]})
-    assert "the first" not in data_checks.prompts_line(val, "val")
+    sets = {"chat": "val.parquet", "short": {"files": "val.parquet", "n": 2, "temperature": 1}}
+    val = config(data={**DATA, "val_files": ["val.parquet"], "val_sets": sets})
+    facts = "80 kept, 0 left out as too long, the longest has 8 tokens"
+    assert data_checks.validation_line(val) == "\n      ".join([facts, f"chat: {facts}", f"short: {facts}"])
+    gone = config(data={**DATA, "train_files": ["val.parquet"], "val_sets": {"chat": "gone.parquet"}})
+    with pytest.raises(DataError, match=r"gone.parquet does not exist; correct data.val_sets.chat.files"):
+        data_checks.check_data_files(gone)
 
 
 @pytest.mark.usefixtures("without_torch")

@@ -23,7 +23,8 @@ ASKED: list[RunConfig] = []
 def answered(config: RunConfig, **_: Any) -> int:
     """Writes two answers to each prompt, as a run does after it has validated: the first is right."""
     ASKED.append(config)
-    files = [Path(file) for file in config.data.val_files]
+    sets = config.held_out_sets
+    files = [Path(file) for held_out in sets for file in held_out.files]
     number = sum(len(file.read_text().splitlines()) for file in files)
     rows = [
         {
@@ -34,7 +35,7 @@ def answered(config: RunConfig, **_: Any) -> int:
             "finish_reason": "length" if prompt == 0 else "stop",
         }
         for prompt in range(number)
-        for sample in range(config.rollout.val.n)
+        for sample in range(sets[0].n)
     ]
     folder = Path(str(config.trainer.run_dir)) / "trajectories"
     folder.mkdir(parents=True)
@@ -73,15 +74,35 @@ def test_a_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads((folder / "runs/evaluations/model/evaluation.json").read_text()) == results
     (config,) = ASKED
     assert (config.trainer.total_steps, config.trainer.val_before_train) == (0, True)
-    assert (config.rollout.val.n, config.rollout.val.temperature) == (2, 0.7)
+    assert [(s.name, s.n, s.temperature) for s in config.held_out_sets] == [
+        ("easy", 2, 0.7),
+        ("hard", 2, 0.7),
+    ]
     assert (config.model.path, config.data.max_response_length) == ("my/model", 20000)
 
 
-def test_a_run_at_a_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_at_a_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = folder / "runs" / "mine"
     run.mkdir(parents=True)
     resolved = {
-        "data": {"train_files": ["t.jsonl"], "val_files": ["easy.jsonl"], "prompt_key": "prompt"},
+        "data": {
+            "train_files": ["t.jsonl"],
+            "val_files": ["easy.jsonl"],
+            "val_max_prompts": 1,
+            "val_sets": {
+                "hard": {
+                    "files": ["hard.jsonl"],
+                    "n": 4,
+                    "top_p": 0.9,
+                    "right_above": 1,
+                    "max_prompts": 1,
+                    "every": 3,
+                }
+            },
+            "prompt_key": "prompt",
+        },
         "model": {"path": "start", "dtype": "bfloat16", "lora": {"rank": 4}},
         "rollout": {"val": {"n": 2, "temperature": 1.0}},
         "reward": {"functions": [{"name": "math_verify"}]},
@@ -105,7 +126,18 @@ def test_a_run_at_a_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.model.path.endswith("mine-7.step_7")
     assert (config.model.lora, config.model.dtype, config.actor.use_kl_loss) == (None, "bfloat16", False)
     assert [f.name for f in config.reward.functions] == ["math_verify"]
-    assert list(config.data.val_files) == ["easy.jsonl"]
+    easy, hard = config.held_out_sets
+    assert (easy.files, easy.n, easy.max_prompts) == (("easy.jsonl",), 2, None)
+    assert (hard.files, hard.n, hard.top_p, hard.max_prompts) == (("hard.jsonl",), 4, 0.9, None)
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == [
+        *("val", "val/a", "val/b", "hard")
+    ]
+    results = json.loads((folder / "runs/evaluations/mine-7/evaluation.json").read_text())
+    assert (results["val"]["right"]["value"], results["hard"]["right"]["value"]) == (0.5, 0.0)
+    again = ["--n", "3", "--temperature", "0.5", "--right-above", "0.2", "--out", "again"]
+    assert main(["eval", "mine@7", *again]) == 0
+    values = [(s.n, s.temperature, s.right_above, s.top_p) for s in ASKED[-1].held_out_sets]
+    assert values == [(3, 0.5, 0.2, 1.0), (3, 0.5, 0.2, 0.9)]
 
 
 @pytest.mark.parametrize(

@@ -68,13 +68,13 @@ def test_a_run_is_sent_in_order_from_another_thread(run_dir: Path, monkeypatch: 
     monkeypatch.setitem(adapters.TRACKERS, "mlflow", Broken)
     sending = Sink(["mlflow", "wandb"], run_dir, say=notes.append)
     sending.step(0, {"actor/lr": 1e-6, "perf/mfu": float("nan")}, 50.0)
-    sending.step(1, {"val/num_prompts": 20.0}, 60.0)
+    sending.step(1, {"timing_s/validate": 20.0}, 60.0)
     sending.end(ok=True)
     assert book.told == [
         ("begin", "adder-01", "adder", {"total_steps": 1}, False),
         (0, {"actor/lr": 1e-6}, 50.0),
         ("samples", 1, ["2"] * 16),
-        (1, {"val/num_prompts": 20.0}, 60.0),
+        (1, {"timing_s/validate": 20.0}, 60.0),
         ("end", True),
     ]
     assert threading.get_ident() not in book.threads

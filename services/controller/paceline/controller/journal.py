@@ -32,7 +32,9 @@ trained {step, digest}                       the learner has answered
 rollback {step, to_step, folder, reason}     the learner takes the weights of a checkpoint
 commit {version, digest, servers}            a policy version is served from now on
 newcomers {version, servers}                 further servers have the committed version
-validate {step, policy, prompts, num_samples}   what a validation asks for, each time that it begins
+validate {step, policy, sets}                what a validation asks for, each time that it begins: by the
+                                             set's name, "" for data.val_files, its prompts, num_samples,
+                                             right_above (older journals: prompts, num_samples; one set)
 val_group_dropped {step, prompt, reason}     why one of its prompts has no answers
 saved {step, file, digest, num_rows}         a file of trajectories is written
 checkpoint {step, folder, good, manifest}    it is complete; `manifest` is the digest of its manifest

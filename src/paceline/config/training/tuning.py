@@ -6,8 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from paceline.config.base import Section
-from paceline.config.data import Files
+from paceline.config.base import Files, Section
 from paceline.config.training.memory import Memory, MemoryConfig
 
 

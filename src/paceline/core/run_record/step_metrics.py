@@ -99,12 +99,28 @@ STEP_METRICS: Mapping[str, str] = {
     "rollout/largest_weight": "Largest of these weights.",
     "rollout/corrected_share": "Share of tokens that algorithm.rollout_correction changes or masks.",
     # --- held-out prompts
-    "val/reward/mean": "Mean reward on held-out prompts.",
-    "val/NAME/mean": "Mean of one reward component on held-out prompts.",
+    "val/reward/mean": (
+        "Mean reward on the prompts of data.val_files. All metrics below come for each set of data.val_sets, "
+        "too, as `val/SET/reward/mean` and so on; docs/evaluate.md."
+    ),
+    "val/reward/low": "Lower end of its interval of 95%, from bootstrap samples of the prompts.",
+    "val/reward/high": "Upper end.",
+    "val/avg_at_NUMBER": "Share of right answers: those with a reward above right_above. NUMBER is n.",
+    "val/pass_at_NUMBER": "Probability that one of so many answers is right.",
+    "val/maj_at_NUMBER": (
+        "How often the most frequent final answer of n is right, from three answers on; absent without "
+        "trainer.save_trajectories, and where no response has a final answer."
+    ),
+    "val/cut_off": "Share of responses that ended at the longest length that they may have.",
     "val/episode/NAME": "The same numbers of episodes on held-out prompts.",
     "val/response_length/mean": "Mean response length on held-out prompts.",
     "val/num_prompts": "Held-out prompts that were answered and scored.",
     "val/groups_dropped": "Held-out prompts that were dropped after errors.",
+    "val/source/SOURCE/NAME": (
+        "reward/mean, reward/low, reward/high, avg_at, pass_at, maj_at, cut_off and response_length/mean of "
+        "the prompts of one data source (data.data_source_key), in a set with 2 to 20 of them."
+    ),
+    "val/NAME/mean": "Mean of one reward component on held-out prompts.",
     # --- the barrier
     "barrier/admitted": "Trajectories in the batch.",
     "barrier/duplicates": "Trajectories that came a second time and were not admitted again.",
@@ -201,17 +217,23 @@ STEP_METRICS: Mapping[str, str] = {
     "weights/first_open_ms": "The same until the first server does.",
     "weights/peak_extra_bytes": "Most memory beside the parameters that the push used on a rank.",
 }
-"""Meaning by name. NAME stands for a name that the configuration gives."""
+"""Meaning by name. NAME stands for a name that the configuration gives, SOURCE for one in the data."""
 
+_PLACEHOLDERS = {"NAME": ".+", "SOURCE": ".+", "NUMBER": r"\d+"}
+_ANY = re.compile("|".join(_PLACEHOLDERS))
 _PATTERNS = {
-    re.compile(re.escape(name).replace("NAME", ".+")): text
+    re.compile(_ANY.sub(lambda match: _PLACEHOLDERS[match[0]], re.escape(name))): text
     for name, text in STEP_METRICS.items()
-    if "NAME" in name
+    if _ANY.search(name)
 }
+_SET = re.compile(r"val/(?!(?:episode|reward|response_length|source)/)[^/]+/")
 
 
 def meaning(name: str) -> str:
     """Says what a number of metrics.jsonl is; "" where that is written nowhere."""
-    if name in STEP_METRICS:
-        return STEP_METRICS[name]
-    return next((text for pattern, text in _PATTERNS.items() if pattern.fullmatch(name)), "")
+    for known in (_SET.sub("val/", name), name):
+        if known in STEP_METRICS:
+            return STEP_METRICS[known]
+        if text := next((text for pattern, text in _PATTERNS.items() if pattern.fullmatch(known)), ""):
+            return text
+    return ""

@@ -61,7 +61,7 @@ class Sink:
             self._thread.start()
             self._give(lambda tracker: tracker.begin(run))
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        rows = list(validation_samples(self._run_dir, step)) if "val/num_prompts" in metrics else []
+        rows = list(validation_samples(self._run_dir, step)) if "timing_s/validate" in metrics else []
         if rows:
             self._give(lambda tracker: tracker.samples(step, rows))
         self._give(lambda tracker: tracker.step(step, finite, at))

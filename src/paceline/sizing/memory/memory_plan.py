@@ -150,7 +150,7 @@ class MemoryPlan:
             )
 
     def _check_cache(self, gpu: int, budget: int) -> None:
-        longest = self.config.max_model_len
+        longest = self.config.engine_model_len
         cache = self.engine.generation(budget)["kv cache"]
         if cache < longest * self.engine.bytes_per_token:
             raise ConfigError(

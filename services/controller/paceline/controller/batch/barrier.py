@@ -59,6 +59,7 @@ class Barrier:
         counts: samples of each prompt by purpose; those of the first purpose are the batch. Headers of
             another purpose are UNKNOWN.
         prompts: the ids of the prompts.
+        prompt_counts: in place of `counts` for these prompts.
     """
 
     def __init__(
@@ -68,10 +69,12 @@ class Barrier:
         policy: PolicyTag,
         counts: Mapping[str, int],
         prompts: Iterable[int],
+        prompt_counts: Mapping[int, Mapping[str, int]] | None = None,
     ) -> None:
         self.step, self.policy = step, policy
         self._counts = {str(purpose): count for purpose, count in counts.items()}
-        self.purpose, self._per_group = next(iter(self._counts)), sum(self._counts.values())
+        self._prompt_counts = prompt_counts or {}
+        self.purpose = next(iter(self._counts))
         self._expected = set(prompts)
         self._admitted: dict[TrajectoryId, ScoredHeader] = {}
         self._num_admitted = Counter[int]()
@@ -102,7 +105,7 @@ class Barrier:
     @property
     def num_wanted(self) -> int:
         """Trajectories that all groups together need."""
-        return self._per_group * len(self._expected)
+        return sum(self._group_size(prompt_id) for prompt_id in self._expected)
 
     @property
     def num_groups(self) -> int:
@@ -175,7 +178,7 @@ class Barrier:
     def _settle(self, prompt_id: int) -> None:
         if prompt_id in self._open:
             num_failed = len(self._failures.get(prompt_id, ()))
-            if self._num_admitted[prompt_id] + num_failed == self._per_group:
+            if self._num_admitted[prompt_id] + num_failed == self._group_size(prompt_id):
                 self._open.discard(prompt_id)
 
     def set_aside(self, prompt_id: int) -> None:
@@ -230,11 +233,17 @@ class Barrier:
 
     def _num_wanted(self, key: TrajectoryId) -> int:
         """How many of a trajectory's purpose its group wants."""
-        return self._counts.get(key.purpose, 0) if key.prompt_id in self._expected else 0
+        return self._counts_of(key.prompt_id).get(key.purpose, 0) if key.prompt_id in self._expected else 0
+
+    def _counts_of(self, prompt_id: int) -> Mapping[str, int]:
+        return self._prompt_counts.get(prompt_id, self._counts)
+
+    def _group_size(self, prompt_id: int) -> int:
+        return sum(self._counts_of(prompt_id).values())
 
     def _keys_of(self, prompt_id: int) -> list[TrajectoryId]:
         return [
             TrajectoryId(step=self.step, purpose=purpose, prompt_id=prompt_id, sample_index=index)
-            for purpose, count in self._counts.items()
+            for purpose, count in self._counts_of(prompt_id).items()
             for index in range(count)
         ]

@@ -91,6 +91,7 @@ class _Collection:
             policy=order.policy,
             counts=order.counts,
             prompts=order.prompts,
+            prompt_counts=order.prompt_counts,
         )
         self.began = self.last_progress = self.last_entry = time.monotonic()
         self.first_arrival: float | None = None

@@ -9,8 +9,8 @@ prompt would do no harm: its samples have the same seeds, and the barrier drops 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from paceline.broker import names
 from paceline.broker.backpressure import append_when_room
@@ -42,17 +42,35 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """The prompts of one collection, and which samples each of them gets; purposes differ."""
+    """The prompts of one collection, and which samples each of them gets; purposes differ.
+
+    Attributes:
+        prompt_asks: by prompt, in place of `asks`, where prompts differ in the samples that they get.
+    """
 
     step: int
     policy: PolicyTag
     prompts: Mapping[int, Prompt]
     asks: tuple[Ask, ...]
+    prompt_asks: Mapping[int, tuple[Ask, ...]] = field(default_factory=dict)
 
     @property
     def counts(self) -> dict[str, int]:
         """Samples per prompt, by purpose."""
-        return {str(ask.purpose): ask.num_samples for ask in self.asks}
+        return _counts(self.asks)
+
+    @property
+    def prompt_counts(self) -> dict[int, dict[str, int]]:
+        """The same of prompts that get others."""
+        return {prompt_id: _counts(asks) for prompt_id, asks in self.prompt_asks.items()}
+
+    def asks_of(self, prompt_id: int) -> tuple[Ask, ...]:
+        """Returns what a prompt gets."""
+        return self.prompt_asks.get(prompt_id, self.asks)
+
+
+def _counts(asks: Iterable[Ask]) -> dict[str, int]:
+    return {str(ask.purpose): ask.num_samples for ask in asks}
 
 
 class Dispatcher:
@@ -102,7 +120,11 @@ class Dispatcher:
         """
         stream = names.prompts(self._run_id, order.policy.version)
         await self._broker.ensure_group(stream, names.ROLLOUT_GROUP)
-        groups = [self._group(order, ask, prompt) for prompt in order.prompts.values() for ask in order.asks]
+        groups = [
+            self._group(order, ask, prompt)
+            for prompt_id, prompt in order.prompts.items()
+            for ask in order.asks_of(prompt_id)
+        ]
         keys = [(group.step, group.purpose, group.prompt_id) for group in groups]
         missing = [group for group, key in zip(groups, keys, strict=True) if key not in self._sent]
         if self._images.expected:

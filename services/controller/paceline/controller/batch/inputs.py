@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from paceline.config.run import RunConfig
+from paceline.config.validation import HeldOutSet
 from paceline.core.errors import DataError
 from paceline.core.samples.trajectory import RewardContext, SamplingSpec
 from paceline.data.cursor import PromptCursor
@@ -30,6 +31,22 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeldOutPrompts:
+    """A set of held-out prompts.
+
+    Attributes:
+        prompts: no id is another set's, too.
+    """
+
+    of: HeldOutSet
+    prompts: PromptSet
+
+    def ids(self) -> list[int]:
+        """The prompts that a validation asks for."""
+        return self.prompts.ids()[: self.of.max_prompts]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Inputs:
     """Training and held-out prompts, the cursor over the former, and the tokens that end an answer.
 
@@ -37,7 +54,7 @@ class Inputs:
     """
 
     train: PromptSet
-    val: PromptSet | None
+    val: tuple[HeldOutPrompts, ...]
     cursor: PromptCursor
     stop_token_ids: tuple[int, ...]
     images: ImageReader | None = None
@@ -57,8 +74,11 @@ class Inputs:
     def digest(self) -> str:
         """Of all prompts' tokens and of what their rewards need, so that a resumed run notices other data."""
         digest = hashlib.blake2b(digest_size=16)
-        for prompts in (self.train, self.val):
-            for prompt_id, prompt in sorted(prompts.prompts.items()) if prompts is not None else ():
+        unnamed = next((held_out.prompts.prompts for held_out in self.val if not held_out.of.name), {})
+        named = {held_out.of.name: held_out.prompts.prompts for held_out in self.val if held_out.of.name}
+        for name, prompts in (("", self.train.prompts), ("", unnamed), *sorted(named.items())):
+            digest.update(name.encode())
+            for prompt_id, prompt in sorted(prompts.items()):
                 context = json.dumps(asdict(prompt.context), sort_keys=True, default=repr)
                 digest.update(f"{prompt_id}\n{context}\n".encode(errors="backslashreplace"))
                 digest.update(prompt.token_ids.tobytes())
@@ -75,6 +95,16 @@ class Inputs:
             stop_token_ids=self.stop_token_ids,
         )
 
+    def held_out_sampling(self, of: HeldOutSet) -> SamplingSpec:
+        """How the answers to a set of held-out prompts are sampled."""
+        return SamplingSpec(
+            temperature=of.temperature,
+            max_tokens=of.max_tokens,
+            top_p=of.top_p,
+            top_k=of.top_k,
+            stop_token_ids=self.stop_token_ids,
+        )
+
 
 def load_inputs(config: RunConfig) -> Inputs:
     """Reads prompts and tokenizer; raises DataError or ModelError."""
@@ -83,22 +113,21 @@ def load_inputs(config: RunConfig) -> Inputs:
     images = ImageReader.load(config.data, model.path)
     train = PromptSet.load(config.data, tokenizer, images=images)
     train.check_token_budget(config)
-    val = None
-    if config.data.val_files:
-        val = PromptSet.load(config.data, tokenizer, split="val", images=images)
-    for name, prompts in (("training", train), ("validation", val)):
-        if prompts is not None:
-            log.info(
-                "%d %s prompts, %d left out as over-long", len(prompts.prompts), name, prompts.num_filtered
-            )
-            _check_episodes(config, prompts)
+    val: list[HeldOutPrompts] = []
+    for of in config.held_out_sets:
+        first_id = sum(held_out.prompts.num_rows for held_out in val)
+        prompts = PromptSet.load(config.data, tokenizer, held_out=of, first_id=first_id, images=images)
+        val.append(HeldOutPrompts(of=of, prompts=prompts))
+    for name, prompts in (("training", train), *((held_out.of.title, held_out.prompts) for held_out in val)):
+        log.info("%d %s prompts, %d left out as over-long", len(prompts.prompts), name, prompts.num_filtered)
+        _check_episodes(config, prompts)
     seed = config.trainer.seed if config.data.seed is None else config.data.seed
     cursor = PromptCursor(
         train.ids(), batch_size=config.data.train_batch_size, seed=seed, shuffle=config.data.shuffle
     )
     return Inputs(
         train=train,
-        val=val,
+        val=tuple(val),
         cursor=cursor,
         stop_token_ids=stop_token_ids(model.path, tokenizer),
         images=images,

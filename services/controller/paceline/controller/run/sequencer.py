@@ -205,8 +205,7 @@ class Sequencer:
     async def _start(self) -> None:
         """Step 0: the starting model is published, and measured."""
         metrics = await self._publication.publish(0)
-        if self._config.trainer.val_before_train:
-            metrics |= await self._validation.validate(self._policy)
+        metrics |= await self._validation.validate(self._policy)
         if self._guard.may_roll_back:
             metrics |= await self._checkpoint(metrics, good=self._guard.good)
         self._finish_step(metrics)
@@ -214,8 +213,7 @@ class Sequencer:
     async def _step(self) -> None:
         trainer, step = self._config.trainer, self.progress.step
         metrics, rolled_back = await self._train_step()
-        if trainer.validates_after(step):
-            metrics |= await self._validation.validate(self._policy)
+        metrics |= await self._validation.validate(self._policy)
         # A rollback is saved at once, so that a resumed run does not repeat the steps that led to it.
         is_due = rolled_back or trainer.saves_after(step)
         if is_due or self.progress.stop_reason or self._supervisor.departures.asked(MemberKind.LEARNER):

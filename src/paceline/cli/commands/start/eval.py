@@ -7,8 +7,7 @@ import contextlib
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,12 @@ from paceline.config.data import DataConfig
 from paceline.config.load import parse, with_overrides
 from paceline.config.run import RunConfig
 from paceline.config.training.actor import ActorConfig
+from paceline.config.validation import HeldOutSet
 from paceline.core.errors import CheckpointError, ConfigError
+from paceline.core.evaluation import Estimate, EvaluatedAnswer, EvaluationResult, evaluate, final_answer
 from paceline.data.hub import local_files
 from paceline.data.rows import read_rows, value_at
 from paceline.runs import run_dir as run_dirs
-from paceline.runs.evaluation import EvaluatedAnswer, EvaluationResult, evaluate, table
 from paceline.service.process import die_with_parent
 from paceline.sizing.machine import Machine
 from paceline.sizing.placement import settle
@@ -34,14 +34,6 @@ from paceline.sizing.placement import settle
 RESULTS = "evaluation.json"
 # What a run's own sections say of training, which an evaluation does not do.
 _OF_TRAINING = ("algorithm", "actor", "critic", "guard", "barrier", "broker", "service", "trainer")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvaluationSet:
-    """Files of held-out prompts under a name."""
-
-    name: str
-    files: tuple[str, ...]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=FILE[,FILE]",
-        help="a set of prompts; may be given several times (default: RUN's data.val_files)",
+        help="a set of prompts; may be given several times (default: RUN's data.val_files and data.val_sets)",
     )
     parser.add_argument("--reward", metavar="FUNCTION", help="as reward.functions.N.name; needed with MODEL")
     parser.add_argument("--n", type=int, help="answers per prompt (default: RUN's rollout.val.n, or 1)")
@@ -71,9 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--right-above",
         type=float,
-        default=0.0,
         metavar="REWARD",
-        help="an answer with a reward above this is right (default: 0)",
+        help="an answer with a reward above this is right (default: RUN's rollout.val.right_above, or 0)",
     )
     parser.add_argument("--out", help="folder to write to (default: runs/evaluations/NAME)")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
@@ -86,12 +77,10 @@ def run(args: argparse.Namespace) -> int:
     sets = _sets(args.data)
     folder, step = _run_of(args.target)
     tree: dict[str, Any] = _tree_of_run(folder) if folder else {}
-    sets = sets or [EvaluationSet(name="val", files=tuple(tree.get("data", {}).get("val_files", ())))]
-    if not sets[0].files:
-        raise ConfigError("name the held-out prompts: --data NAME=FILE")
+    tree["data"] = _data(tree.get("data", {}), sets, args)
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", args.target.strip("/").rpartition("/")[2]) or "model"
     out = Path(args.out or run_dirs.RUNS / "evaluations" / name)
-    tree = with_overrides(_tree(tree, args, sets, out), args.overrides)
+    tree = with_overrides(_tree(tree, args, out), args.overrides)
     _make_room(tree)
     if folder is not None:
         tree["model"]["path"] = str(_exported(folder, step, out))
@@ -101,22 +90,23 @@ def run(args: argparse.Namespace) -> int:
         code = train(settled.config, form=Form.PLAIN, remarks=[*settled.remarks, *notes(settled.config)])
     if code:
         return code
-    results = _results(settled.config, out, sets, args.right_above)
+    results = _results(settled.config, out)
     plain = {name: result.as_json() for name, result in results.items()}
     (out / RESULTS).write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(plain, indent=2) if args.json else table(results))
     return 0
 
 
-def _sets(given: Sequence[str]) -> list[EvaluationSet]:
-    sets: list[EvaluationSet] = []
+def _sets(given: Sequence[str]) -> dict[str, list[str]]:
+    """The files of each set by its name."""
+    sets: dict[str, list[str]] = {}
     for word in given:
         name, _, files = word.partition("=")
         if not name or not files:
             raise ConfigError(f"--data {word} must look like NAME=FILE, say gsm8k=gsm8k/test.parquet")
-        if name in [known.name for known in sets]:
+        if name in sets:
             raise ConfigError(f"--data names {name} twice; write NAME=FILE,FILE for several files of a set")
-        sets.append(EvaluationSet(name=name, files=tuple(files.split(","))))
+        sets[name] = files.split(",")
     return sets
 
 
@@ -135,15 +125,35 @@ def _tree_of_run(folder: Path) -> dict[str, Any]:
     return {section: values for section, values in tree.items() if section not in _OF_TRAINING}
 
 
-def _tree(
-    tree: dict[str, Any], args: argparse.Namespace, sets: Sequence[EvaluationSet], out: Path
+_OPTIONS = ("n", "temperature", "right_above")
+
+
+def _data(
+    data: Mapping[str, Any], sets: Mapping[str, Sequence[str]], args: argparse.Namespace
 ) -> dict[str, Any]:
+    """The section with these sets, or with those of the run, of which all prompts are answered.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    given = [name for name in _OPTIONS if getattr(args, name) is not None]
+    named: dict[str, Any] = {name: {"files": list(files)} for name, files in sets.items()}
+    for name, of_run in data.get("val_sets", {}).items() if not sets else ():
+        changed = dict.fromkeys((*given, "max_prompts"))
+        named[name] = {**({"files": of_run} if isinstance(of_run, str | list) else of_run), **changed}
+    unnamed = [] if sets else list(data.get("val_files", ()))
+    files = [*unnamed, *(file for of_set in named.values() for file in of_set["files"])]
+    if not files:
+        raise ConfigError("name the held-out prompts: --data NAME=FILE")
+    own = {"train_files": files, "val_files": unnamed, "val_sets": named}
+    return {**data, **own, "val_max_prompts": None, "train_batch_size": 1}
+
+
+def _tree(tree: dict[str, Any], args: argparse.Namespace, out: Path) -> dict[str, Any]:
     """The configuration of a run that validates its starting model and ends."""
-    files = [file for prompts in sets for file in prompts.files]
     rollout = dict(tree.get("rollout", {}))
     sampling = dict(rollout.get("val", {}))
-    sampling |= {} if args.n is None else {"n": args.n}
-    sampling |= {} if args.temperature is None else {"temperature": args.temperature}
+    sampling |= {name: getattr(args, name) for name in _OPTIONS if getattr(args, name) is not None}
     if sampling.get("n", 1) > 1 and not sampling.get("temperature"):
         raise ConfigError(
             f"{sampling['n']} answers per prompt at a temperature of 0 would all be the same: "
@@ -156,10 +166,8 @@ def _tree(
         reward = {"functions": [{"name": args.reward}]}
     if not reward and not any(word.startswith("reward.") for word in args.overrides):
         raise ConfigError("name what scores the answers: --reward gsm8k, say, or path/to/file.py:function")
-    own = {"train_files": files, "val_files": files, "val_max_prompts": None, "train_batch_size": 1}
     return {
         **tree,
-        "data": {**tree.get("data", {}), **own},
         "model": model,
         "actor": {"ppo_mini_batch_size": 1},
         "rollout": {**rollout, "val": sampling},
@@ -192,13 +200,12 @@ def _exported(folder: Path, step: str, out: Path) -> Path:
     return model
 
 
-def _results(
-    config: RunConfig, out: Path, sets: Sequence[EvaluationSet], right_above: float
-) -> dict[str, EvaluationResult]:
+def _results(config: RunConfig, out: Path) -> dict[str, EvaluationResult]:
     """Measures each set, and within it each data source where there are several."""
     answers = _answers(out / "trajectories" / "val_000000.parquet")
     results: dict[str, EvaluationResult] = {}
-    for name, sources in _rows(config, sets).items():
+    for held_out, sources in _rows(config):
+        name, right_above = held_out.name or "val", held_out.right_above
         own = [answer for answer in answers if answer.prompt in sources]
         if not any(answer.reward is not None for answer in own):
             raise ConfigError(f"no answer to {name} was scored: all its prompts are too long or were dropped")
@@ -212,16 +219,14 @@ def _results(
     return results
 
 
-def _rows(config: RunConfig, sets: Sequence[EvaluationSet]) -> Mapping[str, dict[int, str]]:
+def _rows(config: RunConfig) -> Iterator[tuple[HeldOutSet, dict[int, str]]]:
     """Of each set the prompts, by their number among the rows of all files, with their data sources."""
-    numbered: dict[str, dict[int, str]] = {}
     key, count = config.data.data_source_key, 0
-    for prompts in sets:
-        rows = read_rows(local_files(prompts.files, "val"))
+    for held_out in config.held_out_sets:
+        rows = read_rows(local_files(held_out.files, "val"))
         kinds = [str(value_at(row, key) or "") if key else "" for row in rows]
-        numbered[prompts.name] = dict(enumerate(kinds, start=count))
+        yield held_out, dict(enumerate(kinds, start=count))
         count += len(rows)
-    return numbered
 
 
 def _answers(file: Path) -> list[EvaluatedAnswer]:
@@ -231,10 +236,39 @@ def _answers(file: Path) -> list[EvaluatedAnswer]:
     return [
         EvaluatedAnswer(
             prompt=row["prompt_id"],
-            text=row["response"],
             reward=row["reward"],
+            final=final_answer(row["response"]),
             num_tokens=row["num_sampled_tokens"],
             is_cut=row["finish_reason"] == "length",
         )
         for row in pyarrow.parquet.read_table(file, columns=columns).to_pylist()
     ]
+
+
+def table(results: Mapping[str, EvaluationResult]) -> str:
+    """The results as aligned lines, one per set."""
+    rows = [["set", "prompts", "missing", "n", "reward", "avg@n", "pass@k", "maj@k", "tokens", "cut off"]]
+    for name, result in results.items():
+        rows.append(
+            [
+                name,
+                str(result.num_prompts),
+                str(result.num_missing),
+                str(result.num_samples),
+                _shown(result.reward),
+                _shown(result.right),
+                " ".join(f"{k}: {_shown(estimate)}" for k, estimate in result.pass_at.items() if k > 1)
+                or "-",
+                " ".join(f"{k}: {_shown(estimate)}" for k, estimate in result.majority_at.items()) or "-",
+                f"{result.length.value:.0f}",
+                f"{100 * result.cut.value:.1f}%",
+            ]
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _shown(estimate: Estimate) -> str:
+    return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"

@@ -13,8 +13,8 @@ _MICRO_BATCHES = (
 _SCORED = ("micro_batch_size", "micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu")
 
 REST: tuple[ConversionRule, ...] = (
-    only(_DECODING, f"{_R}.top_p {_R}.val_kwargs.top_p", neutral=(None, 1), example=0.9),
-    only(_DECODING, f"{_R}.top_k {_R}.val_kwargs.top_k", neutral=(None, 0, -1), example=50),
+    only(_DECODING, f"{_R}.top_p", neutral=(None, 1), example=0.9),
+    only(_DECODING, f"{_R}.top_k", neutral=(None, 0, -1), example=50),
     only(_DECODING, f"{_R}.do_sample", neutral=(None, True), example=False),
     only(_DECODING, f"{_R}.ignore_eos"),
     only("write an environment or tools; docs/environments.md", f"{_R}.multi_turn.enable"),

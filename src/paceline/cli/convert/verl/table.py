@@ -282,6 +282,10 @@ _POLICY = (
     ),
     renamed(f"{_ROLLOUT}.val_kwargs.n", "rollout.val.n", 4, default=1),
     renamed(f"{_ROLLOUT}.val_kwargs.temperature", "rollout.val.temperature", 0.5, default=0),
+    renamed(f"{_ROLLOUT}.val_kwargs.top_p", "rollout.val.top_p", 0.7, default=1),
+    renamed(
+        f"{_ROLLOUT}.val_kwargs.top_k", "rollout.val.top_k", -1, by=lambda k: max(0, k), becomes=0, default=-1
+    ),
 )
 
 _ALGORITHM = (

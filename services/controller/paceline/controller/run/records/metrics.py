@@ -135,23 +135,6 @@ def _dynamic_sampling(batch: Batch, num_extra: int) -> dict[str, float]:
     }
 
 
-def validation(batch: Batch, *, seconds: float) -> dict[str, float]:
-    """The metrics of a validation."""
-    metrics = {
-        "timing_s/validate": seconds,
-        "val/num_prompts": float(len({h.trajectory_id.prompt_id for h in batch.samples})),
-    }
-    if batch.samples:
-        metrics["val/reward/mean"] = fmean(h.reward or 0.0 for h in batch.samples)
-        for name, value in episode_metrics(batch.samples).items():
-            metrics[f"val/episode/{name.removeprefix('episode/')}"] = value
-        metrics["val/response_length/mean"] = fmean(h.num_sampled_tokens for h in batch.samples)
-        for name, value in reward_components(batch.samples).items():
-            metrics[f"val/{name}/mean"] = value
-    metrics["val/groups_dropped"] = float(len(batch.dropped))
-    return metrics
-
-
 class MetricsFile:
     """One JSON line per step, keys in a fixed order, so that two runs can be compared line by line."""
 

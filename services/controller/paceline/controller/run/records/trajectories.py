@@ -46,13 +46,20 @@ class TrajectoryFile:
     Args:
         path: the file; replaced once it is complete.
         prompts: by id, for the prompts' texts.
+        sets: names of the held-out sets that prompts are of, by prompt.
         with_tokens: also write token ids, and the log-probs of engine and learner.
     """
 
     def __init__(
-        self, path: Path, *, step: int, prompts: Mapping[int, Prompt], with_tokens: bool = True
+        self,
+        path: Path,
+        *,
+        step: int,
+        prompts: Mapping[int, Prompt],
+        sets: Mapping[int, str] | None = None,
+        with_tokens: bool = True,
     ) -> None:
-        self._path, self._step, self._prompts = path, step, prompts
+        self._path, self._step, self._prompts, self._sets = path, step, prompts, sets or {}
         self._with_tokens = with_tokens
 
     async def write(self, samples: Sequence[ScoredHeader], stored: Stored) -> str:
@@ -84,11 +91,13 @@ class TrajectoryFile:
         return {
             "step": self._step,
             "purpose": header.trajectory_id.purpose,
+            "val_set": self._sets.get(header.trajectory_id.prompt_id),
             "prompt_id": header.trajectory_id.prompt_id,
             "sample_index": header.trajectory_id.sample_index,
             "prompt": context.prompt_text,
             "response": text,
             "ground_truth": context.ground_truth,
+            "data_source": context.data_source,
             "reward": header.reward,
             "components": json.dumps(dict(header.components), sort_keys=True),
             "policy_version": header.policy.version,
@@ -148,11 +157,13 @@ def _columns(with_tokens: bool) -> list[tuple[str, Any]]:
     return [
         ("step", number),
         ("purpose", text),
+        ("val_set", text),
         ("prompt_id", number),
         ("sample_index", number),
         ("prompt", text),
         ("response", text),
         ("ground_truth", text),
+        ("data_source", text),
         ("reward", pyarrow.float64()),
         ("components", text),
         ("policy_version", number),
@@ -170,17 +181,24 @@ def _columns(with_tokens: bool) -> list[tuple[str, Any]]:
 
 
 async def save_trajectories(
-    run: Run, name: str, step: int, batch: Batch, prompts: Mapping[int, Prompt], stored: Stored
+    run: Run,
+    name: str,
+    step: int,
+    batch: Batch,
+    prompts: Mapping[int, Prompt],
+    stored: Stored,
+    sets: Mapping[int, str] | None = None,
 ) -> None:
     """Writes a batch's samples to the run directory and journals it, unless trainer.save_trajectories is off.
 
     Args:
         name: "step" for training, "val" for validation: first part of the file name.
+        sets: names of the held-out sets that prompts are of, by prompt.
     """
     if run.config.trainer.save_trajectories:
         path = run.dir / "trajectories" / f"{name}_{step:06d}.parquet"
         with_tokens = run.config.trainer.save_tokens
-        file = TrajectoryFile(path, step=step, prompts=prompts, with_tokens=with_tokens)
+        file = TrajectoryFile(path, step=step, prompts=prompts, sets=sets, with_tokens=with_tokens)
         digest = await file.write(batch.samples, stored)
         run.journal.record("saved", step=step, file=path.name, digest=digest, num_rows=len(batch.samples))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -14,10 +15,13 @@ from paceline.controller.verify.journal import recomputed_metrics
 from paceline.controller.verify.journal.steps import StepHistory
 from paceline.controller.verify.journal.term import Shape, Term
 from paceline.controller.verify.journal.trajectory_row import TrajectoryRow
+from paceline.controller.verify.journal.validation import ValidationCheck
 from paceline.core.policy import PolicyTag
 from paceline.core.samples.trajectory import SCHEMA_VERSION
 
 _VALIDATION = "val/"
+# Each set that was asked for has one.
+_COUNTS_PROMPTS = re.compile(r"val/([^/]+/)?num_prompts")
 
 
 class StepFiles:
@@ -52,9 +56,7 @@ class StepFiles:
             check = self._file_check(run_id, policy, of_answers.shapes, of_answers)
             name = f"val_{number:06d}.parquet"
             self._check_file(name, check, rows, step.saved.get(name), of_answers, validation.entry)
-            computed |= validation.metrics() | recomputed_metrics.of_components(check.components, "val")
-            if check.num_sampled:
-                computed["val/response_length/mean"] = fmean(check.num_sampled)
+            computed |= validation.metrics() | _of_answers(validation, rows, check)
         self._check_line(number, computed, entry, step, term)
 
     def _file_check(
@@ -108,9 +110,25 @@ class StepFiles:
             return
         text, plain = line
         faults = list(recomputed_metrics.differences(plain, computed))
-        if (step.term or term).is_recorded and step.validation is None:
-            faults += recomputed_metrics.strangers(plain, (), _VALIDATION)
+        if (step.term or term).is_recorded:
+            names = plain if step.validation is None else filter(_COUNTS_PROMPTS.fullmatch, plain)
+            faults += recomputed_metrics.strangers(names, computed, _VALIDATION)
         if entry.get("metrics") not in (None, digest_of(text)):
             faults.append("is another line than the one that was written")
         for fault in faults:
             self._findings.add(Invariant.RECORD, f"the line of step {number} in metrics.jsonl {fault}", entry)
+
+
+def _of_answers(
+    validation: ValidationCheck, rows: Sequence[TrajectoryRow], check: FileCheck
+) -> dict[str, float]:
+    """What the file of a validation says of each set: components and lengths."""
+    metrics: dict[str, float] = {}
+    for of in validation.sets:
+        places = [place for place, row in enumerate(rows) if row.key.prompt_id in of.prompts]
+        if places and len(check.num_sampled) == len(rows):
+            metrics[f"{of.prefix}response_length/mean"] = fmean(check.num_sampled[i] for i in places)
+        if places and len(check.components) == len(rows):
+            components = [check.components[i] for i in places]
+            metrics |= recomputed_metrics.of_components(components, of.prefix.removesuffix("/"))
+    return metrics

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -64,10 +64,10 @@ def differences(line: Mapping[str, Any], computed: Mapping[str, float]) -> Itera
             yield f"has {name} = {value:.9g}, the journal makes it {expected:.9g}"
 
 
-def strangers(line: Mapping[str, Any], computed: Collection[str], prefix: str) -> Iterator[str]:
-    """A sentence for each metric of a line that begins with `prefix` and was not computed."""
-    names = (name for name in line if name.startswith(prefix) and name not in computed)
-    yield from (f"has {name}, of which the journal knows nothing" for name in names)
+def strangers(names: Iterable[str], computed: Collection[str], prefix: str) -> Iterator[str]:
+    """A sentence for each name of a line's metrics that begins with `prefix` and was not computed."""
+    strange = (name for name in names if name.startswith(prefix) and name not in computed)
+    yield from (f"has {name}, of which the journal knows nothing" for name in strange)
 
 
 def _size(computed: Mapping[str, float]) -> float:

@@ -2,13 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
 from paceline.controller.verify.journal.term import Term
 from paceline.controller.verify.journal.trajectory_row import TrajectoryRow
+from paceline.core.evaluation import EvaluatedAnswer, evaluate
 from paceline.core.ids import Purpose, TrajectoryId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AskedSet:
+    """A set of held-out prompts, as a validation asked for it.
+
+    Attributes:
+        prefix: what its metrics begin with.
+        num_samples: answers per prompt.
+        right_above: None in journals from before there were several sets.
+    """
+
+    prefix: str
+    prompts: frozenset[int]
+    num_samples: int
+    right_above: float | None
+
+    @classmethod
+    def of(cls, name: str, asked: Mapping[str, Any]) -> AskedSet:
+        """Reads a set of the event `validate`; "" names that of data.val_files."""
+        return cls(
+            prefix=f"val/{name}/" if name else "val/",
+            prompts=frozenset(asked["prompts"]),
+            num_samples=int(asked["num_samples"]),
+            right_above=asked.get("right_above"),
+        )
+
+    def metrics(self, rows: Sequence[TrajectoryRow], num_dropped: int) -> dict[str, float]:
+        """What metrics.jsonl should say of it, as far as that follows from the journal."""
+        metrics = {
+            f"{self.prefix}num_prompts": float(len({row.key.prompt_id for row in rows})),
+            f"{self.prefix}groups_dropped": float(num_dropped),
+        }
+        if rows and self.right_above is None:
+            metrics[f"{self.prefix}reward/mean"] = fmean(row.reward for row in rows)
+        elif rows and self.right_above is not None:
+            answers = [
+                EvaluatedAnswer(
+                    prompt=row.key.prompt_id, reward=row.reward, final=None, num_tokens=0, is_cut=False
+                )
+                for row in rows
+            ]
+            above = self.right_above
+            result = evaluate(answers, num_asked=0, right_above=above, with_intervals=False)
+            metrics |= {self.prefix + name: value for name, value in result.of_rewards().items()}
+        return metrics
 
 
 class ValidationCheck:
@@ -17,13 +66,17 @@ class ValidationCheck:
     Args:
         entry: the event `validate`.
         term: the settings with which it was made.
+
+    Attributes:
+        sets: what it asked for.
     """
 
     def __init__(self, entry: JournalEntry, term: Term, findings: Findings) -> None:
         self.entry, self.term, self._findings = entry, term, findings
         self.step, self.policy = int(entry["step"]), str(entry["policy"])
-        self._num_samples = int(entry["num_samples"])
-        self._prompts = set(entry["prompts"])
+        asked = entry.get("sets") or {"": entry}
+        self.sets = [AskedSet.of(name, of_set) for name, of_set in asked.items()]
+        self._wanted = {prompt: of.num_samples for of in self.sets for prompt in of.prompts}
         self._admitted: dict[TrajectoryId, JournalEntry] = {}
         self._digests: dict[str, TrajectoryId] = {}
         self._dropped: set[int] = set()
@@ -31,7 +84,7 @@ class ValidationCheck:
     def admit(self, key: TrajectoryId, entry: JournalEntry) -> None:
         """Notes an answer that was admitted."""
         findings = self._findings
-        is_wanted = key.prompt_id in self._prompts and 0 <= key.sample_index < self._num_samples
+        is_wanted = 0 <= key.sample_index < self._wanted.get(key.prompt_id, 0)
         if key.step != self.step or not is_wanted:
             findings.add(
                 Invariant.I2,
@@ -53,7 +106,7 @@ class ValidationCheck:
     def drop(self, entry: JournalEntry) -> None:
         """Notes a group without an answer."""
         prompt = int(entry["prompt"])
-        if prompt not in self._prompts or not entry.get("reason"):
+        if prompt not in self._wanted or not entry.get("reason"):
             self._findings.add(
                 Invariant.I2,
                 f"the validation of step {self.step} dropped prompt {prompt} without a reason, or without "
@@ -65,13 +118,13 @@ class ValidationCheck:
 
     def close(self, entry: JournalEntry) -> None:
         """Notes prompts without an end; `entry` is that of the finished step."""
-        for prompt in sorted(self._prompts - self._dropped):
-            count = sum(self._key(prompt, index) in self._admitted for index in range(self._num_samples))
-            if count != self._num_samples:
+        for prompt in sorted(self._wanted.keys() - self._dropped):
+            wanted = self._wanted[prompt]
+            count = sum(self._key(prompt, index) in self._admitted for index in range(wanted))
+            if count != wanted:
                 self._findings.add(
                     Invariant.I2,
-                    f"prompt {prompt} of the validation of step {self.step} has {count} of "
-                    f"{self._num_samples} answers",
+                    f"prompt {prompt} of the validation of step {self.step} has {count} of {wanted} answers",
                     self.entry,
                     entry,
                 )
@@ -88,12 +141,11 @@ class ValidationCheck:
 
     def metrics(self) -> dict[str, float]:
         """What metrics.jsonl should say of it."""
-        rows = list(self.rows())
-        metrics = {
-            "val/num_prompts": float(len({row.key.prompt_id for row in rows})),
-            "val/groups_dropped": float(len(self._dropped)),
-        }
-        return metrics | ({"val/reward/mean": fmean(row.reward for row in rows)} if rows else {})
+        rows, metrics = list(self.rows()), dict[str, float]()
+        for of in self.sets:
+            own = [row for row in rows if row.key.prompt_id in of.prompts]
+            metrics |= of.metrics(own, len(self._dropped & of.prompts))
+        return metrics
 
     def _key(self, prompt: int, index: int) -> TrajectoryId:
         return TrajectoryId(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ModelError
-from paceline.rollout.engines.vllm.sampling.draw import draw
+from paceline.rollout.engines.vllm.sampling.draw import draw, truncated
 from paceline.rollout.engines.vllm.sampling.places import Places, to_device
 from paceline.rollout.engines.vllm.sampling.samples import SEED
 
@@ -62,12 +62,14 @@ class Rows:
         table_rows: (B,), int64, of the tables.
         divisors: (B,), float32: temperatures, and 1 for greedy rows.
         is_greedy: (B,), uint8.
+        truncation: (B,) top_p and (B,) top_k; None where every row draws from all tokens.
     """
 
     ids: list[str]
     table_rows: Tensor
     divisors: Tensor
     is_greedy: Tensor
+    truncation: tuple[Tensor, Tensor] | None
 
 
 class BatchedSampler(abc.ABC):
@@ -124,6 +126,7 @@ class BatchedSampler(abc.ABC):
                 table_rows=rows,
                 divisors=to_device(divisors, rows.device),
                 is_greedy=to_device(greedy, rows.device),
+                truncation=_truncation(params, rows.device),
             )
         return self._rows
 
@@ -134,7 +137,8 @@ class BatchedSampler(abc.ABC):
             positions: (B,): the number of tokens before each token.
         """
         numbers, log_probs = self._places.numbers, self._places.log_probs
-        if logits.is_cuda:
+        # Only held-out prompts are answered from some of the tokens: the kernels need not know how.
+        if logits.is_cuda and rows.truncation is None:
             from paceline.rollout.engines.vllm.sampling.draw_kernels import draw_into
 
             return draw_into(
@@ -148,10 +152,22 @@ class BatchedSampler(abc.ABC):
                 dtype=dtype,
             )
         values = (logits.float() / rows.divisors.unsqueeze(-1)).log_softmax(-1)
+        if rows.truncation is not None:
+            values = truncated(values, *rows.truncation)
         tokens = draw(values, numbers[rows.table_rows, positions])
         tokens = torch.where(rows.is_greedy.bool(), values.argmax(-1), tokens).unsqueeze(-1)
         log_probs[rows.table_rows, positions] = values.gather(-1, tokens).squeeze(-1)
         return tokens.to(dtype)
+
+
+def _truncation(params: Sequence[Any], device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """top_p and top_k of a batch's requests; None where they leave no token out."""
+    # For all tokens vLLM writes a top_k of 0 or -1.
+    if all(given.top_p == 1 and given.top_k <= 0 for given in params):
+        return None
+    top_p = torch.tensor([given.top_p for given in params], dtype=torch.float32)
+    top_k = torch.tensor([max(0, given.top_k) for given in params], dtype=torch.int64)
+    return to_device(top_p, device), to_device(top_k, device)
 
 
 class FirstRunnersSampler(BatchedSampler):

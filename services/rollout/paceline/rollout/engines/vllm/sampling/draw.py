@@ -54,6 +54,27 @@ def draw(log_probs: Tensor, numbers: Tensor) -> Tensor:
     return (slices.squeeze(-1) * SLICE + within).clamp_(max=vocab - 1)
 
 
+def truncated(log_probs: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
+    """The distributions over each row's likeliest tokens alone; (B, V), normalized.
+
+    Args:
+        log_probs: (B, V), normalized.
+        top_p: (B,): tokens are kept, the likeliest first, until they have this share; 1 keeps all.
+        top_k: (B,), int64: at most so many are kept; 0: all.
+    """
+    vocab = log_probs.shape[-1]
+    ordered, tokens = log_probs.sort(dim=-1, descending=True, stable=True)
+    probs = ordered.exp().double()
+    before = probs.cumsum(-1) - probs
+    ranks = torch.arange(vocab, device=log_probs.device)
+    most = torch.where(top_k > 0, top_k, vocab).unsqueeze(-1)
+    share = torch.where(top_p < 1, top_p.double(), torch.inf).unsqueeze(-1)
+    left_out = torch.empty_like(tokens, dtype=torch.bool)
+    # The likeliest token stays however small the share is.
+    left_out.scatter_(-1, tokens, ((before >= share) & (ranks > 0)) | (ranks >= most))
+    return log_probs.masked_fill(left_out, -torch.inf).log_softmax(-1)
+
+
 def _mixed(x: Tensor) -> Tensor:
     x = (x ^ _shifted(x, 30)) * _FIRST
     x = (x ^ _shifted(x, 27)) * _SECOND

@@ -61,7 +61,7 @@ def engine_arguments(
         # With "auto", a model's generation_config.json would silently change the sampling.
         "generation_config": "vllm",
         "tensor_parallel_size": rollout.tensor_model_parallel_size,
-        "max_model_len": config.max_model_len,
+        "max_model_len": config.engine_model_len,
         "max_num_seqs": rollout.max_num_seqs,
         "enforce_eager": rollout.enforce_eager or on_cpu,
         "seed": config.trainer.seed,
@@ -143,7 +143,7 @@ def cpu_cache(config: RunConfig) -> dict[str, int]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
     # One block is vLLM's own.
-    num_blocks = 1 + config.rollout.max_num_seqs * -(-config.max_model_len // _CPU_BLOCK)
+    num_blocks = 1 + config.rollout.max_num_seqs * -(-config.engine_model_len // _CPU_BLOCK)
     fits = num_blocks * _CPU_BLOCK * token_bytes < config.rollout.kv_cache_gib << 30
     return {"num_gpu_blocks_override": num_blocks} if token_bytes and fits else {}
 
@@ -209,5 +209,7 @@ def _cpu_arguments(config: RunConfig) -> dict[str, Any]:
         # A chunked prompt draws from its generator once per chunk. vLLM corrects that by resetting the
         # generator, which a CPU's generator does not support: without chunks, samples are reproducible.
         "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(_CPU_PREFILL_TOKENS, config.max_model_len, config.rollout.max_num_seqs),
+        "max_num_batched_tokens": max(
+            _CPU_PREFILL_TOKENS, config.engine_model_len, config.rollout.max_num_seqs
+        ),
     }

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 _RESAMPLES, _VOTES = 2000, 200
+# Draws that are in memory at once.
+_DRAWS = 1_000_000
 _LEVEL = 0.95
 _BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
 _MARKED = re.compile(r"####\s*(\S+)")
@@ -26,13 +29,14 @@ class EvaluatedAnswer:
     Attributes:
         prompt: which prompt, unique in its set.
         reward: None where it could not be scored.
+        final: the response's `final_answer`; None where its text is not known.
         num_tokens: that the policy drew.
-        is_cut: whether the response ended at data.max_response_length.
+        is_cut: whether the response ended at the longest length that it may have.
     """
 
     prompt: int
-    text: str
     reward: float | None
+    final: str | None
     num_tokens: int
     is_cut: bool
 
@@ -57,7 +61,7 @@ class EvaluationResult:
         reward: mean reward.
         right: share of right answers, avg@n with n = num_samples.
         pass_at: by k, the probability that one of k answers is right (arXiv:2107.03374, eq. 1).
-        majority_at: by k, that the most frequent final answer of k is right.
+        majority_at: by k, that the most frequent final answer of k is right; empty where no response has one.
         length: mean tokens of a response.
         cut: share of responses that were cut off.
     """
@@ -76,9 +80,30 @@ class EvaluationResult:
         """The same as plain data."""
         return asdict(self)
 
+    def of_rewards(self) -> dict[str, float]:
+        """What follows from the rewards alone, by the names that metrics end with."""
+        metrics = {
+            "reward/mean": self.reward.value,
+            "reward/low": self.reward.low,
+            "reward/high": self.reward.high,
+            f"avg_at_{self.num_samples}": self.right.value,
+        }
+        return metrics | {f"pass_at_{k}": share.value for k, share in self.pass_at.items() if k > 1}
+
+    def as_metrics(self) -> dict[str, float]:
+        """Everything, by the names that metrics end with."""
+        votes = {f"maj_at_{k}": share.value for k, share in self.majority_at.items()}
+        rest = {"response_length/mean": self.length.value, "cut_off": self.cut.value}
+        return self.of_rewards() | votes | rest
+
 
 def evaluate(
-    answers: Sequence[EvaluatedAnswer], *, num_asked: int, right_above: float = 0.0
+    answers: Iterable[EvaluatedAnswer],
+    *,
+    num_asked: int,
+    right_above: float = 0.0,
+    samples_votes: bool = True,
+    with_intervals: bool = True,
 ) -> EvaluationResult:
     """Measures a set of prompts; every prompt counts the same.
 
@@ -86,6 +111,8 @@ def evaluate(
         answers: to any prompts of the set, in any order; those without a reward are left out.
         num_asked: prompts of the set.
         right_above: an answer with a reward above this is right.
+        samples_votes: maj@k also of fewer answers than there are, which takes 200 draws per prompt and k.
+        with_intervals: without, their ends are NaN.
 
     Raises:
         ValueError: no answer has a reward.
@@ -96,37 +123,59 @@ def evaluate(
             groups[answer.prompt].append(answer)
     if not groups:
         raise ValueError("no answer was scored")
-    ordered = [groups[prompt] for prompt in sorted(groups)]
-    fewest = min(map(len, ordered))
-    sizes = _powers(fewest)
-    generator = np.random.default_rng(0)
-    draws = generator.integers(0, len(ordered), size=(_RESAMPLES, len(ordered)))
-
-    def estimate(value: Callable[[list[EvaluatedAnswer]], float]) -> Estimate:
-        return _estimate(np.array([value(group) for group in ordered]), draws)
-
-    def is_right(answer: EvaluatedAnswer) -> bool:
-        return answer.reward is not None and answer.reward > right_above
-
+    ordered = [_Group.of(groups[prompt], right_above) for prompt in sorted(groups)]
+    most = max(len(group.right) for group in ordered)
+    sizes = _powers(min(len(group.right) for group in ordered))
+    votes = [k for k in sizes if k > 2 and (samples_votes or k == most)]
+    if not any(final for group in ordered for final in group.finals):
+        votes = []
+    columns: dict[tuple[str, int], list[float]] = {
+        ("reward", 1): [_mean(group.rewards) for group in ordered],
+        ("right", 1): [_mean(group.right) for group in ordered],
+        ("length", 1): [_mean(group.lengths) for group in ordered],
+        ("cut", 1): [_mean(group.cut) for group in ordered],
+        **{("pass", k): [pass_at_k(len(g.right), sum(g.right), k) for g in ordered] for k in sizes},
+        **{("majority", k): [majority_at_k(g.finals, g.right, k) for g in ordered] for k in votes},
+    }
+    values = np.array(list(columns.values()), dtype=float)
+    lows, highs = _intervals(values) if with_intervals else np.full((2, len(values)), np.nan)
+    estimates = {
+        name: Estimate(value=float(row.mean()), low=float(low), high=float(high))
+        for name, row, low, high in zip(columns, values, lows, highs, strict=True)
+    }
     return EvaluationResult(
         num_prompts=len(ordered),
         num_missing=num_asked - len(ordered),
-        num_samples=max(map(len, ordered)),
-        reward=estimate(lambda group: _mean(answer.reward or 0.0 for answer in group)),
-        right=estimate(lambda group: _mean(map(is_right, group))),
-        pass_at={k: estimate(partial(_passes, is_right=is_right, k=k)) for k in sizes},
-        majority_at={k: estimate(partial(_votes, is_right=is_right, k=k)) for k in sizes if k > 2},
-        length=estimate(lambda group: _mean(answer.num_tokens for answer in group)),
-        cut=estimate(lambda group: _mean(answer.is_cut for answer in group)),
+        num_samples=most,
+        reward=estimates["reward", 1],
+        right=estimates["right", 1],
+        pass_at={k: estimates["pass", k] for k in sizes},
+        majority_at={k: estimates["majority", k] for k in votes},
+        length=estimates["length", 1],
+        cut=estimates["cut", 1],
     )
 
 
-def _passes(group: list[EvaluatedAnswer], *, is_right: Callable[[EvaluatedAnswer], bool], k: int) -> float:
-    return pass_at_k(len(group), sum(map(is_right, group)), k)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Group:
+    """The scored answers to one prompt, in columns."""
 
+    rewards: list[float]
+    right: list[bool]
+    finals: list[str]
+    lengths: list[int]
+    cut: list[bool]
 
-def _votes(group: list[EvaluatedAnswer], *, is_right: Callable[[EvaluatedAnswer], bool], k: int) -> float:
-    return majority_at_k([final_answer(answer.text) for answer in group], list(map(is_right, group)), k)
+    @classmethod
+    def of(cls, answers: Sequence[EvaluatedAnswer], right_above: float) -> _Group:
+        rewards = [answer.reward or 0.0 for answer in answers]
+        return cls(
+            rewards=rewards,
+            right=[reward > right_above for reward in rewards],
+            finals=[answer.final or "" for answer in answers],
+            lengths=[answer.num_tokens for answer in answers],
+            cut=[answer.is_cut for answer in answers],
+        )
 
 
 def pass_at_k(n: int, right: int, k: int) -> float:
@@ -147,12 +196,16 @@ def majority_at_k(finals: Sequence[str], right: Sequence[bool], k: int) -> float
     """
     if k >= len(finals):
         return _vote(finals, right)
-    generator = np.random.default_rng(k)
-    places = range(len(finals))
     return _mean(
         _vote([finals[place] for place in chosen], [right[place] for place in chosen])
-        for chosen in (generator.choice(places, size=k, replace=False) for _ in range(_VOTES))
+        for chosen in _choices(len(finals), k)
     )
+
+
+@cache
+def _choices(n: int, k: int) -> list[list[int]]:
+    generator = np.random.default_rng(k)
+    return [generator.choice(range(n), size=k, replace=False).tolist() for _ in range(_VOTES)]
 
 
 def _vote(finals: Sequence[str], right: Sequence[bool]) -> float:
@@ -177,10 +230,26 @@ def final_answer(text: str) -> str:
     return ""
 
 
-def _estimate(values: np.ndarray, draws: np.ndarray) -> Estimate:
-    means = values[draws].mean(axis=1)
-    low, high = np.quantile(means, [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
-    return Estimate(value=float(values.mean()), low=float(low), high=float(high))
+def _intervals(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Lower and upper end of the mean of each row, (2, rows); the same draws of prompts for all.
+
+    Args:
+        values: (rows, prompts).
+    """
+    generator, num_prompts = np.random.default_rng(0), values.shape[1]
+    at_once = max(1, _DRAWS // num_prompts)
+    means = np.concatenate(
+        [
+            values[
+                :, generator.integers(0, num_prompts, size=(min(at_once, _RESAMPLES - start), num_prompts))
+            ]
+            .mean(axis=2)
+            .T
+            for start in range(0, _RESAMPLES, at_once)
+        ]
+    )
+    ends: npt.NDArray[np.float64] = np.quantile(means, [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2], axis=0)
+    return ends
 
 
 def _powers(most: int) -> list[int]:
@@ -192,32 +261,3 @@ def _powers(most: int) -> list[int]:
 def _mean(values: Any) -> float:
     numbers = [float(value) for value in values]
     return sum(numbers) / len(numbers)
-
-
-def table(results: Mapping[str, EvaluationResult]) -> str:
-    """The results as aligned lines, one per set."""
-    rows = [["set", "prompts", "missing", "n", "reward", "avg@n", "pass@k", "maj@k", "tokens", "cut off"]]
-    for name, result in results.items():
-        rows.append(
-            [
-                name,
-                str(result.num_prompts),
-                str(result.num_missing),
-                str(result.num_samples),
-                _shown(result.reward),
-                _shown(result.right),
-                " ".join(f"{k}: {_shown(estimate)}" for k, estimate in result.pass_at.items() if k > 1)
-                or "-",
-                " ".join(f"{k}: {_shown(estimate)}" for k, estimate in result.majority_at.items()) or "-",
-                f"{result.length.value:.0f}",
-                f"{100 * result.cut.value:.1f}%",
-            ]
-        )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
-
-
-def _shown(estimate: Estimate) -> str:
-    return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
