@@ -19,9 +19,25 @@ from support.training_run import ROOT
 FOLDER = ROOT / "deploy" / "observability"
 WHO = 'service_instance_id="controller",instance="c:9464",job="paceline"'
 
+# Series of a run that has two steps, of a learner's second rank that is not there, and of nothing.
+RUN = {
+    f"paceline_run_step{{{WHO}}}": "1x20",
+    f"paceline_run_total_steps{{{WHO}}}": "2x20",
+    f"paceline_training_step{{{WHO}}}": "0x20",
+    'up{job="paceline-controller"}': "1x20",
+}
+NOTHING = {"another_metric": "1x20"}
+
 # Per alert about the services: series by name and labels, and the minute at which it must fire; at minute 0,
 # and for the quiet series, it must not.
 CASES: dict[str, tuple[dict[str, str], dict[str, str], int]] = {
+    "PacelineNothingAnswers": (NOTHING, RUN, 2),
+    "PacelineControllerMissing": ({'up{job="paceline-reward"}': "1x20"}, RUN, 2),
+    "PacelineBrokerAway": (
+        {f"paceline_broker_outage_seconds_total{{{WHO}}}": "0+60x20"},
+        {f"paceline_broker_outage_seconds_total{{{WHO}}}": "0 2x20"},
+        4,
+    ),
     "PacelineTargetDown": ({'up{job="paceline"}': "1 0x20"}, {'up{job="paceline"}': "1x20"}, 3),
     "PacelineMemberDead": (
         {'paceline_members{kind="reward",state="serving",health="dead"}': "0 1x20"},
@@ -116,7 +132,7 @@ def promtool(*arguments: str, cwd: Path = ROOT) -> str:
 
 def alerts(file: str) -> list[str]:
     tree = yaml.safe_load((FOLDER / "rules" / file).read_text())
-    return [rule["alert"] for group in tree["groups"] for rule in group["rules"]]
+    return [rule["alert"] for group in tree["groups"] for rule in group["rules"] if "alert" in rule]
 
 
 def check_alert(
@@ -183,7 +199,54 @@ def test_a_service_alert_fires_on_its_cause_and_not_without(alert: str, tmp_path
 
 
 def test_every_service_alert_has_a_case() -> None:
-    assert sorted(CASES) == sorted(alerts("services.yaml"))
+    assert sorted([*CASES, "PacelineWatchdog"]) == sorted(alerts("services.yaml"))
+
+
+def test_the_watchdog_always_fires(tmp_path: Path) -> None:
+    watchdog = "PacelineWatchdog"
+    check_alert(tmp_path, "services.yaml", NOTHING, {(watchdog, 0): True, (watchdog, 9): True})
+
+
+# The stale mark that a target leaves which is not found any more.
+GONE = "1x3 stale"
+
+
+@pytest.mark.parametrize(
+    ("last", "fires"),
+    [
+        # Lost in the middle of a step; the last step done; ended before that, as after `paceline stop`.
+        ({f"paceline_training_step{{{WHO}}}": "1x3 stale"}, True),
+        ({f"paceline_training_step{{{WHO}}}": "1 1 2 2 stale"}, False),
+        ({f'paceline_run_phase_seconds{{{WHO},phase="ended"}}': "_ _ _ 5 stale"}, False),
+        ({f'paceline_run_phase_seconds{{{WHO},phase="failed"}}': "_ _ _ 5 stale"}, True),
+        # Ended, and begun again.
+        ({f'paceline_run_phase_seconds{{{WHO},phase="ended"}}': "_ 5 stale"}, True),
+    ],
+)
+def test_a_run_that_has_ended_is_missed_by_nobody(last: dict[str, str], fires: bool, tmp_path: Path) -> None:
+    series = {
+        f"paceline_run_step{{{WHO}}}": GONE,
+        f"paceline_run_total_steps{{{WHO}}}": GONE.replace("1", "2"),
+        'up{job="paceline-controller"}': GONE,
+        **last,
+    }
+    nothing = "PacelineNothingAnswers"
+    check_alert(tmp_path, "services.yaml", series, {(nothing, 3): False, (nothing, 6): fires})
+
+
+def test_an_outage_of_redis_is_no_error_of_the_reward_function(tmp_path: Path) -> None:
+    """Redis that comes back empty has lost the responses that were being scored."""
+    series = {
+        f'paceline_trajectories_total{{{WHO},verdict="reward_error"}}': "0 0 0 4x30",
+        f"paceline_broker_outage_seconds_total{{{WHO}}}": "0 0 6x30",
+    }
+    expected = {("PacelineRewardErrors", minute): False for minute in range(16)}
+    check_alert(tmp_path, "services.yaml", series, expected)
+
+
+def test_ports_of_ranks_that_a_learner_does_not_have_raise_no_alert(tmp_path: Path) -> None:
+    series = {**RUN, 'up{job="paceline-learner-ranks"}': "0x20"}
+    check_alert(tmp_path, "services.yaml", series, {("PacelineTargetDown", 9): False})
 
 
 @pytest.mark.parametrize("rule", RULES)

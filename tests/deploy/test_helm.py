@@ -350,6 +350,13 @@ def test_services_reach_whom_they_must_and_nobody_else(many: dict[tuple[str, str
         assert policy["podSelector"]["matchLabels"]["app.kubernetes.io/instance"] == "run"
 
 
+def test_every_rank_can_be_scraped(models: dict[tuple[str, str], Manifest]) -> None:
+    for component, last in (("controller", 9464), ("learner", 9465), ("rollout", 9464), ("reward", 9464)):
+        ingress = models["NetworkPolicy", component]["spec"]["ingress"]
+        (ports,) = [way["ports"] for way in ingress if way["from"] == [{"namespaceSelector": {}}]]
+        assert ports == [{"port": 9464, "endPort": last}]
+
+
 def test_each_reward_model_has_its_replicas_and_what_it_needs(
     models: dict[tuple[str, str], Manifest],
     secrets: dict[str, dict[str, bytes]],

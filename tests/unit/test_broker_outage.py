@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+from dataclasses import replace
 
 import pytest
 from redis import exceptions
@@ -10,7 +11,9 @@ from redis import exceptions
 from paceline.broker.redis.outage import Attempts, Outage, Trouble
 from paceline.broker.redis.redis_errors import is_missing, trouble_of
 from paceline.core.errors import BrokerError
+from paceline.service.observability import metrics
 from support.clocks import ManualClock
+from support.measured import measured
 
 GONE = Trouble(state="is gone", remedy="bring it back")
 
@@ -271,3 +274,21 @@ def test_what_waiting_does_not_mend(error: Exception) -> None:
 )
 def test_what_a_missing_stream_reads_like(text: str, missing: bool) -> None:
     assert is_missing(exceptions.ResponseError(text)) is missing
+
+
+def test_its_seconds_are_counted_while_it_lasts() -> None:
+    with measured() as read:
+        client = Client()
+        assert read(metrics.BROKER_OUTAGE) == {"": 0}
+        with client.command() as attempts:
+            for seconds in (0.0, 1.5, 2.0):
+                client.clock.advance(seconds)
+                attempts.failed(GONE)
+            assert read(metrics.BROKER_OUTAGE) == {"": 3.5}
+            client.clock.advance(1.0)
+            attempts.answered()
+        client.clock.advance(60.0)
+        with client.command() as attempts:
+            attempts.answered()
+            attempts.failed(replace(GONE, silent_s=10.0))
+        assert read(metrics.BROKER_OUTAGE) == {"": 14.5}

@@ -142,6 +142,7 @@ def test_thresholds_of_service_alerts_follow_the_defaults() -> None:
         rule["alert"]: rule["expr"]
         for group in load(FOLDER / "rules/services.yaml")["groups"]
         for rule in group["rules"]
+        if "alert" in rule
     }
     silent, push = ServiceConfig().suspect_after_s, WeightsConfig().push_timeout_s / 2
     assert rules["PacelineMemberSilent"] == f"paceline_member_silence_seconds > {silent:g}"
@@ -158,6 +159,24 @@ def test_the_collectors_pipelines_use_parts_that_are_configured() -> None:
     assert received_at["endpoint"].rpartition(":")[2] == sent_to
 
 
+def test_every_rank_of_a_learners_container_is_scraped() -> None:
+    """Rank N serves on the port behind rank 0's, plus N."""
+    services = load(ROOT / "deploy" / "compose" / "compose.yaml")["services"]
+    jobs = {
+        job["job_name"]: job["dns_sd_configs"] for job in load(FOLDER / "prometheus.yaml")["scrape_configs"]
+    }
+    (first,) = jobs["paceline-learner"]
+    numbers = {
+        name: re.sub(r"\$\{\w+:-(\d+)\}", r"\1", tree["environment"]["PET_NPROC_PER_NODE"])
+        for name, tree in services.items()
+        if "PET_NPROC_PER_NODE" in tree.get("environment", {})
+    }
+    assert numbers == {"learner": "2", "learner-gpu": "4", "learner-colocated": "8"}
+    for name, number in numbers.items():
+        ports = [d["port"] for d in (first, *jobs["paceline-learner-ranks"]) if name in d["names"]]
+        assert ports[: int(number)] == [first["port"] + rank for rank in range(int(number))]
+
+
 def test_the_profile_mounts_the_files_and_scrapes_what_the_services_serve() -> None:
     compose = load(ROOT / "deploy" / "compose" / "compose.yaml")
     services = compose["services"]
@@ -171,8 +190,10 @@ def test_the_profile_mounts_the_files_and_scrapes_what_the_services_serve() -> N
     scraped: dict[str, int] = {}
     for job in load(FOLDER / "prometheus.yaml")["scrape_configs"]:
         assert job["scheme"] == "https"
-        role = job["job_name"].removeprefix("paceline-")
+        role = job["job_name"].removeprefix("paceline-").removesuffix("-ranks")
         assert job["tls_config"]["server_name"] == f"{role}.paceline"
+        if job["job_name"].endswith("-ranks"):
+            continue
         (looked_up,) = job["dns_sd_configs"]
         assert all(name.startswith(role) for name in looked_up["names"])
         scraped |= dict.fromkeys(looked_up["names"], looked_up["port"])

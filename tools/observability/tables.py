@@ -35,7 +35,7 @@ def alert_table(rules: Path) -> str:
     """A row per alert about the services."""
     tree = yaml.safe_load(rules.read_text(encoding="utf-8"))
     rows = ["| alert | fires when | what to do |", "| --- | --- | --- |"]
-    for rule in (rule for group in tree["groups"] for rule in group["rules"]):
+    for rule in (rule for group in tree["groups"] for rule in group["rules"] if "alert" in rule):
         words = rule["annotations"]
         text = (textwrap.shorten(words[key], 400) for key in ("summary", "description"))
         when, what = (re.sub(r"\{\{[^}]*\}\}", "…", part) for part in text)

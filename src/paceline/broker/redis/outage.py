@@ -9,6 +9,7 @@ from typing import Final, Self
 
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import BrokerError
+from paceline.service.observability import metrics, telemetry
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,9 @@ class Outage:
         self._since_s: float | None = None
         self._over_s = _NEVER
         self._announced: Trouble | None = None
+        self._counted_s = 0.0
         self.num_waiting = 0
+        telemetry.count(metrics.BROKER_OUTAGE, 0)
 
     @property
     def is_on(self) -> bool:
@@ -93,7 +96,8 @@ class Outage:
         """
         now = self._clock.monotonic()
         if self._since_s is None:
-            self._since_s = now - trouble.silent_s
+            self._since_s = self._counted_s = now - trouble.silent_s
+        self._count(now)
         seconds = now - self._since_s
         if seconds >= limit_s:
             raise BrokerError(
@@ -106,6 +110,11 @@ class Outage:
             _say(self._on_outage, f"{sentence}: {trouble.remedy}")
         return limit_s - seconds
 
+    def _count(self, now: float) -> None:
+        """Counts the seconds of the outage since the last call."""
+        telemetry.count(metrics.BROKER_OUTAGE, now - self._counted_s)
+        self._counted_s = now
+
     def _is_worth_a_word(self, trouble: Trouble, seconds: float) -> bool:
         """Whether the outage is announced now; what a person has to end is, even after another cause."""
         if self._announced is None:
@@ -117,6 +126,7 @@ class Outage:
         if self._since_s is None or (self.num_waiting and not waited):
             return
         now = self._clock.monotonic()
+        self._count(now)
         if self._announced:
             _say(self._on_recovery, f"broker {self._server} is back after {now - self._since_s:.0f} s")
         self._since_s, self._over_s, self._announced = None, now, None

@@ -102,6 +102,13 @@ GPU_POWER = Metric(
     services=_ON_GPUS,
 )
 
+BROKER_OUTAGE = Metric(
+    name="paceline_broker_outage_seconds_total",
+    help="Seconds for which the message broker did not answer this process, or had no memory for it.",
+    kind=MetricKind.COUNTER,
+    services=_ALL,
+)
+
 # --- members
 
 HEARTBEATS = Metric(
