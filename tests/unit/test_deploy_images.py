@@ -155,3 +155,20 @@ def test_torch_comes_from_its_own_index_where_pip_has_not_the_build(
         "--no-deps torch==2.13.0+cpu --index-url http://builds.example",
         "--constraint cpu.txt numpy>=2 torch>=2.11",
     ]
+
+
+def test_images_say_what_they_are(tmp_path: Path) -> None:
+    """`--version` in the image, and its labels; the version is that of the distribution."""
+    version = tomllib.loads((source.ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "version"
+    ]
+    for words in build(tmp_path, "controller", "learner").values():
+        assert f"VERSION={version}" in words
+        (revision,) = (word for word in words if word.startswith("REVISION="))
+        assert re.fullmatch(r"REVISION=(unknown|[0-9a-f]{12,40}(-dirty)?)", revision)
+    for service in source.SERVICES:
+        text = (source.ROOT / "services" / service / "Dockerfile").read_text(encoding="utf-8")
+        last = text.rpartition("\nFROM ")[2]
+        assert f'org.opencontainers.image.title="Paceline {service}"' in last
+        assert 'org.opencontainers.image.version="$VERSION"' in last
+        assert 'ENV PACELINE_VERSION="$VERSION ($REVISION)"' in last

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import gc
 import importlib
-import importlib.metadata
 import sys
 from collections.abc import Sequence
 
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="COMMAND",
         help="one of the commands below; `paceline COMMAND --help` describes it",
     )
-    parser.add_argument("--version", action="version", version=f"paceline {_version()}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and end")
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
         near = difflib.get_close_matches(words[0], COMMANDS, n=1)
         meant = f"; did you mean {near[0]}?" if near else "; `paceline --help` lists them"
@@ -114,15 +114,21 @@ def _run(name: str, words: Sequence[str]) -> int:
         return EXIT_GIVEN if isinstance(error, GIVEN_ERRORS) else EXIT_FAILED
     except KeyboardInterrupt:
         return 130
+    finally:
+        if "grpc" in sys.modules:
+            # Channels over TLS that are left to the end of the interpreter hold that up for two seconds.
+            gc.collect()
     return code
 
 
-def _version() -> str:
-    """The version that is installed; images have the source alone."""
-    try:
-        return importlib.metadata.version("paceline")
-    except importlib.metadata.PackageNotFoundError:
-        return "from source"
+class _Version(argparse.Action):
+    """Looks the version up where it is asked for: that takes as long as the rest of a command's start."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
+        from paceline.service.packages import own_version
+
+        print(f"paceline {own_version()}")
+        parser.exit()
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from paceline.core.errors import EXIT_FAILED, ConfigError
 from paceline.launch.processes.restarts import End, judge
 from paceline.service.member.runtime import EXIT_INTERRUPTED
+from paceline.service.packages import own_version
 from paceline.service.process import DIE_WITH_PARENT, PARENT_PID
 from paceline.sizing.machine import free_port
 
@@ -37,6 +38,9 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 def main(words: Sequence[str] | None = None) -> int:
     """Runs the service; returns the container's exit code."""
     module, *arguments = sys.argv[1:] if words is None else words
+    if "--version" in arguments:
+        print(f"{module} of paceline {own_version()}")
+        return 0
     try:
         places = ranks(os.environ)
     except ConfigError as error:

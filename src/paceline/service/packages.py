@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 
 
 def version(package: str) -> str | None:
@@ -11,3 +12,8 @@ def version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def own_version() -> str:
+    """Returns Paceline's version; images, which have the source alone, name theirs in PACELINE_VERSION."""
+    return os.environ.get("PACELINE_VERSION") or version("paceline") or "from source"

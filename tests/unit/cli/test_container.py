@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from paceline.cli.main import main
 from paceline.core.errors import ConfigError
+from paceline.launch import container
 from paceline.launch.container import container_code, ranks
+from paceline.service import packages
 
 LEARNER, CONTROLLER = "paceline.learner", "paceline.controller"
 
@@ -137,3 +140,16 @@ def test_a_killed_rank_is_a_reason_to_start_again(tmp_path: Path) -> None:
         os.kill(pids(tmp_path)[1], signal.SIGKILL)
         process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGKILL
+
+
+def test_a_container_says_its_version_and_starts_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PACELINE_VERSION", "0.1.0 (abc)")
+    assert container.main(["paceline.nowhere", "--port", "7000", "--version"]) == 0
+    assert capsys.readouterr().out == "paceline.nowhere of paceline 0.1.0 (abc)\n"
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert (ended.value.code, capsys.readouterr().out) == (0, "paceline 0.1.0 (abc)\n")
+    monkeypatch.setenv("PACELINE_VERSION", "")
+    assert packages.own_version() == packages.version("paceline")
