@@ -141,6 +141,7 @@ def test_the_defaults_are_those_that_the_page_states() -> None:
         "non_finite": {"warn": 0.0, "stop": 0.0},
         "mismatch_kl": {"warn": 1.0, "stop": 10.0},
         "throughput": {"warn": 0.25},
+        "val_fall": {"warn": 0.0},
     }
     assert set(bounds) == set(RULES)
 

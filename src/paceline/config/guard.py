@@ -48,7 +48,8 @@ class RuleConfig(Section):
     patience: int = Field(
         1,
         gt=0,
-        description="Steps in a row beyond the bound before an action other than warn and skip is taken.",
+        description="Steps, of val_fall validations, in a row beyond the bound before an action other than "
+        "warn and skip is taken.",
     )
 
     @property
@@ -164,6 +165,11 @@ class GuardConfig(Section):
         "Tokens per second of generating, scoring and learning, as a share of its running median; "
         "fires at or below its bounds.",
         warn=0.25,
+    )
+    val_fall: RuleConfig = _rule(
+        "How far the interval of a validation's mean reward lies below that of the best validation so far, "
+        "in units of the reward; each set of held-out prompts by itself. 0: the two intervals touch.",
+        warn=0.0,
     )
 
     @property

@@ -48,6 +48,7 @@ class Rule:
         absolute: the number's size is judged, not its sign: a KL estimated by k1 can come out negative.
         networks: the networks whose optimizer steps it judges one by one; () for a rule that judges the step
             as a whole.
+        of_validation: it judges a validation, each set of held-out prompts by itself, and no update.
         actions: those that it may take.
     """
 
@@ -58,6 +59,7 @@ class Rule:
     scale: str = "its running median"
     absolute: bool = False
     networks: tuple[str, ...] = ()
+    of_validation: bool = False
     actions: tuple[Action, ...] = tuple(Action)
 
 
@@ -107,6 +109,12 @@ RULES: Mapping[str, Rule] = {
             relative=True,
             actions=(Action.WARN, Action.STOP),
         ),
+        Rule(
+            name="val_fall",
+            metric="gap below the best validation's interval",
+            of_validation=True,
+            actions=_WITHOUT_SKIP,
+        ),
     )
 }
 
@@ -136,7 +144,8 @@ class Reading:
     """A rule's number in one step; of several, the worst.
 
     Attributes:
-        network: "actor" or "critic" where the rule judges optimizer steps, else "".
+        network: "actor" or "critic" where the rule judges optimizer steps, the name of a set of held-out
+            prompts where it judges a validation, else "".
         reference: what a relative rule measures by; 0 for others.
         num_skipped: optimizer steps that were not taken because of it; of a rule over the whole batch,
             batches.
@@ -182,7 +191,7 @@ def crossed(limits: RuleLimits, reading: Reading) -> tuple[Action, ...]:
 def describe(reading: Reading, bound: float, action: Action) -> str:
     """Describes the reading, the bound and its configuration key, in one clause."""
     rule = RULES[reading.rule]
-    of = f"{reading.network} " if reading.network else ""
+    of = f"{reading.network}{':' if rule.of_validation else ''} " if reading.network else ""
     detail = f" ({reading.detail})" if reading.detail else ""
     limit = f"{reading.threshold(bound):.4g}"
     if rule.relative:

@@ -5,12 +5,13 @@ readings -> firings -> {only a warning, adjustments of the next steps, rollback,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from paceline.config.guard import GuardConfig
-from paceline.core.guard import Action, Adjustments, Histories, Reading, crossed, describe
+from paceline.controller.guard.best_validations import BestValidations
+from paceline.core.guard import RULES, Action, Adjustments, Histories, Reading, crossed, describe
 
 _AT_ONCE = (Action.WARN, Action.SKIP)
 
@@ -40,7 +41,8 @@ class Firing:
     @property
     def sentence(self) -> str:
         """Says for people what was taken and why."""
-        times = f", for {self.streak} steps now" if self.streak > 1 else ""
+        unit = "validations" if RULES[self.reading.rule].of_validation else "steps"
+        times = f", for {self.streak} {unit} now" if self.streak > 1 else ""
         return f"{self.action.value}: {describe(self.reading, self.bound, self.action)}{times}"
 
 
@@ -50,18 +52,21 @@ class GuardDecision:
 
     Attributes:
         good: no bound but those of warnings was crossed, so that a rollback may return to this step.
+        due: why a validation asked for a rollback; "" if none did.
         stop: why the run must end; "" if it goes on.
     """
 
     firings: tuple[Firing, ...] = ()
     good: bool = True
     rollback: bool = False
+    due: str = ""
     stop: str = ""
 
     @property
     def reason(self) -> str:
         """Why a rollback is due."""
-        return "; ".join(firing.sentence for firing in self.firings if Action.ROLLBACK in firing.actions)
+        own = [firing.sentence for firing in self.firings if Action.ROLLBACK in firing.actions]
+        return "; ".join([*([self.due] if self.due else []), *own])
 
 
 @dataclass(kw_only=True, slots=True)
@@ -88,6 +93,14 @@ class _Streaks:
     firing: dict[str, int] = field(default_factory=dict)
     waiting: dict[str, int] = field(default_factory=dict)
 
+    def without(self, ends: Callable[[str, str], bool]) -> _Streaks:
+        """Those that go on, as `ends(rule, network)` says."""
+
+        def go_on(streaks: Mapping[str, int]) -> dict[str, int]:
+            return {key: n for key, n in streaks.items() if not ends(*key.split("/")[:2])}
+
+        return _Streaks(firing=go_on(self.firing), waiting=go_on(self.waiting))
+
 
 class GuardPolicy:
     """Judges one step after another.
@@ -103,12 +116,32 @@ class GuardPolicy:
         self._streaks = _Streaks()
         self.adjustments = Adjustments()
         self.num_rollbacks = 0
+        self.best = BestValidations()
+        self._due = ""
         self.tallies: dict[str, RuleTally] = {}
         self.histories = Histories(window=config.window, min_history=config.min_history)
 
     def judge(self, step: int, readings: Sequence[Reading]) -> GuardDecision:
         """Judges a finished step by its readings; adjustments take effect from the next step on."""
-        before, self._streaks = self._streaks, _Streaks()
+        return self._judge(step, readings, lambda rule, network: not RULES[rule].of_validation, due=self._due)
+
+    def judge_validation(self, step: int, readings: Sequence[Reading]) -> GuardDecision:
+        """Judges the validation after a step.
+
+        Its weights are published already: a rollback that it asks for takes place in the next step.
+        """
+        seen = {(reading.rule, reading.network) for reading in readings}
+        decision = self._judge(step, readings, lambda rule, network: (rule, network) in seen)
+        if decision.rollback:
+            self._due = decision.reason
+        return replace(decision, rollback=False)
+
+    def _judge(
+        self, step: int, readings: Sequence[Reading], ends: Callable[[str, str], bool], due: str = ""
+    ) -> GuardDecision:
+        """Judges by readings; streaks of the rules for which `ends(rule, network)` go on only with them."""
+        before, self._streaks = self._streaks, self._streaks.without(ends)
+        waits = bool(self._streaks.waiting)
         limited = [reading for reading in readings if reading.rule in self._limits]
         judged = [(reading, crossed(self._limits[reading.rule], reading)) for reading in limited]
         firings = [self._fire(step, reading, beyond, before) for reading, beyond in judged if beyond]
@@ -118,15 +151,15 @@ class GuardPolicy:
         if not stop and Action.ROLLBACK in taken and self.num_rollbacks >= self._config.max_rollbacks:
             cause = next(firing.sentence for firing in fired if Action.ROLLBACK in firing.actions)
             stop = f"{cause}; the run went back {self.num_rollbacks} times already (guard.max_rollbacks)"
-        rollback = Action.ROLLBACK in taken and not stop
+        rollback = (Action.ROLLBACK in taken or bool(due)) and not stop
         self._adjust(taken - {Action.LOWER_LR} if rollback else taken)
-        good = all(beyond in ((), (Action.WARN,)) for _, beyond in judged)
-        return GuardDecision(firings=fired, good=good, rollback=rollback, stop=stop)
+        good = not waits and all(beyond in ((), (Action.WARN,)) for _, beyond in judged)
+        return GuardDecision(firings=fired, good=good, rollback=rollback, due=due, stop=stop)
 
     def rolled_back(self) -> None:
         """Notes a rollback: streaks start from zero, and the next steps use lower learning rates."""
         self.num_rollbacks += 1
-        self._streaks = _Streaks()
+        self._streaks, self._due = _Streaks(), ""
         self._lower_lr()
 
     def _fire(self, step: int, reading: Reading, beyond: Sequence[Action], before: _Streaks) -> Firing | None:
@@ -193,6 +226,8 @@ class GuardPolicy:
             "streaks": asdict(self._streaks),
             "tallies": {key: asdict(tally) for key, tally in self.tallies.items()},
             "histories": self.histories.state_dict(),
+            "best": self.best.state_dict(),
+            "due": self._due,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -204,3 +239,6 @@ class GuardPolicy:
         self._streaks = _Streaks(**state["streaks"])
         self.tallies = {key: RuleTally(**tally) for key, tally in state["tallies"].items()}
         self.histories.load_state_dict(state["histories"])
+        # Checkpoints from before validations were judged have neither.
+        self.best.load_state_dict(state.get("best", {}))
+        self._due = str(state.get("due", ""))

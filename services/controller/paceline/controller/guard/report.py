@@ -53,7 +53,8 @@ class Guard:
         self.may_roll_back = config.guard.uses(Action.ROLLBACK)
         self.good = True
         self._judged: list[Observation] = []
-        telemetry.observe(metrics.GUARD_VALUE, lambda: self._judged)
+        self._judged_of_sets: dict[str, Observation] = {}
+        telemetry.observe(metrics.GUARD_VALUE, lambda: [*self._judged, *self._judged_of_sets.values()])
 
     def _new_policy(self) -> GuardPolicy:
         return GuardPolicy(self._config.guard, kl_coef=self._config.algorithm.kl_ctrl.kl_coef)
@@ -79,14 +80,9 @@ class Guard:
         decision = self._policy.judge(outcome.step, readings)
         self._judged = [_judged(reading) for reading in readings]
         self.good = decision.good
-        self._journal.record_all(_event(outcome.step, firing) for firing in decision.firings)
         if skipped and not decision.firings:
             self._events.notice(f"step {outcome.step}: update skipped: {skipped}")
-        for firing in decision.firings:
-            rule, network = firing.reading.rule, firing.reading.network
-            telemetry.count(metrics.GUARD_FIRINGS, rule=rule, network=network, action=firing.action.value)
-            if firing.news:
-                self._events.notice(f"step {outcome.step}: guard: {firing.sentence}")
+        self._tell(outcome.step, decision)
         if not self._enabled:
             return decision, {}
         return decision, {
@@ -97,6 +93,34 @@ class Guard:
             "guard/clip_scale": in_force.clip_scale,
             "guard/rollbacks": float(self._policy.num_rollbacks),
         }
+
+    def judge_validation(self, step: int, of_step: Mapping[str, float]) -> tuple[str, dict[str, float]]:
+        """Judges the validation after a step, if there was one, and reports it.
+
+        A rollback that it asks for takes place in the next step.
+
+        Args:
+            of_step: the step's metrics.
+
+        Returns:
+            Why the run must end, "" if it goes on; and the metrics that change.
+        """
+        readings = list(self._policy.best.readings(step, of_step, self._config.held_out_sets))
+        decision = self._policy.judge_validation(step, readings)
+        self._judged_of_sets |= {reading.network: _judged(reading) for reading in readings}
+        self.good = self.good and decision.good
+        self._tell(step, decision)
+        fired = of_step.get("guard/fired", 0.0) + len(decision.firings)
+        return decision.stop, {"guard/fired": fired} if decision.firings else {}
+
+    def _tell(self, step: int, decision: GuardDecision) -> None:
+        """Journals the rules that fired, and tells people of what is new."""
+        self._journal.record_all(_event(step, firing) for firing in decision.firings)
+        for firing in decision.firings:
+            rule, network = firing.reading.rule, firing.reading.network
+            telemetry.count(metrics.GUARD_FIRINGS, rule=rule, network=network, action=firing.action.value)
+            if firing.news:
+                self._events.notice(f"step {step}: guard: {firing.sentence}")
 
     def rolled_back(self, step: int, *, to_step: int) -> None:
         """Notes that the learner holds the weights of a good checkpoint again."""
@@ -125,7 +149,8 @@ class Guard:
         self._journal.record("guard_summary", rollbacks=self._policy.num_rollbacks, rules=rules)
         for key, tally in sorted(tallies.items()):
             skipped = f", {tally.skipped} updates skipped" if tally.skipped else ""
-            steps = "1 step" if tally.steps == 1 else f"{tally.steps} steps"
+            unit = "validation" if RULES[key.partition("/")[0]].of_validation else "step"
+            steps = f"1 {unit}" if tally.steps == 1 else f"{tally.steps} {unit}s"
             self._events.notice(
                 f"guard: {key.strip('/')} fired in {steps}{skipped}; "
                 f"worst {tally.worst:.4g} in step {tally.worst_step}"

@@ -206,6 +206,7 @@ class Sequencer:
         """Step 0: the starting model is published, and measured."""
         metrics = await self._publication.publish(0)
         metrics |= await self._validation.validate(self._policy)
+        self._guard.judge_validation(0, metrics)
         if self._guard.may_roll_back:
             metrics |= await self._checkpoint(metrics, good=self._guard.good)
         self._finish_step(metrics)
@@ -214,12 +215,18 @@ class Sequencer:
         trainer, step = self._config.trainer, self.progress.step
         metrics, rolled_back = await self._train_step()
         metrics |= await self._validation.validate(self._policy)
+        stop, guarded = self._guard.judge_validation(step, metrics)
+        metrics |= guarded
         # A rollback is saved at once, so that a resumed run does not repeat the steps that led to it.
         is_due = rolled_back or trainer.saves_after(step)
         if is_due or self.progress.stop_reason or self._supervisor.departures.asked(MemberKind.LEARNER):
             # A rollback goes where it would go had nobody stopped the run.
             metrics |= await self._checkpoint(metrics, good=is_due and self._guard.good)
         self._finish_step(metrics)
+        if stop:
+            await self._checkpoints.written()
+            self._guard.summarize()
+            raise await self._checkpoints.stopped(step, stop, is_published=True)
 
     # --- a training step
 

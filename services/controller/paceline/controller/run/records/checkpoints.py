@@ -249,13 +249,14 @@ class Checkpoints:
             "or guard.RULE.rollback: null"
         )
 
-    async def stopped(self, step: int, reason: str) -> GuardError:
-        """The error that a run ends with when the guard stops it."""
+    async def stopped(self, step: int, reason: str, *, is_published: bool = False) -> GuardError:
+        """The error that a run ends with when the guard stops it; `is_published`: after a validation."""
         last_good = await in_thread(lambda: next(self._good(step), None))
         where = f"the last good checkpoint is {last_good[0]}" if last_good else "there is no good checkpoint"
+        weights = "were published" if is_published else "were not published"
         return GuardError(
-            f"step {step}: the guard ends the run: {reason}. The weights of this step were not published; "
-            f"{where}. docs/guard-rails.md says what the sign usually means and what to change"
+            f"step {step}: the guard ends the run: {reason}. The weights of this step {weights}; {where}. "
+            "docs/guard-rails.md says what the sign usually means and what to change"
         )
 
     def _good(self, step: int) -> Iterator[tuple[Folder, ControllerState]]:
