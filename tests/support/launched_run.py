@@ -14,7 +14,6 @@ import psutil
 from paceline.runs import run_dir as run_dirs
 from support.forked import Forked
 
-SUPPORT = Path(__file__).parent
 HANG_S = 400.0
 """Within this time everything happens that happens at all."""
 BUDGET_S = 400
@@ -22,16 +21,18 @@ BUDGET_S = 400
 
 # A launcher in a process of its own: it adopts orphans and ends all its descendants.
 DRIVER = """
-import asyncio, json, shutil, sys
+import asyncio, json, os, shutil, sys
 from pathlib import Path
 from types import SimpleNamespace
 from paceline.runs import run_dir as run_dirs
 from paceline.launch.launcher import ProcessPlanner, launch
 from paceline.launch.planning.plan import ProcessSpec, Role
+from paceline.launch.processes import fork_server, forking
 from paceline.show.live.view import PlainView
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
 
+FAKE = "support.fake_controller"
 job = json.loads(sys.argv[1])
 if "free" in job:
     shutil.disk_usage = lambda folder: SimpleNamespace(free=job["free"])
@@ -45,9 +46,10 @@ prepared = run_dirs.prepare(parse(RunConfig, tree))
 config, run_dir = prepared.config, prepared.run_dir
 
 def controller(config, run_dir, address_file):
-    fake = [sys.executable, job["fake"], "--address-file", str(address_file), "--run-dir", str(run_dir)]
+    fake = [sys.executable, "-m", FAKE, "--address-file", str(address_file), "--run-dir", str(run_dir)]
     fake += ["--port", str(config.service.controller_port)]
-    env = {"FAKE_SCRIPT": job["script"], "FAKE_MEMBERS": job["states"], "FAKE_CALLS": job["calls"]}
+    env = {"FAKE_SCRIPT": job["script"], "FAKE_MEMBERS": job["states"], "FAKE_CALLS": job["calls"],
+           "PYTHONPATH": os.pathsep.join(sys.path)}
     command = tuple(job.get("controller") or fake)
     return ProcessSpec(name="controller", role=Role.CONTROLLER, command=command, env=env)
 
@@ -60,7 +62,10 @@ def members(config, machine, *, controller_address, master_port):
             for name, text in job["members"].items()]
 
 planner = ProcessPlanner(controller=controller, members=members)
-outcome = asyncio.run(launch(config, run_dir, PlainView(2), planner=planner))
+# This process has their imports: the first controller and the check of the rewards are its forks.
+forking.IMPORTS = {**forking.IMPORTS, FAKE: ()}
+with fork_server.running():
+    outcome = asyncio.run(launch(config, run_dir, PlainView(2), planner=planner))
 print("OUTCOME", json.dumps([outcome.ok, outcome.exit_code, outcome.message]), flush=True)
 """
 
@@ -106,7 +111,6 @@ class Run:
             "calls": str(self.calls),
             "states": str(self.states),
             "run_dir": str(self.run_dir),
-            "fake": str(SUPPORT / "fake_controller.py"),
             "script": script,
             "members": programs,
             # All of it goes by where a service ignores its signal; others need what the machine takes.
