@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pyarrow.parquet
 import pytest
 
+from paceline.api import process as api_process
 from paceline.api.process import TrainProcess
 from paceline.controller.verify.check import verify
+from paceline.service.process import DIE_WITH_PARENT
+from support.forked import Forked
 from support.notebook import run_notebook
 from support.training_rewards import WAITS_AT_MOST_S
-from support.training_run import REWARDS, ROOT, read_jsonl
+from support.training_run import ENGINE, REWARDS, ROOT, read_jsonl
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -30,6 +36,12 @@ def truth_of(inputs: Path, step: int) -> str:
     first = (step - 1) * NUM_PROMPTS
     earlier = {*train[:first], *val}
     return next(truth for truth in train[first : first + NUM_PROMPTS] if truth not in earlier)
+
+
+def forked(words: Sequence[str], *, env: dict[str, str], text: bool, **options: Any) -> Forked:
+    """The run's process, which is no child of this one, as a fork that has imported what its services need."""
+    del env[DIE_WITH_PARENT]
+    return Forked(words[1:], env=env, imports=ENGINE, **options)
 
 
 def test_its_cells_train_go_on_and_read_the_run(
@@ -62,6 +74,7 @@ def test_its_cells_train_go_on_and_read_the_run(
         end(process, lambda text: (released.touch() if "SIGINT" in text else None, tell(text)))
 
     monkeypatch.setattr(TrainProcess, "end", releasing)
+    monkeypatch.setattr(api_process, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": forked}))
     outputs = run_notebook(notebook, {"overrides": overrides})
     _, left, went_on, last, curve, samples = outputs
     log = (run_dir / "logs" / "launcher.log").read_text()

@@ -2,7 +2,7 @@
 
 `Forked(["-m", "paceline.learner"])` is as `subprocess.Popen([sys.executable, "-m", "paceline.learner"])`, and
 `run` as `subprocess.run`. The first call starts the server, which all processes of one pytest share; it ends
-with pytest.
+with pytest. Modules of `imports` are imported for the first program that names them, and stay imported.
 
     order: a connection, JSON, three descriptors -> fork: tells how the program ended -> fork: the program
 
@@ -62,7 +62,8 @@ _START_S: Final = 500.0
 class Forked(subprocess.Popen[str]):
     """A program that was started: arguments are those of the interpreter."""
 
-    def __init__(self, words: Sequence[str | Path], **options: Any) -> None:
+    def __init__(self, words: Sequence[str | Path], *, imports: Sequence[str] = (), **options: Any) -> None:
+        self._imports = imports
         super().__init__([str(word) for word in words], text=True, **options)
 
     def _execute_child(self, args: list[str], *others: Any) -> None:
@@ -72,6 +73,7 @@ class Forked(subprocess.Popen[str]):
         )
         order = {
             "words": args,
+            "imports": self._imports,
             "cwd": str(cwd or Path.cwd()),
             "env": {"OMP_NUM_THREADS": "1", **(os.environ if env is None else env)},
         }
@@ -168,21 +170,33 @@ def serve(folder: Path, pytest: int) -> None:
     waits.register(os.pidfd_open(pytest), select.POLLIN)
     while [number for number, _ in waits.poll()] == [listener.fileno()]:
         connection, _ = listener.accept()
-        if os.fork() == 0:
-            listener.close()
-            _accompany(connection)
+        size, descriptors, _, _ = socket.recv_fds(connection, 4, 3)
+        if size:
+            with connection.makefile("rb") as stream:
+                order = json.loads(stream.read(int.from_bytes(size, "big")))
+            _import_also(order["imports"])
+            if os.fork() == 0:
+                listener.close()
+                _accompany(connection, order, descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
         connection.close()
     for name in ("socket", "lock", "log"):
         (folder / name).unlink()
     folder.rmdir()
 
 
-def _accompany(connection: socket.socket) -> None:
+def _import_also(names: Sequence[str]) -> None:
+    from paceline.launch.processes import fork_server
+
+    if any(name.partition(":")[0] not in sys.modules for name in names):
+        fork_server._import(names)
+        gc.freeze()
+
+
+def _accompany(connection: socket.socket, order: Mapping[str, Any], descriptors: Sequence[int]) -> None:
     """Starts a program, tells its process id and its exit code; kills it if nobody waits for it any more."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    size, descriptors, _, _ = socket.recv_fds(connection, 4, 3)
-    with connection.makefile("rb") as stream:
-        order = json.loads(stream.read(int.from_bytes(size, "big")))
     pid = os.fork()
     if pid == 0:
         connection.close()

@@ -20,10 +20,12 @@ import psutil
 import yaml
 
 from paceline.controller.verify.check import verify
+from support import forked as forks
 from support.forked import Forked
 
 ROOT = Path(__file__).parents[2]
 PACELINE = Path(sys.executable).with_name("paceline")
+ENGINE = ("support.imported_engine",)
 REWARDS = Path(__file__).with_name("training_rewards.py")
 MARK = "PACELINE_TEST_RUN"
 DEADLINE_S = 900.0
@@ -45,10 +47,11 @@ Row = dict[str, Any]
 
 def prepare_inputs(folder: Path, *, num_train: int, num_val: int) -> Path:
     """Writes the arithmetic example's data and random model, in small; returns the folder."""
-    command = [sys.executable, str(ROOT / "examples/arithmetic/prepare.py")]
-    command += ["--out", str(folder / "data"), "--model-out", str(folder / "model")]
+    command = [str(ROOT / "examples/arithmetic/prepare.py"), "--out", str(folder / "data")]
+    command += ["--model-out", str(folder / "model")]
     command += ["--num-train", str(num_train), "--num-val", str(num_val), "--num-sft", "1"]
-    subprocess.run(command, check=True, capture_output=True, timeout=600)
+    prepared = forks.run(command, timeout=600)
+    assert prepared.returncode == 0, prepared.stderr
     return folder
 
 
@@ -289,7 +292,8 @@ def training(
 ) -> Iterator[TrainingRun]:
     """Launches `paceline train` in its own session, as a terminal does.
 
-    `forked`: as a fork of a process that has imported what its services need, which saves most of a start.
+    `forked`: as a fork of a process that has imported what its services need, vLLM included, which saves most
+    of a start.
     """
     mark = f"{run_dir.name}-{uuid.uuid4().hex[:8]}"
     path = run_dir.parent / f"{run_dir.name}.yaml"
@@ -307,7 +311,7 @@ def training(
             "stderr": subprocess.STDOUT,
         }
         process = (
-            Forked(["-m", "paceline.cli.main", *words], **options)
+            Forked(["-m", "paceline.cli.main", *words], imports=ENGINE, **options)
             if forked
             else subprocess.Popen([str(PACELINE), *words], start_new_session=True, text=True, **options)
         )
