@@ -51,20 +51,20 @@ def test_attention_by_heads_and_numbers_of_all_tokens_are_those_of_one_rank(num_
             assert difference < (1e-12 if "64" in name else 1e-5), name
 
 
-@pytest.mark.parametrize(("num_ranks", "context"), [(4, 4), (4, 2)])
-def test_three_steps_move_the_parameters_as_on_one_rank(
+@pytest.mark.parametrize(("context", "variants"), [(4, ("copies", "shared prompts")), (2, ("adapters",))])
+def test_two_steps_move_the_parameters_as_on_one_rank(
     model: Path,
     expected: tuple[Path, dict[str, list[dict[str, float]]]],
-    num_ranks: int,
     context: int,
+    variants: tuple[str, ...],
 ) -> None:
-    """The model has two key heads; on four ranks each is on two of them."""
+    """The model has two key heads; on four ranks that share rows each is on two of them."""
     folder, metrics = expected
     seen: list[dict[str, Any]] = run_ranks(
-        "support.context_ranks:against_one_rank", num_ranks, str(model), str(folder), context=context
+        "support.context_ranks:against_one_rank", 4, str(model), str(folder), *variants, context=context
     )
     for by_variant in seen:
-        assert by_variant.keys() == metrics.keys()
+        assert by_variant.keys() == {*variants}
         for variant, ours in by_variant.items():
             assert ours["difference"] <= 1e-5, variant
             for step, (own, others) in enumerate(zip(ours["metrics"], metrics[variant], strict=True)):
