@@ -39,7 +39,7 @@ def truth_of(inputs: Path, step: int) -> str:
 
 
 def forked(words: Sequence[str], *, env: dict[str, str], text: bool, **options: Any) -> Forked:
-    """The run's process, which is no child of this one, as a fork that has imported what its services need."""
+    """The run as a fork, which is no child of this process, but has the imports of its services."""
     del env[DIE_WITH_PARENT]
     return Forked(words[1:], env=env, imports=ENGINE, **options)
 
