@@ -150,6 +150,7 @@ def test_redis_keeps_what_it_has_and_refuses_what_it_has_no_room_for() -> None:
     ),
 )
 def test_the_engine_starts_a_service_again_where_that_can_help(service: str) -> None:
+    # Also when the engine is started again, but not after the exit code 0: a run that has ended stays away.
     assert SERVICES[service]["restart"].startswith("on-failure:")
     assert SERVICES[service]["environment"]["PACELINE_ENGINE_RESTARTS"] == "1"
 
