@@ -15,9 +15,11 @@ def write_run(folder: Path, *, num_steps: int) -> Path:
     """Writes metrics, journal, trajectories and configuration; returns the folder."""
     draw = random.Random(5)
     folder.mkdir(parents=True)
-    lines: list[dict[str, float | int | None]] = [{"step": 0, "val/reward/mean": 0.31}]
+    lines: list[dict[str, float | int | None]] = [{"step": 0, "val/reward/mean": 0.31, **_of_set(0.5)}]
     lines += [metrics_of(step, num_steps, draw) for step in range(1, num_steps + 1)]
     lines[-1]["val/reward/mean"] = 0.92
+    lines[num_steps // 2] |= _of_set(0.75)
+    lines[-1] |= _of_set(0.625)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in _events()))
     (folder / "config.resolved.yaml").write_text(
@@ -28,6 +30,22 @@ def write_run(folder: Path, *, num_steps: int) -> Path:
     for name, step in (("step", 1), ("step", num_steps), ("val", num_steps)):
         _trajectories(folder / "trajectories", name, step, draw)
     return folder
+
+
+def _of_set(mean: float) -> dict[str, float | int | None]:
+    """The numbers of a set of held-out prompts."""
+    return {
+        "val/hard/reward/mean": mean,
+        "val/hard/reward/low": mean - 0.125,
+        "val/hard/reward/high": mean + 0.125,
+        "val/hard/avg_at_16": mean,
+        "val/hard/pass_at_2": mean + 0.1,
+        "val/hard/pass_at_16": 1.0,
+        "val/hard/maj_at_16": mean + 0.05,
+        "val/hard/cut_off": 0.25,
+        "val/hard/response_length/mean": 123.4,
+        "val/hard/num_prompts": 40.0,
+    }
 
 
 def metrics_of(step: int, num_steps: int, draw: random.Random) -> dict[str, float | int | None]:

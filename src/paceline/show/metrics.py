@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 REWARD = "Reward"
@@ -14,8 +15,24 @@ STEP_SECONDS = "timing_s/step"
 TOKENS_PER_S = "perf/tokens_per_s"
 MFU = "perf/mfu"
 
-# Compared before and after, at the head of the page and in the run's closing lines.
-HEADLINES: Mapping[str, str] = {"Validation reward": VAL_REWARD, "Training reward": TRAIN_REWARD}
+_VAL_REWARD = re.compile(r"val/(?:(?P<set>[^/]+)/)?reward/mean")
+
+
+def val_rewards(names: Iterable[str]) -> dict[str, str]:
+    """The mean rewards of held-out prompts among metrics' names, by set; "" is that of data.val_files."""
+    matches = filter(None, map(_VAL_REWARD.fullmatch, names))
+    return dict(sorted((match["set"] or "", match[0]) for match in matches))
+
+
+def headlines(names: Iterable[str]) -> dict[str, str]:
+    """What is compared before and after, at the head of the page and in the run's closing lines: by title.
+
+    Args:
+        names: of the metrics that a run has.
+    """
+    of_sets = val_rewards(names)
+    titles = {f"Validation reward{f' ({of})' if of else ''}": name for of, name in of_sets.items()}
+    return {**titles, "Training reward": TRAIN_REWARD}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +71,16 @@ class Column:
         return self.metrics[0].unit
 
     def cell(self, values: Mapping[str, float]) -> str:
-        """The number of a step, formatted; "" where the step has none of the column's metrics."""
-        return next((f"{values[m.name]:{m.format}}" for m in self.metrics if m.name in values), "")
+        """The number of a step, formatted; "" where the step has none of the column's metrics.
+
+        Without data.val_files the first set of data.val_sets stands for them.
+        """
+        for metric in self.metrics:
+            of_sets = val_rewards(values).values() if metric.name == VAL_REWARD else ()
+            for name in (metric.name, *of_sets):
+                if name in values:
+                    return f"{values[name]:{metric.format}}"
+        return ""
 
 
 # Charts and columns come in the order of their first line here, the lines of a chart in the order of theirs.

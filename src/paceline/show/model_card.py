@@ -9,7 +9,7 @@ import yaml
 
 from paceline.config.run import RunConfig
 from paceline.service.packages import version
-from paceline.show.metrics import HEADLINES
+from paceline.show.metrics import headlines
 from paceline.show.report.lines import read_jsonl
 from paceline.storage.hub import HubName
 
@@ -68,14 +68,16 @@ def _facts(config: RunConfig, data: list[str]) -> Iterator[tuple[str, str]]:
 
 def _changes(run_dir: Path, step: int) -> Iterator[tuple[str, str]]:
     seen: dict[str, tuple[tuple[int, float], tuple[int, float]]] = {}
+    names: dict[str, None] = {}
     for row in read_jsonl(run_dir / "metrics.jsonl"):
         if row.get("step", step + 1) > step:
             continue
-        for title, name in HEADLINES.items():
+        names |= dict.fromkeys(row)
+        for title, name in headlines(row).items():
             if isinstance(value := row.get(name), int | float):
                 point = row["step"], value
                 seen[title] = seen.get(title, (point, point))[0], point
-    for title in HEADLINES:
+    for title in headlines(names):
         (first, before), (last, after) = seen.get(title, ((0, 0.0), (0, 0.0)))
         if first != last:
             yield title, f"{before:.3f} (step {first}), {after:.3f} (step {last})"

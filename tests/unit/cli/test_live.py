@@ -45,6 +45,9 @@ def test_a_step_in_one_line() -> None:
         "gen 1.50 s  score 0.10 s  learn 2.00 s  push 0.05 s  step 3.70 s  wait 0.90 s"
     )
     assert step_line(0, 9, {"val/reward/mean": 0.31}) == "step 0/9  val 0.310"
+    of_sets = {"val/b/reward/mean": 0.2, "val/a/reward/mean": 0.1, "val/a/source/x/reward/mean": 0.3}
+    assert step_line(0, 9, of_sets) == "step 0/9  val 0.100"
+    assert step_line(0, 9, of_sets | {"val/reward/mean": 0.31}) == "step 0/9  val 0.310"
 
 
 def test_the_kl_column_prefers_the_reference() -> None:

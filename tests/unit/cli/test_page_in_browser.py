@@ -102,6 +102,13 @@ async function probe() {
   seen.fleet = all("#fleet tbody tr").map(row => all("td", row).map(cell => cell.textContent));
   seen.guard = all("#events table")[0].textContent;
   seen.events = all("table.events td b").map(b => b.textContent);
+  seen.evaluations = all("#evaluations table").map(table => all("tr", table).map(row =>
+    all("th, td", row).map(cell => cell.textContent)));
+  seen.best = all("#evaluations b").map(cell => cell.textContent);
+  seen.sets = all(".key", figure("Reward")).map(key => key.textContent);
+  all("#evaluations button").at(-1).click();
+  await wait(200);
+  seen.evaluated = document.querySelector("figure.timeline").textContent;
   return seen;
 }
 """
@@ -197,6 +204,41 @@ def test_what_was_not_sampled_and_where_a_segment_begins(seen: Any) -> None:
     assert seen["tokens"] == ["4 ", "5 ", "7 "]
     assert seen["given"] == ["6 "]
     assert seen["between"] == [["segment 2", "6 "]]
+
+
+def test_evaluations_by_set_and_step(seen: Any) -> None:
+    unnamed, hard = seen["evaluations"]
+    heads = ["step", "reward", "avg@16", "maj@16", "pass@2", "pass@16", "cut off", "tokens", "prompts"]
+    assert hard == [
+        heads,
+        ["0", "0.500 [0.375, 0.625]", "0.500", "0.550", "0.600", "1.000", "0.250", "123", "40"],
+        ["30", "0.750 [0.625, 0.875]", "0.750", "0.800", "0.850", "1.000", "0.250", "123", "40"],
+        ["60", "0.625 [0.500, 0.750]", "0.625", "0.675", "0.725", "1.000", "0.250", "123", "40"],
+    ]
+    assert unnamed[:2] == [["step", "reward"], ["0", "0.310"]]
+    assert seen["best"] == ["0.920", "0.750 [0.625, 0.875]"]
+    assert "validation (hard)" in seen["sets"]
+    assert "step 60" in seen["evaluated"]
+
+
+def test_evaluations_of_several_runs(tmp_path: Path) -> None:
+    data = frozen(RunContent(write_run(tmp_path / "a", num_steps=4)))
+    data["runs"] = [*data["runs"], {**data["runs"][0], "name": "b"}]
+    script = """
+    async function probe() {
+      location.hash = "a,b";
+      await wait(400);
+      const table = document.querySelector("#evaluations table");
+      const cells = row => all("th, td", row).map(cell => cell.textContent);
+      return {rows: all("tr", table).map(cells), heads: cells(all("#runs tr")[0])};
+    }
+    """
+    seen = probe(page("runs", data), _HELPERS + script, tmp_path)
+    unnamed = "first, step 0: 0.310best, step 4: 0.920last, step 4: 0.920"
+    hard = "first, step 0: 0.500 [0.375, 0.625]best, step 2: 0.750 [0.625, 0.875]"
+    hard += "last, step 4: 0.625 [0.500, 0.750]"
+    assert seen["rows"] == [["set", "a", "b"], ["data.val_files", *[unnamed] * 2], ["hard", *[hard] * 2]]
+    assert seen["heads"][2:5] == ["Validation reward", "Validation reward (hard)", "Training reward"]
 
 
 def test_fleet_guard_and_events(seen: Any) -> None:

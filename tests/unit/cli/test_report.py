@@ -146,7 +146,9 @@ def test_the_guards_firings_are_summed_up_by_rule(run_dir: Path) -> None:
 def test_training_rewards_are_compared_by_means_of_steps_validations_one_by_one(run_dir: Path) -> None:
     head = RunContent(run_dir).head()
     rewards = [row["critic/score/mean"] for row in read_jsonl(run_dir / "metrics.jsonl") if row["step"] > 0]
+    assert list(head["headlines"]) == ["Validation reward", "Validation reward (hard)", "Training reward"]
     assert head["headlines"]["Validation reward"] == [0.31, 0.92, 1]
+    assert head["headlines"]["Validation reward (hard)"] == [0.5, 0.625, 1]
     assert head["headlines"]["Training reward"] == pytest.approx([fmean(rewards[:5]), fmean(rewards[-5:]), 5])
     assert (head["step"], head["total_steps"], head["end"]) == (60, 60, "60 steps done")
 
@@ -380,7 +382,10 @@ def test_a_folder_without_a_run(tmp_path: Path) -> None:
 
 
 def test_closing_lines_compare_before_and_after(run_dir: Path) -> None:
-    assert closing_lines(run_dir)[0] == "validation reward: 0.3100 before (step 0), 0.9200 after (step 60)"
+    assert closing_lines(run_dir)[:2] == [
+        "validation reward: 0.3100 before (step 0), 0.9200 after (step 60)",
+        "validation reward (hard): 0.5000 before (step 0), 0.6250 after (step 60); best 0.7500 (step 30)",
+    ]
 
 
 def test_a_process_that_ended_is_an_event_of_note_in_its_place(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import yaml
 
 from paceline.broker.address import redact
 from paceline.service import process_ends
-from paceline.show.metrics import HEADLINES, TRAIN_REWARD
+from paceline.show.metrics import TRAIN_REWARD, headlines
 from paceline.show.report.journal import JournalView, read_end
 from paceline.show.report.lines import GrowingFile
 from paceline.show.report.samples import SampleFiles
@@ -48,7 +48,10 @@ class RunContent:
             "end": read_end(self.folder / JOURNAL),
             "step": max(self._table.steps, default=None),
             "total_steps": (tree.get("trainer") or {}).get("total_steps"),
-            "headlines": {title: _before_and_after(self._table, name) for title, name in HEADLINES.items()},
+            "headlines": {
+                title: _before_and_after(self._table, name)
+                for title, name in headlines(self._table.names()).items()
+            },
         }
 
     def metrics(self, *, generation: int = 0, start: int = 0) -> dict[str, Any]:

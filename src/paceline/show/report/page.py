@@ -16,7 +16,6 @@ from typing import Any
 
 from paceline.show.metrics import (
     CHART_NOTES,
-    HEADLINES,
     MFU,
     PHASES,
     REWARD,
@@ -28,7 +27,7 @@ from paceline.show.metrics import (
 )
 
 _FRONT = Path(__file__).parent / "front"
-_SCRIPTS = ("base", "source", "plot", "curves", "timeline", "fleet", "samples", "app")
+_SCRIPTS = ("base", "source", "plot", "curves", "timeline", "fleet", "samples", "evaluations", "app")
 
 
 @cache
@@ -86,7 +85,6 @@ def _meta() -> dict[str, Any]:
     """What is drawn: the table of metrics, as the script reads it."""
     known = charts()
     return {
-        "headlines": list(HEADLINES),
         "step_seconds": STEP_SECONDS,
         "phases": [_described(metric) for metric in known[PHASES]],
         "reward": {**_chart(REWARD, known[REWARD]), "components": True},

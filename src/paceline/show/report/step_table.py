@@ -37,6 +37,10 @@ class StepTable:
                     column.extend([_NAN] * (count - len(column)))
                     column.append(value)
 
+    def names(self) -> list[str]:
+        """The metrics that some line has."""
+        return list(self._columns)
+
     def points(self, name: str) -> list[tuple[int, float]]:
         """(step, value) of a metric, where it was measured; a step once."""
         column = self._columns.get(name, array("d"))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.show.metrics import HEADLINES
+from paceline.show.metrics import TRAIN_REWARD, headlines
 from paceline.show.report.content import MAX_LINES, METRICS
 from paceline.show.report.lines import GrowingFile
 from paceline.show.report.write import write_report
@@ -18,7 +18,8 @@ log = logging.getLogger(__name__)
 def closing_lines(run_dir: Path) -> list[str]:
     """Writes the report and returns the lines that a run ends with."""
     metrics = list(GrowingFile(run_dir / METRICS).new(at_most=MAX_LINES))
-    changes = {title: _before_and_after(metrics, name) for title, name in HEADLINES.items()}
+    names = dict.fromkeys(name for line in metrics for name in line)
+    changes = {title: _before_and_after(metrics, name) for title, name in headlines(names).items()}
     lines = [f"{title.lower()}: {change}" for title, change in changes.items() if change]
     lines.append(f"run directory: {run_dir}")
     if metrics:
@@ -33,7 +34,11 @@ def _before_and_after(metrics: Sequence[Mapping[str, Any]], name: str) -> str:
     (first_step, first), (last_step, last) = seen[0], seen[-1]
     if len(seen) == 1:
         return f"{first:.4f} (step {first_step})"
-    return f"{first:.4f} before (step {first_step}), {last:.4f} after (step {last_step})"
+    change = f"{first:.4f} before (step {first_step}), {last:.4f} after (step {last_step})"
+    best_step, best = max(seen, key=lambda point: point[1])
+    # A single batch of training is the best by chance.
+    is_lower = name != TRAIN_REWARD and best > last
+    return f"{change}; best {best:.4f} (step {best_step})" if is_lower else change
 
 
 def _report(run_dir: Path) -> str:

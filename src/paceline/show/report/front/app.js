@@ -51,6 +51,7 @@ class App {
 
   #drawList() {
     this.list.hidden = this.runs.size < 2;
+    const headlines = [...new Set([...this.runs.values()].flatMap(run => Object.keys(run.head.headlines)))];
     const rows = [...this.runs.values()].map(run => {
       const box = h("input", {type: "checkbox", checked: this.chosen.includes(run.name), "aria-label": run.name,
         onchange: () => this.#toggle(run.name)});
@@ -59,11 +60,11 @@ class App {
       const {step, total_steps: total, end, facts, state} = run.head;
       return h("tr", {}, h("td", {}, box, swatch, h("a", {href: `#${encodeURIComponent(run.name)}`}, run.name)),
         h("td", {}, `${step ?? 0}${total ? ` / ${total}` : ""}`),
-        ...Object.values(run.head.headlines).map(pair =>
+        ...headlines.map(title => run.head.headlines[title]).map(pair =>
           h("td", {}, pair ? `${pair[0].toFixed(3)} → ${pair[1].toFixed(3)}` : "")),
         h("td", {}, state || end || ""), h("td", {class: "soft"}, facts.join(" · ")));
     });
-    const titles = ["run", "step", ...this.meta.headlines, "", ""];
+    const titles = ["run", "step", ...headlines, "", ""];
     this.list.replaceChildren(h("h2", {}, "Runs"), h("div", {class: "scroll"}, h("table", {},
       h("thead", {}, h("tr", {}, ...titles.map(title => h("th", {}, title)))), h("tbody", {}, ...rows))));
   }
@@ -84,11 +85,12 @@ class App {
       return;
     }
     const curves = this.parts.curves = new Curves(this.meta, runs, step => this.#step(step));
+    const evaluations = this.parts.evaluations = new Evaluations(runs, step => this.#step(step));
     this.toolbar = this.#toolbar();
     if (runs.length > 1) {
       this.parts.differences = h("section", {id: "differences"});
       this.body.replaceChildren(h("h1", {}, runs.map(run => run.name).join(", ")), this.toolbar, curves.element,
-        this.parts.differences);
+        evaluations.element, this.parts.differences);
       this.#compare(runs);
       return;
     }
@@ -103,7 +105,7 @@ class App {
     this.body.replaceChildren(h("h1", {}, run.name), h("p", {class: "facts-of-run"}), this.status, this.tiles,
       this.toolbar, curves.element.firstChild, h("div", {}, ...curves.element.children),
       h("section", {id: "timeline"}, h("h2", {}, "A step's timeline"), this.parts.timeline.element),
-      this.parts.fleet.element, this.parts.samples.element, this.events,
+      evaluations.element, this.parts.fleet.element, this.parts.samples.element, this.events,
       h("section", {}, h("h2", {}, "Configuration"), config));
   }
 
@@ -192,6 +194,7 @@ class App {
       this.smooth.value = String(view.smooth);
     }
     this.parts.curves.draw();
+    this.parts.evaluations.draw();
   }
 
   async #drawRun(run, fresh) {

@@ -31,7 +31,9 @@ class Curves {
     const components = chart.components
       ? run.names().filter(name => /^reward\/.+\/mean$/.test(name)).map(name => (
         {name, label: name.slice("reward/".length, -"/mean".length)})) : [];
-    const metrics = components.length > 1 ? [...chart.metrics, ...components] : chart.metrics;
+    const sets = chart.components ? run.heldOut().filter(set => set.name).map(set => (
+      {name: `${set.prefix}reward/mean`, label: `validation (${set.name})`, dots: true})) : [];
+    const metrics = [...chart.metrics, ...sets, ...(components.length > 1 ? components : [])];
     return metrics.map((metric, number) => {
       const points = run.points(metric.name);
       // A run without a reference or a penalty writes zeros.

@@ -106,5 +106,12 @@ class Run {
     this.cached.clear();
   }
 
+  // The sets of held-out prompts; "" is the name of that of data.val_files.
+  heldOut() {
+    return this.names().map(name => /^val\/(?:([^/]+)\/)?reward\/mean$/.exec(name)).filter(Boolean)
+      .map(([name, set]) => ({name: set || "", prefix: name.slice(0, -"reward/mean".length)}))
+      .sort((a, b) => a.name < b.name ? -1 : 1);
+  }
+
   names() { return Object.keys(this.columns).filter(name => name !== "time").sort(); }
 }
