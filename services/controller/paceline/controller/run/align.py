@@ -7,7 +7,8 @@ With S the last finished step of the journal and L the version that the learner 
     otherwise   rewind: the steps after L are void, and the run goes on from L
 
 A learner that was restarted holds the step of the newest checkpoint that verifies, or 0. One that holds S + 1
-while the trajectories of that step are gone is sent back: it starts again, and the run rewinds.
+while the trajectories of that step are gone is sent back: it starts again, and the run rewinds. So is one
+that has loaded a step which the journal does not have; that checkpoint is set aside.
 """
 
 from __future__ import annotations
@@ -96,6 +97,7 @@ class Alignment:
         learner = await self._members()
         self._incarnation = learner.incarnation
         self.version = version = await self._version_of(learner)
+        await self._refuse_unknown_steps(version)
         if not goes_on(standing, version):
             await self._rewind(version)
         self._restore()
@@ -153,6 +155,22 @@ class Alignment:
         return (await self._learner.describe(learner)).version
 
     # --- the journal's side
+
+    async def _refuse_unknown_steps(self, version: int) -> None:
+        """Sends a learner back that has loaded a step which the journal does not have.
+
+        So it is in a copy of a run's folder whose checkpoints are newer than the rest.
+        """
+        standing = self._run.journal.standing
+        if version <= standing.finished or version in standing.commits:
+            return
+        if await in_thread(checkpoints.of_step, self._run.checkpoints, self._run.id, version) is None:
+            return
+        await self._set_aside(standing.finished)
+        await self.send_back(
+            standing.finished + 1,
+            f"it has loaded step {version}, and the run's journal ends with step {standing.finished}",
+        )
 
     async def _rewind(self, version: int) -> None:
         standing = self._run.journal.standing
