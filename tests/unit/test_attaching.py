@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import pytest
 
 from paceline.core.attached_clients.attachment import Answers, FromClient, Hello, Leave, Welcome, Work
 from paceline.core.errors import PeerLostError
+from paceline.sdk.attached import attachment
 from paceline.service.attach import attaching
 from paceline.service.attach.attaching import AttachedClient, ClientOptions
+from paceline.service.member.runtime import ServiceContext
 from support.clocks import ManualClock
 
 PATIENCE_S = 10.0
@@ -118,3 +120,40 @@ async def test_a_gateway_that_leaves_gets_what_is_under_way_and_nothing_else() -
     answers = [pair for message in said[1:] if isinstance(message, Answers) for pair in message.answers]
     assert answers == [(1, "answer 1"), (2, "answer 2")]
     assert not any(isinstance(message, Leave) for message in said)
+
+
+class Attached:
+    """A client of which the test says whether it is attached; it runs until it is stopped."""
+
+    def __init__(self) -> None:
+        self.is_attached, self._stopped = True, asyncio.Event()
+
+    async def run(self) -> None:
+        await self._stopped.wait()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+
+async def test_a_process_that_is_told_to_end_answers_on_while_a_server_is_attached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last step of a run that is stopped needs its reward models, too."""
+    made: list[Callable[[ServiceContext], Coroutine[Any, Any, None]]] = []
+    monkeypatch.setattr(attachment, "_LET_GO_EVERY_S", 0.01)
+    monkeypatch.setattr(attachment, "run_service", lambda serve, **_: made.append(serve))
+    client = Attached()
+    attachment.attach_until_signal(lambda: client, "judge")
+    async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
+        context = ServiceContext("judge", tasks)
+        serving = asyncio.create_task(made[0](context))
+        while context.ask_first is None:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        context.ask_first()
+        for _ in range(5):
+            await asyncio.sleep(0.01)
+        assert not context.stopping.is_set()
+        client.is_attached = False
+        await serving
+        assert context.stopping.is_set()
+        assert not context.is_over, "the client was told to end before the run was over"
