@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from paceline.service.member.runtime import STOP_GRACE
 from support.launched_run import BUDGET_S, DEAF, HANG_S, LEAVES, MARK, SLOW, WELL, Run
 
 pytestmark = pytest.mark.timeout(900)
@@ -86,14 +87,18 @@ def test_another_signal_does_not_wait_for_the_step(tmp_path: Path) -> None:
     assert stopped == "stop stopped by SIGTERM"
 
 
-def test_services_die_with_a_killed_launcher(tmp_path: Path) -> None:
+def test_services_die_with_a_killed_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They get SIGTERM, after which they do not wait for a step that nobody can finish."""
+    monkeypatch.setenv(STOP_GRACE, "600")
     service = (
         "from paceline.service.process import die_with_parent; die_with_parent(); "
-        f"open({str(tmp_path)!r} + '/%d.ready' % os.getpid(), 'w');"
+        f"name = {str(tmp_path)!r} + '/%d' % os.getpid();"
+        f"open(name, 'w').write(os.environ[{STOP_GRACE!r}]); os.rename(name, name + '.ready');"
     )
     members = dict.fromkeys(("rollout-0", "learner-0", "reward"), service + WELL)
     run = Run(tmp_path, "wait", members)
     run.wait_for_pids(3, suffix=".ready", folder=tmp_path)
+    assert {path.read_text() for path in tmp_path.glob("*.ready")} == {"0"}
     pids = [int(path.stem) for path in run.pids_dir.iterdir()]
     run.process.kill()
     run.process.communicate()
