@@ -66,7 +66,7 @@ def test_filtering_counts_and_keeps_ids(tmp_path: Path) -> None:
         DataError, match=r"1 of 3 training prompts .* longer than data.max_prompt_length=3 .*row 1 has 10"
     ):
         PromptSet.load(config(file, max_prompt_length=3, overlong_prompts="error"), Words())
-    with pytest.raises(DataError, match="none of the 3 train prompts fits"):
+    with pytest.raises(DataError, match="none of the 3 training prompts fits"):
         PromptSet.load(config(file, max_prompt_length=1), Words())
 
 

@@ -114,6 +114,7 @@ async def test_what_the_guard_judged_is_exported_in_the_units_of_its_bounds(tmp_
             assert set(read(metrics.GUARD_FIRINGS).values()) == {0}
             await it.go()
             of_the_controller = {" groups_without_spread": 0.0, " reward_errors": 0.0, " out_of_memory": 0.0}
+            of_the_controller[" val_fall"] = 0.0
             of_the_learner = {"actor ppo_kl": 0.04, "actor grad_norm": 15.0}
             assert read(metrics.GUARD_VALUE) == of_the_controller | of_the_learner
             fired = {labels: number for labels, number in read(metrics.GUARD_FIRINGS).items() if number}
