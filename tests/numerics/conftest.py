@@ -10,12 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
 if TYPE_CHECKING:
     from paceline.learner.distributed.ranks import Ranks
 
-torch.set_num_threads(1)
+
+def pytest_configure(config: pytest.Config) -> None:
+    """In every process that runs tests; one that only hands them out needs no torch."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        import torch
+
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +33,9 @@ def ranks() -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny model."""
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model: of one layer, or of the file's NUM_LAYERS if layers matter to it."""
     from support.learner_fakes import write_model
 
-    return write_model(tmp_path_factory.mktemp("model"))
+    num_layers = getattr(request.module, "NUM_LAYERS", 1)
+    return write_model(tmp_path_factory.mktemp("model"), num_layers=num_layers)

@@ -43,6 +43,7 @@ pytestmark = [
     # torch's own, while it traces.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
+NUM_LAYERS = 2
 
 GROUPS = {"adv_estimator": "grpo", "use_kl_in_reward": False, "kl_ctrl": {"type": "fixed", "kl_coef": 0.1}}
 

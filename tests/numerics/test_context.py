@@ -28,6 +28,7 @@ from support.learner_fakes import make_batch, run_config
 from support.learner_ranks import run_ranks
 
 pytestmark = pytest.mark.torch
+NUM_LAYERS = 2
 
 
 @pytest.fixture(scope="module")

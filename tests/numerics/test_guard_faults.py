@@ -194,16 +194,15 @@ def raise_rate(run: Faulty, at: int) -> Any:
 async def test_a_learning_rate_a_hundred_times_too_high_stops_the_updates_of_the_step(
     model: Path, ranks: Ranks, tmp_path: Path
 ) -> None:
-    # 0.2, since 0.05 is passed here by the healthy rate as well: the tokens are no samples of this policy.
-    run = Faulty(model, ranks, 3, ppo_kl={"skip": 0.2})
+    run = Faulty(model, ranks, 3, ppo_kl={"skip": 0.05})
     run.act = raise_rate(run, 3)
     async with run_of(run.config, tmp_path, run.services) as it:
         await run.go(it, rewards())
     *earlier, event = of(it, "ppo_kl")
     assert all(e["action"] == "warn" for e in earlier)
     # The first mini-batch is on policy and was taken; the second saw what it did.
-    assert (event["step"], event["action"], event["bound"], event["skipped"]) == (3, "skip", 0.2, 1)
-    assert event["value"] > 0.2
+    assert (event["step"], event["action"], event["bound"], event["skipped"]) == (3, "skip", 0.05, 1)
+    assert event["value"] > 0.05
     assert it.lines()[3]["actor/skipped_updates"] == 1
     assert it.lines()[3]["actor/ppo_kl_max"] == event["value"]
 
@@ -211,7 +210,7 @@ async def test_a_learning_rate_a_hundred_times_too_high_stops_the_updates_of_the
 async def test_a_rollback_restores_the_weights_and_goes_on_slower(
     model: Path, ranks: Ranks, tmp_path: Path
 ) -> None:
-    run = Faulty(model, ranks, 5, ppo_kl={"skip": None, "rollback": 0.2})
+    run = Faulty(model, ranks, 5, ppo_kl={"skip": None, "rollback": 0.05})
     fast, schedule = raise_rate(run, 3), run.learner.actor.schedule
 
     def act(step: int) -> None:

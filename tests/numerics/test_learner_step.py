@@ -26,6 +26,7 @@ from support.learner_scenarios import numbers, save, take_step, train
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ranks")]
 
+NUM_LAYERS = 2
 WITHOUT_CRITIC = {"use_kl_in_reward": False, "kl_ctrl": {"type": "fixed", "kl_coef": 0.1}}
 
 

@@ -41,6 +41,7 @@ from support.learner_fakes import run_config
 from support.learner_scenarios import save, take_step, train
 from support.learner_shapes import rows_with_holes
 
+NUM_LAYERS = 2
 ADAPTERS = {"lora": {"rank": 4, "alpha": 8.0}}
 
 

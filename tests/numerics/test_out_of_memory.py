@@ -24,6 +24,8 @@ from support.memory_faults import GROUPS, PLACES, bits, build, one_rank_runs_out
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ranks"), pytest.mark.timeout(900)]
 
+NUM_LAYERS = 2
+
 
 @pytest.fixture(scope="module")
 def disturbed(model: Path, ranks: Ranks) -> list[Any]:

@@ -30,6 +30,7 @@ from support.memory_faults import PLACES, out_of_memory
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ranks")]
 
+NUM_LAYERS = 2
 CPU = torch.device("cpu")
 GROUPS = [[(1, 3), (1, 1), (1, 3)], [(7, 2)], [(5, 1), (5, 6), (5, 6), (5, 4)]]
 """(prompt, response) tokens of each sample: a prompt of one token, a group of one, several lengths."""
