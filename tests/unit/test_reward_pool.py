@@ -495,7 +495,7 @@ async def test_throughput_is_reported(record_property: pytest.RecordProperty) ->
             response="a thought " * 50 + f"#### {n}",
             ground_truth=str(n),
         )
-        for n in range(20_000)
+        for n in range(4_000)
     ]
     async with FunctionPool([spec], num_processes=2, timeout_s=30) as pool:
         await pool.score(many[:500])

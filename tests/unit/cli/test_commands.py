@@ -229,9 +229,11 @@ def test_a_source_tree_that_is_not_installed_has_commands_too(
     assert capsys.readouterr().out == "paceline from source\n"
 
 
-# Each command in a fork of an interpreter that has what all of them import; it writes into its own file.
+# Each command in a fork of an interpreter that has what most of them import; it writes into its own file.
 HELP = """
 import os, sys
+import google.protobuf.json_format, grpc.aio, grpc_health.v1.health, numpy, psutil, redis.asyncio, rich.live
+import opentelemetry.sdk.metrics, opentelemetry.sdk.trace, yaml
 import paceline.config.run
 from paceline.cli.main import COMMANDS, main
 
