@@ -15,9 +15,11 @@ from paceline.core.samples.chat import Message, ToolSpec
 from paceline.core.samples.episode import EpisodeOutcome
 from paceline.core.samples.trajectory import FinishReason, sampled_spans
 from paceline.rollout.engines.base import Sample
+from paceline.rollout.episodes.group import load_rules
 from paceline.rollout.episodes.joiner import Joiner
 from paceline.rollout.episodes.recorder import Recorder
-from support.chat_templates import QWEN2_5, SPECIAL, TEMPLATES, tokenizer
+from support.chat_templates import QWEN2_5, QWEN3, SPECIAL, TEMPLATES, tokenizer
+from support.learner_fakes import run_config
 
 TOOL = ToolSpec(
     name="add", description="Adds.", parameters={"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -112,6 +114,25 @@ def _converse(template: str, ends: tuple[str, ...]) -> None:
             messages, tools=[TOOL.to_template()], tokenize=False, add_generation_prompt=True
         )
         assert own.decode(recorder.context, skip_special_tokens=False) == full
+
+
+def test_every_turn_is_opened_as_the_configuration_asks(tmp_path: Path) -> None:
+    """As Qwen 3 has it: without thinking, each turn begins with an empty thought."""
+    thought = "<think>\n\n</think>\n\n"
+    without = "{% if thinks is false %}{{ " + repr(thought) + " }}{% endif %}{% endif %}"
+    own = tokenizer(QWEN3.removesuffix("{% endif %}") + without)
+    own.save_pretrained(tmp_path)
+    config = run_config(
+        tmp_path,
+        data={"chat_template_kwargs": {"thinks": False}},
+        rollout={"tools": ["unused:unused"]},
+    )
+    joiner = load_rules(config, config.model).joiner
+    for ids in (
+        joiner.prompt([{"role": "user", "content": "2 + 2"}], [TOOL]),
+        joiner.between([Message(role="tool", content="4", name="add")]),
+    ):
+        assert own.decode(ids).endswith(f"<|im_start|>assistant\n{thought}")
 
 
 @pytest.mark.parametrize("family", TEMPLATES)

@@ -10,11 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
+from paceline.checks.data_checks import training_line
 from paceline.config.data import DataConfig
+from paceline.controller.batch.inputs import load_inputs
 from paceline.core.errors import DataError, ModelError
 from paceline.data.prompts import PromptSet, encode_prompt, load_tokenizer, stop_token_ids
 from paceline.data.rows import read_rows
+from support.byte_tokenizer import save_tokenizer
+from support.learner_fakes import run_config
 
 
 class Words:
@@ -121,6 +126,69 @@ def test_chat_and_text() -> None:
     bare.chat_template = None
     with pytest.raises(ModelError, match="no chat template"):
         encode_prompt(bare, messages, "auto")
+
+
+def test_a_system_prompt_stands_before_every_prompt_without_one(tmp_path: Path) -> None:
+    own = [{"role": "system", "content": "be so kind"}, {"role": "user", "content": "c"}]
+    rows: list[dict[str, Any]] = [
+        {"prompt": "ab", "ground_truth": "1"},
+        {"prompt": [{"role": "user", "content": "c"}], "ground_truth": "2"},
+        {"prompt": own, "ground_truth": "3"},
+    ]
+    file = jsonl(tmp_path, rows)
+    prompts = PromptSet.load(config(file, system_prompt="think hard"), Words()).prompts
+    system, user, assistant = len("<system>"), len("<user>"), len("<assistant>")
+    assert [list(prompt.token_ids) for prompt in prompts.values()] == [
+        [system, 5, 4, user, 2, assistant],
+        [system, 5, 4, user, 1, assistant],
+        [system, 2, 2, 4, user, 1, assistant],
+    ]
+    first = {"role": "system", "content": "think hard"}
+    assert prompts[0].messages == (first, {"role": "user", "content": "ab"})  # what further turns go on from
+    assert prompts[2].messages == tuple(own)
+    assert [prompt.context.prompt_text for prompt in prompts.values()] == ["ab", "c", "c"]
+    plain = PromptSet.load(config(file), Words()).prompts
+    assert list(plain[0].token_ids) == [0, 2]
+    assert list(plain[1].token_ids) == [user, 1, assistant]
+
+
+def test_a_chat_template_gets_what_the_configuration_names(tmp_path: Path) -> None:
+    folder = save_tokenizer(tmp_path)
+    own = json.loads((folder / "tokenizer_config.json").read_text())
+    template = "{{ messages[0].content }}{% if not (thinks | default(true)) %} no{% endif %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({**own, "chat_template": template}))
+    messages = [{"role": "user", "content": "hi"}]
+    for given, text in (({}, "hi"), ({"thinks": True}, "hi"), ({"thinks": False}, "hi no")):
+        tokenizer = load_tokenizer(folder, given)
+        token_ids = encode_prompt(tokenizer, messages, "auto")
+        assert tokenizer.decode(token_ids, skip_special_tokens=True) == text
+    file = jsonl(tmp_path, [{"prompt": messages, "ground_truth": "1"}] * 8)
+    data = {"train_files": str(file), "chat_template_kwargs": {"thinks": False}}
+    run = run_config(folder, data=data)
+    assert list(load_inputs(run).train.prompts[0].token_ids) == token_ids
+    assert "hi no" in training_line(run)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"system_prompt": "x", "prompt_format": "text"}, "system_prompt is for chat prompts"),
+        ({"chat_template_kwargs": {"a": 1}, "prompt_format": "text"}, "chat_template_kwargs is for chat"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools is set by Paceline"),
+        ({"system_prompt": ""}, "at least 1 character"),
+    ],
+)
+def test_what_no_template_would_get_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        config(Path("x.jsonl"), **given)
+
+
+def test_the_first_rows_alone_are_trained_on(tmp_path: Path) -> None:
+    file = jsonl(tmp_path, [{"prompt": "a", "ground_truth": str(n)} for n in range(5)])
+    data = config(file, train_max_prompts=2)
+    assert PromptSet.load(data, Words()).ids() == [0, 1]
+    (held_out,) = run_config(tmp_path, data={"val_files": str(file)}).held_out_sets
+    assert PromptSet.load(data, Words(), held_out=held_out).ids() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def _load(
     # Before the tokenizer: a missing file or column is reported even without a model.
     read_rows(local_files(files, split), [data.prompt_key, data.ground_truth_key, *data.extra_keys])
     model = local_model(config.model, "controller")
-    tokenizer = load_tokenizer(model.tokenizer_path or model.path)
+    tokenizer = load_tokenizer(model.tokenizer_path or model.path, config.data.chat_template_kwargs)
     reader = ImageReader.load(data, model.path)
     return PromptSet.load(data, tokenizer, held_out=held_out, images=reader), tokenizer, reader
 

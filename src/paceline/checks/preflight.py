@@ -64,6 +64,7 @@ def notes(config: RunConfig) -> list[str]:
     words = []
     if (
         config.data.prompt_format == "auto"
+        and config.data.system_prompt is None
         and has_chat_template(config.model)
         and first_prompt_is_text(config)
     ):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from paceline.config.base import Files, Section
 from paceline.config.validation import ValSets
+
+_OWN_ARGUMENTS = {"conversation", "tools", "tokenize", "add_generation_prompt", "chat_template"}
 
 
 class DataConfig(Section):
@@ -60,14 +62,37 @@ class DataConfig(Section):
         description="chat: through the tokenizer's chat template (a string becomes one user message); "
         "text: tokenized as it is; auto: chat for lists of messages, text for strings.",
     )
+    system_prompt: str | None = Field(
+        None,
+        min_length=1,
+        description="System message of every prompt, strings under prompt_format: auto included, which are "
+        "user messages then. A row that begins with a system message of its own keeps that.",
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        {},
+        description="What the chat template gets beside the messages, in every turn: "
+        "{enable_thinking: false}.",
+    )
     max_prompt_length: int = Field(512, gt=0, description="Longest prompt in tokens.")
     max_response_length: int = Field(512, gt=0, description="Longest response in tokens.")
     overlong_prompts: Literal["filter", "error"] = Field(
         "filter", description="Leave over-long prompts out (and say how many), or refuse to start."
     )
     train_batch_size: int = Field(64, gt=0, description="Prompts per step; each gets rollout.n samples.")
+    train_max_prompts: int | None = Field(
+        None, gt=0, description="Train on the first so many rows of train_files; null: on all."
+    )
     val_max_prompts: int | None = Field(
         None, gt=0, description="Validate on the first so many prompts of val_files; null: on all."
     )
     shuffle: bool = Field(True, description="Shuffle the prompts in every epoch, from the seed.")
     seed: int | None = Field(None, description="Seed of the order; null: trainer.seed.")
+
+    @model_validator(mode="after")
+    def _of_the_template(self) -> DataConfig:
+        if taken := _OWN_ARGUMENTS & self.chat_template_kwargs.keys():
+            raise ValueError(f"chat_template_kwargs.{min(taken)} is set by Paceline; leave it out")
+        for name in ("system_prompt", "chat_template_kwargs"):
+            if getattr(self, name) and self.prompt_format == "text":
+                raise ValueError(f"{name} is for chat prompts, and prompt_format=text has none; write chat")
+        return self

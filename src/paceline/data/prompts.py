@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -63,8 +65,13 @@ class Tokenizer(Decoder, Protocol):
         ...
 
 
-def load_tokenizer(folder: str | Path) -> Tokenizer:
+def load_tokenizer(
+    folder: str | Path, template_kwargs: Mapping[str, Any] = MappingProxyType({})
+) -> Tokenizer:
     """Loads the tokenizer of a model folder; nothing is fetched from a hub.
+
+    Args:
+        template_kwargs: what its chat template gets in every call, as `data.chat_template_kwargs`.
 
     Raises:
         ModelError: the folder is missing or holds no tokenizer.
@@ -87,6 +94,9 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         tokenizer: Tokenizer = _tokenizer_class(path).from_pretrained(str(path), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"the tokenizer in {path} does not load: {error}") from error
+    if template_kwargs:
+        render = functools.partial(tokenizer.apply_chat_template, **template_kwargs)
+        tokenizer.apply_chat_template = render  # type: ignore[method-assign]
     return tokenizer
 
 
@@ -230,6 +240,7 @@ class PromptSet:
         required = [config.prompt_key, config.ground_truth_key, *config.extra_keys]
         required += [images.column] if images is not None else []
         rows = rows_with_folders(local_files(files, split), required)
+        rows = rows[: config.train_max_prompts] if held_out is None else rows
         prompts = [
             _prompt(config, tokenizer, number, row, images, folder)
             for number, (row, folder) in enumerate(rows, start=first_id)
@@ -294,6 +305,7 @@ def _prompt(
     if value is None or truth is None:
         key = config.prompt_key if value is None else config.ground_truth_key
         raise DataError(f"row {number} has no value in column {key!r}; fill it or drop the row")
+    value = _with_system(value, config.system_prompt)
     sources: tuple[ImageSource, ...] = ()
     try:
         if images is None:
@@ -320,6 +332,21 @@ def _prompt(
         messages=_messages(value, config.prompt_format),
         images=sources,
     )
+
+
+def _with_system(value: object, system_prompt: str | None) -> object:
+    """The prompt as messages behind a system message; without one it stays as it is."""
+    if system_prompt is None:
+        return value
+    messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    if not isinstance(messages, list) or _begins_with_system(messages):
+        return messages
+    return [{"role": "system", "content": system_prompt}, *messages]
+
+
+def _begins_with_system(messages: Sequence[object]) -> bool:
+    first = messages[0] if messages else None
+    return isinstance(first, dict) and first.get("role") == "system"
 
 
 def _conversation(value: object, prompt_format: str) -> object:

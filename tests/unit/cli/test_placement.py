@@ -335,7 +335,8 @@ def test_strings_for_an_instruct_model_get_a_note(
     (project / "model" / "tokenizer_config.json").write_text('{"chat_template": "x"}')
     (note,) = notes(load(RunConfig, "run.yaml"))
     assert "strings, which go to the model without its chat template" in note
-    assert notes(load(RunConfig, "run.yaml", ["data.prompt_format=chat"])) == []
+    for meant in ("data.prompt_format=chat", "data.system_prompt=think"):
+        assert notes(load(RunConfig, "run.yaml", [meant])) == []
 
 
 @pytest.mark.parametrize(

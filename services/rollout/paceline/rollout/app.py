@@ -15,13 +15,12 @@ import grpc
 
 from paceline.broker.opening import open_broker
 from paceline.config.run import RunConfig
-from paceline.data.prompts import load_tokenizer, stop_token_ids
 from paceline.rollout.capacity import SamplerLimits
 from paceline.rollout.engines.base import Engine
 from paceline.rollout.engines.loading import start_engine
 from paceline.rollout.episodes.agents.endpoint import AgentEndpoint
 from paceline.rollout.episodes.environments.attached import AttachedEnvironment, EnvironmentGatewayServicer
-from paceline.rollout.episodes.group import Episodes, environment_of, rules_of
+from paceline.rollout.episodes.group import Episodes, environment_of, load_rules
 from paceline.rollout.sampler import Sampler
 from paceline.rollout.server import Parts, RolloutServer
 from paceline.rollout.servicer import RolloutServicer
@@ -127,9 +126,7 @@ class RolloutApp:
         await session.finish(self._server.drain, grace_s=_FINISH_S)
 
     async def _open_episodes(self, config: RunConfig, engine: Engine, run_id: str) -> Episodes:
-        model = local_model(config.model, "rollout")
-        tokenizer = await in_thread(load_tokenizer, model.tokenizer_path or model.path)
-        rules = rules_of(config, tokenizer, stop_token_ids(model.path, tokenizer))
+        rules = await in_thread(load_rules, config, local_model(config.model, "rollout"))
         environment = environment_of(
             config,
             Credentials.from_env(),

@@ -135,6 +135,23 @@ def only(
     )
 
 
+def options(key: str, ours: str) -> ConversionRule:
+    """Keyword arguments of what both programs call with them, whatever they are."""
+
+    def convert(value: Any, tree: Tree) -> Tree:
+        given = {
+            name.removeprefix(f"{key}."): one for name, one in tree.items() if name.startswith(f"{key}.")
+        }
+        return {ours: given}
+
+    return ConversionRule(
+        keys=(key, f"{key}.*"),
+        ours=f"`{ours}`",
+        convert=convert,
+        examples=(({f"{key}.x": True}, {ours: {"x": True}}),),
+    )
+
+
 def part(keys: str, of: str, default: Any = UNSET, unset: tuple[Any, ...] = (None,)) -> ConversionRule:
     """Keys that the rule of another one reads."""
     return ConversionRule(

@@ -109,7 +109,7 @@ class Inputs:
 def load_inputs(config: RunConfig) -> Inputs:
     """Reads prompts and tokenizer; raises DataError or ModelError."""
     model = local_model(config.model, "controller")
-    tokenizer = load_tokenizer(model.tokenizer_path or model.path)
+    tokenizer = load_tokenizer(model.tokenizer_path or model.path, config.data.chat_template_kwargs)
     images = ImageReader.load(config.data, model.path)
     train = PromptSet.load(config.data, tokenizer, images=images)
     train.check_token_budget(config)

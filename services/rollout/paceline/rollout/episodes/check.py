@@ -7,9 +7,8 @@ import asyncio
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, EnvironmentLackError, PacelineError
 from paceline.core.text import one_line
-from paceline.data.prompts import load_tokenizer, stop_token_ids
 from paceline.rollout.episodes.environments.remote import RemoteEnvironment, RemoteEnvironmentOptions
-from paceline.rollout.episodes.group import environment_of, rules_of
+from paceline.rollout.episodes.group import environment_of, load_rules
 from paceline.rpc.v1.environment_pb2 import EnvironmentDescription
 from paceline.service.identity.credentials import Credentials
 from paceline.storage.models import local_model
@@ -24,9 +23,7 @@ def check_episodes(config: RunConfig) -> str:
     """
     if not config.has_episodes:
         return "none"
-    model = local_model(config.model, "controller")
-    tokenizer = load_tokenizer(model.tokenizer_path or model.path)
-    rules = rules_of(config, tokenizer, stop_token_ids(model.path, tokenizer))
+    rules = load_rules(config, local_model(config.model, "controller"))
     service = config.rollout.environment
     names = (
         ", ".join(asyncio.run(_call_names(config)))

@@ -9,10 +9,11 @@ import logging
 import time
 from collections.abc import Callable
 
+from paceline.config.model import ModelConfig
 from paceline.config.run import RunConfig
 from paceline.core.errors import ModelError
 from paceline.core.samples.trajectory import PromptGroup
-from paceline.data.prompts import Tokenizer
+from paceline.data.prompts import Tokenizer, load_tokenizer, stop_token_ids
 from paceline.rollout.engines.base import Engine, Sample, SampleRequest
 from paceline.rollout.episodes.admission import AdmissionControl, AdmittedConversation
 from paceline.rollout.episodes.agents.drive import Driven, drive_episode
@@ -215,6 +216,12 @@ def environment_of(
         num_processes=episode.tool_processes,
     )
     return ToolPool(config.rollout.tools, limits)
+
+
+def load_rules(config: RunConfig, model: ModelConfig) -> EpisodeRules:
+    """`rules_of` with the tokenizer of a model's folder; raises ModelError also where that does not load."""
+    tokenizer = load_tokenizer(model.tokenizer_path or model.path, config.data.chat_template_kwargs)
+    return rules_of(config, tokenizer, stop_token_ids(model.path, tokenizer))
 
 
 def rules_of(config: RunConfig, tokenizer: Tokenizer, stop_token_ids: tuple[int, ...]) -> EpisodeRules:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.cli.convert.rules import ConversionRule, no_effect, only
+from paceline.cli.convert.rules import ConversionRule, no_effect, only, options
 
 _DECODING = "changes the sampled distribution, which the loss would have to account for"
 _STEPS = "checkpoints are kept by their step, not by a metric"
@@ -14,12 +14,7 @@ REST: tuple[ConversionRule, ...] = (
     only(_DECODING, "repetition_penalty", neutral=(None, 1), example=1.1),
     only(_DECODING, "generation_kwargs generation_kwargs.*", neutral=(None,), example=0.5),
     only(_DECODING, "vllm_structured_outputs_regex", example="a*"),
-    only(
-        "a chat template takes no arguments here; write them into the template",
-        "chat_template_kwargs chat_template_kwargs.*",
-        neutral=(None,),
-        example=True,
-    ),
+    options("chat_template_kwargs", "data.chat_template_kwargs"),
     only("AdamW is the optimizer", "optim_args optim_target_modules", example="x"),
     only(
         "AdamW is the optimizer", "optim", neutral=("adamw_torch", "adamw_torch_fused"), example="adafactor"

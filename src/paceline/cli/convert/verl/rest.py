@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.cli.convert.rules import ConversionRule, no_effect, only
+from paceline.cli.convert.rules import ConversionRule, no_effect, only, options
 
 _DECODING = "changes the sampled distribution, which the loss would have to account for"
 _A, _R, _M, _REF = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model", "ref"))
@@ -49,12 +49,7 @@ REST: tuple[ConversionRule, ...] = (
         example=1,
     ),
     only("heads for several tokens are not trained", f"{_M}.mtp.enable"),
-    only(
-        "a chat template takes no arguments here; write them into the template",
-        "data.apply_chat_template_kwargs data.apply_chat_template_kwargs.*",
-        neutral=(None,),
-        example=True,
-    ),
+    options("data.apply_chat_template_kwargs", "data.chat_template_kwargs"),
     only("write the rows to a file", "data.custom_cls.path", example="d.py"),
     only("see algorithm.rollout_correction", "algorithm.rollout_correction.rollout_rs", example="token_k1"),
     only("log-probs of the policy are the learner's own", "algorithm.rollout_correction.bypass_mode"),

@@ -99,7 +99,7 @@ _DATA = (
     ),
     renamed("data.reward_fn_key", "data.data_source_key", "kind", default="data_source"),
     renamed("data.val_max_samples", "data.val_max_prompts", 64, unset=(None, -1)),
-    only("write fewer rows", "data.train_max_samples", neutral=(None, -1), example=100),
+    renamed("data.train_max_samples", "data.train_max_prompts", 100, unset=(None, -1)),
     renamed("data.image_key", "data.image_key", "pictures", unset=(None, "images")),
     rule(
         "data.filter_overlong_prompts",
