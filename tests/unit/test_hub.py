@@ -235,9 +235,11 @@ def test_a_data_set_of_another_format_is_taken_as_the_hub_converts_it(hub: Stand
 
 def test_a_run_keeps_its_commits_when_the_branch_moves(hub: StandInHub) -> None:
     commit, data = hub.put("acme/tiny", MODEL), hub.put("openai/gsm8k", GSM8K, kind="datasets")
-    prepared = run_dirs.prepare(_config())
+    sets = {"socratic": "openai/gsm8k:socratic:test"}
+    prepared = run_dirs.prepare(_config(data={"train_files": "openai/gsm8k", "val_sets": sets}))
     assert prepared.config.model.path == f"hf://acme/tiny@{commit}"
     assert prepared.config.data.train_files == (f"hf://openai/gsm8k@{data}",)
+    assert prepared.config.data.val_sets["socratic"].files == (f"hf://openai/gsm8k@{data}:socratic:test",)
     accept(prepared.run_dir)
     moved = hub.put("acme/tiny", MODEL | {"model.safetensors": b"newer"})
     again = run_dirs.prepare(_config())

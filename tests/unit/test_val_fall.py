@@ -34,9 +34,18 @@ def answers(hard: Mapping[int, float], spread: float = 0.0) -> Answer:
     return answer
 
 
-async def went(folder: Path, answer: Answer, *, stop_after: int = 0, **changes: Any) -> SequencerRun:
+async def went(
+    folder: Path,
+    answer: Answer,
+    *,
+    stop_after: int = 0,
+    services: FakeServices | None = None,
+    **changes: Any,
+) -> SequencerRun:
     """A term of a run, to its end or until it is asked to stop after a step."""
-    services = FakeServices()
+    services = services or FakeServices()
+    services.standings.clear()
+    services.trained.clear()
     async with run_of(config(**SETS | changes), folder, services, MemoryBroker()) as it:
         services.writes = True
 
@@ -107,9 +116,11 @@ async def test_a_run_that_goes_on_knows_its_best_its_streak_and_what_is_due(
         "guard__val_fall": {"rollback": 0.1, "patience": 2},
         "trainer__total_steps": 8,
     }
-    await went(tmp_path, answers(rewards), stop_after=stop_after, **changes)
-    it = await went(tmp_path, answers(rewards), **changes)
+    services = FakeServices()
+    await went(tmp_path, answers(rewards), stop_after=stop_after, services=services, **changes)
+    it = await went(tmp_path, answers(rewards), services=services, **changes)
     assert [e["term"] for e in it.events() if e["event"] == "run"] == [1, 2]
+    assert [e for e in it.events() if e["event"] == "rewind"] == []
     assert [(e["step"], e["to_step"]) for e in it.events() if e["event"] == "rollback"] == [(7, 3)]
     assert [line["step"] for line in it.lines()] == list(range(9))
 

@@ -66,7 +66,9 @@ def validation_line(config: RunConfig) -> str:
     lines = []
     for held_out in sets:
         prompts, _, _ = _load(config, held_out.files, held_out)
-        lines.append(f"{held_out.name}: {_facts(prompts)}" if held_out.name else _facts(prompts))
+        asked = min(len(prompts.prompts), held_out.max_prompts or len(prompts.prompts))
+        facts = f"{_facts(prompts)}; {asked} prompts x {held_out.n} samples per validation"
+        lines.append(f"{held_out.name}: {facts}" if held_out.name else facts)
     return "\n      ".join(lines)
 
 

@@ -374,10 +374,17 @@ def test_the_first_prompt_is_shown_as_the_model_gets_it(project: Path) -> None:
         "80 kept, 0 left out as too long, the longest has 9 tokens\n      the first: '0 + 1 =<|end|>'"
     )
     (project / "train.parquet").rename(project / "val.parquet")
-    sets = {"chat": "val.parquet", "short": {"files": "val.parquet", "n": 2, "temperature": 1}}
+    short = {"files": "val.parquet", "n": 2, "temperature": 1, "max_prompts": 9}
+    sets = {"chat": "val.parquet", "short": short}
     val = config(data={**DATA, "val_files": ["val.parquet"], "val_sets": sets})
     facts = "80 kept, 0 left out as too long, the longest has 8 tokens"
-    assert data_checks.validation_line(val) == "\n      ".join([facts, f"chat: {facts}", f"short: {facts}"])
+    assert data_checks.validation_line(val) == "\n      ".join(
+        [
+            f"{facts}; 80 prompts x 1 samples per validation",
+            f"chat: {facts}; 80 prompts x 1 samples per validation",
+            f"short: {facts}; 9 prompts x 2 samples per validation",
+        ]
+    )
     gone = config(data={**DATA, "train_files": ["val.parquet"], "val_sets": {"chat": "gone.parquet"}})
     with pytest.raises(DataError, match=r"gone.parquet does not exist; correct data.val_sets.chat.files"):
         data_checks.check_data_files(gone)
