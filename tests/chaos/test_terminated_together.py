@@ -122,9 +122,7 @@ def test_nothing_is_lost_where_every_service_is_told_to_end_in_the_middle_of_a_s
         with start() as run:
             run.wait_for_phase("collect", 2)
             step = run.terminate(*run.processes)
-            assert run.codes(*run.processes) == [
-                0 if name == "learner-1" else EXIT_INTERRUPTED for name in run.processes
-            ]
+            assert set(run.codes(*run.processes)) == {EXIT_INTERRUPTED}
             assert (
                 only(run.events, "end")[-1]["message"] == f"stopped after step {step} of {NUM_STEPS}: SIGTERM"
             )
@@ -132,9 +130,10 @@ def test_nothing_is_lost_where_every_service_is_told_to_end_in_the_middle_of_a_s
 
         with start() as run:
             run.wait_for_phase("learn", step + 2)
+            # The learner by its second rank, which may be another host's.
             members = [name for name in run.processes if name != "controller"]
-            step = run.terminate(*members)
-            run.codes(*members)
+            step = run.terminate(*(name for name in members if name != "learner-0"))
+            assert set(run.codes(*members)) == {EXIT_INTERRUPTED}
             assert only(run.events, "checkpoint")[-1]["step"] == step
             run.processes["controller"].send_signal(signal.SIGTERM)
             assert run.codes("controller") == [EXIT_INTERRUPTED]

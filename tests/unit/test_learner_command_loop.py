@@ -221,3 +221,14 @@ def test_a_blob_that_was_drawn_again_after_it_was_scored_is_not_trained_on() -> 
 
 def fields(row: BatchRow) -> dict[str, Any]:
     return {name: getattr(row, name) for name in BatchRow.__slots__}
+
+
+@pytest.mark.parametrize(("arguments", "is_over"), [({"over": True}, True), ({"over": False}, False)])
+def test_every_rank_knows_whether_the_run_is_over(
+    ranks: Ranks, arguments: dict[str, bool], is_over: bool
+) -> None:
+    queue = CommandQueue()
+    queue.submit(STOP, arguments)
+    loop = CommandLoop(ranks, dict, queue)
+    loop.run()
+    assert loop.is_over == is_over

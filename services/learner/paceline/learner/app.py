@@ -24,6 +24,7 @@ from paceline.rpc.v1 import learner_pb2_grpc
 from paceline.service.addresses import split, to_bind
 from paceline.service.member.bootstrap import MemberSession
 from paceline.service.member.controller_link import MemberReport
+from paceline.service.member.runtime import EXIT_INTERRUPTED, stop_grace_s
 from paceline.service.observability import telemetry
 from paceline.service.observability.logs import setup_logging
 from paceline.service.process import die_with_parent
@@ -44,8 +45,9 @@ class _Head:
         commands: CommandQueue,
         settle: Callable[[BaseException | None], None],
         command_timeout_s: float,
+        tell_to_end: Callable[[], None],
     ) -> None:
-        self._servicer, self._notify = servicer, notify
+        self._servicer, self._notify, self._tell_to_end = servicer, notify, tell_to_end
         self.commands, self._settle = commands, settle
         self._command_timeout_s = command_timeout_s
         self._loop = asyncio.get_running_loop()
@@ -58,6 +60,10 @@ class _Head:
         """Logs the message and sends it to the controller."""
         log.warning("%s", message)
         self._loop.call_soon_threadsafe(self._notify, message)
+
+    def told_to_end(self) -> None:
+        """Ends the group once the run can do without it."""
+        self._loop.call_soon_threadsafe(self._tell_to_end)
 
     def lost(self, error: PeerLostError) -> None:
         """Ends the service with the error, and after a while the process in any case."""
@@ -120,7 +126,8 @@ class LearnerApp:
                     done.set_exception(error)
 
         timeout_s = assignment.config.learner.command_timeout_s
-        head = _Head(self._servicer, self._session.notify, self._queue, settle, timeout_s)
+        tell = self._session.tell_to_end
+        head = _Head(self._servicer, self._session.notify, self._queue, settle, timeout_s, tell)
 
         def work() -> None:
             error: BaseException | None = None
@@ -135,7 +142,7 @@ class LearnerApp:
         return done
 
     async def _stop(self, training: asyncio.Future[None]) -> None:
-        self._queue.submit(STOP, {})
+        self._queue.submit(STOP, {"over": self._session.run_over.is_set()})
         await asyncio.wait({training}, timeout=_STOP_S)
         if not training.done():
             log.warning("the group did not stop within %g s; its ranks end with this process", _STOP_S)
@@ -154,7 +161,7 @@ def run_follower(environment: RankEnvironment, host: str) -> int:
             "learner", run_dir=None, instance=name, local_rank=environment.local_rank, uses_gpus=True
         )
         environment.use_interface(host)
-        follow(environment)
+        is_over = follow(environment)
     except PacelineError as error:
         log.error("fatal: %s", error)
         return 1
@@ -164,4 +171,4 @@ def run_follower(environment: RankEnvironment, host: str) -> int:
     finally:
         telemetry.shutdown()
     log.info("stopped")
-    return 0
+    return 0 if is_over or not stop_grace_s() else EXIT_INTERRUPTED

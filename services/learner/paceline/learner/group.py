@@ -43,6 +43,7 @@ from paceline.learner.model.self_test import check_models
 from paceline.learner.train.profiler import StepProfiler
 from paceline.learner.train.state.learner import Learner
 from paceline.learner.train.warm_up import load_warm
+from paceline.service.member.runtime import stop_grace_s
 from paceline.service.observability.logs import set_level
 from paceline.storage.folder import Folder
 from paceline.storage.models import local_folder, local_model
@@ -108,6 +109,10 @@ class Head(Protocol):
         """A rank is silent; the training thread may wait for it for ever. Ends the process."""
         ...
 
+    def told_to_end(self) -> None:
+        """Another rank's process was told to end: the group ends when the run can do without it."""
+        ...
+
 
 def lead(environment: RankEnvironment, assignment: RankRegistration, head: Head) -> None:
     """Rank 0's training thread: forms the group, tells the others, serves commands until STOP.
@@ -134,8 +139,11 @@ def lead(environment: RankEnvironment, assignment: RankRegistration, head: Head)
     _serve(environment, store, assignment, head)
 
 
-def follow(environment: RankEnvironment) -> None:
+def follow(environment: RankEnvironment) -> bool:
     """Every other rank's process: waits for rank 0, then serves its commands until STOP.
+
+    Returns:
+        Whether the run is over; if not, the group is to be started again.
 
     Raises:
         DeadlineError: rank 0 did not come.
@@ -151,24 +159,27 @@ def follow(environment: RankEnvironment) -> None:
             seconds=_FIRST_WAIT_S,
             hint="its log says why",
         ) from error
-    _serve(environment, store, None, None)
+    return _serve(environment, store, None, None)
 
 
 def _serve(
     environment: RankEnvironment, store: Store, assignment: RankRegistration | None, head: Head | None
-) -> None:
+) -> bool:
     device_word, devices, threads, timeout_s, silent_s, context = json.loads(store.get(_GROUP_KEY))
     use_threads(threads, environment)
     device = choose_device(device_word, environment, tuple(devices) if devices else None)
     ranks = form_group(environment, store, device, timeout_s, context=context)
+    beating = (
+        Heartbeats(ranks, limit_s=silent_s, lost=head.lost, told=head.told_to_end)
+        if head
+        else Heartbeats(ranks, limit_s=silent_s, lost=_end_follower)
+    )
     if head is None:
         # From now on rank 0 ends the group; a signal to all processes must not end single ranks.
-        signal.signal(signal.SIGTERM, lambda number, frame: log.info("SIGTERM: rank 0 will end the group"))
+        signal.signal(signal.SIGTERM, lambda number, frame: _note_sigterm(beating))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.ExitStack() as stack:
-        heartbeats = stack.enter_context(
-            Heartbeats(ranks, limit_s=silent_s, lost=head.lost if head else _end_follower)
-        )
+        heartbeats = stack.enter_context(beating)
         commands: Commands | None = None
 
         def load() -> dict[str, Handler]:
@@ -179,10 +190,19 @@ def _serve(
             return commands.table
 
         queue = head.commands if head else None
-        CommandLoop(ranks, load, queue, find_silent=heartbeats.find_silent).run()
+        loop = CommandLoop(ranks, load, queue, find_silent=heartbeats.find_silent)
+        loop.run()
         if commands is not None:
             commands.finish()
     leave_group()
+    return loop.is_over
+
+
+def _note_sigterm(heartbeats: Heartbeats) -> None:
+    """Has rank 0 hear of it where there is time: the process may be on another host."""
+    log.info("SIGTERM: rank 0 will end the group")
+    if stop_grace_s():
+        heartbeats.is_told.set()
 
 
 def _end_follower(error: PeerLostError) -> None:

@@ -148,7 +148,7 @@ class MemberSession:
             await link.leave("drained" if self._draining.is_set() else "stopped")
 
         context.defer("goodbye to the controller", say_goodbye, budget_s=_GOODBYE_S)
-        context.before_stopping(self._ask_to_leave)
+        context.before_stopping(self.tell_to_end)
         await asyncio.sleep(0)  # lets the heartbeats begin
         return registration
 
@@ -205,8 +205,10 @@ class MemberSession:
         finally:
             draining.cancel()
 
-    def _ask_to_leave(self) -> None:
+    def tell_to_end(self) -> None:
+        """Ends the member when the controller can do without it: SIGTERM has reached one of its processes."""
         log.info("SIGTERM: serving on until the controller can do without this member")
+        self.context.is_terminated = True
         self.link.ask_to_leave(lambda: self.context.stop("the controller can do without this member"))
 
     async def finish(self, work: Callable[[], Coroutine[Any, Any, None]], *, grace_s: float) -> None:

@@ -87,6 +87,9 @@ class CommandLoop:
         commands: rank 0's queue; None elsewhere.
         keep_alive_s: how often idle ranks exchange a keep-alive.
         find_silent: names the rank that went silent when a connection broke.
+
+    Attributes:
+        is_over: whether the STOP came because the run is over, and not to be started again.
     """
 
     def __init__(
@@ -101,6 +104,7 @@ class CommandLoop:
         self._ranks, self._prepare, self._commands = ranks, prepare, commands
         self._handlers: Mapping[str, Handler] = {}
         self._keep_alive_s, self._find_silent = keep_alive_s, find_silent
+        self.is_over = False
 
     def run(self) -> None:
         """Prepares, then serves commands until STOP; every rank calls it, in the thread that trains.
@@ -139,6 +143,7 @@ class CommandLoop:
             if command is not None:
                 _settle(command.future, error=_typed(self._cause(error)))
             raise
+        self.is_over = name == STOP and bool(arguments.get("over", True))
         return name != STOP
 
     def _exchange(self, command: _Command | None) -> tuple[str, Arguments]:

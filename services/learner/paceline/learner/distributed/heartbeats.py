@@ -3,6 +3,7 @@
     beat:   every second the own count into the store, the others' counts out of it
     check:  every second one more for all who have not beaten since; at the limit the rank is lost
 
+The count of a rank whose process was told to end is negative: another host's may be, and rank 0 has to know.
 Two threads, because a call to the store of a frozen rank 0 does not return. Time is counted in the check's
 own turns, so a rank that was paused itself takes nobody for dead.
 """
@@ -65,10 +66,22 @@ class Heartbeats:
         limit_s: how long a rank may be silent.
         lost: called once, in the checking thread, with the error that names the silent rank. The thread that
             trains may wait for that rank in a collective, so `lost` has to end the process.
+        told: called once, in the beating thread, when another rank's process was told to end.
+
+    Attributes:
+        is_told: set when this rank's process is told to end.
     """
 
-    def __init__(self, ranks: Ranks, *, limit_s: float, lost: Callable[[PeerLostError], None]) -> None:
-        self._ranks, self._limit_s, self._lost = ranks, limit_s, lost
+    def __init__(
+        self,
+        ranks: Ranks,
+        *,
+        limit_s: float,
+        lost: Callable[[PeerLostError], None],
+        told: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._ranks, self._limit_s, self._lost, self._told = ranks, limit_s, lost, told
+        self.is_told = threading.Event()
         self._others = [rank for rank in range(ranks.world.size) if rank != ranks.world.rank]
         self._silence = Silence(self._others, limit=round(limit_s / INTERVAL_S))
         self._lock = threading.Lock()
@@ -100,17 +113,21 @@ class Heartbeats:
         # A connection of its own: the group's is taken while a rank waits for a key.
         store = self._ranks.store.clone()  # type: ignore[attr-defined]
         keys = [_KEY.format(rank=rank) for rank in self._others]
-        count = 0
+        count, has_said = 0, False
         while not self._stopped.wait(INTERVAL_S):
             count += 1
+            beat = -count if self.is_told.is_set() else count
             try:
-                store.set(_KEY.format(rank=self._ranks.world.rank), str(count))
+                store.set(_KEY.format(rank=self._ranks.world.rank), str(beat))
                 counts = [int(value) for value in store.multi_get(keys)]
             except RuntimeError as error:  # the store went with rank 0; the check counts
                 log.debug("heartbeat: %s", error)
                 continue
             with self._lock:
                 self._silence.heard(dict(zip(self._others, counts, strict=True)))
+            if not has_said and any(count < 0 for count in counts):
+                has_said = True
+                self._told()
 
     def _check(self) -> None:
         while not self._stopped.wait(INTERVAL_S):
