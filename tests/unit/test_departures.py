@@ -87,6 +87,21 @@ def test_all_stay_whom_the_learner_needs_to_end_its_step() -> None:
     assert bench.departures.asked(LEARNER) == []
 
 
+def test_a_learner_that_hears_it_after_the_others_have_left_is_not_held_in_vain() -> None:
+    bench = Bench()
+    bench.holds(bench.reward)
+    assert bench.departures.waiting == bench.departures.release() == [bench.reward]
+    assert bench.holds(bench.learner) == [True]
+    bench.fleet.leave("reward-0", "a", "stopped")
+    assert bench.holds(bench.learner) == [False]
+    bench.add("reward-1", REWARD, RewardState.SERVING)
+    assert bench.holds(bench.learner) == [True]
+    # One that died was not told to end: it comes back.
+    other = Bench()
+    other.fleet.mark_dead(other.reward, "killed")
+    assert other.holds(other.learner) == [True]
+
+
 def test_who_still_starts_is_needed_by_no_step_and_replaces_nobody() -> None:
     bench = Bench()
     starting = bench.add("rollout-2", ROLLOUT, RolloutState.JOINING)
@@ -195,6 +210,22 @@ async def test_a_learner_leaves_with_its_step_saved_and_the_run_goes_on_with_the
         assert numbers(it) == numbers(expected)
         assert services.batches == expected.services.batches
         assert not [e for e in it.events() if e["event"] == "rewind"]
+        assert it.breaches() == []
+
+
+async def test_the_run_is_saved_before_the_last_reward_service_leaves(tmp_path: Path) -> None:
+    """The learner may be told a moment later, when no step can be finished any more."""
+    services = FakeServices()
+    async with told_in(tmp_path, services, 2, "reward-0") as (it, leaving):
+        going = asyncio.create_task(it.go())
+        while not leaving or not leaving[0].done():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert services.calls.index("save 2") < services.calls.index("left reward-0")
+        await leave_when_allowed(it, "learner")
+        await it.enlist("learner", LEARNER, LearnerState.READY, "b")
+        await it.enlist("reward-0", REWARD, RewardState.SERVING, "b")
+        await asyncio.wait_for(going, 300)
+        assert [row["step"] for row in it.lines()] == [0, 1, 2, 3, 4]
         assert it.breaches() == []
 
 

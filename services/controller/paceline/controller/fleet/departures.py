@@ -28,22 +28,38 @@ class Departures:
         asked_at = self._asked_at.setdefault(_key(member), self._clock.monotonic())
         if self._is_over or member.is_starting or _key(member) in self._released:
             return False
+        if member.kind is MemberKind.LEARNER and self._nobody_is_left():
+            return False
         return self._is_needed(member) or self._clock.monotonic() - asked_at < _TOGETHER_S
+
+    @property
+    def waiting(self) -> list[Member]:
+        """Members that have asked and that the step needs; they are let go when it is finished and saved."""
+        waiting = (m for m in self.asked() if _key(m) not in self._released)
+        return [m for m in waiting if not m.is_starting and self._is_needed(m)]
 
     def asked(self, kind: MemberKind | None = None) -> list[Member]:
         """Members of a kind, or all, that are to end and have not left."""
         return [m for m in self._fleet.members(kind) if m.usable and _key(m) in self._asked_at]
 
     def release(self) -> list[Member]:
-        """Lets all go that have asked and were needed; returns them."""
-        waiting = [m for m in self.asked() if _key(m) not in self._released]
-        needed = [m for m in waiting if not m.is_starting and self._is_needed(m)]
-        self._released.update(map(_key, needed))
-        return needed
+        """Lets all go that are `waiting`; returns them."""
+        leaving = self.waiting
+        self._released.update(map(_key, leaving))
+        return leaving
 
     def end(self) -> None:
         """Lets everybody go, also who asks later: this controller ends."""
         self._is_over = True
+
+    def _nobody_is_left(self) -> bool:
+        """Whether all servers or all reward services have ended as told: no step can be finished."""
+        for kind in (MemberKind.ROLLOUT, MemberKind.REWARD):
+            members = self._fleet.members(kind)
+            was_told = any(_key(member) in self._asked_at for member in members)
+            if was_told and not any(member.usable for member in members):
+                return True
+        return False
 
     def _is_needed(self, member: Member) -> bool:
         """Whether the step cannot be finished and saved without it."""

@@ -189,16 +189,14 @@ class Sequencer:
             PeerLostError: the learner is one of them, and has left with the step in a checkpoint.
         """
         departures = self._supervisor.departures
-        learner = next(iter(departures.asked(MemberKind.LEARNER)), None)
-        if learner is not None:
-            if self._saved != finished:
-                return
-            await self._checkpoints.written()
+        if not departures.waiting or self._saved != finished:
+            return
+        await self._checkpoints.written()
         leaving = departures.release()
-        if leaving:
-            names = ", ".join(member.member_id for member in leaving)
-            self._run.events.notice(f"step {finished} is finished: {names} may end, as told")
-            await self._supervisor.all_gone(lambda: leaving, timeout_s=_DEPARTURE_S)
+        names = ", ".join(member.member_id for member in leaving)
+        self._run.events.notice(f"step {finished} is finished: {names} may end, as told")
+        await self._supervisor.all_gone(lambda: leaving, timeout_s=_DEPARTURE_S)
+        learner = next((member for member in leaving if member.kind is MemberKind.LEARNER), None)
         if learner is not None:
             raise PeerLostError("it was told to end, and left after a checkpoint", peer=learner.member_id)
 
@@ -219,7 +217,7 @@ class Sequencer:
         metrics |= guarded
         # A rollback is saved at once, so that a resumed run does not repeat the steps that led to it.
         is_due = rolled_back or trainer.saves_after(step)
-        if is_due or self.progress.stop_reason or self._supervisor.departures.asked(MemberKind.LEARNER):
+        if is_due or self.progress.stop_reason or self._supervisor.departures.waiting:
             # A rollback goes where it would go had nobody stopped the run.
             metrics |= await self._checkpoint(metrics, good=is_due and self._guard.good)
         self._finish_step(metrics)
