@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from paceline.controller.batch.collect import Batch, reward_components
@@ -12,6 +13,8 @@ from paceline.core.ids import TrajectoryId
 from paceline.core.samples.trajectory import FinishReason, ScoredHeader
 
 _MOST_SOURCES = 20
+# What MLflow refuses in the name of a metric.
+_NO_NAME = re.compile(r"[^A-Za-z0-9_.:/ -]")
 
 
 def of_sets(
@@ -72,5 +75,5 @@ def _sources(held_out: HeldOutPrompts) -> dict[str, set[int]]:
     by_source: dict[str, set[int]] = {}
     for prompt_id in held_out.ids():
         source = held_out.prompts.prompts[prompt_id].context.data_source or "none"
-        by_source.setdefault(source, set()).add(prompt_id)
+        by_source.setdefault(_NO_NAME.sub("_", source), set()).add(prompt_id)
     return dict(sorted(by_source.items())) if 1 < len(by_source) <= _MOST_SOURCES else {}
