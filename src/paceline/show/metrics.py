@@ -71,16 +71,8 @@ class Column:
         return self.metrics[0].unit
 
     def cell(self, values: Mapping[str, float]) -> str:
-        """The number of a step, formatted; "" where the step has none of the column's metrics.
-
-        Without data.val_files the first set of data.val_sets stands for them.
-        """
-        for metric in self.metrics:
-            of_sets = val_rewards(values).values() if metric.name == VAL_REWARD else ()
-            for name in (metric.name, *of_sets):
-                if name in values:
-                    return f"{values[name]:{metric.format}}"
-        return ""
+        """The number of a step, formatted; "" where the step has none of the column's metrics."""
+        return next((f"{values[m.name]:{m.format}}" for m in self.metrics if m.name in values), "")
 
 
 # Charts and columns come in the order of their first line here, the lines of a chart in the order of theirs.
@@ -189,10 +181,21 @@ def charts() -> dict[str, list[ShownMetric]]:
     return by_title
 
 
-def columns() -> list[Column]:
-    """The columns of the live view."""
+def columns(names: Iterable[str]) -> list[Column]:
+    """The columns of the live view; each set of held-out prompts has its own.
+
+    Args:
+        names: of the metrics of the steps that are shown.
+    """
+    of_sets = {of: ShownMetric(name) for of, name in val_rewards(names).items()}
     by_title: dict[str, list[ShownMetric]] = {}
     for metric in METRICS:
         if metric.column:
             by_title.setdefault(metric.column, []).append(metric)
-    return [Column(title=title, metrics=tuple(group)) for title, group in by_title.items()]
+    shown = []
+    for title, group in by_title.items():
+        if group[0].name == VAL_REWARD and of_sets:
+            shown += [Column(title=f"{title} {of}".rstrip(), metrics=(m,)) for of, m in of_sets.items()]
+        else:
+            shown.append(Column(title=title, metrics=tuple(group)))
+    return shown

@@ -46,8 +46,9 @@ def test_a_step_in_one_line() -> None:
     )
     assert step_line(0, 9, {"val/reward/mean": 0.31}) == "step 0/9  val 0.310"
     of_sets = {"val/b/reward/mean": 0.2, "val/a/reward/mean": 0.1, "val/a/source/x/reward/mean": 0.3}
-    assert step_line(0, 9, of_sets) == "step 0/9  val 0.100"
-    assert step_line(0, 9, of_sets | {"val/reward/mean": 0.31}) == "step 0/9  val 0.310"
+    assert step_line(0, 9, of_sets) == "step 0/9  val a 0.100  val b 0.200"
+    both = of_sets | {"val/reward/mean": 0.31}
+    assert step_line(0, 9, both) == "step 0/9  val 0.310  val a 0.100  val b 0.200"
 
 
 def test_the_kl_column_prefers_the_reference() -> None:
@@ -73,6 +74,17 @@ def test_plain_lines_break_a_long_silence(monkeypatch: pytest.MonkeyPatch) -> No
         "step 0/9: waiting for the learner, 5 s so far",
         "note: rollout-1 is gone",
     ]
+
+
+def test_each_set_of_held_out_prompts_has_a_column_of_its_own() -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=160, legacy_windows=False, color_system=None)
+    view = LiveView("paceline demo", 9, console=console)
+    view.step(0, {"val/a/reward/mean": 0.1, "val/b/reward/mean": 0.2})
+    view.step(1, {"val/b/reward/mean": 0.3})
+    header, first, second = (line.split() for line in render(view).splitlines()[1:4])
+    assert header[:6] == ["step", "reward", "val", "a", "val", "b"]
+    assert (first, second) == (["0/9", "0.100", "0.200"], ["1/9", "0.300"])
 
 
 def test_the_live_table_shows_phases_rows_and_notices() -> None:

@@ -91,7 +91,7 @@ class LiveView:
     def _table(self) -> Table:
         """The last steps, in as many columns as fit; those on the right go first, and no number is cut."""
         titles, lines = ["step"], [[f"{step}/{self._total_steps}"] for step, _ in self._rows]
-        for column in columns():
+        for column in columns(dict.fromkeys(name for _, metrics in self._rows for name in metrics)):
             titles.append(f"{column.title} {column.unit}".rstrip())
             for line, (_, metrics) in zip(lines, self._rows, strict=True):
                 line.append(column.cell(metrics))

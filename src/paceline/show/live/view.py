@@ -80,7 +80,7 @@ class PlainView:
         """Prints a line, unless no column has a number: starting weights that are not validated."""
         self._has_steps = True
         self._pace.step(step, time.monotonic())
-        if any(column.cell(metrics) for column in columns()):
+        if any(column.cell(metrics) for column in columns(metrics)):
             self._say(f"{step_line(step, self._total_steps, metrics)}  {self._pace.words()}".rstrip())
 
     def notice(self, text: str) -> None:
@@ -179,7 +179,7 @@ def clock(seconds: float) -> str:
 
 def step_line(step: int, total_steps: int, metrics: Metrics) -> str:
     """A step in one line."""
-    cells = [(column, column.cell(metrics)) for column in columns()]
+    cells = [(column, column.cell(metrics)) for column in columns(metrics)]
     parts = [f"{column.title} {cell} {column.unit}".rstrip() for column, cell in cells if cell]
     return f"step {step}/{total_steps}  " + "  ".join(parts)
 
