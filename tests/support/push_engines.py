@@ -16,6 +16,7 @@ from paceline.core.samples.trajectory import SamplingSpec
 from paceline.rollout.engines.base import Engine, SampleRequest
 from paceline.rollout.engines.processes import EngineProcesses
 from paceline.rollout.engines.vllm.engine import VllmEngine
+from paceline.rollout.engines.vllm.start import environment, prefork
 from paceline.weights.plan.spec import WeightGroupSpec
 from support.push_learners import LearnerGroup, report_of
 
@@ -30,14 +31,20 @@ async def running_engine(
     """The engine; `arguments` override those of a float32 engine without weights."""
     paths = [ROOT / "src", *(ROOT / "services").glob("*"), ROOT / "tests"]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")]))
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")
-    monkeypatch.setenv("VLLM_NO_USAGE_STATS", "1")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    variables = environment.in_this_process() | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "OMP_NUM_THREADS": "1",
+    }
     if torch.cuda.is_available():
         # A forked engine hangs in its first parallel region if the tests' process has had one.
-        monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        variables["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    else:
+        environment.prepare_cpu(variables)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if not torch.cuda.is_available():
+        # As a rollout server starts it: its processes are forks of one that has imported vLLM.
+        prefork.use(prefork.start())
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 

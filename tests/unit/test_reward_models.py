@@ -31,6 +31,7 @@ from paceline.reward.weighted_sum import WeightedSum
 from paceline.sdk import RewardClient, RewardServer
 from support.cli_configs import config
 from support.forked import Forked, run
+from support.training_run import ENGINE
 
 pytestmark = pytest.mark.torch
 
@@ -116,24 +117,22 @@ async def test_vllm_gives_the_scores_of_transformers(tmp_path: Path) -> None:
     """As a process with `--engine vllm`; a row longer than the model loses its beginning in both."""
     path = save(tmp_path, hidden_size=128, num_heads=2)
     rows = items(*RESPONSES, "y" * 2000, *("z" * number for number in range(40)))
-    command = [sys.executable, "-m", "paceline.reward.models", path, "--port", "0", "--engine", "vllm"]
-    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    command = ["-m", "paceline.reward.models", path, "--port", "0", "--engine", "vllm"]
+    process = Forked(command, stderr=subprocess.PIPE, imports=ENGINE)
     assert process.stderr is not None
     lines: list[str] = []
-    address = None
     try:
-        async with asyncio.timeout(800):
-            async for line in process.stderr:
-                lines.append(line.decode())
-                if address := re.search(r"reward server on (\S+)", lines[-1]):
-                    break
-            assert address is not None, "".join(lines)
-            async with RewardClient(address[1]) as client:
-                together = await client.score(rows)
-                alone = [result for row in rows[:8] for result in await client.score([row])]
+        for line in process.stderr:
+            lines.append(line)
+            if address := re.search(r"reward server on (\S+)", line):
+                break
+        assert address is not None, "".join(lines)
+        async with RewardClient(address[1]) as client:
+            together = await client.score(rows)
+            alone = [result for row in rows[:8] for result in await client.score([row])]
     finally:
         process.terminate()
-        await process.communicate()
+        process.communicate()
     wanted = SequenceModel(ModelOptions(path=path))(rows)
     assert max(wanted) - min(wanted) > 0.1
     assert [result.reward for result in together] == pytest.approx(wanted, abs=1e-4)
