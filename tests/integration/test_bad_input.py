@@ -104,7 +104,10 @@ def assert_one_sentence(project: Path, done: subprocess.CompletedProcess[str], *
         ("data.train_files=nowhere.parquet", ("nowhere.parquet", "does not exist")),
         ("data.prompt_key=question", ("train.jsonl", "no column 'question'", "prompt, ground_truth")),
         ("data.train_files=empty.jsonl", ("no rows in empty.jsonl",)),
-        ("data.max_prompt_length=2", ("none of the 8 train prompts fits data.max_prompt_length=2", "raise")),
+        (
+            "data.max_prompt_length=2",
+            ("none of the 8 training prompts fits data.max_prompt_length=2", "raise"),
+        ),
         ("data.train_batch_size=16", ("8", "data.train_batch_size")),
         ("model.path=nowhere", ("model folder nowhere does not exist", "model.path")),
         ("model.path=bare", ("model folder bare has no tokenizer", "model.tokenizer_path")),
@@ -130,7 +133,9 @@ def test_a_prompt_over_the_limit_is_refused_if_so_configured(project: Path) -> N
     with (project / "train.jsonl").open("a") as file:
         file.write(json.dumps({"prompt": "one " * 100, "ground_truth": "1"}) + "\n")
     done = train(project, "data.overlong_prompts=error")
-    assert_one_sentence(project, done, "1 of 9 train prompts", "row 8 has", "data.overlong_prompts: filter")
+    assert_one_sentence(
+        project, done, "1 of 9 training prompts", "row 8 has", "data.overlong_prompts: filter"
+    )
 
 
 def test_a_missing_configuration(project: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import signal
@@ -191,10 +192,11 @@ def test_redis_is_healthy_when_it_answers(answer: str, code: int, tmp_path: Path
 
 
 SERVER = """#!{python}
-import signal, socket, sys
+import os, signal, socket
 listening = socket.create_server(("127.0.0.1", 0))
-signal.signal(signal.SIGTERM, lambda *_: (print("ended", flush=True), sys.exit(3)))
-print(listening.getsockname()[1], flush=True)
+# The signal may come while this prints.
+signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b"ended\\n"), os._exit(3)))
+os.write(1, b"%d\\n" % listening.getsockname()[1])
 signal.pause()
 """
 
@@ -225,11 +227,16 @@ def test_redis_serves_on_after_sigterm_while_a_service_is_connected(
     assert fixed in script
     script = script.replace(fixed, f'awk -v port="$(cat {port_file})" \'$2 ~ port')
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "PACELINE_STOP_GRACE_S": grace}
-    with subprocess.Popen(["sh", "-c", script], env=env, stdout=subprocess.PIPE, text=True) as process:
+    with (
+        subprocess.Popen(["sh", "-c", script], env=env, stdout=subprocess.PIPE, text=True) as process,
+        contextlib.ExitStack() as clients,
+    ):
         assert process.stdout is not None
         port = int(process.stdout.readline())
         port_file.write_text(f":{port:04X}$")
-        client = socket.create_connection(("127.0.0.1", port)) if connected else None
+        client = None
+        if connected:
+            client = clients.enter_context(socket.create_connection(("127.0.0.1", port)))
         process.send_signal(number)
         if client is not None and not ends:
             deadline = time.monotonic() + 120
@@ -240,8 +247,6 @@ def test_redis_serves_on_after_sigterm_while_a_service_is_connected(
             client.close()
         assert process.stdout.readline() == "ended\n"
         assert process.wait(300) == 3
-        if client is not None:
-            client.close()
 
 
 @pytest.mark.parametrize("service", SERVICES)
