@@ -2,14 +2,6 @@
 # Starts Redis with TLS only, and with one user, `paceline`; certs/issue.sh has written the user and the certificate.
 # After SIGTERM it serves on while a service of the run is connected, which may be finishing a step.
 set -eu
-files=/run/tls
-redis-server --aclfile "$files/users.acl" --dir /data --bind '* -::*' \
-  --port 0 --tls-port 6379 --tls-auth-clients yes \
-  --tls-ca-cert-file "$files/ca.pem" --tls-cert-file "$files/cert.pem" --tls-key-file "$files/key.pem" \
-  --appendonly yes --appendfsync everysec --save '' \
-  --maxmemory "${REDIS_MAX_MEMORY:-1gb}" --maxmemory-policy noeviction &
-server=$!
-
 # Port 6379 is 18EB, an established connection 01.
 is_connected() {
   cat /proc/net/tcp /proc/net/tcp6 2>/dev/null | awk '$2 ~ /:18EB$/ && $4 == "01" { n++ } END { exit !n }'
@@ -23,10 +15,23 @@ serve_on() {
   done
 }
 
-trap 'serve_on; kill "$server" || true' TERM
-trap 'kill "$server" || true' INT
-while kill -0 "$server" 2>/dev/null; do
-  code=0
-  wait "$server" || code=$?
+# Set before there is a server, which may be told to end as soon as it runs.
+trap 'serve_on; kill "$!" || true' TERM
+trap 'kill "$!" || true' INT
+
+files=/run/tls
+redis-server --aclfile "$files/users.acl" --dir /data --bind '* -::*' \
+  --port 0 --tls-port 6379 --tls-auth-clients yes \
+  --tls-ca-cert-file "$files/ca.pem" --tls-cert-file "$files/cert.pem" --tls-key-file "$files/key.pem" \
+  --appendonly yes --appendfsync everysec --save '' \
+  --maxmemory "${REDIS_MAX_MEMORY:-1gb}" --maxmemory-policy noeviction &
+
+# A signal interrupts `wait`, which has the server's code the next time, and 127 once it has told it.
+code=0
+wait "$!" || code=$?
+while [ "$code" -gt 128 ]; do
+  before=$code code=0
+  wait "$!" || code=$?
+  [ "$code" -ne 127 ] || exit "$before"
 done
 exit "$code"
