@@ -192,12 +192,13 @@ def test_redis_is_healthy_when_it_answers(answer: str, code: int, tmp_path: Path
 
 
 SERVER = """#!{python}
-import os, signal, socket
+import signal, socket, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGTERM}})
 listening = socket.create_server(("127.0.0.1", 0))
-# The signal may come while this prints.
-signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b"ended\\n"), os._exit(3)))
-os.write(1, b"%d\\n" % listening.getsockname()[1])
-signal.pause()
+print(listening.getsockname()[1], flush=True)
+signal.sigwait({{signal.SIGTERM}})  # also one that came before
+print("ended", flush=True)
+sys.exit(3)
 """
 
 
