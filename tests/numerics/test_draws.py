@@ -93,7 +93,11 @@ def test_the_ends_of_the_range_draw_the_first_and_the_last_token_that_can_be() -
     assert draw(log_probs, numbers).tolist() == [3, SLICE + 5]
 
 
-def test_truncated_distributions_are_those_of_the_likeliest_tokens() -> None:
+@pytest.mark.parametrize("num_tokens", [1, 8, 1 << 22])
+def test_truncated_distributions_are_those_of_the_likeliest_tokens(
+    num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.rollout.engines.vllm.sampling.draw.SORTED_TOKENS", num_tokens)
     probs = torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.1, 0.4, 0.2, 0.3], [0.7, 0.1, 0.1, 0.1]]).repeat(2, 1)
     top_p = torch.tensor([0.6, 1.0, 1e-50, 1.0, 0.75, 0.85])
     top_k = torch.tensor([0, 3, 0, 0, 1, 4])

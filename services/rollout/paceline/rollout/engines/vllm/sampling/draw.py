@@ -17,6 +17,9 @@ from torch import Tensor
 SLICE: Final = 512
 """Tokens whose probabilities are added up first; the draw chooses a slice, then a token in it"""
 
+SORTED_TOKENS = 1 << 22
+"""Tokens of rows that are sorted at a time, for which several arrays of 4 and 8 bytes a token are made"""
+
 # Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014): SplitMix64's constants, signed.
 _GAMMA: Final = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST: Final = 0xBF58476D1CE4E5B9 - (1 << 64)
@@ -62,6 +65,12 @@ def truncated(log_probs: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
         top_p: (B,): tokens are kept, the likeliest first, until they have this share; 1 keeps all.
         top_k: (B,), int64: at most so many are kept; 0: all.
     """
+    rows = max(1, SORTED_TOKENS // log_probs.shape[-1])  # an engine has left little memory
+    parts = zip(*(torch.split(x, rows) for x in (log_probs, top_p, top_k)), strict=True)
+    return torch.cat([_truncated(*part) for part in parts])
+
+
+def _truncated(log_probs: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
     vocab = log_probs.shape[-1]
     ordered, tokens = log_probs.sort(dim=-1, descending=True, stable=True)
     probs = ordered.exp().double()
