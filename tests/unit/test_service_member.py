@@ -393,28 +393,6 @@ async def test_a_member_that_is_told_to_stop_does_not_wait_for_a_controller() ->
         await run("127.0.0.1:1", work)
 
 
-def options_of(*words: str) -> MemberOptions:
-    return MemberOptions.parse(words, prog="p", kind=MemberKind.ROLLOUT, description="d")
-
-
-def test_the_command_line() -> None:
-    options = options_of("--controller", "host:1", "--member-id", "rollout-3")
-    assert options == MemberOptions(controller="host:1", member_id="rollout-3", host="127.0.0.1", port=0)
-    with pytest.raises(SystemExit):
-        options_of("--member-id", "rollout-3")
-
-
-def test_the_environment_stands_in_for_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"CONTROLLER": "c:1", "MEMBER_ID": "r-1", "HOST": "eth0", "ADVERTISE": "::2"}.items():
-        monkeypatch.setenv(f"PACELINE_{name}", value)
-    assert options_of() == MemberOptions(
-        controller="c:1", member_id="r-1", host="eth0", port=0, advertise="::2"
-    )
-    assert options_of("--host", "::1", "--controller", "d:2").host == "::1"
-    monkeypatch.setenv("PACELINE_MEMBER_ID", "")
-    assert options_of().member_id == f"rollout-{socket.gethostname()}"
-
-
 async def test_a_member_on_every_interface_says_where_the_controller_reaches_it(
     controller: tuple[FakeController, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,8 +48,8 @@ class RuleConfig(Section):
     patience: int = Field(
         1,
         gt=0,
-        description="Steps, of val_fall validations, in a row beyond the bound before an action other than "
-        "warn and skip is taken.",
+        description="Steps in a row beyond the bound, for val_fall validations in a row, before an action "
+        "other than warn and skip is taken.",
     )
 
     @property

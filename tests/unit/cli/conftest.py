@@ -1,14 +1,21 @@
-"""A working directory with the inputs of a small run."""
+"""A working directory with the inputs of a small run, and checks that cost less than those of a command."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 import yaml
+
+from paceline.checks import model_checks, reward_checks, rollout_checks, service_checks
+from support import forked
 
 
 @pytest.fixture
@@ -47,3 +54,23 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         )
     )
     return tmp_path
+
+
+@pytest.fixture
+def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checks of learner and engine start processes that import torch, which takes seconds."""
+    monkeypatch.setattr(model_checks, "self_test", lambda config, kept: "the line of the learner")
+    monkeypatch.setattr(rollout_checks, "engine_log_probs", lambda config, kept: "the line of the engine")
+    monkeypatch.setattr(reward_checks, "_example_reward", lambda config: "")
+
+
+@pytest.fixture
+def forked_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The services' checks are forks of a process that has imported torch."""
+
+    def run(command: Sequence[str], *, timeout: float, **_: object) -> subprocess.CompletedProcess[str]:
+        assert command[0] == sys.executable
+        return forked.run(command[1:], timeout=timeout)
+
+    own = SimpleNamespace(run=run, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(service_checks, "subprocess", own)

@@ -128,7 +128,6 @@ async def serve(context: ServiceContext, options: Options) -> None:
         turns=turns,
         flow=flow,
     )
-    context.before_stopping(lambda: _stop_after_step(context, run, progress, supervisor))
     try:
         await _run_to_the_end(context, run, sequencer, supervisor, servicer, stop)
     finally:
@@ -283,6 +282,7 @@ async def _run_to_the_end(
 ) -> None:
     """Runs until the loop ends, something fails, or a stop is requested; then tells members and followers."""
     progress = sequencer.progress
+    context.before_stopping(lambda: _stop_after_step(context, run, progress, supervisor))
     running = asyncio.create_task(sequencer.run(), name="sequencer")
     supervising = asyncio.create_task(supervisor.supervise(), name="supervisor")
     signalled = asyncio.create_task(context.stopping.wait(), name="signal")

@@ -136,7 +136,7 @@ def only(
 
 
 def options(key: str, ours: str) -> ConversionRule:
-    """Keyword arguments of what both programs call with them, whatever they are."""
+    """Keyword arguments that both programs hand on as they are."""
 
     def convert(value: Any, tree: Tree) -> Tree:
         given = {

@@ -59,7 +59,7 @@ class Barrier:
         counts: samples of each prompt by purpose; those of the first purpose are the batch. Headers of
             another purpose are UNKNOWN.
         prompts: the ids of the prompts.
-        prompt_counts: in place of `counts` for these prompts.
+        prompt_counts: what single prompts get in place of `counts`.
     """
 
     def __init__(

@@ -45,7 +45,7 @@ class Order:
     """The prompts of one collection, and which samples each of them gets; purposes differ.
 
     Attributes:
-        prompt_asks: by prompt, in place of `asks`, where prompts differ in the samples that they get.
+        prompt_asks: what single prompts get in place of `asks`.
     """
 
     step: int
@@ -61,7 +61,7 @@ class Order:
 
     @property
     def prompt_counts(self) -> dict[int, dict[str, int]]:
-        """The same of prompts that get others."""
+        """Samples by purpose of each prompt in `prompt_asks`."""
         return {prompt_id: _counts(asks) for prompt_id, asks in self.prompt_asks.items()}
 
     def asks_of(self, prompt_id: int) -> tuple[Ask, ...]:

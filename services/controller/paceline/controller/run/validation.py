@@ -43,11 +43,11 @@ class Validation:
             return {}
         began = time.monotonic()
         self._progress.move(Phase.VALIDATE)
-        prompts = {i: held_out.prompts.prompts[i] for held_out in sets for i in held_out.ids()}
+        order = self._order(step, policy, sets)
         names = {i: held_out.of.name for held_out in sets for i in held_out.ids()}
         with span("validate"):
-            batch = await self._answers(self._order(step, policy, sets), sets)
-        await save_trajectories(self._run, "val", step, batch, prompts, self._collector, names)
+            batch = await self._answers(order, sets)
+        await save_trajectories(self._run, "val", step, batch, order.prompts, self._collector, names)
         for group in batch.dropped:
             self._run.journal.record(
                 "val_group_dropped",
