@@ -122,6 +122,7 @@ lint: venv
 	tools/generate_rpc.sh --check
 	$(BIN)/python tools/generate_config_docs.py --check
 	$(BIN)/python tools/generate_metrics_docs.py --check
+	$(BIN)/python tools/generate_measurements.py --check
 	$(BIN)/python tools/generate_observability.py --check
 
 format: venv
@@ -132,6 +133,7 @@ generate: venv
 	tools/generate_rpc.sh
 	$(BIN)/python tools/generate_config_docs.py
 	$(BIN)/python tools/generate_metrics_docs.py
+	$(BIN)/python tools/generate_measurements.py
 	$(BIN)/python tools/generate_observability.py
 
 clean:

@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import records
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN_TIMEOUT_S = 900.0
@@ -213,9 +214,10 @@ def main() -> int:
     parser.add_argument("--response-tokens", type=int, default=12)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=3)
+    records.add_option(parser)
     parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="of Paceline's run")
     args = parser.parse_args()
-    ratios = []
+    ratios, seconds = [], list[tuple[float, float]]()
     print("| round | side | seconds to the first step | seconds per step | GiB |")
     print("|---|---|---|---|---|")
     for number in range(args.rounds):
@@ -226,8 +228,11 @@ def main() -> int:
             row = measured[name]
             gib = row.num_bytes / 2**30
             print(f"| {number} | {name} | {row.start_s:.1f} | {row.step_s:.2f} | {gib:.1f} |", flush=True)
-        ratios.append(measured["Paceline"].step_s / measured["TRL"].step_s)
+        seconds.append((measured["Paceline"].step_s, measured["TRL"].step_s))
+        ratios.append(seconds[-1][0] / seconds[-1][1])
     print(f"seconds per step, Paceline / TRL: {statistics.median(ratios):.2f}; {os.cpu_count()} cores")
+    ours, theirs = map(statistics.median, zip(*seconds, strict=True))
+    records.keep("cpus", args.record, ours, beside=("TRL, in turn", theirs), ratio=statistics.median(ratios))
     return 0
 
 

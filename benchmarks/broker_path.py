@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import records
 import redis
 from rich.console import Console
 from rich.table import Table
@@ -330,6 +331,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=3)
+    records.add_option(parser)
     parser.add_argument("--role", choices=("rollout", "reward"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.role:
@@ -343,6 +345,8 @@ def main() -> None:
             for layout, run in layouts.items()
         }
     report(arguments, where, results)
+    seconds = statistics.median(timing.seconds for timing in results["a process each"])
+    records.keep("cpus", arguments.record, arguments.groups * arguments.samples / seconds)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import records
 from shapes import SHAPES
 
 from paceline.broker import names
@@ -52,6 +53,7 @@ from paceline.core.samples.trajectory import PromptGroup, RewardContext, Samplin
 from paceline.engines.vllm import VLLM
 from paceline.rollout.engines.vllm.start import environment
 from paceline.rollout.engines.vllm.start.arguments import engine_arguments
+from paceline.service.observability.gpu_metrics import visible_gpus
 from paceline.wire import decode_trajectory_header, encode_prompt_group
 
 RUN = "benchmark"
@@ -370,6 +372,20 @@ def report(results: dict[int, dict[str, list[Outcome]]]) -> None:
         print(f"| {length} | {' | '.join(cells)} |")
 
 
+def keep(results: dict[int, dict[str, list[Outcome]]], arguments: argparse.Namespace) -> None:
+    """Keeps the last sampler's rate beside the plain call's, of the first length."""
+    outcomes = next(iter(results.values()))
+    pairs = zip(outcomes[arguments.samplers[-1]], outcomes["plain"], strict=True)
+    records.keep(
+        "generation",
+        arguments.record,
+        rate(outcomes[arguments.samplers[-1]]),
+        beside=("LLM.generate", rate(outcomes["plain"])),
+        gpus=[gpu.name for gpu in visible_gpus().values()][:1] if arguments.device == "cuda" else [],
+        ratio=statistics.median((a.tokens / a.seconds) / (b.tokens / b.seconds) for a, b in pairs),
+    )
+
+
 def main() -> int:
     """Runs and prints the table."""
     parser = argparse.ArgumentParser(
@@ -390,6 +406,7 @@ def main() -> int:
     parser.add_argument("--compiled", action="store_true", help="GPU: vLLM's own compilation on both sides")
     parser.add_argument("--lock", help="file that is locked while this measures")
     parser.add_argument("--redis", action="store_true", help="mailboxes in a Redis server, not in memory")
+    records.add_option(parser)
     arguments = parser.parse_args()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -408,6 +425,7 @@ def main() -> int:
         f"{'Redis' if arguments.redis else 'memory'}, median of {arguments.rounds} rounds, tokens/s\n"
     )
     report(results)
+    keep(results, arguments)
     return 0
 
 

@@ -36,12 +36,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import records
 import yaml
 from lengths.sitecustomize import MEDIAN
 from rich.console import Console
 from rich.table import Table
 from shapes import SHAPES
 
+from paceline.service.observability.gpu_metrics import visible_gpus
 from paceline.sizing.machine import Machine
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -78,14 +80,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     work = Path(args.work or tempfile.mkdtemp(prefix="paceline-step-"))
     config = write_inputs(args, work)
     rates = measured_rates() if args.device == "cuda" else None
-    metrics = train(args, config, work / "run" / "metrics.jsonl")
-    warm = [line for line in metrics if line["step"] >= 2]
-    if len(metrics) < args.steps or not warm:
-        print(f"the run ended after {len(metrics)} steps; its logs: {work}/run/logs")
+    steps = train(args, config, work / "run" / "metrics.jsonl")
+    warm = [line for line in steps if line["step"] >= 2]
+    if len(steps) < args.steps or not warm:
+        print(f"the run ended after {len(steps)} steps; its logs: {work}/run/logs")
         return 1
     if args.placement == "auto":
         take_layout(args, work / "run" / "config.resolved.yaml")
-    report(args, medians(warm), len(warm), rates)
+    metrics = medians(warm)
+    report(args, metrics, len(warm), rates)
+    used = num_gpus(args) if args.device == "cuda" else 0
+    records.keep("steps", args.record, metrics["perf/tokens_per_s"] / max(1, used), gpus=gpu_names(used))
     return 0
 
 
@@ -112,6 +117,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--recompute", default="auto", help="actor.memory.recompute: none, full, or the share that is kept"
     )
     parser.add_argument("--work", help="folder for inputs and the run; default: a temporary one")
+    records.add_option(parser)
     parser.add_argument("overrides", nargs="*", metavar="dotted.key=value")
     return parser.parse_intermixed_args(argv)
 
@@ -340,9 +346,6 @@ def throughput(args: argparse.Namespace, metrics: Mapping[str, float]) -> dict[s
     """Tokens per second of the step and its phases, and who waits for how long."""
     num_engines, parallel_size = args.engines
     rollout_gpus = num_engines * parallel_size
-    num_gpus = args.learners + rollout_gpus
-    if args.placement != "split":
-        num_gpus = max(args.learners, rollout_gpus)
     step_s = metrics["timing_s/step"]
     samples = args.prompts * args.samples
     response_tokens = samples * metrics["response_length/mean"]
@@ -355,7 +358,7 @@ def throughput(args: argparse.Namespace, metrics: Mapping[str, float]) -> dict[s
     generation_rate = response_tokens / metrics["timing_s/gen"]
     step_rate = all_tokens / step_s
     return {
-        "tokens/s over the step": f"{step_rate:,.0f}; per GPU {step_rate / num_gpus:,.0f}",
+        "tokens/s over the step": f"{step_rate:,.0f}; per GPU {step_rate / num_gpus(args):,.0f}",
         "generation, new tokens/s": (
             f"{generation_rate:,.0f}; per rollout GPU {generation_rate / rollout_gpus:,.0f}"
         ),
@@ -367,6 +370,18 @@ def throughput(args: argparse.Namespace, metrics: Mapping[str, float]) -> dict[s
         "learner waits": f"{1 - metrics['timing_s/learn'] / step_s:.1%} of the step",
         "rollout waits": f"{1 - metrics['timing_s/gen'] / step_s:.1%} of the step",
     }
+
+
+def num_gpus(args: argparse.Namespace) -> int:
+    """How many GPUs a run has; on a CPU, how many it would have."""
+    num_engines, parallel_size = args.engines
+    sides = (args.learners, num_engines * parallel_size)
+    return sum(sides) if args.placement == "split" else max(sides)
+
+
+def gpu_names(number: int) -> list[str]:
+    """The names of the first visible GPUs."""
+    return [gpu.name for gpu in visible_gpus().values()][:number] if number else []
 
 
 def utilisation(metrics: Mapping[str, float], rates: tuple[float, float] | None) -> dict[str, str]:

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import records
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -103,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     environment = RankEnvironment.read()
     device = torch.device("cpu") if args.device == "cpu" else torch.device("cuda", environment.local_rank)
     ranks = form_group(environment, open_store(environment, WAIT_S), device, WAIT_S, context=args.context)
-    rows, norms = [], []
+    rows, norms, seconds = [], [], []
     try:
         with tempfile.TemporaryDirectory() as folder:
             shape = SHAPES[args.shape] | ({} if args.layers is None else {"num_hidden_layers": args.layers})
@@ -112,6 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 name, form = list(FORMS.items())[number]
                 for mode, metrics in measure(Path(folder), form, args, ranks).items():
                     norms.append(metrics["actor/grad_norm"])
+                    seconds.append(metrics["timing_s/update_actor"])
                     rows.append(
                         cells(name if mode == "off" else "  shared prompts", form, metrics, args, norms)
                     )
@@ -122,6 +124,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         leave_group()
     if ranks.world.rank == 0:
         show(rows, args, ranks)
+        on_gpus = ranks.device.type == "cuda"
+        gpus = [torch.cuda.get_device_name(ranks.device)] * ranks.world.size if on_gpus else []
+        records.keep("updates", args.record, min(seconds), gpus=gpus)
     assert statistics.pstdev(norms) <= 0.02 * norms[0], f"gradient norms differ: {norms}"
     return 0
 
@@ -135,6 +140,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--sequences", type=int, default=32, help="per group of ranks, a multiple of --samples"
     )
+    records.add_option(parser)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--response", type=int, default=1024)

@@ -42,12 +42,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import records
 import torch
 from rich.console import Console
 from rich.table import Table
 from shapes import SHAPES
 from weights_fleet import HEAD_START_S, Fleet
 from weights_sides import Case
+
+from paceline.service.observability.gpu_metrics import visible_gpus
 
 
 def measure(
@@ -178,6 +181,7 @@ def parse_args() -> argparse.Namespace:
         "--trace", type=Path, help="folder for a trace of one push of each row, one file per rank"
     )
     parser.add_argument("--json", type=Path, help="write all numbers here")
+    records.add_option(parser)
     return parser.parse_args()
 
 
@@ -197,6 +201,7 @@ def main() -> None:
     for heading in HEADINGS:
         table.add_column(heading, justify="right")
     rows, console = list[dict[str, Any]](), Console(width=210)
+    names = [gpu.name for gpu in visible_gpus().values()]
     with tempfile.TemporaryDirectory() as folder:
         for batch in [cases] if args.at_once else [[case] for case in cases]:
             with running(batch, gpus, Path(folder)) as fleets:
@@ -217,6 +222,11 @@ def main() -> None:
                         table.add_row(*cells(fleet.case, relay, row))
                         name = {"case": fleet.case.name, "relay": relay, "staging_mib": staging_mib}
                         rows.append(name | row)
+                        what = args.record and f"{args.record}: {fleet.case.name}, relay {relay}"
+                        used = needed if args.device == "cuda" else 0
+                        records.keep(
+                            "pushes", what, row["transfer"], beside=("plain", row["plain"]), gpus=names[:used]
+                        )
                         print(json.dumps(rows[-1]), flush=True)
                         if args.json:
                             args.json.write_text(json.dumps(rows, indent=1))

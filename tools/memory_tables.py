@@ -22,7 +22,7 @@ _HEAD = """# GPUs and memory
 setting to change. The tables here come from the same plan, for the sizes of Qwen2.5: GRPO with a KL to the
 reference in the loss, bfloat16, prompts of 512 and responses of 1,024 tokens, AdamW in float32, micro-batches
 of 16,384 tokens. They are estimates. Measured peaks of a 7B model on one and on four GPUs, and of a
-Mixture of Experts of 10.6 thousand million parameters on one, are within a twentieth of it.
+Mixture of Experts of 10.6 billion parameters on one, are within a twentieth of it.
 """
 _LEARNER = """## A learner rank
 
@@ -59,13 +59,13 @@ Further:
   `rollout.replicas`, as before.
 - **Speed**: `actor.reduce_dtype: bfloat16`, which rounds gradients, and flash-attn-4 on Hopper and Blackwell,
   which `paceline[cuda]` brings. With them a step of a 7B shape on four GPUs of
-  141 GiB took [20.4 s: 9,606 tokens/s per GPU](measurements-gpu.md#turns-on-shared-gpus).
+  141 GiB took [20.4 s: 9,606 tokens/s per GPU](../benchmarks/journal/gpus.md#turns-on-shared-gpus).
 - **A row that is too long for one GPU**: `learner.context_parallel: 2` has two ranks share the tokens of each
   row, so that a rank keeps half of their activations. `learner.world_size` counts all ranks, and
   `actor.ppo_max_token_len_per_gpu` the tokens of one, so a micro-batch holds twice as many. It is for dense
   models of text, without compiled layers, and gives [the numbers of one
-  rank](decisions/0034-ranks-share-the-tokens-of-a-row.md). [3B rows of 131,072 tokens
-  train on two H100s](measurements-gpu.md#rows-that-several-ranks-share) with all parameters, 7B's on four; at
+  rank](decisions/0034-ranks-share-the-tokens-of-a-row.md). 3B rows of 131,072 tokens [train on two
+  H100s](../benchmarks/journal/gpus.md#rows-that-several-ranks-share) with all parameters, 7B's on four; at
   32,768 tokens it takes 5.7 % longer than rows on one rank.
 - **Out of memory in the plan**: the sentence names the setting. In this order they cost least:
   `actor.memory.recompute: full`, a lower `actor.ppo_max_token_len_per_gpu` (not below one sequence),
@@ -79,8 +79,8 @@ Further:
   (`rollout.max_num_seqs`), and [not where all decode at once](decisions/0024-work-ahead-of-the-barrier.md).
 - **32B on four GPUs of 141 GiB**: `placement: colocated` has it take turns with averages in host memory:
   86 GiB in an update, 118 while it generates with 128 sequences of 512 tokens, by the plan; the host keeps
-  262 GB of averages. [It was run](measurements-gpu.md#turns-on-shared-gpus) with small batches: 68 GiB in an
-  update, 15 s a step.
+  262 GB of averages. [It was run](../benchmarks/journal/gpus.md#turns-on-shared-gpus) with small batches: 68
+  GiB in an update, 15 s a step.
 - **Mixture of Experts, latent attention**: the plan counts all experts' weights, the experts that a token
   meets, and of DeepSeek-V2 and V3 the latent vector in the KV cache (on every GPU of an engine) and the
   form of `kv_b_proj` that vLLM keeps beside it.

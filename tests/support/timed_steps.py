@@ -1,4 +1,4 @@
-"""Steps that were timed on GPUs, with their settings (docs/measurements-gpu.md)."""
+"""Steps that were timed on GPUs, with their settings (benchmarks/journal/gpus.md)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ KEPT = {"recompute": "none", "keep_gathered": True, "accumulate": True, "offload
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """A run of docs/measurements-gpu.md: its settings, and the seconds of generation, update and step."""
+    """A run of benchmarks/journal/gpus.md: its settings, and the seconds of generation, update and step."""
 
     shape: str
     card: str

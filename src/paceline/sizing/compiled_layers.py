@@ -1,7 +1,7 @@
 """What `actor.memory.recompute` saves and costs where layers are compiled.
 
 The compiler is told how much of the activations it may keep, and keeps what costs most to compute again. What
-follows was measured with layers of 3B and 7B on an H100 (docs/measurements-gpu.md).
+follows was measured with layers of 3B and 7B on an H100 (benchmarks/journal/gpus.md).
 """
 
 from __future__ import annotations

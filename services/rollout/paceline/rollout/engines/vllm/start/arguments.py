@@ -89,7 +89,7 @@ def is_small(folder: Path) -> bool:
     """Whether the model in this folder is one that vLLM's own compilation makes slower.
 
     A step of a small model is bound by the host, which compiled layers keep busier: with 0.5B they take a
-    quarter more time, with 7B a twentieth less (docs/measurements-gpu.md).
+    quarter more time, with 7B a twentieth less (benchmarks/journal/gpus.md).
     """
     try:
         tree = _text_config(folder)
