@@ -78,7 +78,7 @@ class TrainerConfig(Section):
     loggers: tuple[Literal["wandb", "tensorboard", "mlflow", "trackio"], ...] = Field(
         (),
         description="Experiment trackers to which `paceline train` sends configuration, metrics and samples "
-        "of the validations; docs/trackers.md.",
+        "of the validations; docs/observability.md.",
     )
     export_model: bool = Field(
         True,

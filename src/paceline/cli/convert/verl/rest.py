@@ -140,7 +140,7 @@ REST: tuple[ConversionRule, ...] = (
         "transfer_queue.*",
     ),
     no_effect(
-        "every run keeps its samples, metrics and spans; docs/observability.md, docs/trackers.md",
+        "every run keeps its samples, metrics and spans; docs/observability.md",
         "trainer.project_name trainer.log_val_generations trainer.rollout_data_dir "
         "trainer.validation_data_dir trainer.esi_redundant_time trainer.default_hdfs_dir "
         "trainer.del_local_ckpt_after_load trainer.max_critic_ckpt_to_keep global_profiler.* skip.*",
