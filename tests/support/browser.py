@@ -13,6 +13,27 @@ from typing import Any
 import pytest
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+HELPERS = """
+const wait = ms => new Promise(resolve => setTimeout(resolve, ms));
+const all = (selector, node = document) => [...node.querySelectorAll(selector)];
+const figure = title => all("figure").find(f => f.querySelector("figcaption b")?.textContent === title);
+const paths = title => all("path.line", figure(title)).map(p => p.getAttribute("d"));
+function point(title, share, kind = "pointermove") {
+  const svg = figure(title).querySelector("svg"), box = svg.getBoundingClientRect();
+  const [from, to] = ["x1", "x2"].map(end => Number(svg.querySelector("line.axis").getAttribute(end)));
+  const x = box.left + from + share * (to - from);
+  const at = {clientX: x, clientY: box.top + 50, pointerType: "mouse", bubbles: true};
+  svg.dispatchEvent(new PointerEvent(kind, at));
+}
+const tip = () => document.querySelector(".tip").textContent;
+function set(selector, value) {
+  const field = document.querySelector(selector);
+  field.value = value;
+  field.dispatchEvent(new Event("input"));
+  field.dispatchEvent(new Event("change"));
+}
+"""
+"""Functions for probes: to find things on the page, and to touch them."""
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
 
 

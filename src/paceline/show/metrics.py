@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 REWARD = "Reward"
 PHASES = "Seconds per phase"
 
 TRAIN_REWARD = "critic/score/mean"
 VAL_REWARD = "val/reward/mean"
+_MEAN_OF = 5
 STEP_SECONDS = "timing_s/step"
 TOKENS_PER_S = "perf/tokens_per_s"
 MFU = "perf/mfu"
@@ -33,6 +35,19 @@ def headlines(names: Iterable[str]) -> dict[str, str]:
     of_sets = val_rewards(names)
     titles = {f"Validation reward{f' ({of})' if of else ''}": name for of, name in of_sets.items()}
     return {**titles, "Training reward": TRAIN_REWARD}
+
+
+def before_and_after(name: str, values: Sequence[float]) -> tuple[float, float, int]:
+    """What a headline compares: means of the first and of the last values, and of how many each.
+
+    Validations are single. Of the training's reward it is up to five steps: single batches differ by chance.
+
+    Args:
+        name: of the metric.
+        values: of it by step; at least one.
+    """
+    count = max(1, min(_MEAN_OF, len(values) // 2)) if name == TRAIN_REWARD else 1
+    return fmean(values[:count]), fmean(values[-count:]), count
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,31 +17,10 @@ from paceline.show.report.write import frozen
 from paceline.show.ui.runs import ServedRun, ServedRuns
 from paceline.show.ui.serve import Listen, open_server
 from paceline.show.ui.server import PageApp
-from support.browser import dom, needs_chromium, probe
+from support.browser import HELPERS, dom, needs_chromium, probe
 from support.synthetic_run import write_run
 
 pytestmark = needs_chromium
-
-_HELPERS = """
-const wait = ms => new Promise(resolve => setTimeout(resolve, ms));
-const all = (selector, node = document) => [...node.querySelectorAll(selector)];
-const figure = title => all("figure").find(f => f.querySelector("figcaption b")?.textContent === title);
-const paths = title => all("path.line", figure(title)).map(p => p.getAttribute("d"));
-function point(title, share, kind = "pointermove") {
-  const svg = figure(title).querySelector("svg"), box = svg.getBoundingClientRect();
-  const [from, to] = ["x1", "x2"].map(end => Number(svg.querySelector("line.axis").getAttribute(end)));
-  const x = box.left + from + share * (to - from);
-  const at = {clientX: x, clientY: box.top + 50, pointerType: "mouse", bubbles: true};
-  svg.dispatchEvent(new PointerEvent(kind, at));
-}
-const tip = () => document.querySelector(".tip").textContent;
-function set(selector, value) {
-  const field = document.querySelector(selector);
-  field.value = value;
-  field.dispatchEvent(new Event("input"));
-  field.dispatchEvent(new Event("change"));
-}
-"""
 
 _DESKTOP = """
 async function probe() {
@@ -152,7 +131,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def seen(text: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return probe(text, _HELPERS + _DESKTOP, tmp_path_factory.mktemp("browser"))
+    return probe(text, HELPERS + _DESKTOP, tmp_path_factory.mktemp("browser"))
 
 
 def test_charts_tiles_and_marks(seen: Any) -> None:
@@ -233,12 +212,12 @@ def test_evaluations_of_several_runs(tmp_path: Path) -> None:
       return {rows: all("tr", table).map(cells), heads: cells(all("#runs tr")[0])};
     }
     """
-    seen = probe(page("runs", data), _HELPERS + script, tmp_path)
+    seen = probe(page("runs", data), HELPERS + script, tmp_path)
     unnamed = "first, step 0: 0.310best, step 4: 0.920last, step 4: 0.920"
     hard = "first, step 0: 0.500 [0.375, 0.625]best, step 2: 0.750 [0.625, 0.875]"
     hard += "last, step 4: 0.625 [0.500, 0.750]"
     assert seen["rows"] == [["set", "a", "b"], ["data.val_files", *[unnamed] * 2], ["hard", *[hard] * 2]]
-    assert seen["heads"][2:5] == ["Validation reward", "Validation reward (hard)", "Training reward"]
+    assert seen["heads"][4:7] == ["Validation reward", "Validation reward (hard)", "Training reward"]
 
 
 def test_fleet_guard_and_events(seen: Any) -> None:
@@ -252,14 +231,17 @@ def test_what_is_written_at_an_axis_and_in_a_field_is_whole(tmp_path: Path, widt
     folder = write_run(tmp_path / "demo", num_steps=2)
     path = folder / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    path.write_text("".join(json.dumps({**line, "actor/entropy": 0.001}) + "\n" for line in lines))
-    seen = probe(page("demo", frozen(RunContent(folder))), _HELPERS + _LABELS, tmp_path, width=width)
+    entropies = {0: 0.001, 1: 0.001, 2: 0.0011}
+    path.write_text(
+        "".join(json.dumps({**line, "actor/entropy": entropies[line["step"]]}) + "\n" for line in lines)
+    )
+    seen = probe(page("demo", frozen(RunContent(folder))), HELPERS + _LABELS, tmp_path, width=width)
     assert {"0.00105", "0 s"} <= set(seen["all"])
     assert (seen["cut"], seen["inputs"]) == ([], [])
 
 
 def test_it_fits_a_phone(text: str, tmp_path: Path) -> None:
-    seen = probe(text, _HELPERS + _PHONE, tmp_path, width=390)
+    seen = probe(text, HELPERS + _PHONE, tmp_path, width=390)
     assert (seen["wide"], seen["page"] <= 0) == ([], True)
     assert seen["smallest"] >= 11
 

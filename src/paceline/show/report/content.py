@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import yaml
 
 from paceline.broker.address import redact
 from paceline.service import process_ends
-from paceline.show.metrics import TRAIN_REWARD, headlines
+from paceline.show.metrics import TRAIN_REWARD, VAL_REWARD, before_and_after, headlines
 from paceline.show.report.journal import JournalView, read_end
-from paceline.show.report.lines import GrowingFile
+from paceline.show.report.lines import GrowingFile, evenly
 from paceline.show.report.samples import SampleFiles
 from paceline.show.report.step_table import StepTable
 from paceline.show.report.timeline import timelines
@@ -23,9 +22,10 @@ CONFIG = "config.resolved.yaml"
 START = "config.start.yaml"
 METRICS = "metrics.jsonl"
 JOURNAL = "events.jsonl"
+NOTE = "note.txt"
 
-_MEAN_OF = 5
 MAX_LINES = 3000
+_NUM_SPARKS = 40
 
 
 class RunContent:
@@ -39,11 +39,16 @@ class RunContent:
         self.samples = SampleFiles(folder / "trajectories", TokenTexts(_tokenizer_folders(folder)))
 
     def head(self) -> dict[str, Any]:
-        """Name, facts, how far it is, and its rewards before and after."""
+        """Name, note, facts, when it began and for how long it has written, how far it is, its rewards."""
         self._read_metrics()
         tree = self._tree()
+        times = [time for _, time in self._table.points("time")]
         return {
             "name": self.folder.name,
+            "note": _note(self.folder / NOTE),
+            "began": min(times, default=None),
+            "seconds": max(times) - min(times) if times else None,
+            "spark": _spark(self._table),
             "facts": _facts(tree),
             "end": read_end(self.folder / JOURNAL),
             "step": max(self._table.steps, default=None),
@@ -145,10 +150,23 @@ def _before_and_after(table: StepTable, name: str) -> list[float] | None:
     Validations are single.
     """
     values = [value for _, value in table.points(name)]
-    if not values:
-        return None
-    count = max(1, min(_MEAN_OF, len(values) // 2)) if name == TRAIN_REWARD else 1
-    return [fmean(values[:count]), fmean(values[-count:]), count]
+    return [*before_and_after(name, values)] if values else None
+
+
+def _spark(table: StepTable) -> list[float]:
+    """Rewards, evenly apart: the validation's, or the training's where those are fewer than three."""
+    names = (VAL_REWARD, TRAIN_REWARD)
+    of_both = [[float(f"{value:.4g}") for _, value in table.points(name)] for name in names]
+    values = of_both[0] if len(of_both[0]) > 2 else of_both[1]
+    return [values[place] for place in evenly(0, len(values), _NUM_SPARKS)]
+
+
+def _note(path: Path) -> str:
+    """The first line of a run's note, which its owner wrote."""
+    try:
+        return path.read_text(encoding="utf-8").strip().partition("\n")[0][:200]
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def _tokenizer_folders(folder: Path) -> list[Path]:

@@ -27,7 +27,19 @@ from paceline.show.metrics import (
 )
 
 _FRONT = Path(__file__).parent / "front"
-_SCRIPTS = ("base", "source", "plot", "curves", "timeline", "fleet", "samples", "evaluations", "app")
+_SCRIPTS = (
+    "base",
+    "source",
+    "plot",
+    "curves",
+    "timeline",
+    "fleet",
+    "groups",
+    "samples",
+    "evaluations",
+    "runs",
+    "app",
+)
 
 
 @cache

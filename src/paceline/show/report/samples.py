@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from paceline.show.report.token_texts import TokenTexts
@@ -44,13 +46,16 @@ class SampleFiles:
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         """The rows of a file, with their texts shortened; [] if there is no such file."""
+        rows = self._read(name, without_tokens=True)[:_MAX_ROWS]
+        groups = _groups(rows)
         return [
             {
                 "row": number,
+                "group": groups.get(row.get("prompt_id")),
                 **_facts(row),
                 **{key: _shorten(row.get(column)) for key, column in _TEXTS.items()},
             }
-            for number, row in enumerate(self._read(name, without_tokens=True)[:_MAX_ROWS])
+            for number, row in enumerate(rows)
         ]
 
     def details(self, name: str, numbers: Collection[int]) -> dict[int, dict[str, Any]]:
@@ -88,6 +93,18 @@ class SampleFiles:
         except (OSError, pyarrow.ArrowException):
             return []  # it is being replaced, or damaged
         return rows
+
+
+def _groups(rows: Sequence[Row]) -> dict[object, dict[str, float]]:
+    """The rewards of each prompt's samples, of those that have one: count, least, mean, greatest."""
+    rewards = defaultdict[object, list[float]](list)
+    for row in rows:
+        if isinstance(row.get("reward"), float):
+            rewards[row.get("prompt_id")].append(row["reward"])
+    return {
+        prompt: {"count": len(of), "low": min(of), "mean": round(fmean(of), 6), "high": max(of)}
+        for prompt, of in rewards.items()
+    }
 
 
 def _is_of_tokens(column: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.show.metrics import TRAIN_REWARD, headlines
+from paceline.show.metrics import TRAIN_REWARD, before_and_after, headlines
 from paceline.show.report.content import MAX_LINES, METRICS
 from paceline.show.report.lines import GrowingFile
 from paceline.show.report.write import write_report
@@ -31,9 +31,12 @@ def _before_and_after(metrics: Sequence[Mapping[str, Any]], name: str) -> str:
     seen = [(line.get("step"), line[name]) for line in metrics if isinstance(line.get(name), int | float)]
     if not seen:
         return ""
-    (first_step, first), (last_step, last) = seen[0], seen[-1]
+    (first_step, _), (last_step, _) = seen[0], seen[-1]
+    first, last, count = before_and_after(name, [value for _, value in seen])
     if len(seen) == 1:
         return f"{first:.4f} (step {first_step})"
+    if count > 1:
+        return f"{first:.4f} before, {last:.4f} after (means of the first and the last {count} steps)"
     change = f"{first:.4f} before (step {first_step}), {last:.4f} after (step {last_step})"
     best_step, best = max(seen, key=lambda point: point[1])
     # A single batch of training is the best by chance.

@@ -8,13 +8,16 @@ class App {
     this.main = document.querySelector("main");
     this.status = h("div", {id: "now"});
     this.trouble = h("p", {class: "bad", hidden: true});
-    this.list = h("div", {id: "runs"});
+    this.table = new RunTable(name => this.#toggle(name));
     this.body = h("div", {}, h("p", {class: "none"}, "Reading the runs ..."));
-    this.main.replaceChildren(h("header", {}, h("p", {class: "brand"}, "Paceline")), this.trouble, this.list,
-      this.body);
+    this.main.replaceChildren(h("header", {}, h("p", {class: "brand"}, "Paceline")), this.trouble,
+      this.table.element, this.body);
     document.body.append(tip);
     document.addEventListener("zoomed", () => this.#drawRange());
-    addEventListener("hashchange", () => this.#renew());
+    addEventListener("hashchange", async () => {
+      await this.#renew();
+      if (this.parts?.samples) await this.#openSample();
+    });
     this.last = Promise.resolve();
   }
 
@@ -37,7 +40,8 @@ class App {
 
   // The runs that the address names after #; the only one, or the list.
   #choose() {
-    const wanted = location.hash.slice(1).split(",").map(decodeURIComponent).filter(name => this.runs.has(name));
+    const [names] = location.hash.slice(1).split("?");
+    const wanted = names.split(",").map(decodeURIComponent).filter(name => this.runs.has(name));
     const chosen = wanted.length || this.runs.size !== 1 ? wanted : [...this.runs.keys()];
     if (this.parts && chosen.join() === this.chosen.join() && this.runs.size === this.numKnown) return;
     const isSame = this.parts && chosen.length && chosen.join() === this.chosen.join();
@@ -45,29 +49,12 @@ class App {
     if (isSame) return;
     this.chosen = chosen;
     Object.assign(view, {range: null, step: null, cursor: null});
+    this.place = undefined;
     this.#build();
     this.#drawList();
   }
 
-  #drawList() {
-    this.list.hidden = this.runs.size < 2;
-    const headlines = [...new Set([...this.runs.values()].flatMap(run => Object.keys(run.head.headlines)))];
-    const rows = [...this.runs.values()].map(run => {
-      const box = h("input", {type: "checkbox", checked: this.chosen.includes(run.name), "aria-label": run.name,
-        onchange: () => this.#toggle(run.name)});
-      const swatch = h("i", {class: "swatch"});
-      swatch.style.background = run.colour;
-      const {step, total_steps: total, end, facts, state} = run.head;
-      return h("tr", {}, h("td", {}, box, swatch, h("a", {href: `#${encodeURIComponent(run.name)}`}, run.name)),
-        h("td", {}, `${step ?? 0}${total ? ` / ${total}` : ""}`),
-        ...headlines.map(title => run.head.headlines[title]).map(pair =>
-          h("td", {}, pair ? `${pair[0].toFixed(3)} → ${pair[1].toFixed(3)}` : "")),
-        h("td", {}, state || end || ""), h("td", {class: "soft"}, facts.join(" · ")));
-    });
-    const titles = ["run", "step", ...headlines, "", ""];
-    this.list.replaceChildren(h("h2", {}, "Runs"), h("div", {class: "scroll"}, h("table", {},
-      h("thead", {}, h("tr", {}, ...titles.map(title => h("th", {}, title)))), h("tbody", {}, ...rows))));
-  }
+  #drawList() { this.table.draw([...this.runs.values()], this.chosen); }
 
   #toggle(name) {
     const names = this.chosen.includes(name)
@@ -206,8 +193,17 @@ class App {
     this.#drawTiles(run);
     this.#drawEvents(run);
     await this.parts.samples.renew();
+    await this.#openSample();
     const last = run.points(this.meta.step_seconds).at(-1);
     if (view.step === null && last) await this.parts.timeline.show(last[0]);
+  }
+
+  // The sample that the address names behind "?", once for each address.
+  async #openSample() {
+    const [, place] = location.hash.split("?");
+    if (place === this.place) return;
+    this.place = place;
+    if (place) await this.parts.samples.open(place);
   }
 
   #drawNow(run, now) {

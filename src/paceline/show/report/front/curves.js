@@ -1,6 +1,8 @@
 // The curves of one run, or of several over each other.
 
 const DASHES = ["none", "5 3", "2 2", "8 3 2 3"];
+// Maxima and schedules are drawn as they are: a mean of neighbours would be none of them.
+const EXACT = /(^|[/_])(max|min|lr|kl_coef)$|^perf\/memory/;
 
 class Curves {
   constructor(meta, runs, onStep) {
@@ -9,7 +11,8 @@ class Curves {
     this.reward = new Plot({...this.#spec(meta.reward), title: "Reward", height: 260});
     this.phases = this.several ? null : new Plot({title: "Seconds per phase", note: "mean over neighbours where steps "
       + "are many", stack: true, height: 240, onStep, lines: () => this.#phases()});
-    this.cards = meta.charts.map(chart => new Plot(this.#spec(chart)));
+    this.cards = meta.charts.map(chart => new Plot({...this.#spec(chart), folds: true}));
+    this.unchanged = h("p", {class: "none"});
     this.others = h("div", {class: "grid-of"});
     this.search = h("input", {type: "search", placeholder: "name of a metric", oninput: () => this.#drawOthers()});
     this.all = h("details", {ontoggle: () => this.#drawOthers()}, h("summary", {}, "All metrics"),
@@ -17,7 +20,7 @@ class Curves {
     this.element = h("div", {}, h("section", {}, h("h2", {}, "Reward"), this.reward.element),
       this.phases && h("section", {}, h("h2", {}, "Where the time goes"), this.phases.element),
       h("section", {}, h("h2", {}, "Curves"),
-        h("div", {class: "grid-of"}, ...this.cards.map(card => card.element)), this.all));
+        h("div", {class: "grid-of"}, ...this.cards.map(card => card.element)), this.unchanged, this.all));
   }
 
   #spec(chart) {
@@ -28,20 +31,36 @@ class Curves {
   #notes() { return this.several ? new Map() : this.runs[0].notes(); }
 
   #lines(run, at, chart) {
-    const components = chart.components
-      ? run.names().filter(name => /^reward\/.+\/mean$/.test(name)).map(name => (
-        {name, label: name.slice("reward/".length, -"/mean".length)})) : [];
+    const components = chart.components ? this.#components(run, chart.metrics[0].name) : [];
     const sets = chart.components ? run.heldOut().filter(set => set.name).map(set => (
       {name: `${set.prefix}reward/mean`, label: `validation (${set.name})`, dots: true})) : [];
-    const metrics = [...chart.metrics, ...sets, ...(components.length > 1 ? components : [])];
+    const metrics = [...chart.metrics, ...sets, ...components];
     return metrics.map((metric, number) => {
       const points = run.points(metric.name);
       // A run without a reference or a penalty writes zeros.
       const none = chart.without_zeros && points.every(point => point[2] === 0);
       return {label: this.several ? `${run.name}${metrics.length > 1 ? ` ${metric.label}` : ""}` : metric.label,
         colour: this.several ? run.colour : colour(number), dots: metric.dots && points.length < 60,
-        dash: this.several ? DASHES[number % DASHES.length] : "none", points: none ? [] : points};
+        dash: this.several ? DASHES[number % DASHES.length] : "none", exact: EXACT.test(metric.name),
+        points: none ? [] : points};
     });
+  }
+
+  // The components of the reward, but one that is the reward itself: it would lie on its line.
+  #components(run, total) {
+    const totals = new Map(run.points(total).map(point => [point[0], point[2]]));
+    return run.names().filter(name => /^reward\/.+\/mean$/.test(name))
+      .filter(name => run.points(name).some(([step, , value]) => Math.abs(value - (totals.get(step) ?? NaN)) > 1e-6))
+      .map(name => ({name, label: name.slice("reward/".length, -"/mean".length)}));
+  }
+
+  // Charts whose lines never move are a line of words, until somebody wants to see one.
+  #drawUnchanged() {
+    const folded = this.cards.filter(card => card.folded);
+    this.unchanged.hidden = !folded.length;
+    this.unchanged.replaceChildren("Never changed: ", ...folded.flatMap((card, i) => [i ? ", " : "",
+      h("button", {class: "small", onclick: () => { card.unfold(); this.#drawUnchanged(); }}, card.title),
+      ` ${[...new Set(card.drawn.map(line => short(line.points[0][2])))].join(" and ")}`]));
   }
 
   #phases() {
@@ -64,5 +83,8 @@ class Curves {
       new Plot(this.#spec({title: name, note: "", metrics: [{name, label: "value"}]})).element));
   }
 
-  draw() { Plot.drawAll(); }
+  draw() {
+    Plot.drawAll();
+    this.#drawUnchanged();
+  }
 }

@@ -7,9 +7,11 @@ const LEVELS = ["info", "warn", "bad"];
 class Plot {
   static all = new Set();
 
-  // lines(): [{label, colour, dash, dots, points: [[step, hours, value]]}]; notes(): step -> notes.
-  constructor({title, note = "", lines, notes = () => new Map(), stack = false, height = 200, onStep = null}) {
-    Object.assign(this, {lines, notes, stack, height, onStep, log: false, hidden: new Set()});
+  // lines(): [{label, colour, dash, dots, exact, points: [[step, hours, value]]}]; notes(): step -> notes. A chart that
+  // folds is hidden while none of its lines moves.
+  constructor({title, note = "", lines, notes = () => new Map(), stack = false, height = 200, onStep = null,
+    folds = false}) {
+    Object.assign(this, {title, lines, notes, stack, height, onStep, folds, log: false, hidden: new Set(), drawn: []});
     this.svg = s("svg", {role: "img", "aria-label": title});
     this.legend = h("div", {class: "legend"});
     this.logButton = h("button", {class: "small", title: "logarithmic scale", "aria-pressed": "false",
@@ -49,10 +51,20 @@ class Plot {
     this.draw();
   }
 
+  get folded() {
+    return this.folds && this.drawn.length > 0
+      && this.drawn.every(({points}) => points.length > 1 && points.every(point => point[2] === points[0][2]));
+  }
+
+  unfold() {
+    this.folds = false;
+    this.draw();
+  }
+
   draw() {
     const place = view.byTime ? 1 : 0;
     this.drawn = this.lines().filter(line => line.points.length);
-    this.element.hidden = !this.drawn.length;
+    this.element.hidden = !this.drawn.length || this.folded;
     const width = this.svg.clientWidth;
     if (!width) return;
     this.#drawLegend();
@@ -168,8 +180,9 @@ class Plot {
         fill: line.colour}));
       return [s("path", {class: "line", d: this.#path(points, place), ...look}), ...dots];
     }
-    const raw = s("path", {class: view.smooth ? "line raw" : "line", d: this.#path(points, place), ...look});
-    if (!view.smooth) return [raw];
+    const isSmooth = view.smooth && !line.exact;
+    const raw = s("path", {class: isSmooth ? "line raw" : "line", d: this.#path(points, place), ...look});
+    if (!isSmooth) return [raw];
     return [raw, s("path", {class: "line", d: this.#path(smoothed(points, view.smooth), place), ...look})];
   }
 
@@ -227,8 +240,10 @@ class Plot {
   #drawLegend() {
     this.legend.hidden = this.drawn.length < 2;
     this.legend.replaceChildren(...this.drawn.map(line => {
-      const key = h("button", {class: "key", "aria-pressed": String(!this.hidden.has(line.label)),
-        onclick: () => { this.hidden.delete(line.label) || this.hidden.add(line.label); this.draw(); }}, line.label);
+      const key = h("button", {class: this.stack ? "key" : "key lined", "aria-pressed": String(!this.hidden.has(line.label)),
+        onclick: () => { this.hidden.delete(line.label) || this.hidden.add(line.label); this.draw(); }},
+      this.stack ? "" : s("svg", {class: "stroke", viewBox: "0 0 18 8"}, s("line", {x1: 0, x2: 18, y1: 4, y2: 4,
+        stroke: line.colour, "stroke-dasharray": line.dash || "none"})), line.label);
       key.style.setProperty("--key", line.colour);
       return key;
     }));

@@ -26,11 +26,12 @@ class Samples {
         ...Object.keys(BY).map(name => h("option", {}, name))),
     };
     this.note = h("p", {class: "none"});
+    this.rewards = h("div", {class: "histogram"});
     this.list = h("div");
     this.refused = h("div");
     this.more = h("button", {onclick: () => { this.count += PAGE; this.draw(); }}, "more");
     this.element = h("section", {id: "samples", hidden: true}, h("h2", {}, "Samples"),
-      h("div", {class: "filters"}, ...Object.values(this.fields)), this.note, this.refused, this.list, this.more);
+      h("div", {class: "filters"}, ...Object.values(this.fields)), this.rewards, this.note, this.refused, this.list, this.more);
   }
 
   // Shows the samples of the files that are there now; the last training step until another is chosen.
@@ -55,7 +56,22 @@ class Samples {
     await this.load();
   }
 
+  // Shows one sample, which an address names: FILE/ROW.
+  async open(place) {
+    const [name, row] = place.split("/");
+    if (!this.names.includes(name)) return;
+    this.fields.name.value = name;
+    this.fixed = true;
+    await this.load();
+    const found = this.rows.find(other => other.row === Number(row));
+    if (!found) return;
+    this.only = found;
+    this.draw();
+    this.element.scrollIntoView();
+  }
+
   async load() {
+    this.only = null;
     const name = this.fields.name.value;
     this.rows = name ? await this.source.samples(this.run.name, name) : [];
     const before = this.fields.end.value;
@@ -80,32 +96,66 @@ class Samples {
   }
 
   draw() {
-    const rows = this.rows.filter(row => this.#accepts(row)).sort(BY[this.fields.by.value]);
-    this.note.textContent = `${Math.min(this.count, rows.length)} of ${rows.length} that match, `
-      + `${this.rows.length} here`;
-    this.list.replaceChildren(...rows.slice(0, this.count).map(row => this.#article(row)));
+    const {low, high, by} = this.fields;
+    const rows = this.only ? [this.only]
+      : this.rows.filter(row => this.#accepts(row)).sort(BY[by.value]);
+    this.rewards.replaceChildren(...histogram(this.rows, (from, to) => {
+      [low.value, high.value] = [from, to].map(bound => String(Number(bound.toPrecision(6))));
+      this.draw();
+    }));
+    this.note.replaceChildren(`${Math.min(this.count, rows.length)} of ${rows.length} that match, `
+      + `${this.rows.length} here`, this.only ? h("button", {class: "small", onclick: () => this.#showAll()}, "all") : "");
+    const shown = rows.slice(0, this.count);
+    this.list.replaceChildren(...shown.flatMap((row, i) => [
+      ...(by.value === "by prompt" && row.prompt_id !== shown[i - 1]?.prompt_id ? this.#groupLine(row) : []),
+      this.#article(row)]));
     this.more.hidden = rows.length <= this.count;
     const name = this.fields.name.value, step = name ? stepOf(name) : -1;
     const errors = this.run.journal.notes.filter(note => note.step === step && note.name === "group_dropped");
     this.refused.replaceChildren(...errors.map(note => h("p", {class: "bad"}, `left out: ${note.text}`)));
   }
 
+  #showAll() {
+    history.replaceState(null, "", location.hash.split("?")[0] || "#");
+    this.only = null;
+    this.draw();
+  }
+
+  #groupLine(row) {
+    if (!row.group || row.group.count < 2) return [];
+    const {count, low, mean, high} = row.group;
+    return [h("h3", {}, `prompt ${row.prompt_id}: ${count} samples, reward ${short(mean)} on average, ${short(low)} to `
+      + short(high))];
+  }
+
+  // How far a reward is from the mean of its group.
+  #beside({reward, group}) {
+    return reward === null || !group || group.count < 2 ? "" : `${signed(reward - group.mean)} beside its group · `;
+  }
+
   #article(row) {
     const tokens = h("button", {class: "small"}, "token by token");
+    const name = this.fields.name.value;
+    const link = h("a", {class: "small", href: `#${encodeURIComponent(this.run.name)}?${name}/${row.row}`}, "link");
+    const versions = h("div");
+    const steps = name.startsWith("val") ? h("button", {class: "small", onclick: async () => {
+      versions.replaceChildren(...await overSteps(this.source, this.run.name, this.names, row));
+    }}, "over the steps") : "";
     const response = h("dd", {}, h("pre", {}, row.response));
     const article = h("article", {},
       h("div", {class: "facts"}, h("b", {}, row.reward === null ? "no reward" : short(row.reward)),
-        h("span", {}, `prompt ${row.prompt_id}, sample ${row.sample_index} · ${row.num_response_tokens} tokens · `
+        h("span", {}, `${this.#beside(row)}prompt ${row.prompt_id}, sample ${row.sample_index} · `
+          + `${row.num_response_tokens} tokens · `
           + (row.stop_reason ? `${row.num_turns} turns, ${row.num_tool_calls} tool calls · ` : "")
-          + `${row.stop_reason || row.finish_reason} · v${row.policy_version} · ${row.server}`), tokens),
+          + `${row.stop_reason || row.finish_reason} · v${row.policy_version} · ${row.server}`), link, steps, tokens),
       h("div", {class: "chips"}, ...Object.entries(row.components).map(([name, value]) =>
         h("span", {}, `${name} ${typeof value === "number" ? short(value) : value}`))),
       h("dl", {}, h("dt", {}, "prompt"), h("dd", {}, h("pre", {}, row.prompt)),
         h("dt", {}, "response"), response,
-        ...(row.truth ? [h("dt", {}, "truth"), h("dd", {}, h("pre", {}, row.truth))] : [])));
+        ...(row.truth ? [h("dt", {}, "truth"), h("dd", {}, h("pre", {}, row.truth))] : [])), versions);
     tokens.addEventListener("click", async () => {
       tokens.disabled = true;
-      const detail = await this.source.sample(this.run.name, this.fields.name.value, row.row);
+      const detail = await this.source.sample(this.run.name, name, row.row);
       response.replaceChildren(...tokenView(detail || {}));
     });
     return article;
