@@ -2,82 +2,204 @@
 app.kubernetes.io/name: paceline
 app.kubernetes.io/instance: {{ .root.Release.Name }}
 app.kubernetes.io/component: {{ .component }}
+{{- with .model }}
+paceline/reward-model: {{ . | quote }}
+{{- end }}
 {{- end }}
 
+{{/* Name, labels and annotations of an object: of the component, or of `name`. */}}
 {{- define "paceline.meta" -}}
-name: {{ .root.Release.Name }}-{{ .component }}
+{{- $release := .root.Release.Name -}}
+{{- if gt (len $release) 40 }}{{ fail (printf "the release's name %s has %d characters: give it at most 40" $release (len $release)) }}{{ end -}}
+name: {{ $release }}-{{ .name | default .component }}
 labels:
   {{- include "paceline.labels" . | nindent 2 }}
   app.kubernetes.io/managed-by: {{ .root.Release.Service }}
   helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
+  {{- with .labels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- with .annotations }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end }}
 
-{{/* What every pod has: an ordinary user, no token of the cluster's, no capabilities. */}}
-{{- define "paceline.pod" -}}
-{{- $user := ternary 999 10001 (eq .component "redis") -}}
-automountServiceAccountToken: false
-enableServiceLinks: false
-securityContext:
-  runAsNonRoot: true
-  runAsUser: {{ $user }}
-  runAsGroup: {{ $user }}
-  fsGroup: {{ $user }}
-  fsGroupChangePolicy: OnRootMismatch
-  seccompProfile: {type: RuntimeDefault}
-{{- with .root.Values.images.pullSecrets }}
-imagePullSecrets:
-  {{- range . }}
-  - name: {{ . }}
-  {{- end }}
+{{/* `pods` of the values with the component's own `pod`, as JSON: maps are merged, lists are joined. */}}
+{{- define "paceline.settings" -}}
+{{- $all := deepCopy .root.Values.pods }}
+{{- /* Redis runs nothing of the user's. */}}
+{{- if eq .component "redis" }}
+{{- range list "envFrom" "volumes" "volumeMounts" }}{{ $_ := set $all . list }}{{ end }}
+{{- $_ := set $all "env" dict }}
 {{- end }}
 {{- $values := .values | default (index .root.Values .component) }}
-{{- with $values.nodeSelector }}
-nodeSelector:
-  {{- toYaml . | nindent 2 }}
+{{- range $key, $value := $values.pod }}
+{{- if kindIs "slice" $value }}
+{{- $_ := set $all $key (concat (index $all $key) $value) }}
+{{- else if kindIs "map" $value }}
+{{- $_ := set $all $key (mergeOverwrite (index $all $key) (deepCopy $value)) }}
+{{- else }}
+{{- $_ := set $all $key $value }}
 {{- end }}
-{{- with $values.tolerations }}
-tolerations:
-  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- $all | toJson }}
+{{- end }}
+
+{{/* Metadata of what makes pods. */}}
+{{- define "paceline.workload" -}}
+{{- $own := include "paceline.settings" . | fromJson }}
+{{- $annotations := mergeOverwrite $own.annotations (.annotations | default dict) }}
+{{- include "paceline.meta" (dict "root" .root "component" .component "model" .model "name" .name "labels" $own.labels "annotations" $annotations) }}
+{{- end }}
+
+{{/* A Job of the specification `spec`, in which @generation@ stands for its hash. Kubernetes lets nobody change a Job's
+template: with another one it is another Job, by its name, and Helm removes the former, whose pods save and end. */}}
+{{- define "paceline.job" -}}
+{{- $hash := .spec | sha256sum | trunc 8 -}}
+apiVersion: batch/v1
+kind: Job
+metadata:
+  {{- include "paceline.workload" (dict "root" .root "component" .component "name" (printf "%s-%s" .component $hash)) | nindent 2 }}
+spec:
+  {{- .spec | replace "@generation@" $hash | nindent 2 }}
+{{- end }}
+
+{{/* Metadata of a Deployment, which keep what the values said of its pods' number. */}}
+{{- define "paceline.deployment" -}}
+{{- include "paceline.workload" (merge (dict "annotations" (dict "paceline/replicas" (toString .replicas))) .) }}
+{{- end }}
+
+{{/* How many pods a Deployment has: as many as the values say; or, while they say what they said before, as many as
+`kubectl scale` or an autoscaler has made it. */}}
+{{- define "paceline.replicas" -}}
+{{- $live := lookup "apps/v1" "Deployment" .root.Release.Namespace (printf "%s-%s" .root.Release.Name (.name | default .component)) | default dict }}
+{{- $said := dig "metadata" "annotations" "paceline/replicas" "" $live }}
+{{- eq $said (toString .replicas) | ternary (dig "spec" "replicas" .replicas $live) .replicas }}
+{{- end }}
+
+{{/* A pod's metadata and, but for containers and volumes, its `spec`. */}}
+{{- define "paceline.pod" -}}
+{{- $own := include "paceline.settings" . | fromJson }}
+{{- $user := ternary 999 10001 (eq .component "redis") -}}
+metadata:
+  labels:
+    {{- include "paceline.labels" . | nindent 4 }}
+    {{- if .job }}
+    paceline/generation: "@generation@"
+    {{- end }}
+    {{- with $own.labels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- with mergeOverwrite $own.annotations (.podAnnotations | default dict) }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  terminationGracePeriodSeconds: {{ .root.Values.stopGraceSeconds }}
+  automountServiceAccountToken: false
+  enableServiceLinks: false
+  securityContext:
+    {{- $context := dict "runAsNonRoot" true "runAsUser" $user "runAsGroup" $user "fsGroup" $user }}
+    {{- $_ := set $context "fsGroupChangePolicy" "OnRootMismatch" }}
+    {{- $_ := set $context "seccompProfile" (dict "type" "RuntimeDefault") }}
+    {{- toYaml (mergeOverwrite $context $own.podSecurityContext) | nindent 4 }}
+  {{- with .root.Values.images.pullSecrets }}
+  imagePullSecrets:
+    {{- range . }}
+    - name: {{ . }}
+    {{- end }}
+  {{- end }}
+  {{- range $key := list "nodeSelector" "serviceAccountName" "priorityClassName" "runtimeClassName" "schedulerName" }}
+  {{- with index $own $key }}
+  {{ $key }}: {{ toJson . }}
+  {{- end }}
+  {{- end }}
+  {{- with include "paceline.affinity" . | fromJson }}
+  affinity:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $own.topologySpreadConstraints | default (include "paceline.spread" . | fromYamlArray) }}
+  topologySpreadConstraints:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  tolerations:
+    {{- range list "not-ready" "unreachable" }}
+    - {key: node.kubernetes.io/{{ . }}, operator: Exists, effect: NoExecute, tolerationSeconds: {{ $.root.Values.lostNodeSeconds }}}
+    {{- end }}
+    {{- with $own.tolerations }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+{{- end }}
+
+{{/* The values' affinity. A Job's pods wait, besides, until those of a former Job are gone from every node. */}}
+{{- define "paceline.affinity" -}}
+{{- $affinity := (include "paceline.settings" . | fromJson).affinity }}
+{{- if .job }}
+{{- $others := dict "key" "paceline/generation" "operator" "NotIn" "values" (list "@generation@") }}
+{{- $selector := dict "matchLabels" (include "paceline.labels" . | fromYaml) "matchExpressions" (list $others) }}
+{{- $anti := $affinity.podAntiAffinity | default dict }}
+{{- $required := $anti.requiredDuringSchedulingIgnoredDuringExecution | default list }}
+{{- $required = prepend $required (dict "topologyKey" "kubernetes.io/os" "labelSelector" $selector) }}
+{{- $_ := set $affinity "podAntiAffinity" (set $anti "requiredDuringSchedulingIgnoredDuringExecution" $required) }}
+{{- end }}
+{{- $affinity | toJson }}
+{{- end }}
+
+{{/* Where the values say nothing, the learner's pods are spread over nodes. */}}
+{{- define "paceline.spread" -}}
+{{- if and (eq .component "learner") (gt (int .root.Values.learner.nodes) 1) }}
+- maxSkew: 1
+  topologyKey: kubernetes.io/hostname
+  whenUnsatisfiable: ScheduleAnyway
+  labelSelector:
+    matchLabels:
+      {{- include "paceline.labels" . | nindent 6 }}
 {{- end }}
 {{- end }}
 
+{{/* A container's image, rights and resources; `gpus`: how many. */}}
 {{- define "paceline.container" -}}
+{{- $own := include "paceline.settings" . | fromJson -}}
 image: {{ index .root.Values.images (.image | default .component) | quote }}
 imagePullPolicy: {{ .root.Values.images.pullPolicy }}
 securityContext:
-  allowPrivilegeEscalation: false
-  readOnlyRootFilesystem: true
-  capabilities: {drop: [ALL]}
+  {{- $context := dict "allowPrivilegeEscalation" false "readOnlyRootFilesystem" true }}
+  {{- $_ := set $context "capabilities" (dict "drop" (list "ALL")) }}
+  {{- toYaml (mergeOverwrite $context $own.securityContext) | nindent 2 }}
+resources:
+  {{- $resources := deepCopy (.values | default (index .root.Values .component)).resources }}
+  {{- if .gpus }}
+  {{- $resources = mergeOverwrite $resources (dict "limits" (dict "nvidia.com/gpu" .gpus)) }}
+  {{- end }}
+  {{- toYaml $resources | nindent 2 }}
+{{- with $own.envFrom }}
+envFrom:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end }}
 
-{{- define "paceline.envFrom" -}}
-{{- if .root.Values.envFromSecrets }}
-envFrom:
-  {{- range .root.Values.envFromSecrets }}
-  - secretRef: {name: {{ . }}}
-  {{- end }}
+{{/* The values' variables: each a text, or an object that says where from. */}}
+{{- define "paceline.ownEnv" }}
+{{- range $name, $value := (include "paceline.settings" . | fromJson).env }}
+{{- $said := kindIs "map" $value | ternary $value (dict "value" $value) }}
+- {{ set $said "name" $name | toJson }}
 {{- end }}
 {{- end }}
 
 {{/* Environment of a service: who it is, where it is, what it serves. */}}
 {{- define "paceline.env" -}}
-{{- with include "paceline.envFrom" . }}
-{{- . }}
-{{ end -}}
-env:
-  - {name: PACELINE_TOKEN_FILE, value: /run/paceline/token}
-  - {name: PACELINE_TLS_DIR, value: /run/tls}
-  - name: PACELINE_NODE_ID
-    valueFrom: {fieldRef: {fieldPath: spec.nodeName}}
-  - {name: PACELINE_PROMETHEUS_PORT, value: {{ .root.Values.metrics.port | quote }}}
-  - {name: PACELINE_PROMETHEUS_HOST, value: 0.0.0.0}
-  - {name: PACELINE_STOP_GRACE_S, value: {{ .root.Values.stopGraceSeconds | quote }}}
-  {{- if ne .component "controller" }}
-  - {name: PACELINE_CONTROLLER, value: "{{ .root.Release.Name }}-controller:7000"}
-  {{- end }}
-  {{- range $name, $value := .root.Values.env }}
-  - {name: {{ $name }}, value: {{ $value | quote }}}
-  {{- end }}
+- {name: PACELINE_TOKEN_FILE, value: /run/paceline/token}
+- {name: PACELINE_TLS_DIR, value: /run/tls}
+- name: PACELINE_NODE_ID
+  valueFrom: {fieldRef: {fieldPath: spec.nodeName}}
+- {name: PACELINE_PROMETHEUS_PORT, value: {{ .root.Values.metrics.port | quote }}}
+- {name: PACELINE_PROMETHEUS_HOST, value: 0.0.0.0}
+- {name: PACELINE_STOP_GRACE_S, value: {{ .root.Values.stopGraceSeconds | quote }}}
+{{- if ne .component "controller" }}
+- {name: PACELINE_CONTROLLER, value: "{{ .root.Release.Name }}-controller:7000"}
+{{- end }}
+{{- include "paceline.ownEnv" . }}
 {{- end }}
 
 {{- define "paceline.mounts" -}}
@@ -91,20 +213,28 @@ env:
 {{- if and .root.Values.volumes.checkpoints (has .component (list "controller" "learner")) }}
 - {name: checkpoints, mountPath: /paceline/checkpoints}
 {{- end }}
+{{- if and .root.Values.redis.external.caSecret (ne .component "reward-model") }}
+- {name: redis-ca, mountPath: /run/redis, readOnly: true}
+{{- end }}
+{{- with (include "paceline.settings" . | fromJson).volumeMounts }}
+{{ toYaml . }}
+{{- end }}
 {{- end }}
 
 {{/* Secrets are whole folders: the kubelet writes a new certificate into them, and the services read it. */}}
 {{- define "paceline.volumes" -}}
+{{- $redis := .root.Values.redis.external -}}
 - name: tls
   secret: {secretName: {{ .root.Values.secrets }}-tls-{{ .certificate | default .component }}, defaultMode: 0440}
 - name: token
-  secret:
-    secretName: {{ .root.Values.secrets }}
+  projected:
     defaultMode: 0440
-    items:
-      - {key: token, path: token}
+    sources:
+      - secret: {name: {{ .root.Values.secrets }}, items: [{key: token, path: token}]}
       {{- if eq .component "controller" }}
-      - {key: redis_password, path: redis_password}
+      - secret:
+          name: {{ $redis.passwordSecret | default .root.Values.secrets }}
+          items: [{key: redis_password, path: redis_password}]
       {{- end }}
 - {name: tmp, emptyDir: {}}
 - {name: cache, emptyDir: {}}
@@ -116,13 +246,27 @@ env:
 - name: checkpoints
   {{- toYaml .root.Values.volumes.checkpoints | nindent 2 }}
 {{- end }}
+{{- if and $redis.caSecret (ne .component "reward-model") }}
+- name: redis-ca
+  secret: {secretName: {{ $redis.caSecret }}, defaultMode: 0440, items: [{key: ca.pem, path: ca.pem}]}
+{{- end }}
+{{- with (include "paceline.settings" . | fromJson).volumes }}
+{{ toYaml . }}
+{{- end }}
 {{- end }}
 
+{{/* A port for gRPC, and one for the metrics of each of `ranks` processes. */}}
 {{- define "paceline.ports" -}}
 - {name: grpc, containerPort: 7000}
-{{- if .root.Values.metrics.port }}
-- {name: metrics, containerPort: {{ .root.Values.metrics.port }}}
+{{- with .root.Values.metrics.port }}
+{{- range $rank := until (int ($.ranks | default 1)) }}
+- {name: {{ include "paceline.metricsPort" $rank }}, containerPort: {{ add $.root.Values.metrics.port $rank }}}
 {{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "paceline.metricsPort" -}}
+{{- . | eq 0 | ternary "metrics" (printf "metrics-%d" .) }}
 {{- end }}
 
 {{/* A pod is ready when its service says so over gRPC; one that has not answered for five minutes is started anew. */}}
@@ -145,7 +289,7 @@ timeoutSeconds: 30
 {{- end }}
 
 {{/* What a new pod would not mend ends the job; a lost node is nobody's fault. */}}
-{{- define "paceline.failures" -}}
+{{- define "paceline.failures" }}
 podFailurePolicy:
   rules:
     - action: Ignore
@@ -154,6 +298,17 @@ podFailurePolicy:
       onExitCodes: {operator: In, values: {{ .final | toJson }}}
 # Never two at a time: the next one starts when its predecessor is gone.
 podReplacementPolicy: Failed
+{{- end }}
+
+{{/* Redis' address, without the password. */}}
+{{- define "paceline.redisUrl" -}}
+{{- with .Values.redis.external }}
+{{- if .url }}
+{{- .url }}{{ if .caSecret }}{{ contains "?" .url | ternary "&" "?" }}ssl_ca_certs=/run/redis/ca.pem{{ end }}
+{{- else -}}
+rediss://paceline@{{ $.Release.Name }}-redis:6379/0
+{{- end }}
+{{- end }}
 {{- end }}
 
 {{- define "paceline.claim" -}}
