@@ -25,7 +25,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,7 @@ from paceline.core.samples.trajectory import (
     Trajectory,
 )
 from paceline.core.training import batch_digest
-from paceline.data.cursor import PromptCursor
+from paceline.data.mixture import PromptMixture
 from paceline.data.prompts import Prompt
 from paceline.wire import blob_digest, encode_trajectory
 from support.synthetic_run import metrics_of, spans_of
@@ -125,7 +124,7 @@ class DrawnRun:
             },
         }
         self.config = parse(RunConfig, tree)
-        self._cursor = PromptCursor(range(NUM_PROMPTS), batch_size=options.prompts, seed=0)
+        self._cursor = PromptMixture({"": range(NUM_PROMPTS)}, batch_size=options.prompts, seed=0)
         self._prompts = {
             i: Prompt(
                 prompt_id=i, token_ids=np.arange(3, dtype=np.int32), context=RewardContext(ground_truth="1")
@@ -142,7 +141,7 @@ class DrawnRun:
                 files.enter_context((self._folder / f"{name}.jsonl").open("w"))
                 for name in ("events", "metrics", "spans")
             )
-            term = Term.of(self.config, range(NUM_PROMPTS)).to_plain()
+            term = Term.of(self.config, self._cursor).to_plain()
             self._event("run", run_id=RUN, term=1, step=0, data_digest="d", verify=term)
             self._enter(0, "forming", "publish")
             self._event("commit", version=0, digest=_weights(0), servers=["rollout-0"])
@@ -154,7 +153,10 @@ class DrawnRun:
             self._event("end", ok=True, message=f"{self._num_steps} steps done", step=self._num_steps)
 
     async def _step(self, step: int) -> None:
-        policy, asked = PolicyTag(version=step - 1, digest=_weights(step - 1)), sorted(self._cursor.take())
+        policy, asked = (
+            PolicyTag(version=step - 1, digest=_weights(step - 1)),
+            sorted(self._cursor.take(step)),
+        )
         self._event("dispatch", step=step, policy=str(policy), prompts=asked)
         self._enter(step, *PHASES[:2])
         drawn = [
@@ -244,7 +246,7 @@ class DrawnRun:
             step=step,
             metrics=digest_of(line.encode()),
             log_position=f"{step}-0",
-            cursor=asdict(self._cursor.state),
+            cursor=self._cursor.state.to_plain(),
             guard=GUARD,
         )
 

@@ -37,7 +37,8 @@ A file may begin with `extends: other.yaml`, a path relative to itself. It then 
 keys go over those of the other file, section by section, and a list replaces the other's list. The other file
 may extend a third one. All other paths in a file are relative to the working directory.
 
-Required are `data.train_files`, `model.path`, `trainer.total_steps`, and a scorer in `reward`.
+Required are `data.train_files` or `data.train_sets`, `model.path`, `trainer.total_steps`, and a scorer in
+`reward`.
 """
 WIDTH = 120
 
@@ -205,7 +206,9 @@ def section_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation, False
     for part in get_args(annotation):
-        if get_origin(annotation) is dict and get_origin(part) is Annotated:
+        if get_origin(part) is Annotated:
+            part = get_args(part)[0]
+        if get_origin(part) is tuple:
             part = get_args(part)[0]
         if isinstance(part, type) and issubclass(part, BaseModel):
             return part, True

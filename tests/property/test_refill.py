@@ -16,7 +16,7 @@ from paceline.controller.batch.refill import Refill
 from paceline.core.errors import ConfigError
 from paceline.core.ids import Purpose
 from paceline.core.samples.trajectory import ScoredHeader
-from paceline.data.cursor import PromptCursor
+from paceline.data.mixture import PromptMixture
 from paceline.data.prompts import Prompt
 from support.headers import POLICY, scored
 
@@ -31,9 +31,9 @@ class World:
     skip: int
     with_greedy: bool
 
-    def cursor(self) -> PromptCursor:
+    def cursor(self) -> PromptMixture:
         """Where the step begins: `skip` prompts into the walk."""
-        cursor = PromptCursor(list(self.scores), batch_size=self.num_first, seed=1)
+        cursor = PromptMixture({"": list(self.scores)}, batch_size=self.num_first, seed=1)
         cursor.take_more(self.skip, without=())
         return cursor
 
@@ -80,7 +80,7 @@ def worlds(draw: st.DrawFn) -> World:
 def plain(world: World) -> tuple[list[int], list[int], list[int]]:
     """Ids to train, set aside and dropped, each ascending, by asking for one prompt after the other."""
     cursor = world.cursor()
-    asked = cursor.take()
+    asked = cursor.take(1)
     fates: dict[str, list[int]] = {"train": [], "aside": [], "drop": []}
     for prompt_id in asked:  # grows while it is walked
         scores = world.scores[prompt_id]
@@ -95,10 +95,10 @@ def plain(world: World) -> tuple[list[int], list[int], list[int]]:
 seeds = st.integers(0, 2**32 - 1)
 
 
-def concurrent(world: World, seed: int) -> tuple[Barrier, Refill, PromptCursor]:
+def concurrent(world: World, seed: int) -> tuple[Barrier, Refill, PromptMixture]:
     """The step as the controller runs it: all at once, in any order, in portions, with repeats."""
     rng, cursor = random.Random(seed), world.cursor()
-    first = sorted(cursor.take())
+    first = sorted(cursor.take(1))
 
     def draw(count: int, without: Collection[int]) -> dict[int, Prompt]:
         return dict.fromkeys(cursor.take_more(count, without=without), cast(Prompt, None))

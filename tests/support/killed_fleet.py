@@ -33,7 +33,7 @@ from paceline.core.ids import Purpose
 from paceline.core.policy import PolicyTag
 from paceline.core.samples.trajectory import RewardContext, SamplingSpec
 from paceline.core.scoring import ScoreItem
-from paceline.data.cursor import PromptCursor
+from paceline.data.mixture import PromptMixture
 from paceline.data.prompts import Prompt
 from paceline.reward.consumer import Consumer, ConsumerOptions
 from paceline.reward.scoring.scorer import Scorer
@@ -212,7 +212,7 @@ def config() -> RunConfig:
     )
 
 
-def refill_from(cursor: PromptCursor, first: Collection[int]) -> Refill:
+def refill_from(cursor: PromptMixture, first: Collection[int]) -> Refill:
     """As many further prompts as there are."""
 
     def draw(count: int, without: Collection[int]) -> dict[int, Prompt]:
@@ -237,7 +237,7 @@ async def collect(
     has a greedy answer too. `works` are what a rollout and a reward process do.
     """
     clock, store, refilled = ManualClock(), MemoryStore(), num_first < len(PROMPTS)
-    cursor = PromptCursor(list(PROMPTS), batch_size=num_first, seed=seed, shuffle=refilled)
+    cursor = PromptMixture({"": list(PROMPTS)}, batch_size=num_first, seed=seed, shuffle=refilled)
     broker = MemoryBroker(clock, store=store)
     fleet = Fleet(clock, store, np.random.default_rng(seed), num_deaths, poison)
     mailboxes = Mailboxes(broker, RUN, own_server=False)
@@ -260,7 +260,7 @@ async def collect(
     order = Order(
         step=STEP,
         policy=POLICY,
-        prompts={i: PROMPTS[i] for i in cursor.take()},
+        prompts={i: PROMPTS[i] for i in cursor.take(1)},
         asks=asks if refilled else asks[:1],
     )
     refill = refill_from(cursor, order.prompts) if refilled else None

@@ -36,7 +36,7 @@ from paceline.controller.weights.push import WeightPush
 from paceline.core.clock import SystemClock
 from paceline.core.members import LearnerState, MemberKind, MemberState, RewardState, RolloutState
 from paceline.core.samples.trajectory import RewardContext
-from paceline.data.cursor import PromptCursor
+from paceline.data.mixture import PromptMixture
 from paceline.data.prompts import Prompt, PromptSet
 from paceline.rollout.states import RolloutStatus
 from support.fake_fleet import Answer, FakeServices, answer_prompts, score_all
@@ -101,8 +101,14 @@ class SequencerRun:
             Fleet(clock, suspect_after_s=5, dead_after_s=12), self.journal, events, clock
         )
         train = prompts(7)
-        seed = cfg.trainer.seed if cfg.data.seed is None else cfg.data.seed
-        cursor = PromptCursor(train.ids(), batch_size=cfg.data.train_batch_size, seed=seed)
+        data, ids = cfg.data, train.ids()
+        size = len(ids) // len(data.training_sets)
+        cursor = PromptMixture(
+            {of.name: ids[place * size : (place + 1) * size] for place, of in enumerate(data.training_sets)},
+            batch_size=data.train_batch_size,
+            seed=cfg.prompt_seed,
+            schedule=data.weights_by_step,
+        )
         inputs = Inputs(
             train=train,
             val=tuple(

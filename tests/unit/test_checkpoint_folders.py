@@ -17,7 +17,7 @@ from paceline.controller.run.records.checkpoints import ControllerState, folder_
 from paceline.core.errors import GuardError
 from paceline.core.guard import Reading
 from paceline.core.run_record.manifest import MANIFEST, manifest_text
-from paceline.data.cursor import CursorState
+from paceline.data.mixture import MixtureState
 from paceline.storage import folder as storage
 from paceline.storage.folder import Folder
 from support.fake_fleet import FakeServices
@@ -33,7 +33,7 @@ CHANGES: dict[str, Any] = {
 
 
 def write(root: Folder, step: int, *, intact: bool = True) -> None:
-    state = ControllerState(run_id=RUN, step=step, cursor=CursorState(epoch=0, position=0))
+    state = ControllerState(run_id=RUN, step=step, cursor=MixtureState.of_one(epoch=0, position=0))
     folder_of(root, step).make()
     if intact:
         fields = {"step": step, "controller_state": json.loads(state.to_bytes()), "files": {}}

@@ -18,7 +18,7 @@ from paceline.controller.batch.mailboxes import Mailboxes
 from paceline.controller.run.records.opening import open_run
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError
-from paceline.data.cursor import PromptCursor
+from paceline.data.mixture import PromptMixture
 from support import source
 from support.sequencer_run import config, prompts
 
@@ -74,7 +74,7 @@ def test_only_a_run_that_goes_on_gets_other_settings(
         raise ConfigError("no broker")
 
     monkeypatch.setenv("PACELINE_BROKER_URL", "redis://127.0.0.1:1/0")
-    cursor = PromptCursor(range(7), batch_size=3, seed=0)
+    cursor = PromptMixture({"": range(7)}, batch_size=3, seed=0)
     inputs = Inputs(train=prompts(7), val=(), cursor=cursor, stop_token_ids=(0,))
     monkeypatch.setattr(app, "load_inputs", lambda config: inputs)
     monkeypatch.setattr(app, "_connect", connect)

@@ -45,6 +45,10 @@ def config(files: Path, **changes: Any) -> DataConfig:
     return DataConfig(train_files=(str(files),), **changes)
 
 
+def loaded(data: DataConfig) -> PromptSet:
+    return PromptSet.load(data, Words(), data.training_sets[0])
+
+
 def jsonl(folder: Path, rows: list[dict[str, Any]]) -> Path:
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(r) + "\n" for r in rows))
@@ -63,16 +67,16 @@ def test_parquet_and_jsonl_give_the_same_rows(tmp_path: Path) -> None:
 
 def test_filtering_counts_and_keeps_ids(tmp_path: Path) -> None:
     file = jsonl(tmp_path, [{"prompt": "w " * n, "ground_truth": str(n), "level": n} for n in (1, 9, 2)])
-    prompts = PromptSet.load(config(file, max_prompt_length=3, extra_keys=("level",)), Words())
+    prompts = loaded(config(file, max_prompt_length=3, extra_keys=("level",)))
     assert prompts.ids() == [0, 2]
     assert (len(prompts.prompts), prompts.num_filtered) == (2, 1)
     assert prompts.prompts[2].context.extra == {"level": 2}
     with pytest.raises(
         DataError, match=r"1 of 3 training prompts .* longer than data.max_prompt_length=3 .*row 1 has 10"
     ):
-        PromptSet.load(config(file, max_prompt_length=3, overlong_prompts="error"), Words())
+        loaded(config(file, max_prompt_length=3, overlong_prompts="error"))
     with pytest.raises(DataError, match="none of the 3 training prompts fits"):
-        PromptSet.load(config(file, max_prompt_length=1), Words())
+        loaded(config(file, max_prompt_length=1))
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
@@ -98,18 +102,18 @@ def test_a_dotted_key_leads_into_a_nested_column(tmp_path: Path, kind: str) -> N
         file = tmp_path / "rows.parquet"
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
     data = config(file, ground_truth_key="reward_model.ground_truth", extra_keys=("info.deep.level",))
-    contexts = [prompt.context for prompt in PromptSet.load(data, Words()).prompts.values()]
+    contexts = [prompt.context for prompt in loaded(data).prompts.values()]
     assert [context.ground_truth for context in contexts] == ["7", "8"]
     assert [context.extra for context in contexts] == [{"info.deep.level": 3}, {"info.deep.level": 4}]
     with pytest.raises(DataError, match=r"no column 'ground_truth'; it has .*reward_model\.ground_truth"):
-        PromptSet.load(config(file), Words())
+        loaded(config(file))
     with pytest.raises(DataError, match=r"no column 'reward_model\.truth'"):
-        PromptSet.load(config(file, ground_truth_key="reward_model.truth"), Words())
+        loaded(config(file, ground_truth_key="reward_model.truth"))
 
 
 def test_a_column_with_a_dot_in_its_own_name_comes_first(tmp_path: Path) -> None:
     file = jsonl(tmp_path, [{"prompt": "a", "x.y": "1", "x": {"y": "2"}}])
-    prompts = PromptSet.load(config(file, ground_truth_key="x.y"), Words())
+    prompts = loaded(config(file, ground_truth_key="x.y"))
     assert prompts.prompts[0].context.ground_truth == "1"
 
 
@@ -136,7 +140,7 @@ def test_a_system_prompt_stands_before_every_prompt_without_one(tmp_path: Path) 
         {"prompt": own, "ground_truth": "3"},
     ]
     file = jsonl(tmp_path, rows)
-    prompts = PromptSet.load(config(file, system_prompt="think hard"), Words()).prompts
+    prompts = loaded(config(file, system_prompt="think hard")).prompts
     system, user, assistant = len("<system>"), len("<user>"), len("<assistant>")
     assert [list(prompt.token_ids) for prompt in prompts.values()] == [
         [system, 5, 4, user, 2, assistant],
@@ -147,7 +151,7 @@ def test_a_system_prompt_stands_before_every_prompt_without_one(tmp_path: Path) 
     assert prompts[0].messages == (first, {"role": "user", "content": "ab"})  # what further turns go on from
     assert prompts[2].messages == tuple(own)
     assert [prompt.context.prompt_text for prompt in prompts.values()] == ["ab", "c", "c"]
-    plain = PromptSet.load(config(file), Words()).prompts
+    plain = loaded(config(file)).prompts
     assert list(plain[0].token_ids) == [0, 2]
     assert list(plain[1].token_ids) == [user, 1, assistant]
 
@@ -186,9 +190,9 @@ def test_what_no_template_would_get_is_refused(given: dict[str, Any], said: str)
 def test_the_first_rows_alone_are_trained_on(tmp_path: Path) -> None:
     file = jsonl(tmp_path, [{"prompt": "a", "ground_truth": str(n)} for n in range(5)])
     data = config(file, train_max_prompts=2)
-    assert PromptSet.load(data, Words()).ids() == [0, 1]
+    assert loaded(data).ids() == [0, 1]
     (held_out,) = run_config(tmp_path, data={"val_files": str(file)}).held_out_sets
-    assert PromptSet.load(data, Words(), held_out=held_out).ids() == [0, 1, 2, 3, 4]
+    assert PromptSet.load(data, Words(), held_out).ids() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
@@ -218,7 +222,7 @@ def test_faults_say_what_to_change(tmp_path: Path, content: str | None, name: st
     if content is not None:
         file.write_bytes(content.encode(errors="surrogateescape"))
     with pytest.raises(DataError) as caught:
-        PromptSet.load(config(file), Words())
+        loaded(config(file))
     assert said in str(caught.value)
 
 
@@ -240,7 +244,7 @@ def test_every_column_becomes_plain_data(tmp_path: Path) -> None:
     file = tmp_path / "rows.parquet"
     row = {"prompt": "a b", "ground_truth": when.date(), **extra}
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), file)
-    context = PromptSet.load(config(file, extra_keys=tuple(extra)), Words()).prompts[0].context
+    context = loaded(config(file, extra_keys=tuple(extra))).prompts[0].context
     assert context.ground_truth == "2024-02-29"
     assert context.extra == {
         "day": "2024-02-29",
@@ -257,7 +261,7 @@ def test_every_column_becomes_plain_data(tmp_path: Path) -> None:
 def test_lone_surrogates_of_a_data_file_are_escaped(tmp_path: Path) -> None:
     row = {"prompt": "a \ud800", "ground_truth": "\udfff", "data_source": "\ud801", "level": ["\ud802"]}
     file = jsonl(tmp_path, [row])
-    context = PromptSet.load(config(file, extra_keys=("level",)), Words()).prompts[0].context
+    context = loaded(config(file, extra_keys=("level",))).prompts[0].context
     assert (context.prompt_text, context.ground_truth) == ("a \\ud800", "\\udfff")
     assert (context.data_source, context.extra) == ("\\ud801", {"level": ["\\ud802"]})
 

@@ -43,7 +43,7 @@ def load(model: Path, file: Path, **changes: Any) -> tuple[PromptSet, ImageReade
     )
     images = ImageReader.load(config, model)
     assert images is not None
-    return PromptSet.load(config, load_tokenizer(model), images=images), images
+    return PromptSet.load(config, load_tokenizer(model), config.training_sets[0], images=images), images
 
 
 def jsonl(folder: Path, *rows: dict[str, Any]) -> Path:

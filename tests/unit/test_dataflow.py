@@ -21,6 +21,7 @@ from paceline.controller.verify.check import verify
 from paceline.core.errors import ConfigError, DataError, DeadlineError, LostDataError
 from paceline.core.ids import sample_seed
 from paceline.data.cursor import PromptCursor
+from paceline.data.mixture import PromptMixture
 from support.fake_fleet import FakeServices
 from support.killed_sequencer import TRANSPORT, kills, live
 from support.killed_sequencer import breaches_of as breaches
@@ -93,7 +94,7 @@ async def test_a_second_sampling_sees_the_first_and_both_are_trained(tmp_path: P
         it.services.writes = True
         await it.enlist_all()
         await it.go(watching)
-    drawn = sorted(PromptCursor(range(7), batch_size=3, seed=0).take())
+    drawn = sorted(PromptCursor(range(7), seed=0).take(3))
     assert sorted(group.prompt_id for group in seen["draft"]) == drawn
     kept = [i for i in drawn if i not in (1, 4)]
     assert sorted(group.prompt_id for group in seen["revise"]) == list(range(7, 7 + len(kept)))
@@ -363,7 +364,7 @@ def inputs() -> Inputs:
     return Inputs(
         train=train,
         val=(),
-        cursor=PromptCursor(train.ids(), batch_size=3, seed=0),
+        cursor=PromptMixture({"": train.ids()}, batch_size=3, seed=0),
         stop_token_ids=(0,),
         encode=lambda value: [*str(value).encode()],
     )

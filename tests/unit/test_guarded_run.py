@@ -17,7 +17,7 @@ from paceline.core.errors import CheckpointError, GuardError
 from paceline.core.guard import Reading
 from paceline.core.run_record.manifest import manifest_text
 from paceline.core.samples.trajectory import GroupRefusal, PromptGroup
-from paceline.data.cursor import CursorState
+from paceline.data.mixture import MixtureState
 from paceline.storage.folder import Folder
 from support.sequencer_run import RUN, SequencerRun, config, run, run_of
 
@@ -171,7 +171,7 @@ async def test_a_run_goes_forward_after_a_rollback(tmp_path: Path) -> None:
         good = [(s.step, s.good) for s in states]
         assert good == [(0, True), (1, True), (2, True), (3, False), (4, True), (5, True)]
         cursors = [s.cursor for s in states[3:5]]
-        assert cursors == [CursorState(epoch=1, position=3), CursorState(epoch=1, position=6)]
+        assert cursors == [MixtureState.of_one(epoch=1, position=3), MixtureState.of_one(epoch=1, position=6)]
         # The newest good one outlived newer ones that are not.
         removed = [Path(e["folder"]).name for e in of(it, "checkpoint_removed")]
         assert removed == ["step_000000", "step_000001", "step_000002", "step_000003", "step_000004"]
@@ -503,7 +503,9 @@ async def test_a_checkpoint_is_removed_when_the_journal_says_so(
 def test_pruning_counts_only_checkpoints_that_are_intact(tmp_path: Path) -> None:
     root = Folder.at(tmp_path / "checkpoints")
     for step in (1, 2, 3, 4):
-        state = ControllerState(run_id="r", step=step, cursor=CursorState(epoch=0, position=step), good=False)
+        state = ControllerState(
+            run_id="r", step=step, cursor=MixtureState.of_one(epoch=0, position=step), good=False
+        )
         folder_of(root, step).make()
         if step != 4:
             text = manifest_text({"controller_state": json.loads(state.to_bytes())})
@@ -523,7 +525,7 @@ def test_pruning_keeps_the_newest_good_checkpoint(tmp_path: Path) -> None:
         state = ControllerState(
             run_id="r",
             step=step,
-            cursor=CursorState(epoch=0, position=0),
+            cursor=MixtureState.of_one(epoch=0, position=0),
             good=good,
         )
         folder_of(root, step).make()
@@ -541,7 +543,7 @@ def test_a_damaged_manifest_is_passed_over_here_and_left_to_the_learner(tmp_path
     root = Folder.at(tmp_path / "checkpoints")
     folders = []
     for step, run_id in ((1, "r"), (2, "other"), (3, "r"), (4, "r")):
-        state = ControllerState(run_id=run_id, step=step, cursor=CursorState(epoch=0, position=step))
+        state = ControllerState(run_id=run_id, step=step, cursor=MixtureState.of_one(epoch=0, position=step))
         folder = folder_of(root, step)
         folder.make()
         text = manifest_text({"controller_state": json.loads(state.to_bytes())})
@@ -557,7 +559,7 @@ def test_a_damaged_manifest_is_passed_over_here_and_left_to_the_learner(tmp_path
 def test_in_an_object_store_old_and_void_checkpoints_go_in_the_same_way() -> None:
     root = Folder.at("memory://in-an-object-store/r-1")
     for step in (1, 2, 3, 4):
-        state = ControllerState(run_id="r", step=step, cursor=CursorState(epoch=0, position=step))
+        state = ControllerState(run_id="r", step=step, cursor=MixtureState.of_one(epoch=0, position=step))
         text = manifest_text({"controller_state": json.loads(state.to_bytes())})
         folder_of(root, step).write("manifest.json", text)
     assert [f.name for f in prune(root, 2)] == ["step_000001", "step_000002"]

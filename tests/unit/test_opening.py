@@ -19,7 +19,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.run_record.run_events import NoticeEvent
 from paceline.core.samples.trajectory import RewardContext
 from paceline.core.user_functions.user_function import source_file
-from paceline.data.cursor import PromptCursor
+from paceline.data.mixture import PromptMixture
 from paceline.data.prompts import Prompt, PromptSet
 from support.sequencer_run import config, prompts
 
@@ -32,7 +32,7 @@ def inputs(**changed: Any) -> Inputs:
     return Inputs(
         train=PromptSet(prompts=train, num_filtered=0),
         val=tuple(HeldOutPrompts(of=of, prompts=prompts(2)) for of in config().held_out_sets),
-        cursor=PromptCursor(range(7), batch_size=3, seed=0),
+        cursor=PromptMixture({"": range(7)}, batch_size=3, seed=0),
         stop_token_ids=(0,),
     )
 

@@ -19,6 +19,7 @@ from paceline.core.ids import Purpose
 from paceline.core.members import LearnerState, MemberKind, RankRef, RewardState, RolloutState
 from paceline.core.samples.trajectory import GroupRefusal, PromptGroup
 from paceline.data.cursor import PromptCursor
+from paceline.data.mixture import MixtureState, PromptMixture
 from support.fake_fleet import Answer, score_all
 from support.sequencer_run import RUN, run
 
@@ -66,7 +67,7 @@ async def test_a_whole_run(tmp_path: Path) -> None:
         assert it.lines()[0]["val/reward/mean"] == it.lines()[2]["val/reward/mean"] == 0.0
         assert it.breaches() == []
         state = ControllerState.from_plain(json.loads(it.services.saved[0]))
-        assert (state.step, state.cursor.position) == (1, 3)
+        assert (state.step, state.cursor.walks[0].position) == (1, 3)
         assert await it.broker.get_blobs([names.blob(RUN, "train:1:0:0", "fake", "0")]) == [None]
 
 
@@ -264,7 +265,7 @@ async def test_a_group_without_reward_is_dropped_with_its_reason_and_the_step_go
         bad = group.prompt_id == min(bad_ids) and index == 1
         return {"reward": None, "reward_error": ("timeout", "too slow")} if bad else score_all(group, index)
 
-    bad_ids = PromptCursor(range(7), batch_size=3, seed=0).take()
+    bad_ids = PromptCursor(range(7), seed=0).take(3)
     async with run(tmp_path, trainer__val_before_train=False, trainer__total_steps=1) as it:
         await it.enlist_all()
         await it.go(answer)
@@ -298,7 +299,7 @@ def only_some_teach(*teaching: int) -> Answer:
 
 
 async def test_groups_of_equal_scores_are_replaced_within_their_step(tmp_path: Path) -> None:
-    walk = PromptCursor(range(7), batch_size=7, seed=0).take()
+    walk = PromptCursor(range(7), seed=0).take(7)
     async with run(tmp_path, trainer__val_before_train=False, **SAMPLING) as it:
         await it.enlist_all()
         await it.go(only_some_teach(walk[0], walk[2], walk[5], walk[6]))
@@ -321,12 +322,12 @@ async def test_groups_of_equal_scores_are_replaced_within_their_step(tmp_path: P
         assert it.breaches() == []
         # The checkpoint stands behind what the refill drew.
         state = ControllerState.from_plain(json.loads(it.services.saved[0]))
-        assert (state.cursor.epoch, state.cursor.position) == (0, 6)
+        assert state.cursor == MixtureState.of_one(epoch=0, position=6)
 
 
 async def test_a_refill_that_crosses_an_epoch_skips_no_prompt(tmp_path: Path) -> None:
-    cursor = PromptCursor(range(7), batch_size=7, seed=8)
-    assert (cursor.take(), cursor.take()) == ([3, 0, 6, 5, 1, 2, 4], [3, 4, 5, 6, 0, 1, 2])
+    cursor = PromptMixture({"": range(7)}, batch_size=7, seed=8)
+    assert (cursor.take(1), cursor.take(2)) == ([3, 0, 6, 5, 1, 2, 4], [3, 4, 5, 6, 0, 1, 2])
     changes = {"trainer__val_before_train": False, "trainer__total_steps": 3, "data__seed": 8}
     async with run(tmp_path, **changes, **SAMPLING) as it:
         await it.enlist_all()
@@ -342,12 +343,12 @@ async def test_a_refill_that_crosses_an_epoch_skips_no_prompt(tmp_path: Path) ->
             [3, 4, 6],
         ]
         state = ControllerState.from_plain(json.loads(it.services.saved[1]))
-        assert (state.cursor.epoch, state.cursor.position) == (1, 4)
+        assert state.cursor == MixtureState.of_one(epoch=1, position=4)
         assert it.breaches() == []
 
 
 async def test_the_step_goes_on_with_fewer_groups_when_the_bound_is_spent(tmp_path: Path) -> None:
-    walk = PromptCursor(range(7), batch_size=7, seed=0).take()
+    walk = PromptCursor(range(7), seed=0).take(7)
     async with run(tmp_path, trainer__val_before_train=False, trainer__total_steps=1, **SAMPLING) as it:
         await it.enlist_all()
         await it.go(only_some_teach(walk[4]))
@@ -397,7 +398,7 @@ async def test_a_greedy_answer_goes_with_each_prompt_and_is_never_a_row(tmp_path
         scored = {"reward": None if bad else reward, "reward_error": ("raised", "boom") if bad else None}
         return scored | ({"num_sampled_tokens": 1 + group.prompt_id % 2} if greedy else {})
 
-    lost = min(PromptCursor(range(7), batch_size=3, seed=0).take())
+    lost = min(PromptCursor(range(7), seed=0).take(3))
     async with run(
         tmp_path,
         trainer__val_before_train=False,
@@ -423,7 +424,7 @@ async def test_a_greedy_answer_goes_with_each_prompt_and_is_never_a_row(tmp_path
 
 
 async def test_a_refused_group_is_dropped_with_its_reason_and_the_rest_is_trained(tmp_path: Path) -> None:
-    first = PromptCursor(range(7), batch_size=3, seed=0).take()
+    first = PromptCursor(range(7), seed=0).take(3)
     bad, other = first[0], first[1]
 
     def answer(group: PromptGroup, index: int) -> dict[str, Any] | GroupRefusal:

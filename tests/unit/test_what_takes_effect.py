@@ -128,7 +128,7 @@ async def test_trajectories_are_written_only_where_wanted(saves: bool, tmp_path:
 
 @pytest.mark.parametrize("share", [0.3, 0.4])
 async def test_one_group_of_three_without_reward_may_be_too_many(share: float, tmp_path: Path) -> None:
-    lost = min(PromptCursor(range(7), batch_size=3, seed=0).take())
+    lost = min(PromptCursor(range(7), seed=0).take(3))
 
     def answer(group: PromptGroup, index: int) -> dict[str, Any]:
         if group.prompt_id == lost and group.purpose == Purpose.TRAIN and group.step == 1:
@@ -159,7 +159,7 @@ async def pour(it: SequencerRun, header: Any, *, every_s: float) -> None:
 def own_header(it: SequencerRun, number: int) -> Any:
     """A good sample of step 1: the `number`-th of its prompts, the first sample."""
     policy = it.services.policies["rollout-0"]
-    prompt = PromptCursor(range(7), batch_size=3, seed=0).take()[number]
+    prompt = PromptCursor(range(7), seed=0).take(3)[number]
     return replace(scored(prompt, step=1, policy=policy), run_id=RUN)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.checks.preflight_check import PreflightCheck, how_to_make
-from paceline.config.base import Files
+from paceline.config.mixture import TrainSet
 from paceline.config.run import RunConfig
 from paceline.config.validation import HeldOutSet
 from paceline.core.errors import DataError
@@ -20,7 +20,7 @@ def check_data_files(config: RunConfig) -> None:
     """Raises DataError if a data file is not there."""
     from paceline.data.hub import local_files
 
-    places = [(config.data.train_files, "train", "data.train_files")]
+    places = [(part.files, "train", part.key) for part in config.data.training_sets]
     places += [(held_out.files, "val", held_out.key) for held_out in config.held_out_sets]
     for names, split, key in places:
         for file in local_files(names, split):
@@ -34,7 +34,7 @@ def first_prompt_is_text(config: RunConfig) -> bool:
     from paceline.data.rows import first_row, value_at
 
     try:
-        files = local_files(config.data.train_files[:1], "train")
+        files = local_files(config.data.training_sets[0].files[:1], "train")
         return isinstance(value_at(first_row(files[0]), config.data.prompt_key), str)
     except (DataError, IndexError):
         return False  # the controller says what is wrong with it
@@ -46,16 +46,21 @@ def training_line(config: RunConfig) -> str:
 
     if asked := _asked_for(config):
         return asked
-    prompts, tokenizer, reader = _load(config, config.data.train_files, None)
-    kept, batch = len(prompts.prompts), config.data.train_batch_size
+    lines, sets, batch = [], {}, config.data.train_batch_size
+    for part in config.data.training_sets:
+        prompts, tokenizer, reader = _load(config, part)
+        sets[part.name] = prompts
+        prompts.check_token_budget(config)
+        shown = first_prompt(prompts, tokenizer, None if reader is None else reader.image_token_id)
+        lines.append(f"{part.name}: {_facts(prompts)}" if part.name else _facts(prompts))
+        lines.append(f"the first: {shown}")
+    kept = sum(len(prompts.prompts) for prompts in sets.values())
     if kept < batch:
         raise DataError(
             f"{kept} training prompts do not fill one batch of data.train_batch_size={batch}; lower it, and "
             "actor.ppo_mini_batch_size with it, or add prompts"
         )
-    prompts.check_token_budget(config)
-    shown = first_prompt(prompts, tokenizer, None if reader is None else reader.image_token_id)
-    return f"{_facts(prompts)}\n      the first: {shown}"
+    return "\n      ".join(lines)
 
 
 def validation_line(config: RunConfig) -> str:
@@ -65,7 +70,7 @@ def validation_line(config: RunConfig) -> str:
         return _asked_for(config) or "none (data.val_files and data.val_sets are empty: no validation)"
     lines = []
     for held_out in sets:
-        prompts, _, _ = _load(config, held_out.files, held_out)
+        prompts, _, _ = _load(config, held_out)
         asked = min(len(prompts.prompts), held_out.max_prompts or len(prompts.prompts))
         facts = f"{_facts(prompts)}; {asked} prompts x {held_out.n} samples per validation"
         lines.append(f"{held_out.name}: {facts}" if held_out.name else facts)
@@ -75,26 +80,24 @@ def validation_line(config: RunConfig) -> str:
 def _asked_for(config: RunConfig) -> str:
     """Who has the rows, where that is not a file; "" where files do."""
     environment = config.rollout.environment
-    if config.data.train_files or environment is None:
+    if config.data.training_sets or environment is None:
         return ""
     return f"the environment at {environment.address} is asked for them by the run"
 
 
-def _load(
-    config: RunConfig, files: Files, held_out: HeldOutSet | None
-) -> tuple[PromptSet, Tokenizer, ImageReader | None]:
+def _load(config: RunConfig, of: TrainSet | HeldOutSet) -> tuple[PromptSet, Tokenizer, ImageReader | None]:
     from paceline.data.hub import local_files
     from paceline.data.images import ImageReader
     from paceline.data.prompts import PromptSet, load_tokenizer
     from paceline.data.rows import read_rows
 
-    data, split = config.data, "train" if held_out is None else "val"
+    data, split = config.data, "train" if isinstance(of, TrainSet) else "val"
     # Before the tokenizer: a missing file or column is reported even without a model.
-    read_rows(local_files(files, split), [data.prompt_key, data.ground_truth_key, *data.extra_keys])
+    read_rows(local_files(of.files, split), [data.prompt_key, data.ground_truth_key, *data.extra_keys])
     model = local_model(config.model, "controller")
     tokenizer = load_tokenizer(model.tokenizer_path or model.path, config.data.chat_template_kwargs)
     reader = ImageReader.load(data, model.path)
-    return PromptSet.load(data, tokenizer, held_out=held_out, images=reader), tokenizer, reader
+    return PromptSet.load(data, tokenizer, of, images=reader), tokenizer, reader
 
 
 def _facts(prompts: PromptSet) -> str:

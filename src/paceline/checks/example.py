@@ -46,7 +46,7 @@ def example_reward(config: RunConfig) -> str:
         ConfigError: a function cannot be loaded, or fails on all of the first rows.
     """
     data = config.data
-    rows = first_rows(local_files(data.train_files[:1], "train")[0], _NUM_SCORED)
+    rows = first_rows(local_files(data.training_sets[0].files[:1], "train")[0], _NUM_SCORED)
     functions = [function for function in function_specs(config.reward) if not function.shape.group]
     items = [item for row in rows if (item := _item(config, row)) is not None]
     if not functions or not items:

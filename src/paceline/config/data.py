@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from paceline.config.base import Files, Section
+from paceline.config.mixture import Curriculum, TrainSet, TrainSets, WeightsFrom
 from paceline.config.validation import ValSets
 
 _OWN_ARGUMENTS = {"conversation", "tools", "tokenize", "add_generation_prompt", "chat_template"}
@@ -18,8 +19,24 @@ class DataConfig(Section):
     train_files: Files = Field(
         (),
         description="Parquet or JSONL files (by suffix) with the training prompts, or names of data sets on "
-        "the Hugging Face hub: ORG/NAME[@REVISION][:CONFIG[:SPLIT]]. Empty: rollout.environment has the "
-        "rows, those for validation too.",
+        "the Hugging Face hub: ORG/NAME[@REVISION][:CONFIG[:SPLIT]]. With neither these nor train_sets "
+        "rollout.environment has the rows, those for validation too.",
+    )
+    train_sets: TrainSets = Field(
+        {},
+        description="In place of train_files: several sets of training prompts by name, each with its "
+        "weight: {math: {files: FILE, weight: 3}, code: FILE}; docs/own-data.md.",
+    )
+    curriculum: Curriculum = Field(
+        (),
+        description="The weights of train_sets by step: [{from_step: 100, weights: {math: 1, code: 3}}]; "
+        "before the first stage those of the sets hold. Or path/to/file.py:function or module:function, "
+        "which is asked after every step; docs/own-data.md.",
+    )
+    order_by: str | None = Field(
+        None,
+        description="Column by whose value, numbers or strings, each set's rows come in ascending order in "
+        "every epoch; shuffle is for rows with the same value then. null: no such order.",
     )
     val_files: Files = Field(
         (),
@@ -87,6 +104,57 @@ class DataConfig(Section):
     )
     shuffle: bool = Field(True, description="Shuffle the prompts in every epoch, from the seed.")
     seed: int | None = Field(None, description="Seed of the order; null: trainer.seed.")
+
+    @property
+    def training_sets(self) -> tuple[TrainSet, ...]:
+        """The sets of training prompts; train_files are one without a name."""
+        if self.train_files:
+            unnamed = TrainSet(
+                name="", files=self.train_files, weight=1.0, max_prompts=self.train_max_prompts
+            )
+            return (unnamed,)
+        return tuple(
+            TrainSet(name=name, files=given.files, weight=given.weight, max_prompts=given.max_prompts)
+            for name, given in self.train_sets.items()
+        )
+
+    @property
+    def weights_by_step(self) -> tuple[WeightsFrom, ...]:
+        """The weights of the training sets, by the step from which they hold; the first from step 1 on."""
+        sets, stages = self.training_sets, self.curriculum
+        own = WeightsFrom(step=1, weights=tuple(of.weight for of in sets))
+        if isinstance(stages, str):
+            return (own,)
+        later = [
+            WeightsFrom(step=stage.from_step, weights=tuple(stage.weights.get(of.name, 0.0) for of in sets))
+            for stage in stages
+        ]
+        return tuple(later) if later and later[0].step == 1 else (own, *later)
+
+    @model_validator(mode="after")
+    def _of_the_sets(self) -> DataConfig:
+        if self.train_sets and (self.train_files or self.train_max_prompts):
+            key = "train_files" if self.train_files else "train_max_prompts"
+            raise ValueError(
+                f"{key} and train_sets: with train_sets each set has files and max_prompts of its own; leave "
+                f"{key} out"
+            )
+        if self.curriculum and not self.train_sets:
+            raise ValueError("curriculum says how much is drawn of each of train_sets; name those, too")
+        if not isinstance(self.curriculum, str):
+            steps = [stage.from_step for stage in self.curriculum]
+            if sorted(set(steps)) != steps:
+                raise ValueError(f"the stages of curriculum begin at the steps {steps}; write them in order")
+            for name in (name for stage in self.curriculum for name in stage.weights):
+                if name not in self.train_sets:
+                    known = ", ".join(self.train_sets)
+                    raise ValueError(f"curriculum has a weight for {name!r}; train_sets has {known}")
+        for of_stage in self.weights_by_step:
+            if self.train_sets and not any(of_stage.weights):
+                raise ValueError(
+                    f"all weights of train_sets are 0 from step {of_stage.step} on; give one set a weight"
+                )
+        return self
 
     @model_validator(mode="after")
     def _of_the_template(self) -> DataConfig:

@@ -70,6 +70,11 @@ class RunConfig(Section):
         return bool(self.rollout.tools) or self.rollout.environment is not None
 
     @property
+    def prompt_seed(self) -> int:
+        """The seed of the prompts' order."""
+        return self.trainer.seed if self.data.seed is None else self.data.seed
+
+    @property
     def held_out_sets(self) -> tuple[HeldOutSet, ...]:
         """The sets of held-out prompts, that of data.val_files first; none: no validation."""
         data, general = self.data, self.rollout.val
@@ -112,6 +117,8 @@ class RunConfig(Section):
             "algorithm.adv_estimator": self.algorithm.adv_estimator,
         }
         own |= {"actor.policy_loss": loss.path if isinstance(loss, CustomLoss) else None}
+        curriculum = self.data.curriculum
+        own |= {"data.curriculum": curriculum if isinstance(curriculum, str) else None}
         own |= {f"reward.functions[{place}]": f.name for place, f in enumerate(self.reward.functions)}
         own |= {f"rollout.tools[{place}]": tool for place, tool in enumerate(self.rollout.tools)}
         return {key: reference for key, reference in own.items() if reference and ":" in reference}
@@ -257,10 +264,10 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _has_rows(self) -> RunConfig:
         service = self.rollout.environment
-        if not self.data.train_files and (service is None or service.address is None):
+        if not self.data.training_sets and (service is None or service.address is None):
             raise ValueError(
-                "data.train_files is empty: name files or data sets with the prompts, or an environment that "
-                "has them under rollout.environment.address"
+                "data.train_files is empty: name files or data sets with the prompts, there or under "
+                "data.train_sets, or an environment that has them under rollout.environment.address"
             )
         return self
 

@@ -51,7 +51,8 @@ class ValSetConfig(Section):
     )
 
 
-def _usable(name: str) -> str:
+def set_name(name: str) -> str:
+    """Returns the name of a set of prompts, if metrics can bear it."""
     if not _NAME.fullmatch(name):
         raise ValueError(f"{name!r} cannot name a set; write letters, digits, - and _, as metrics bear it")
     if name in _TAKEN:
@@ -59,12 +60,13 @@ def _usable(name: str) -> str:
     return name
 
 
-def _files_alone(value: object) -> object:
+def files_alone(value: object) -> object:
+    """Returns a set that has just these files; a set stays as it is."""
     return {"files": value} if isinstance(value, str | list) else value
 
 
 ValSets = dict[
-    Annotated[str, AfterValidator(_usable)], Annotated[ValSetConfig, BeforeValidator(_files_alone)]
+    Annotated[str, AfterValidator(set_name)], Annotated[ValSetConfig, BeforeValidator(files_alone)]
 ]
 """By name; the files may stand in place of a set."""
 

@@ -1,13 +1,15 @@
-"""Which prompts come next: a deterministic walk over shuffled prompt ids that can be saved and resumed."""
+"""Which prompts of a set come next: a deterministic walk over prompt ids that can be saved and resumed."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
-from paceline.core.errors import CheckpointError, DataError
+from paceline.core.errors import CheckpointError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,31 +21,55 @@ class CursorState:
 
 
 class PromptCursor:
-    """Yields batches of distinct prompt ids; an epoch visits each id once, in an order from (seed, epoch).
+    """Yields batches of distinct prompt ids; an epoch visits each id once, in an order from seed and epoch.
 
     Ids left over at the end of an epoch that do not fill a batch are skipped, so that no id appears twice in
     a batch.
 
     Args:
         ids: the prompt ids, in any order.
-        batch_size: ids per batch.
         seed: of the order.
         shuffle: False walks in ascending order.
-
-    Raises:
-        DataError: there are fewer ids than one batch needs.
+        stream: tells the orders of several sets with one seed apart.
+        ranks: by id, where it comes in every epoch: those of a lower rank first. None: all are the same.
     """
 
-    def __init__(self, ids: Sequence[int], *, batch_size: int, seed: int, shuffle: bool = True) -> None:
+    def __init__(
+        self,
+        ids: Sequence[int],
+        *,
+        seed: int,
+        shuffle: bool = True,
+        stream: int = 0,
+        ranks: Mapping[int, int] | None = None,
+    ) -> None:
         self._ids = sorted(ids)
-        if len(self._ids) < batch_size:
-            raise DataError(
-                f"{len(self._ids)} usable prompts cannot fill data.train_batch_size={batch_size}; "
-                "lower it or add prompts"
-            )
-        self._batch_size, self._seed, self._shuffle = batch_size, seed, shuffle
+        self._seed, self._shuffle, self._stream = seed, shuffle, stream
+        self._levels: Mapping[int, list[int]] = {0: self._ids}
+        if ranks is not None:
+            by_rank = sorted(self._ids, key=ranks.__getitem__)
+            self._levels = {rank: list(level) for rank, level in groupby(by_rank, ranks.__getitem__)}
         self._epoch, self._position = 0, 0
         self._order = self._epoch_order()
+
+    @property
+    def num_ids(self) -> int:
+        """The ids of an epoch."""
+        return len(self._ids)
+
+    def __contains__(self, prompt_id: int) -> bool:
+        place = bisect_left(self._ids, prompt_id)
+        return place < len(self._ids) and self._ids[place] == prompt_id
+
+    def ranges(self) -> list[tuple[int, int, int]]:
+        """The runs of consecutive ids with the same rank: first and last id, and the rank."""
+        runs = []
+        for rank, level in self._levels.items():
+            # Within a run, ids and their places differ by the same.
+            for _, run in groupby(enumerate(level), lambda placed: placed[1] - placed[0]):
+                ids = [i for _, i in run]
+                runs.append((ids[0], ids[-1], rank))
+        return runs
 
     @property
     def state(self) -> CursorState:
@@ -60,12 +86,12 @@ class PromptCursor:
         self._epoch, self._position = state.epoch, state.position
         self._order = self._epoch_order()
 
-    def take(self) -> list[int]:
-        """The next batch of ids."""
-        if self._position + self._batch_size > len(self._order):
+    def take(self, count: int) -> list[int]:
+        """The next batch, of `count` ids; there are as many."""
+        if self._position + count > len(self._order):
             self._next_epoch()
-        batch = self._order[self._position : self._position + self._batch_size]
-        self._position += self._batch_size
+        batch = self._order[self._position : self._position + count]
+        self._position += count
         return batch
 
     def take_more(self, count: int, *, without: Collection[int]) -> list[int]:
@@ -94,6 +120,7 @@ class PromptCursor:
 
     def _epoch_order(self) -> list[int]:
         if not self._shuffle:
-            return self._ids
-        generator = np.random.Generator(np.random.PCG64([self._seed, self._epoch]))
-        return [self._ids[i] for i in generator.permutation(len(self._ids))]
+            return [i for level in self._levels.values() for i in level]
+        key = [self._seed, self._epoch, *([self._stream] if self._stream else [])]
+        generator = np.random.Generator(np.random.PCG64(key))
+        return [level[i] for level in self._levels.values() for i in generator.permutation(len(level))]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paceline.config.base import Files
+from paceline.config.base import Files, Section
+from paceline.config.mixture import TrainSetConfig
 from paceline.config.run import RunConfig
+from paceline.config.validation import ValSetConfig
 from paceline.core.errors import DataError
 from paceline.storage.hub import CARD, CONVERTED, DATA_SUFFIXES, HubName, is_named, pinned, snapshot
 
@@ -38,7 +40,8 @@ def uses_hub(config: RunConfig) -> bool:
     own = (model.path, model.tokenizer_path, config.critic.path)
     places = (*own, *config.frozen_folders.values(), *dict(model.paths).values())
     held_out = [file for prompts in config.held_out_sets for file in prompts.files]
-    files = (*config.data.train_files, *held_out)
+    training = [file for prompts in config.data.training_sets for file in prompts.files]
+    files = (*training, *held_out)
     return any(is_named(place) for place in (*places, *files) if place)
 
 
@@ -59,6 +62,11 @@ def pinned_run(config: RunConfig, known: Collection[str] = ()) -> RunConfig:
     def files(places: Files) -> Files:
         return tuple(pinned(place, "dataset", known) for place in places)
 
+    def pinned_sets(sets: Mapping[str, TrainSetConfig | ValSetConfig]) -> Mapping[str, Section]:
+        return {
+            name: prompts.model_copy(update={"files": files(prompts.files)}) for name, prompts in sets.items()
+        }
+
     section, data, critic = config.model, config.data, config.critic
     changes = {"path": model(section.path), "tokenizer_path": model(section.tokenizer_path)}
     return config.model_copy(
@@ -70,10 +78,7 @@ def pinned_run(config: RunConfig, known: Collection[str] = ()) -> RunConfig:
                 update={
                     "train_files": files(data.train_files),
                     "val_files": files(data.val_files),
-                    "val_sets": {
-                        name: prompts.model_copy(update={"files": files(prompts.files)})
-                        for name, prompts in data.val_sets.items()
-                    },
+                    **{key: pinned_sets(getattr(data, key)) for key in ("train_sets", "val_sets")},
                 }
             ),
         }

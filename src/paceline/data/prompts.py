@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from paceline.config.data import DataConfig
+from paceline.config.mixture import TrainSet
 from paceline.config.run import RunConfig
 from paceline.config.validation import HeldOutSet
 from paceline.core.errors import DataError, ModelError
@@ -193,8 +194,8 @@ def encode_exchange(tokenizer: Tokenizer, prompt: str, answer: str) -> list[int]
 class Prompt:
     """Holds one row of the data files.
 
-    `prompt_id` is its number among all rows of the files, those of all held-out sets together, so that
-    filtering changes no id.
+    `prompt_id` is its number among all rows of the training sets, or of the held-out ones, so that filtering
+    changes no id.
 
     `messages` are what a chat prompt was rendered from; empty for plain text. `images` are in the order of
     their placeholders.
@@ -209,24 +210,30 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptSet:
-    """The usable prompts of one split, by id."""
+    """The usable prompts of one set, or of several, by id.
+
+    Attributes:
+        ranks: where each comes in an epoch, by id; None: data.order_by does not say.
+    """
 
     prompts: Mapping[int, Prompt]
     num_filtered: int
+    ranks: Mapping[int, int] | None = None
 
     @classmethod
     def load(
         cls,
         config: DataConfig,
         tokenizer: Tokenizer,
+        of: TrainSet | HeldOutSet,
         *,
-        held_out: HeldOutSet | None = None,
         first_id: int = 0,
         images: ImageReader | None = None,
     ) -> PromptSet:
-        """Reads, tokenizes and filters `data.train_files`, or a set of held-out prompts.
+        """Reads, tokenizes and filters a set of training or held-out prompts.
 
         Args:
+            of: the set; of a held-out one all prompts are kept, whatever its max_prompts.
             first_id: the id of the first row.
             images: reads those of `data.image_key`.
 
@@ -234,13 +241,12 @@ class PromptSet:
             DataError: a file or column is missing, a row is unusable, a prompt is too long with
                 overlong_prompts=error, or no prompt is left.
         """
-        files, split, what = config.train_files, "train", "training"
-        if held_out is not None:
-            files, split, what = held_out.files, "val", held_out.title
+        is_training, what = isinstance(of, TrainSet), of.title
         required = [config.prompt_key, config.ground_truth_key, *config.extra_keys]
         required += [images.column] if images is not None else []
-        rows = rows_with_folders(local_files(files, split), required)
-        rows = rows[: config.train_max_prompts] if held_out is None else rows
+        required += [config.order_by] if config.order_by and is_training else []
+        rows = rows_with_folders(local_files(of.files, "train" if is_training else "val"), required)
+        rows = rows[: of.max_prompts] if is_training else rows
         prompts = [
             _prompt(config, tokenizer, number, row, images, folder)
             for number, (row, folder) in enumerate(rows, start=first_id)
@@ -260,7 +266,21 @@ class PromptSet:
                 f"none of the {len(rows)} {what} prompts fits data.max_prompt_length={limit} tokens; "
                 "raise the limit"
             )
-        return cls(prompts=kept, num_filtered=dropped)
+        values = {n: row for n, (row, _) in enumerate(rows, start=first_id) if n in kept}
+        ranks = _ranks(values, config.order_by) if config.order_by and is_training else None
+        return cls(prompts=kept, num_filtered=dropped, ranks=ranks)
+
+    @classmethod
+    def joined(cls, sets: Sequence[PromptSet]) -> PromptSet:
+        """Several sets, which have no id in common, as one."""
+        if len(sets) == 1:
+            return sets[0]
+        ranks = {i: rank for part in sets for i, rank in (part.ranks or {}).items()}
+        return cls(
+            prompts={i: prompt for part in sets for i, prompt in part.prompts.items()},
+            num_filtered=sum(part.num_filtered for part in sets),
+            ranks=ranks or None,
+        )
 
     def check_token_budget(self, config: RunConfig) -> None:
         """Whether a micro-batch holds each prompt with its images and the longest response.
@@ -291,6 +311,21 @@ class PromptSet:
     def ids(self) -> list[int]:
         """Returns all prompt ids in ascending order."""
         return sorted(self.prompts)
+
+
+def _ranks(rows: Mapping[int, Row], column: str) -> dict[int, int]:
+    """By id, the rank of a row's value among those of all rows."""
+    values = {number: _column(number, row, column) for number, row in rows.items()}
+    for number, value in values.items():
+        if not isinstance(value, str | int | float):
+            raise DataError(
+                f"row {number} has {value!r} in column {column!r}, by which data.order_by puts the rows in "
+                "order; write a number or a string there"
+            )
+    if len({isinstance(value, str) for value in values.values()}) > 1:
+        raise DataError(f"column {column!r} (data.order_by) has numbers and strings; write one of them")
+    places = {value: rank for rank, value in enumerate(sorted(set(values.values())))}
+    return {number: places[value] for number, value in values.items()}
 
 
 def _prompt(

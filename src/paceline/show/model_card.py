@@ -19,7 +19,8 @@ def model_card(config: RunConfig, run_dir: Path, step: int) -> str:
 
     Of this machine it names nothing but the last parts of paths.
     """
-    base, data = _public(config.model.path), [_public(place) for place in config.data.train_files]
+    places = [place for part in config.data.training_sets for place in part.files]
+    base, data = _public(config.model.path), [_public(place) for place in places]
     front = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
@@ -27,7 +28,7 @@ def model_card(config: RunConfig, run_dir: Path, step: int) -> str:
     }
     if HubName.parse(config.model.path) is not None:
         front["base_model"] = base
-    named = [_public(place) for place in config.data.train_files if HubName.parse(place) is not None]
+    named = [_public(place) for place in places if HubName.parse(place) is not None]
     if named:
         front["datasets"] = named
     program = f"Paceline {version('paceline') or ''}".strip()

@@ -19,7 +19,7 @@ def _dataflow(path: str) -> str:
     """Imports the user's dataflow and carries a step out against made-up samples; says what that did."""
     config = load(RunConfig, Path(path))
     flow = load_dataflow(config)
-    if config.data.train_files:
+    if config.data.training_sets:
         return asyncio.run(rehearse(flow, config, load_inputs(config)))
     return f"{config.trainer.dataflow}, found; its prompts come with the environment"
 

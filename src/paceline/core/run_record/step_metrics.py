@@ -27,6 +27,12 @@ STEP_METRICS: Mapping[str, str] = {
         "Share of prompt groups whose samples all have the same reward: with a group's mean as the "
         "baseline they teach nothing."
     ),
+    "train/NAME/reward/mean": "Mean reward of the prompts of a set of data.train_sets.",
+    "train/NAME/share": "Its share of the step's prompts.",
+    "train/source/SOURCE/reward/mean": (
+        "Mean reward of the prompts of one data source (data.data_source_key), where there are 2 to 20."
+    ),
+    "train/source/SOURCE/share": "Its share of the step's prompts.",
     "dynamic_sampling/extra_prompts": "Prompts drawn beyond data.train_batch_size.",
     "dynamic_sampling/kept_share": "Share of all drawn groups that are trained on.",
     "dynamic_sampling/reward_mean": "Mean reward of all samples, those of groups that were set aside too.",

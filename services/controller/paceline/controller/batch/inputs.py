@@ -6,7 +6,8 @@ import functools
 import hashlib
 import json
 import logging
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -15,8 +16,8 @@ from paceline.config.run import RunConfig
 from paceline.config.validation import HeldOutSet
 from paceline.core.errors import DataError
 from paceline.core.samples.trajectory import RewardContext, SamplingSpec
-from paceline.data.cursor import PromptCursor
 from paceline.data.images import ImageReader
+from paceline.data.mixture import PromptMixture
 from paceline.data.prompts import (
     Prompt,
     PromptSet,
@@ -28,6 +29,10 @@ from paceline.data.prompts import (
 from paceline.storage.models import local_model
 
 log = logging.getLogger(__name__)
+
+_MOST_SOURCES = 20
+# What MLflow refuses in the name of a metric.
+_NO_NAME = re.compile(r"[^A-Za-z0-9_.:/ -]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,17 +50,21 @@ class HeldOutPrompts:
         """The prompts that a validation asks for."""
         return self.prompts.ids()[: self.of.max_prompts]
 
+    def sources(self) -> dict[str, set[int]]:
+        """Returns the prompts of each data source by its name; {} where metrics leave them out."""
+        return _by_source({i: self.prompts.prompts[i] for i in self.ids()})
+
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Training and held-out prompts, the cursor over the former, and the tokens that end an answer.
+    """Training and held-out prompts, the position in the former, and the tokens that end an answer.
 
     `images` makes the pixels of the prompts' images, `encode` the token ids of text or chat messages.
     """
 
     train: PromptSet
     val: tuple[HeldOutPrompts, ...]
-    cursor: PromptCursor
+    cursor: PromptMixture
     stop_token_ids: tuple[int, ...]
     images: ImageReader | None = None
     encode: Callable[[object], list[int]] | None = None
@@ -69,6 +78,11 @@ class Inputs:
             context=replace(context, prompt_text=last_message(value)),
             messages=() if isinstance(value, str) else tuple(value),  # type: ignore[arg-type]
         )
+
+    @functools.cached_property
+    def sources(self) -> frozenset[str]:
+        """The data sources of the training prompts, by name; empty where metrics leave them out."""
+        return frozenset(_by_source(self.train.prompts))
 
     @functools.cached_property
     def digest(self) -> str:
@@ -85,6 +99,8 @@ class Inputs:
                 for image in prompt.images:
                     digest.update(image.digest.encode())
             digest.update(b"\0")
+        if self.cursor.names != ("",) or self.train.ranks:
+            digest.update(json.dumps([self.cursor.ranges(), self.cursor.names]).encode())
         return digest.hexdigest()
 
     def sampling(self, config: RunConfig, temperature: float) -> SamplingSpec:
@@ -111,28 +127,49 @@ def load_inputs(config: RunConfig) -> Inputs:
     model = local_model(config.model, "controller")
     tokenizer = load_tokenizer(model.tokenizer_path or model.path, config.data.chat_template_kwargs)
     images = ImageReader.load(config.data, model.path)
-    train = PromptSet.load(config.data, tokenizer, images=images)
+    sets: dict[str, PromptSet] = {}
+    for part in config.data.training_sets:
+        first_id = sum(prompts.num_rows for prompts in sets.values())
+        sets[part.name] = PromptSet.load(config.data, tokenizer, part, first_id=first_id, images=images)
+    train = PromptSet.joined([*sets.values()])
     train.check_token_budget(config)
     val: list[HeldOutPrompts] = []
     for of in config.held_out_sets:
         first_id = sum(held_out.prompts.num_rows for held_out in val)
-        prompts = PromptSet.load(config.data, tokenizer, held_out=of, first_id=first_id, images=images)
+        prompts = PromptSet.load(config.data, tokenizer, of, first_id=first_id, images=images)
         val.append(HeldOutPrompts(of=of, prompts=prompts))
-    for name, prompts in (("training", train), *((held_out.of.title, held_out.prompts) for held_out in val)):
-        log.info("%d %s prompts, %d left out as over-long", len(prompts.prompts), name, prompts.num_filtered)
+    named = [(part.title, sets[part.name]) for part in config.data.training_sets]
+    for title, prompts in (*named, *((held_out.of.title, held_out.prompts) for held_out in val)):
+        log.info("%d %s prompts, %d left out as over-long", len(prompts.prompts), title, prompts.num_filtered)
         _check_episodes(config, prompts)
-    seed = config.trainer.seed if config.data.seed is None else config.data.seed
-    cursor = PromptCursor(
-        train.ids(), batch_size=config.data.train_batch_size, seed=seed, shuffle=config.data.shuffle
-    )
     return Inputs(
         train=train,
         val=tuple(val),
-        cursor=cursor,
+        cursor=PromptMixture(
+            {name: prompts.ids() for name, prompts in sets.items()},
+            batch_size=config.data.train_batch_size,
+            seed=config.prompt_seed,
+            shuffle=config.data.shuffle,
+            ranks=train.ranks,
+            schedule=config.data.weights_by_step,
+        ),
         stop_token_ids=stop_token_ids(model.path, tokenizer),
         images=images,
         encode=lambda value: encode_prompt(tokenizer, value, "text" if isinstance(value, str) else "chat"),
     )
+
+
+def source_name(prompt: Prompt) -> str:
+    """What metrics call the data source of a prompt."""
+    return _NO_NAME.sub("_", prompt.context.data_source or "none")
+
+
+def _by_source(prompts: Mapping[int, Prompt]) -> dict[str, set[int]]:
+    """The ids of each source; {} where all have the same, or there are too many to be metrics."""
+    by_source: dict[str, set[int]] = {}
+    for prompt_id, prompt in prompts.items():
+        by_source.setdefault(source_name(prompt), set()).add(prompt_id)
+    return dict(sorted(by_source.items())) if 1 < len(by_source) <= _MOST_SOURCES else {}
 
 
 def _check_episodes(config: RunConfig, prompts: PromptSet) -> None:

@@ -45,7 +45,7 @@ async def with_tasks(config: RunConfig, run_dir: Path, credentials: Credentials)
         PacelineError: it cannot be asked; one that is not reached is tried for a minute.
     """
     service = config.rollout.environment
-    if config.data.train_files or service is None:
+    if config.data.training_sets or service is None:
         return config
     paths = {split: run_dir / f"tasks_{split}.jsonl" for split in _SPLITS}
     # The training's rows are written last: they say that both files are there.

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import asdict
 from typing import Any, NoReturn
 
 from paceline.controller.batch.collect import Collector
@@ -34,7 +33,7 @@ from paceline.controller.standing import Standing
 from paceline.core.errors import LostDataError, PeerLostError
 from paceline.core.members import LearnerState
 from paceline.core.policy import PolicyTag
-from paceline.data.cursor import CursorState
+from paceline.data.mixture import MixtureState
 from paceline.service.threads import in_thread
 
 # How long a learner that is sent back may take to leave the fleet.
@@ -205,13 +204,13 @@ class Alignment:
             return standing.cursor, standing.guard
         state = checkpoints.of_step(self._run.checkpoints, self._run.id, version)
         if state is not None:
-            return asdict(state.cursor), state.guard
-        return (asdict(self._first_cursor), {}) if version == 0 else None
+            return state.cursor.to_plain(), state.guard
+        return (self._first_cursor.to_plain(), {}) if version == 0 else None
 
     def _restore(self) -> None:
         """Sets cursor, guard, metrics and progress to the end of the finished step."""
         standing = self._run.journal.standing
-        cursor = CursorState(**standing.cursor) if standing.cursor else self._first_cursor
+        cursor = MixtureState.from_plain(standing.cursor) if standing.cursor else self._first_cursor
         self._inputs.cursor.restore(cursor)
         self._guard.restore(standing.guard)
         self._metrics_file.cut(standing.finished)

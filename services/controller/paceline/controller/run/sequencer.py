@@ -24,7 +24,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 
 from paceline.controller.batch.collect import Collector
 from paceline.controller.batch.inputs import Inputs
@@ -37,6 +36,7 @@ from paceline.controller.phases import Phase
 from paceline.controller.progress import Progress, Run
 from paceline.controller.run.align import Alignment
 from paceline.controller.run.backoff import MemberLossBackoff
+from paceline.controller.run.curriculum import Curriculum
 from paceline.controller.run.dataflow.dataflow import Dataflow, carry_out, policy_gradient
 from paceline.controller.run.dataflow.verbs import StepParts, Verbs, timer
 from paceline.controller.run.publication import Publication
@@ -48,7 +48,7 @@ from paceline.controller.weights.push import WeightPush
 from paceline.core.errors import DeadlineError, LostDataError, PeerLostError
 from paceline.core.members import MemberKind, RankRef
 from paceline.core.policy import PolicyTag
-from paceline.data.cursor import CursorState
+from paceline.data.mixture import MixtureState
 from paceline.service.observability.telemetry import record_training, span
 
 # How long members that may end have to leave; a rollout server takes some seconds to end its engine.
@@ -108,6 +108,7 @@ class Sequencer:
             ahead=WorkAheadDriver(run, learner, lambda: self._alignment.learner),
             write_metrics=self._write_metrics,
         )
+        self._curriculum = Curriculum(run.config, inputs.cursor)
         self._backoff, self._last_loss = MemberLossBackoff(run.config.service.recovery_timeout_s), ""
         self._saved = 0
 
@@ -215,6 +216,7 @@ class Sequencer:
         metrics |= await self._validation.validate(self._policy)
         stop, guarded = self._guard.judge_validation(step, metrics)
         metrics |= guarded
+        self._curriculum.after(step, metrics)
         # A rollback is saved at once, so that a resumed run does not repeat the steps that led to it.
         is_due = rolled_back or trainer.saves_after(step)
         if is_due or self.progress.stop_reason or self._supervisor.departures.waiting:
@@ -262,7 +264,7 @@ class Sequencer:
         except LostDataError as error:
             await self._recollect(step, self._inputs.cursor.state, error)
 
-    async def _recollect(self, step: int, cursor: CursorState, error: LostDataError) -> None:
+    async def _recollect(self, step: int, cursor: MixtureState, error: LostDataError) -> None:
         """Forgets the step's trajectories, so that they are collected again.
 
         Raises:
@@ -319,7 +321,7 @@ class Sequencer:
             step=self.progress.step,
             metrics=digest,
             log_position=self._collector.position,
-            cursor=asdict(self._inputs.cursor.state),
+            cursor=self._inputs.cursor.state.to_plain(),
             guard=self._guard.state_dict(),
         )
         self._run.events.step(self.progress.step, metrics)

@@ -146,7 +146,13 @@ def _data(
     if not files:
         raise ConfigError("name the held-out prompts: --data NAME=FILE")
     own = {"train_files": files, "val_files": unnamed, "val_sets": named}
-    return {**data, **own, "val_max_prompts": None, "train_batch_size": 1}
+    training: dict[str, Any] = {
+        "train_sets": {},
+        "curriculum": [],
+        "order_by": None,
+        "train_max_prompts": None,
+    }
+    return {**data, **own, **training, "val_max_prompts": None, "train_batch_size": 1}
 
 
 def _tree(tree: dict[str, Any], args: argparse.Namespace, out: Path) -> dict[str, Any]:

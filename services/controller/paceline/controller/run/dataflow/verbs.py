@@ -35,6 +35,7 @@ from paceline.controller.run.align import Alignment
 from paceline.controller.run.publication import Publication
 from paceline.controller.run.records import metrics as step_metrics
 from paceline.controller.run.records.checkpoints import Checkpoints
+from paceline.controller.run.records.train_metrics import of_origins
 from paceline.controller.run.records.trajectories import saving_trajectories
 from paceline.controller.run.work_ahead import WorkAheadDriver
 from paceline.core.errors import ConfigError, IllegalTransitionError
@@ -116,7 +117,7 @@ class Verbs:
             if self._drawn is not None:
                 raise ConfigError("the dataflow draws prompts twice in a step; call draw() once")
             inputs = self._parts.inputs
-            self._drawn = {i: inputs.train.prompts[i] for i in sorted(inputs.cursor.take())}
+            self._drawn = {i: inputs.train.prompts[i] for i in sorted(inputs.cursor.take(self.number))}
             return list(self._drawn.values())
 
     def prompt(
@@ -299,6 +300,7 @@ class Verbs:
                 cleanup_s=self._cleanup_s,
                 step_s=time.monotonic() - self._began,
             )
+            self._metrics |= of_origins(batch.samples, self._prompts, parts.inputs)
             self._ended = True
 
     async def _judge(self, result: TrainResult, batch: Batch, seconds: float | None) -> dict[str, float]:

@@ -15,7 +15,7 @@ from paceline.controller.progress import Run
 from paceline.controller.verify.digests import digest_of
 from paceline.core.errors import CheckpointError, DeadlineError, GuardError, PeerLostError
 from paceline.core.run_record.manifest import MANIFEST, manifest_fields
-from paceline.data.cursor import CursorState
+from paceline.data.mixture import MixtureState
 from paceline.service.threads import in_thread
 from paceline.storage.folder import Folder, reason
 
@@ -37,7 +37,7 @@ class ControllerState:
 
     run_id: str
     step: int
-    cursor: CursorState
+    cursor: MixtureState
     policy: str = ""
     guard: Mapping[str, Any] = field(default_factory=dict)
     good: bool = True
@@ -45,14 +45,15 @@ class ControllerState:
 
     def to_bytes(self) -> bytes:
         """Encodes the state as JSON text."""
-        return json.dumps(asdict(self), sort_keys=True).encode()
+        plain = {**asdict(self), "cursor": self.cursor.to_plain()}
+        return json.dumps(plain, sort_keys=True).encode()
 
     @classmethod
     def from_plain(cls, plain: Any) -> ControllerState:
         """Reads what `to_bytes` wrote, parsed; raises CheckpointError where it cannot be read."""
         known = {name: plain[name] for name in cls.__dataclass_fields__ if name in plain}
         try:
-            return cls(**{**known, "cursor": CursorState(**plain["cursor"])})
+            return cls(**{**known, "cursor": MixtureState.from_plain(plain["cursor"])})
         except (TypeError, KeyError, ValueError) as error:
             raise CheckpointError(
                 f"the checkpoint's controller state cannot be read: {error}; "

@@ -75,7 +75,7 @@ def begin_term(journal: Journal, run_id: str, config: RunConfig, inputs: Inputs)
         data_digest=inputs.digest,
         settings=_settings(config),
         code=_own_code(config),
-        verify=Term.of(config, inputs.train.ids()).to_plain(),
+        verify=Term.of(config, inputs.cursor).to_plain(),
         pid=os.getpid(),
     )
 
@@ -106,6 +106,8 @@ def _settings(config: RunConfig) -> dict[str, Any]:
         "trainer.seed": config.trainer.seed,
         "data.seed": data.seed,
         "data.shuffle": data.shuffle,
+        "data.order_by": data.order_by,
+        "data.train_sets (weights by step)": [[of.step, list(of.weights)] for of in data.weights_by_step],
         "data.train_batch_size": data.train_batch_size,
         "data.max_response_length": data.max_response_length,
         "rollout.n": rollout.n,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 
 from paceline.controller.batch.collect import Batch, reward_components
@@ -11,10 +10,6 @@ from paceline.controller.run.records.metrics import episode_metrics
 from paceline.core.evaluation import EvaluatedAnswer, evaluate
 from paceline.core.ids import TrajectoryId
 from paceline.core.samples.trajectory import FinishReason, ScoredHeader
-
-_MOST_SOURCES = 20
-# What MLflow refuses in the name of a metric.
-_NO_NAME = re.compile(r"[^A-Za-z0-9_.:/ -]")
 
 
 def of_sets(
@@ -45,7 +40,7 @@ def _of_set(
     metrics["num_prompts"] = float(len({header.trajectory_id.prompt_id for header in samples}))
     metrics |= episode_metrics(samples)
     metrics |= {f"{name}/mean": value for name, value in reward_components(samples).items()}
-    for source, ids in _sources(held_out).items():
+    for source, ids in held_out.sources().items():
         own = [header for header in samples if header.trajectory_id.prompt_id in ids]
         if own:
             of_source = _measured(held_out, own, finals)
@@ -68,12 +63,3 @@ def _measured(
     ]
     above = held_out.of.right_above
     return evaluate(answers, num_asked=0, right_above=above, samples_votes=False).as_metrics()
-
-
-def _sources(held_out: HeldOutPrompts) -> dict[str, set[int]]:
-    """The prompts of each data source; none where all have the same, or there are too many to be metrics."""
-    by_source: dict[str, set[int]] = {}
-    for prompt_id in held_out.ids():
-        source = held_out.prompts.prompts[prompt_id].context.data_source or "none"
-        by_source.setdefault(_NO_NAME.sub("_", source), set()).add(prompt_id)
-    return dict(sorted(by_source.items())) if 1 < len(by_source) <= _MOST_SOURCES else {}

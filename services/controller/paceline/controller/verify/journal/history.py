@@ -167,7 +167,7 @@ class History:
     def _collect_again(self, step: StepHistory) -> None:
         assert step.wanted is not None
         step.collections = self._dispatched(step.wanted)
-        self._order.again()
+        self._order.again(step.number)
         if self._term is not None and step.shapes != self._term.shapes:
             step.shapes = None
 

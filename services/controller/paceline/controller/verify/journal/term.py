@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
+from paceline.config.mixture import WeightsFrom
 from paceline.config.reward import ShapedConfig
 from paceline.config.run import RunConfig
 from paceline.controller.verify.findings import Findings, JournalEntry
 from paceline.core.samples.trajectory import SCHEMA_VERSION
-from paceline.data.cursor import PromptCursor
+from paceline.data.mixture import PromptMixture
 
 Shape = tuple[float, float | None, float | None]
 """A scorer's weight in the reward, and the range that its value is clipped to before."""
@@ -29,8 +30,11 @@ class Term:
         limits: by phase, the longest time in seconds without an event.
         shapes: of the scorers, by component; empty where a row's own columns weight them.
         schema: of the messages; the digests of trajectories are taken over them. 0: not known.
-        cursor: seed, batch size and shuffling of the walk over the prompts; None where it is not known.
-        prompt_ranges: first and last id of each run of prompt ids without gaps.
+        cursor: seed, batch size and shuffling of the draw of prompts; None where it is not known.
+        prompt_sets: of each training set its name and its runs of prompt ids without gaps: first id, last
+            id and rank.
+        schedule: from which step on the sets have which weights.
+        weights_chosen: whether a function of the user's chooses the weights after each step.
         is_recorded: whether the journal says all this; if not, the configuration does.
     """
 
@@ -41,21 +45,29 @@ class Term:
     shapes: Mapping[str, Shape] = field(default_factory=dict)
     schema: int = 0
     cursor: Mapping[str, Any] | None = None
-    prompt_ranges: Sequence[tuple[int, int]] = ()
+    prompt_sets: Sequence[tuple[str, Sequence[Sequence[int]]]] = ()
+    schedule: Sequence[tuple[int, Sequence[float]]] = ()
+    weights_chosen: bool = False
     is_recorded: bool = False
 
     @classmethod
-    def of(cls, config: RunConfig, prompt_ids: Iterable[int]) -> Self:
+    def of(cls, config: RunConfig, mixture: PromptMixture) -> Self:
         """The settings of a term that begins."""
-        ranges = _ranges(prompt_ids)
-        seed = config.trainer.seed if config.data.seed is None else config.data.seed
-        walk = {"seed": seed, "batch_size": config.data.train_batch_size, "shuffle": config.data.shuffle}
+        data, ranges = config.data, mixture.ranges()
+        is_known = sum(map(len, ranges)) <= _MOST_RANGES
+        draw = {
+            "seed": config.prompt_seed,
+            "batch_size": data.train_batch_size,
+            "shuffle": data.shuffle,
+        }
         return cls(
             **_old(config),
             shapes=_shapes(config),
             schema=SCHEMA_VERSION,
-            cursor=walk if 0 < len(ranges) <= _MOST_RANGES else None,
-            prompt_ranges=ranges if len(ranges) <= _MOST_RANGES else (),
+            cursor=draw if is_known else None,
+            prompt_sets=list(zip(mixture.names, ranges, strict=True)) if is_known else (),
+            schedule=[(stage.step, stage.weights) for stage in data.weights_by_step],
+            weights_chosen=isinstance(data.curriculum, str),
             is_recorded=True,
         )
 
@@ -65,6 +77,8 @@ class Term:
         plain = entry.get("verify")
         if plain is None:
             return cls(**_old(config))
+        if "prompt_ranges" in plain:  # From before there could be several training sets.
+            plain = {**plain, "prompt_sets": [("", plain["prompt_ranges"])]}
         # A later version may have written more.
         known = {name: value for name, value in plain.items() if name in cls.__dataclass_fields__}
         return cls(**{**known, "is_recorded": True})
@@ -85,17 +99,28 @@ class Term:
             return
         if self.cursor is None:
             unseen["the order of the prompts, whose ids have too many gaps to be in the journal"] += 1
+        elif self.weights_chosen:
+            unseen[
+                "how data.curriculum chose the weights; under these weights, the prompts were followed"
+            ] += 1
         if not self.save_trajectories:
             unseen["tokens and components of a term with trainer.save_trajectories: false"] += 1
         if not self.shapes:
             unseen["components against rewards of a term whose rows weight them (weight_key)"] += 1
 
-    def prompt_cursor(self) -> PromptCursor | None:
-        """The walk over the prompts, at its beginning; None where it is not known."""
+    def mixture(self) -> PromptMixture | None:
+        """The draw of prompts, at its beginning; None where it is not known."""
         if self.cursor is None:
             return None
-        ids = [i for first, last in self.prompt_ranges for i in range(first, last + 1)]
-        return PromptCursor(ids, **self.cursor)
+        sets: dict[str, list[int]] = {}
+        ranks: dict[int, int] = {}
+        for name, ranges in self.prompt_sets:
+            ids = sets.setdefault(name, [])
+            for first, last, *rank in ranges:
+                ids.extend(range(first, last + 1))
+                ranks.update(dict.fromkeys(range(first, last + 1), *rank or [0]))
+        schedule = [WeightsFrom(step=step, weights=tuple(weights)) for step, weights in self.schedule]
+        return PromptMixture(sets, ranks=ranks, schedule=schedule, **self.cursor)
 
 
 def _old(config: RunConfig) -> dict[str, Any]:
@@ -137,13 +162,3 @@ def _shapes(config: RunConfig) -> dict[str, Shape]:
         return {}
     shapes: dict[str, Shape] = {n: (s.weight, s.min_value, s.max_value) for n, s in named.items()}
     return shapes | {"environment": (reward.environment_weight, None, None)}
-
-
-def _ranges(prompt_ids: Iterable[int]) -> list[tuple[int, int]]:
-    ranges: list[tuple[int, int]] = []
-    for i in sorted(prompt_ids):
-        if ranges and ranges[-1][1] == i - 1:
-            ranges[-1] = (ranges[-1][0], i)
-        else:
-            ranges.append((i, i))
-    return ranges

@@ -1,0 +1,79 @@
+"""Which training prompts a step draws from several sets: `data.train_sets` and `data.curriculum`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
+
+from paceline.config.base import Files, Section, own_path
+from paceline.config.validation import files_alone, set_name
+
+
+class TrainSetConfig(Section):
+    """A named set of training prompts."""
+
+    files: Files = Field(description="Its files, as data.train_files; columns and limits are those of data.")
+    weight: float = Field(
+        1.0,
+        ge=0,
+        description="Its share of each step's prompts is this over the sum of all sets' weights, however "
+        "many rows it has; 0: none, until data.curriculum gives it a weight.",
+    )
+    max_prompts: int | None = Field(None, gt=0, description="Take the first so many rows; null: all.")
+
+
+TrainSets = dict[
+    Annotated[str, AfterValidator(set_name)], Annotated[TrainSetConfig, BeforeValidator(files_alone)]
+]
+"""By name; the files may stand in place of a set."""
+
+
+class CurriculumStage(Section):
+    """The weights of the training sets from a step on."""
+
+    from_step: int = Field(gt=0, description="The first step, counted from 1, with these weights.")
+    weights: dict[str, Annotated[float, Field(ge=0)]] = Field(
+        description="Weights by set; a set that is left out has the weight 0."
+    )
+
+
+def _kind(value: object) -> str:
+    return "own" if isinstance(value, str) else "stages"
+
+
+Curriculum = Annotated[
+    Annotated[tuple[CurriculumStage, ...], Tag("stages")]
+    | Annotated[str, AfterValidator(own_path), Tag("own")],
+    Discriminator(_kind),
+]
+"""Weights by step, or the path of a function that returns them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainSet:
+    """A set of training prompts with everything that holds for it; `name` is "" for data.train_files."""
+
+    name: str
+    files: tuple[str, ...]
+    weight: float
+    max_prompts: int | None
+
+    @property
+    def key(self) -> str:
+        """Where the configuration has its files."""
+        return f"data.train_sets.{self.name}.files" if self.name else "data.train_files"
+
+    @property
+    def title(self) -> str:
+        """What sentences call it: "training prompts" with a noun behind it."""
+        return f"training ({self.name})" if self.name else "training"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightsFrom:
+    """The weights of all training sets, in their order, from a step on."""
+
+    step: int
+    weights: tuple[float, ...]
