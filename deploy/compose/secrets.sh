@@ -1,13 +1,15 @@
 #!/bin/sh
-# Makes the secrets that compose.yaml mounts, where they are missing.
+# Makes the run's token and Redis' password, where they are missing, in FOLDER: secrets beside this file, which
+# compose.yaml mounts.
+#   secrets.sh [FOLDER]
 set -eu
-cd "$(dirname "$0")"
-mkdir -p secrets
-chmod 700 secrets
+folder=${1:-$(dirname "$0")/secrets}
+mkdir -p "$folder"
+chmod 700 "$folder"
 for name in token redis_password; do
-  if [ ! -s "secrets/$name" ]; then
+  if [ ! -s "$folder/$name" ]; then
     # The containers' users must be able to read the file; the folder keeps others on this machine out.
-    head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \n' > "secrets/$name"
-    chmod 444 "secrets/$name"
+    head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \n' > "$folder/$name"
+    chmod 444 "$folder/$name"
   fi
 done

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import re
+import os
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,10 +17,10 @@ import pytest
 import redis
 
 from paceline.broker import open_broker
-from paceline.broker.redis.redis_acl import acl_line
 from paceline.broker.redis.redis_blobs import BlobClient
 from paceline.broker.redis.redis_server import RedisServer, find_server
 from paceline.cli.certificates import Authority
+from paceline.cli.main import main
 from paceline.core.errors import BrokerError
 from paceline.sizing.machine import free_port
 from support import source
@@ -57,15 +63,14 @@ def redis_with_users(folder: Path, port: int) -> contextlib.AbstractContextManag
 
 
 @pytest.mark.redis
-@pytest.mark.parametrize("script", ["compose/certs/issue.sh", "helm/secrets.sh"])
 def test_transactions_outlive_a_restart_of_a_server_whose_default_user_is_off(
-    script: str, tmp_path: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Redis loads its file as the default user: EXEC of one without permissions drops the transaction."""
-    text = (source.ROOT / "deploy" / script).read_text(encoding="utf-8")
-    (default,) = re.findall(r"printf '(user default off.*?)\\n", text)
-    assert "+@all" in default.split()  # a server before 7.0 does not need it
-    (tmp_path / "users.acl").write_text(f"{default}\n{acl_line('paceline', 'secret')}\n")
+    monkeypatch.setenv("PACELINE_REDIS_PASSWORD", "secret")
+    assert main(["certs", "renew", str(tmp_path / "tls")]) == 0
+    users = (tmp_path / "tls" / "redis" / "users.acl").rename(tmp_path / "users.acl")
+    assert "+@all" in users.read_text().splitlines()[0].split()  # a server before 7.0 does not need it
     port = free_port()
     address = f"127.0.0.1:{port}/0"
     with (
@@ -121,3 +126,75 @@ async def test_a_wrong_password_is_not_shown(redis_server: RedisServer, closing:
     with pytest.raises(BrokerError, match="refused the password") as caught:
         await broker.ping()
     assert "wrong" not in str(caught.value)
+
+
+def presented(port: int, files: Path) -> bytes:
+    """The certificate that a server on this machine presents to a client with these files."""
+    context = ssl.create_default_context(cafile=str(files / "ca.pem"))
+    context.check_hostname = False
+    context.load_cert_chain(files / "cert.pem", files / "key.pem")
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=60) as plain,
+        context.wrap_socket(plain) as connection,
+    ):
+        return connection.getpeercert(binary_form=True) or b""
+
+
+@pytest.mark.redis
+def test_redis_takes_a_renewed_certificate_without_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the scripts of its container: with the next health check, and connected clients notice nothing."""
+    need_redis_with_tls()
+    if shutil.which("redis-cli", path="/usr/bin:/usr/local/bin") is None:
+        pytest.skip("needs redis-cli: `apt install redis-tools`")
+    folder, port = tmp_path / "tls", free_port()
+    for name in ("data", "tmp"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "redis_password").write_text("secret")
+    monkeypatch.setenv("PACELINE_REDIS_PASSWORD_FILE", str(tmp_path / "redis_password"))
+    assert main(["certs", "renew", str(folder), "--host", "127.0.0.1"]) == 0
+    places = {
+        "/tmp/": f"{tmp_path}/tmp/", "/run/tls": f"{folder}/redis", "/run/secrets": str(tmp_path),
+        "/data": f"{tmp_path}/data", "6379": str(port), "redis-cli ": f"redis-cli -p {port} ",
+    }  # fmt: skip
+
+    def script(name: str) -> list[str]:
+        text = (source.ROOT / "deploy" / "compose" / "redis" / name).read_text(encoding="utf-8")
+        for place, here in places.items():
+            text = text.replace(place, here)
+        return ["sh", "-c", text]
+
+    env = os.environ | {"PATH": "/usr/bin:/bin"}
+
+    def is_healthy() -> bool:
+        return subprocess.run(script("health.sh"), env=env, timeout=60, check=False).returncode == 0
+
+    with subprocess.Popen(script("start.sh"), env=env, stdout=subprocess.DEVNULL) as server:
+        try:
+            deadline = time.monotonic() + 120
+            while not is_healthy():
+                assert server.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            first = presented(port, folder / "client")
+            files = {
+                "ssl_ca_certs": str(folder / "client/ca.pem"),
+                "ssl_certfile": str(folder / "client/cert.pem"),
+                "ssl_keyfile": str(folder / "client/key.pem"),
+            }
+            with redis.Redis.from_url(f"rediss://paceline:secret@127.0.0.1:{port}", **files) as client:
+                assert client.ping()
+                Authority.load(folder).issue(folder / "redis", "redis", role="redis", hosts=["127.0.0.1"])
+                assert is_healthy()
+                assert presented(port, folder / "client") != first
+                assert client.ping()
+            assert is_healthy()
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                password = (tmp_path / "tmp" / "renewer").read_text()
+                redis.Redis.from_url(f"rediss://renewer:{password}@127.0.0.1:{port}", **files).get(
+                    "paceline:a"
+                )
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.wait(60)

@@ -11,13 +11,13 @@ import shutil
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from paceline.cli.certificates import Authority
 from paceline.config.load import load
 from paceline.config.run import RunConfig
 from paceline.service.confinement import inside
@@ -187,7 +187,7 @@ def issue(tmp_path: Path) -> Any:
     def run() -> str:
         script = FOLDER / "certs" / "issue.sh"
         return subprocess.run(
-            ["sh", str(script), "7"],
+            ["sh", str(script)],
             cwd=folder,
             env=env,
             check=True,
@@ -224,10 +224,12 @@ def test_certificates_are_issued_once_and_renewed_when_half_of_their_days_are_ov
     assert users[1].startswith("user paceline on #")
     assert len(users) == 2
 
-    # Redis' certificate is younger than half of a week, that of rollout older.
-    for role, days in (("redis", 3.4), ("rollout", 3.6)):
-        then = time.time() - days * 86400
-        os.utime(folder / role / "cert.pem", (then, then))
+    # Certificates begin five minutes before they are issued: half of rollout's time is over.
+    authority = Authority.load(folder)
+    authority.issue(folder / "redis", "redis", role="redis", hosts=["redis"], days=7 / 1440)
+    authority.issue(folder / "rollout", "rollout", role="rollout", days=3 / 1440)
+    (folder / "redis" / "key.pem").chmod(0o640)
+    first = {role: (folder / role / "cert.pem").read_bytes() for role in TLS_NAMES}
     assert issue().count("keeps its certificate") == len(TLS_NAMES) - 1
     second = {role: (folder / role / "cert.pem").read_bytes() for role in TLS_NAMES}
     assert {role for role in TLS_NAMES if first[role] != second[role]} == {"rollout"}

@@ -173,6 +173,28 @@ def test_the_command_writes_keys_for_their_owner_only(
         assert reason in capsys.readouterr().err
 
 
+def test_what_is_renewed_is_what_is_half_over_of_another_authority_or_for_other_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PACELINE_REDIS_PASSWORD", "secret")
+
+    def renewed(*words: str) -> set[str]:
+        assert main(["certs", "renew", str(tmp_path), *words]) == 0
+        return {line.partition(":")[0] for line in capsys.readouterr().out.splitlines() if ": valid" in line}
+
+    services = {"controller", "learner", "rollout", "reward", "client", "redis"}
+    assert renewed("client-me", "--host", "a") == {*services, "client-me"}
+    assert renewed("client-me", "--host", "a") == set()
+    assert renewed("--host", "b") == {"redis"}
+    assert "#" in (tmp_path / "redis" / "users.acl").read_text()
+    # It began five minutes ago.
+    Authority.load(tmp_path).issue(tmp_path / "reward", "reward", role="reward", days=3 / 1440)
+    (tmp_path / "client" / "key.pem").unlink()
+    assert renewed() == {"reward", "client"}
+    (tmp_path / "ca.key").unlink()
+    assert renewed() == services
+
+
 def test_the_token_may_be_in_a_file(tmp_path: Path) -> None:
     path = tmp_path / "token"
     environ = {"PACELINE_TOKEN_FILE": str(path), "PACELINE_TLS_DIR": "/certs"}

@@ -186,7 +186,7 @@ def test_redis_is_healthy_when_it_answers(answer: str, code: int, tmp_path: Path
     client.chmod(0o755)
     password.write_text("secret")
     script = (COMPOSE / "redis" / "health.sh").read_text(encoding="utf-8")
-    words = ["sh", "-c", script.replace("/run/secrets", str(tmp_path))]
+    words = ["sh", "-c", script.replace("/run/secrets", str(tmp_path)).replace("/run/tls", str(tmp_path))]
     path = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     assert subprocess.run(words, env=path, timeout=300, check=False).returncode == code
 
@@ -222,7 +222,10 @@ def test_redis_serves_on_after_sigterm_while_a_service_is_connected(
     wait.write_text(f"#!/bin/sh\necho $1 >> {waits}\n")
     for program in (server, wait):
         program.chmod(0o755)
+    for name in ("users.acl", "ca.pem"):
+        (tmp_path / name).touch()
     script = (COMPOSE / "redis" / "start.sh").read_text(encoding="utf-8")
+    script = script.replace("/tmp/", f"{tmp_path}/of-").replace("/run/tls", str(tmp_path))
     # The port of this one is known only once it listens.
     port_file, fixed = tmp_path / "port", f"awk '$2 ~ /:{6379:X}$/"
     assert fixed in script

@@ -1,5 +1,6 @@
 #!/bin/sh
-# Starts Redis with TLS only, and with one user, `paceline`; certs/issue.sh has written the user and the certificate.
+# Starts Redis with TLS only, and with the user `paceline`; `paceline certs renew` has written user and certificate. A
+# user `renewer`, whose password stays in this container, is for health.sh.
 # After SIGTERM it serves on while a service of the run is connected, which may be finishing a step.
 set -eu
 # Port 6379 is 18EB, an established connection 01.
@@ -20,7 +21,14 @@ trap 'serve_on; kill "$!" || true' TERM
 trap 'kill "$!" || true' INT
 
 files=/run/tls
-redis-server --aclfile "$files/users.acl" --dir /data --bind '* -::*' \
+(
+  umask 077
+  head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \n' > /tmp/renewer
+  cksum "$files"/*.pem > /tmp/stamp
+  cat "$files/users.acl" > /tmp/users.acl
+  echo "user renewer on #$(sha256sum < /tmp/renewer | cut -c 1-64) -@all +config|set" >> /tmp/users.acl
+)
+redis-server --aclfile /tmp/users.acl --dir /data --bind '* -::*' \
   --port 0 --tls-port 6379 --tls-auth-clients yes \
   --tls-ca-cert-file "$files/ca.pem" --tls-cert-file "$files/cert.pem" --tls-key-file "$files/key.pem" \
   --appendonly yes --appendfsync everysec --save '' \

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -24,6 +25,7 @@ from paceline.service.process import write_atomically
 _SERVICES = ("controller", "rollout", "learner", "reward")
 ROLES = (*_SERVICES, HOST_ROLE, "client", "redis")
 CA_KEY_FILE = "ca.key"
+ISSUED_DAYS = 30.0
 
 _SECRET_MODE = 0o600
 # Clocks of other machines may be behind.
@@ -80,7 +82,7 @@ class Authority:
         return cls(certificate, key)
 
     def issue(
-        self, folder: Path, name: str, *, role: str, hosts: Sequence[str] = (), days: float = 7.0
+        self, folder: Path, name: str, *, role: str, hosts: Sequence[str] = (), days: float = ISSUED_DAYS
     ) -> x509.Certificate:
         """Writes ca.pem, cert.pem and key.pem for a process into `folder`, each replaced at once.
 
@@ -123,6 +125,20 @@ class Authority:
         _write(folder / CERTIFICATE_FILE, _pem(certificate))
         _write(folder / CA_FILE, _pem(self.certificate))
         return certificate
+
+
+def is_fresh(authority: Authority, folder: Path, hosts: Sequence[str]) -> bool:
+    """Whether a folder has the authority's certificate for these hosts, with over half of its days to go."""
+    try:
+        certificate = x509.load_pem_x509_certificate((folder / CERTIFICATE_FILE).read_bytes())
+        certificate.verify_directly_issued_by(authority.certificate)
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        key_is_there = (folder / KEY_FILE).exists() and (folder / CA_FILE).exists()
+    except (OSError, ValueError, TypeError, InvalidSignature):
+        return False
+    start, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    half_is_over = datetime.datetime.now(datetime.UTC) > start + (end - start) / 2
+    return key_is_there and not half_is_over and set(map(_general_name, hosts)) <= set(names)
 
 
 def role_of(name: str) -> str:

@@ -13,9 +13,15 @@ from paceline.broker.redis.redis_acl import acl_line
 from paceline.core.errors import ConfigError, EnvironmentLackError
 from paceline.service.identity.credentials import TLS_DIR, TOKEN, Credentials, secret
 from paceline.service.identity.tokens import Scope, mint
+from paceline.service.process import write_atomically
 
 _DAY_S = 86_400
-_DAYS = {"init": 365.0, "issue": 7.0, "token": 7.0, "acl": 7.0}
+_DAYS = {"init": 365.0, "issue": 30.0, "renew": 30.0, "token": 7.0, "acl": 7.0}
+# What the services of a run, and who calls them, prove.
+_OF_A_RUN = ("controller", "learner", "rollout", "reward", "client", "redis")
+# Nobody can log in as `default`; but Redis loads its append-only file with that user's permissions, and drops
+# each transaction that these do not allow.
+_DEFAULT_USER = "user default off resetpass allkeys allchannels +@all"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,24 +30,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "action",
         choices=tuple(_DAYS),
         help="init: make a certificate authority in DIR, or keep the one that is there; issue: write a "
-        f"certificate for NAME into DIR/NAME, for {TLS_DIR}; token: print a token for a caller from outside, "
-        f"signed with {TOKEN}; acl: print the line of Redis' ACL file for the run's user, with the hash of "
+        f"certificate for NAME into DIR/NAME, for {TLS_DIR}; renew: both, for each service of a run, "
+        "Redis and each NAME, where there is none or half of its days are over, and Redis' users.acl; token: "
+        f"print a token for a caller from outside, signed with {TOKEN}; acl: "
+        "print the line of Redis' ACL file for the run's user, with the hash of "
         f"{REDIS_PASSWORD}",
     )
     parser.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="folder of the authority")
-    parser.add_argument("name", nargs="?", metavar="NAME", help="the service's name: rollout-0, say")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="the service's name: rollout-0, say")
     parser.add_argument("--role", help="issue: what the service is (default: what NAME begins with)")
     parser.add_argument(
         "--host",
         action="append",
         default=[],
         metavar="HOST",
-        help="issue: a further name or address of the server; for Redis and clients other than Paceline's",
+        help="issue: a further name or address of the server, for clients other than Paceline's; renew: "
+        "where Redis is reached",
     )
     parser.add_argument(
         "--scope", choices=[scope.value for scope in Scope], help="token: what the caller may do"
     )
-    parser.add_argument("--days", type=float, help="how long it is valid (default: 7, for the authority 365)")
+    parser.add_argument(
+        "--days", type=float, help="how long it is valid (default: 30, for a token 7, for the authority 365)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,7 +70,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.folder is None:
         raise ConfigError(f"paceline certs {args.action} needs DIR, the folder of the authority")
-    return _init(args.folder, days) if args.action == "init" else _issue(args, days)
+    if args.action == "init":
+        return _init(args.folder, days)
+    return _renew(args, days) if args.action == "renew" else _issue(args, days)
 
 
 def _token(args: argparse.Namespace, days: float) -> str:
@@ -99,13 +112,33 @@ def _init(folder: Path, days: float) -> int:
 def _issue(args: argparse.Namespace, days: float) -> int:
     from paceline.cli import certificates
 
-    if not args.name or os.sep in args.name or args.name.startswith("."):
-        raise ConfigError(f"paceline certs issue DIR NAME needs a plain name, got {args.name!r}")
-    role = args.role or certificates.role_of(args.name)
+    name = args.names[0] if len(args.names) == 1 else " ".join(args.names)
+    if not name or os.sep in name or name.startswith(".") or " " in name:
+        raise ConfigError(f"paceline certs issue DIR NAME needs a plain name, got {name!r}")
+    role = args.role or certificates.role_of(name)
     if role not in certificates.ROLES:
         raise ConfigError(f"--role {role} is none of {', '.join(certificates.ROLES)}")
     authority = certificates.Authority.load(args.folder)
-    folder = args.folder / args.name
-    issued = authority.issue(folder, args.name, role=role, hosts=args.host, days=days)
+    folder = args.folder / name
+    issued = authority.issue(folder, name, role=role, hosts=args.host, days=days)
     print(f"{TLS_DIR}={folder}: {role}, valid until {issued.not_valid_after_utc:%F %R} UTC")
+    return 0
+
+
+def _renew(args: argparse.Namespace, days: float) -> int:
+    from paceline.cli import certificates
+
+    _init(args.folder, _DAYS["init"])
+    authority = certificates.Authority.load(args.folder)
+    for name in dict.fromkeys((*_OF_A_RUN, *args.names)):
+        hosts = args.host if name == "redis" else []
+        if certificates.is_fresh(authority, args.folder / name, hosts):
+            print(f"{name} keeps its certificate")
+            continue
+        role = certificates.role_of(name)
+        issued = authority.issue(args.folder / name, name, role=role, hosts=hosts, days=days)
+        print(f"{name}: valid until {issued.not_valid_after_utc:%F %R} UTC")
+    # Whoever serves Redis is in the group of these files, if it is not their owner.
+    text = f"{_DEFAULT_USER}\n{_acl()}\n"
+    write_atomically(args.folder / "redis" / "users.acl", text, mode=0o640)
     return 0
