@@ -88,6 +88,21 @@ def test_only_a_run_that_goes_on_gets_other_settings(
     assert load(RunConfig, kept).trainer.total_steps == (2 if num_samples == 3 else 9)
 
 
+def test_epochs_are_counted_where_no_launcher_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def connect(*_: object) -> Broker:
+        raise ConfigError("no broker")
+
+    monkeypatch.setenv("PACELINE_BROKER_URL", "redis://127.0.0.1:1/0")
+    cursor = PromptMixture({"": range(7)}, batch_size=3, seed=0)
+    inputs = Inputs(train=prompts(7), val=(), cursor=cursor, stop_token_ids=(0,))
+    monkeypatch.setattr(app, "load_inputs", lambda config: inputs)
+    monkeypatch.setattr(app, "_connect", connect)
+    given = tmp_path / "given.yaml"
+    given.write_text(dump_yaml(config(trainer__total_steps=None, trainer__total_epochs=1.6)))
+    assert main(["--config", str(given), "--run-dir", str(tmp_path / "run")]) == 2
+    assert load(RunConfig, tmp_path / "run" / "config.resolved.yaml").trainer.num_steps == 4
+
+
 def test_a_password_in_the_settings_is_for_the_owner_only(tmp_path: Path) -> None:
     words = options(CONFIG, tmp_path, "broker.url=redis://:secret@redis:6379/0")
     app._keep_settings(load(RunConfig, CONFIG, words.overrides), words)

@@ -71,9 +71,10 @@ def test_every_metric_is_documented_and_every_documented_one_exists() -> None:
         for name in (*_standard_metrics(), "pg_loss", "kl_loss", "positive_loss", "load_balance", "NAME")
     }
     named |= {"critic/vf_loss", "critic/vf_clipfrac"}
-    # What is said of held-out prompts has the prefix of its set: test_val_sets.py.
-    of_training = {name for name in STEP_METRICS if not name.startswith("val/")}
-    assert {name for name in named if not name.startswith("val/")} == of_training
+    # What is said of sets and sources has their names in front: test_val_sets.py, test_train_sets.py.
+    of_sets = ("val/", "train/")
+    of_steps = {name for name in STEP_METRICS if not name.startswith(of_sets)}
+    assert {name for name in named if not name.startswith(of_sets)} == of_steps
 
 
 def test_names_of_the_configuration_are_filled_in() -> None:

@@ -330,7 +330,7 @@ def test_a_file_that_extends_nothing_or_itself_is_one_sentence(tmp_path: Path) -
     [
         ("", "trainer.total_step=3", "the command line: unknown key trainer.total_step"),
         ("", "actor.ppo_mini_batch_size=24", "the command line: actor.ppo_mini_batch_size=24 must divide"),
-        ("", "trainer={}", "the command line: trainer.total_steps is required"),
+        ("", "trainer={}", "the command line: trainer: total_steps is required, or total_epochs"),
         ("rollot: {n: 2}", "rollout.n=4", "c.yaml: unknown key rollot; did you mean 'rollout'?"),
     ],
 )

@@ -15,6 +15,7 @@ import yaml
 from paceline.broker.memory import MemoryBroker
 from paceline.config.data import DataConfig
 from paceline.controller.batch.inputs import load_inputs
+from paceline.controller.run.records import train_metrics
 from paceline.controller.verify.check import follow
 from paceline.controller.verify.findings import Findings
 from paceline.controller.verify.journal.entries import read
@@ -25,6 +26,7 @@ from paceline.data.hub import uses_hub
 from paceline.data.mixture import PromptMixture
 from support.byte_tokenizer import save_tokenizer
 from support.fake_fleet import FakeServices
+from support.headers import scored
 from support.sequencer_run import SequencerRun, config, run_of
 from support.source import ROOT
 
@@ -270,4 +272,31 @@ async def test_the_metrics_say_what_came_of_each_set(tmp_path: Path) -> None:
     for name, of_set in (("math", [p for p in prompts if p < 3]), ("code", [p for p in prompts if p >= 3])):
         assert line[f"train/{name}/share"] == pytest.approx(shares[name] / 3)
         assert line[f"train/{name}/reward/mean"] == pytest.approx(sum(of_set) / len(of_set) + 0.25)
-        assert meaning(f"train/{name}/share")
+
+
+def test_each_data_source_has_its_share_and_reward(tmp_path: Path) -> None:
+    sets = {"a": rows(tmp_path, "a.jsonl", "x", "é,y", "x"), "b": rows(tmp_path, "b.jsonl", "")}
+    changes: dict[str, Any] = {"data__train_files": [], "data__data_source_key": "level"}
+    inputs = loaded(tmp_path, **changes, data__train_sets=sets)
+    rewards = {0: (1.0, 0.0), 1: (0.0, 0.0), 2: (1.0, 1.0), 99: (5.0, 5.0)}
+    samples = [
+        scored(prompt, index, reward=reward)
+        for prompt, group in rewards.items()
+        for index, reward in enumerate(group)
+    ]
+    prompts = {**inputs.train.prompts, 99: inputs.train.prompts[3]}
+    metrics = train_metrics.of_origins(samples, prompts, inputs)
+    assert metrics == {
+        "train/a/share": 0.75,
+        "train/a/reward/mean": 0.5,
+        "train/b/share": 0.0,
+        "train/source/__y/share": 0.25,
+        "train/source/__y/reward/mean": 0.0,
+        "train/source/x/share": 0.5,
+        "train/source/x/reward/mean": 0.75,
+        "train/source/none/share": 0.25,
+        "train/source/none/reward/mean": 5.0,
+    }
+    assert all(map(meaning, metrics))
+    one_source = loaded(tmp_path, data__train_files=rows(tmp_path, "c.jsonl", "x", "x", "x"))
+    assert train_metrics.of_origins(samples[:6], one_source.train.prompts, one_source) == {}

@@ -43,6 +43,7 @@ def first_prompt_is_text(config: RunConfig) -> bool:
 def training_line(config: RunConfig) -> str:
     """Reads the training prompts as the controller will; says how many it keeps, and the first."""
     from paceline.checks.example import first_prompt
+    from paceline.data.epochs import words
 
     if asked := _asked_for(config):
         return asked
@@ -60,6 +61,8 @@ def training_line(config: RunConfig) -> str:
             f"{kept} training prompts do not fill one batch of data.train_batch_size={batch}; lower it, and "
             "actor.ppo_mini_batch_size with it, or add prompts"
         )
+    if config.trainer.total_epochs is not None:
+        lines.append(words(config.with_epochs_counted(kept), kept))
     return "\n      ".join(lines)
 
 

@@ -27,6 +27,7 @@ from paceline.config.training.algorithm import REFERENCE, AlgorithmConfig
 from paceline.config.training.policy_losses import CovarianceLoss, CustomLoss
 from paceline.config.training.tuning import PairDataConfig, RmConfig, SftConfig
 from paceline.config.validation import HeldOutSet, ValSamplingConfig
+from paceline.core.errors import ConfigError
 from paceline.core.estimators import Need
 from paceline.core.guard import Action
 
@@ -68,6 +69,33 @@ class RunConfig(Section):
     def has_episodes(self) -> bool:
         """Whether samples are episodes of turns, not single answers."""
         return bool(self.rollout.tools) or self.rollout.environment is not None
+
+    def with_epochs_counted(self, num_prompts: int) -> RunConfig:
+        """Returns the same with trainer.total_steps, where trainer.total_epochs says how long the run is.
+
+        Args:
+            num_prompts: usable training prompts, of all sets.
+
+        Raises:
+            ConfigError: the run would be too short.
+        """
+        trainer = self.trainer
+        if trainer.total_epochs is None:
+            return self
+        steps = math.ceil(trainer.total_epochs * (num_prompts // self.data.train_batch_size))
+        if trainer.total_steps is not None:
+            steps = min(steps, trainer.total_steps)
+        counted = self.model_copy(update={"trainer": trainer.model_copy(update={"total_steps": steps})})
+        counted._check_warmup()
+        return counted
+
+    def _check_warmup(self) -> None:
+        steps = self.trainer.total_steps
+        if steps is not None and "critic" in self.needs and self.critic.warmup >= max(1, steps):
+            raise ConfigError(
+                f"critic.warmup={self.critic.warmup} leaves none of trainer.total_steps="
+                f"{steps} to the policy; lower it, or raise total_steps"
+            )
 
     @property
     def prompt_seed(self) -> int:
@@ -264,6 +292,11 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _has_rows(self) -> RunConfig:
         service = self.rollout.environment
+        if self.trainer.total_epochs is not None and not self.data.training_sets:
+            raise ValueError(
+                "trainer.total_epochs counts the rows of data.train_files or data.train_sets, and an "
+                "environment says which rows it has only when the run has begun; write trainer.total_steps"
+            )
         if not self.data.training_sets and (service is None or service.address is None):
             raise ValueError(
                 "data.train_files is empty: name files or data sets with the prompts, there or under "
@@ -433,12 +466,7 @@ class RunConfig(Section):
                 "sequence of data.max_prompt_length + data.max_response_length = "
                 f"{self.max_model_len} tokens; raise it, or learner.context_parallel"
             )
-        steps = self.trainer.total_steps
-        if "critic" in self.needs and self.critic.warmup >= max(1, steps):
-            raise ValueError(
-                f"critic.warmup={self.critic.warmup} leaves none of trainer.total_steps="
-                f"{steps} to the policy; lower it, or raise total_steps"
-            )
+        self._check_warmup()
         if self.rollout.n < 2 and (why := self._compares_samples):
             raise ValueError(f"{why}: rollout.n must be at least 2")
         overlong = self.algorithm.overlong

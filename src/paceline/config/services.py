@@ -31,8 +31,18 @@ class TrainerConfig(Section):
     run_dir: str | None = Field(
         None, description="Where everything of the run is written; null: runs/NAME, with trainer.name."
     )
-    total_steps: int = Field(
-        ge=0, description="Training steps; 0: the starting model is validated, and the run ends."
+    total_steps: int | None = Field(
+        None,
+        ge=0,
+        description="Training steps; 0: the starting model is validated, and the run ends. null: as many as "
+        "total_epochs says.",
+    )
+    total_epochs: float | None = Field(
+        None,
+        gt=0,
+        description="Passes over the training prompts, over those of all sets together; an epoch has as many "
+        "steps as they fill with data.train_batch_size. With total_steps, too, the run ends with the first "
+        "of both. null: total_steps says.",
     )
     seed: int = Field(
         0, ge=0, description="Governs prompt order, sampling, model and value-head initialisation."
@@ -86,6 +96,18 @@ class TrainerConfig(Section):
         "model/ in the run directory.",
     )
 
+    @model_validator(mode="after")
+    def _ends(self) -> Self:
+        if self.total_steps is None and self.total_epochs is None:
+            raise ValueError("total_steps is required, or total_epochs: say how long the run is")
+        return self
+
+    @property
+    def num_steps(self) -> int:
+        """Training steps of the run; with total_epochs they are known once the prompts are read."""
+        assert self.total_steps is not None, "the epochs were not counted"
+        return self.total_steps
+
     @field_validator("dataflow")
     @classmethod
     def _has_both_parts(cls, dataflow: str | None) -> str | None:
@@ -95,7 +117,7 @@ class TrainerConfig(Section):
 
     def saves_after(self, step: int) -> bool:
         """Returns whether a checkpoint follows a step in any case."""
-        return step == self.total_steps or (self.save_freq > 0 and step % self.save_freq == 0)
+        return step == self.num_steps or (self.save_freq > 0 and step % self.save_freq == 0)
 
     profile: ProfileConfig = ProfileConfig()
 
@@ -107,7 +129,7 @@ class TrainerConfig(Section):
         """
         if step == 0:
             return self.val_before_train
-        if step == self.total_steps:
+        if step == self.num_steps:
             return self.test_freq != 0
         return bool(self.test_freq) and step % (every * (self.test_freq or 1)) == 0
 

@@ -313,6 +313,17 @@ class PromptSet:
         return sorted(self.prompts)
 
 
+def load_training(
+    config: DataConfig, tokenizer: Tokenizer, images: ImageReader | None
+) -> dict[str, PromptSet]:
+    """The training sets by name, with ids that go on from set to set; raises what `PromptSet.load` does."""
+    sets: dict[str, PromptSet] = {}
+    for part in config.training_sets:
+        first_id = sum(prompts.num_rows for prompts in sets.values())
+        sets[part.name] = PromptSet.load(config, tokenizer, part, first_id=first_id, images=images)
+    return sets
+
+
 def _ranks(rows: Mapping[int, Row], column: str) -> dict[int, int]:
     """By id, the rank of a row's value among those of all rows."""
     values = {number: _column(number, row, column) for number, row in rows.items()}

@@ -213,11 +213,7 @@ class _Launcher:
 
     def _if_interrupted(self, outcome: LaunchOutcome) -> LaunchOutcome:
         """The outcome of a run that has ended in order, but earlier than its configuration says."""
-        if (
-            not outcome.ok
-            or self._last_step is None
-            or self._view.finished >= self._config.trainer.total_steps
-        ):
+        if not outcome.ok or self._last_step is None or self._view.finished >= self._config.trainer.num_steps:
             return outcome
         return replace(outcome, ok=False, exit_code=128 + signal.SIGINT)
 

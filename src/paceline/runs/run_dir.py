@@ -182,7 +182,7 @@ def _remarks_on(run_dir: Path, config: RunConfig) -> list[str]:
     step = newest_checkpoint(config, run_dir)
     if step is None:
         return []
-    total_steps = config.trainer.total_steps
+    total_steps = config.trainer.num_steps
     # The checkpoint of the last step is written before the step is finished.
     if step >= total_steps and _last_metrics(run_dir) >= total_steps:
         raise ConfigError(

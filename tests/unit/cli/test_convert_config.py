@@ -14,7 +14,7 @@ from paceline.cli.convert.convert import convert
 from paceline.cli.convert.rules import DEVICES, NUM_ROWS
 from paceline.cli.convert.sources.shell_script import read_script
 from paceline.cli.main import main
-from paceline.config.load import load
+from paceline.config.load import load, parse
 from paceline.config.run import RunConfig
 
 GSM8K = """#!/usr/bin/env bash
@@ -101,7 +101,7 @@ def test_verls_gsm8k_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     actor = ours.actor
     # verl: epochs of whole batches, each cut into mini-batches of prompts, each with n samples.
     rows, batch, mini, epochs = 200, 64, 16, 15
-    assert ours.trainer.total_steps == epochs * (rows // batch)
+    assert ours.with_epochs_counted(rows).trainer.total_steps == epochs * (rows // batch)
     assert ours.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs == batch // mini
     assert actor.ppo_mini_batch_size * ours.rollout.n == mini * 5
     assert (actor.optim.lr, actor.optim.weight_decay, actor.optim.lr_scheduler) == (1e-6, 0.01, "constant")
@@ -193,10 +193,18 @@ def test_trls_batches(devices: int, accumulated: int, per_generation: int | None
 
 def test_trls_epochs_are_counted_as_there() -> None:
     theirs = {"per_device_train_batch_size": 8, "num_generations": 4, "num_train_epochs": 2.5}
-    converted = convert(theirs, "trl", {NUM_ROWS: 101})
-    assert converted.tree["trainer"]["total_steps"] == math.ceil(2.5 * (101 // 2))
+    tree = convert({**theirs, "model": "m", "dataset_name": "t.jsonl"}, "trl").tree
+    assert tree["data"]["train_batch_size"] == 2
+    assert tree["trainer"]["total_epochs"] == 2.5
+    needed: dict[str, Any] = {"reward": {"functions": [{"name": "gsm8k"}]}, "model": {"path": "m"}}
+    ours = parse(RunConfig, needed | {key: value for key, value in tree.items() if key not in needed})
+    assert ours.with_epochs_counted(101).trainer.total_steps == math.ceil(2.5 * (101 // 2))
+    # There two generations of two prompts make an update, and the last one of an epoch may have but one.
+    theirs |= {"gradient_accumulation_steps": 2, "steps_per_generation": 1}
+    converted = convert(theirs, "trl", {NUM_ROWS: 103})
+    assert converted.tree["trainer"]["total_steps"] == math.ceil(2.5 * math.ceil((103 // 2) / 2))
     unknown = convert(theirs, "trl")
-    assert "trainer.total_steps is 2.5 x (rows // 2)" in unknown.refused["max_steps: -1 (its default)"]
+    assert "trainer.total_steps is 2.5 x (rows // 4)" in unknown.refused["max_steps: -1 (its default)"]
 
 
 @pytest.mark.parametrize(

@@ -195,5 +195,5 @@ def test_only_defaults_that_differ_from_ours_are_written() -> None:
     assert default_of("actor.optim.lr") == 1e-6
     assert default_of("critic.optim.lr") == 1e-5
     assert default_of("model.lora.rank") == 16
-    assert default_of("trainer.total_steps") is UNSET
+    assert default_of("model.path") is UNSET
     assert all(default_of(path) != value for path, value in tree.items() if path != "actor.use_dual_clip")

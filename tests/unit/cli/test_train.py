@@ -23,6 +23,7 @@ from paceline.launch.outcome import LaunchOutcome
 from paceline.service.identity.credentials import INSECURE, TLS_DIR
 from paceline.show.live.view import Metrics, View
 from paceline.sizing.machine import Machine
+from support.byte_tokenizer import save_tokenizer
 from support.cli_configs import config
 from support.forked import run
 
@@ -188,6 +189,30 @@ def test_steps_on_gpus_are_held_against_what_is_expected_of_them(
     monkeypatch.setattr(train.Expectation, "of", lambda config, machine: Expected())
     assert main(["train", "run.yaml"]) == 2
     assert "note: expected 3.5 s" in capsys.readouterr().out
+
+
+def test_epochs_are_told_as_steps_before_the_run(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[RunConfig] = []
+
+    async def launch(made: RunConfig, *_: object, **__: object) -> LaunchOutcome:
+        seen.append(made)
+        return LaunchOutcome(ok=False, message="the end", exit_code=2, began=False)
+
+    monkeypatch.setattr(train, "launch", launch)
+    monkeypatch.setattr(train, "log_to", lambda file: None)
+    save_tokenizer(project / "model")
+    # Of 80 rows, ten are "0 + 1 =" to "9 + 1 =", of 7 bytes; the others are longer.
+    words = ["trainer.total_epochs=2.5", "data.train_batch_size=16", "data.max_prompt_length=8"]
+    words += ["actor.ppo_mini_batch_size=16", "trainer.total_steps=null"]
+    assert main(["train", "run.yaml", *words]) == 2
+    assert "13 steps, for trainer.total_epochs=2.5: 80 prompts are 5 steps" in capsys.readouterr().out
+    assert seen[0].trainer.num_steps == 13
+    assert main(["train", "run.yaml", *words[:-1], "trainer.total_steps=4"]) == 2
+    less = ["data.max_prompt_length=7", "data.train_batch_size=4", "actor.ppo_mini_batch_size=4"]
+    assert main(["train", "run.yaml", *words, *less]) == 2
+    assert [config.trainer.num_steps for config in seen] == [13, 4, 5]
 
 
 def test_a_page_for_other_machines_wants_tls_before_anything_is_made(

@@ -80,6 +80,7 @@ async def serve(context: ServiceContext, options: Options) -> None:
     broker_url, credentials = _broker_url(config), _credentials(config)
     config = await with_tasks(config, options.run_dir, credentials)
     inputs = await asyncio.to_thread(load_inputs, config)
+    config = config.with_epochs_counted(len(inputs.train.prompts))
     flow = await _dataflow(config, inputs)
     clock = SystemClock()
     journal, run_id, notices = await asyncio.to_thread(open_run, options.run_dir, config, inputs, clock)
@@ -306,7 +307,7 @@ async def _run_to_the_end(
             progress.phase = Phase.FAILED
         run.journal.record("end", ok=ok, message=message, step=progress.step)
         context.before_stopping(None)
-        is_complete = run.journal.standing.finished >= run.config.trainer.total_steps
+        is_complete = run.journal.standing.finished >= run.config.trainer.num_steps
         context.is_over = failure is not None or stop.done() or is_complete
         if context.is_terminated and not context.is_over:
             # Members that nobody has told to end wait for the next controller.

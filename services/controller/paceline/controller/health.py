@@ -68,7 +68,7 @@ def _observe_progress(run: Run, progress: Progress) -> None:
 
     telemetry.observe(metrics.TERM, lambda: [(run.journal.term, {})])
     telemetry.observe(metrics.RUN_STEP, lambda: [(progress.step, {})])
-    telemetry.observe(metrics.RUN_STEPS, lambda: [(run.config.trainer.total_steps, {})])
+    telemetry.observe(metrics.RUN_STEPS, lambda: [(run.config.trainer.num_steps, {})])
     telemetry.observe(metrics.PHASE_SECONDS, phase_seconds)
     telemetry.observe(metrics.POLICY_VERSION, policy_version)
     telemetry.observe(metrics.WANTED, lambda: [(progress.wanted, {})])

@@ -222,7 +222,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
             run_id=self._run.id,
             run_dir=str(self._run.dir),
             step=progress.step,
-            total_steps=self._run.config.trainer.total_steps,
+            total_steps=self._run.config.trainer.num_steps,
             phase=progress.phase.value,
             seconds_in_phase=now - progress.phase_began,
             policy=policy_tag_to_proto(progress.policy) if progress.policy else None,

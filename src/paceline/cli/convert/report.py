@@ -28,6 +28,8 @@ def missing_keys(tree: dict[str, Any]) -> dict[str, str]:
         for key, hint in _REQUIRED.items()
         if key.split(".")[1] not in tree.get(key.split(".")[0], {})
     }
+    if "total_epochs" in tree.get("trainer", {}):
+        lacks.pop("trainer.total_steps", None)
     if reward.get("models"):
         lacks.pop("reward.functions", None)
     return lacks

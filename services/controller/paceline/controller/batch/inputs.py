@@ -24,6 +24,7 @@ from paceline.data.prompts import (
     encode_prompt,
     last_message,
     load_tokenizer,
+    load_training,
     stop_token_ids,
 )
 from paceline.storage.models import local_model
@@ -127,10 +128,7 @@ def load_inputs(config: RunConfig) -> Inputs:
     model = local_model(config.model, "controller")
     tokenizer = load_tokenizer(model.tokenizer_path or model.path, config.data.chat_template_kwargs)
     images = ImageReader.load(config.data, model.path)
-    sets: dict[str, PromptSet] = {}
-    for part in config.data.training_sets:
-        first_id = sum(prompts.num_rows for prompts in sets.values())
-        sets[part.name] = PromptSet.load(config.data, tokenizer, part, first_id=first_id, images=images)
+    sets = load_training(config.data, tokenizer, images)
     train = PromptSet.joined([*sets.values()])
     train.check_token_budget(config)
     val: list[HeldOutPrompts] = []

@@ -115,7 +115,7 @@ class Sequencer:
     @property
     def result(self) -> str:
         """How a run that has ended in order ended, in words."""
-        finished, total = self._run.journal.standing.finished, self._config.trainer.total_steps
+        finished, total = self._run.journal.standing.finished, self._config.trainer.num_steps
         if finished >= total:
             return f"{finished} steps done"
         return f"stopped after step {finished} of {total}: {self.progress.stop_reason}"
@@ -172,7 +172,7 @@ class Sequencer:
         trainer, standing = self._config.trainer, self._run.journal.standing
         if standing.finished < 0:
             await self._start()
-        while standing.finished < trainer.total_steps and not self._may_stop(standing.finished):
+        while standing.finished < trainer.num_steps and not self._may_stop(standing.finished):
             await self._let_go(standing.finished)
             self.progress.step = standing.finished + 1
             with span("step", attributes={"paceline.step": self.progress.step}):

@@ -20,6 +20,7 @@ from paceline.cli.commands import arguments
 from paceline.cli.commands.start.train import log_to, make_view
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
+from paceline.data.epochs import with_epochs_counted
 from paceline.runs import run_dir as run_dirs
 from paceline.sizing.machine import Machine
 from paceline.sizing.placement import settle
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     until_done = not any(word.startswith("trainer.total_steps=") for word in args.overrides)
     forced = ["trainer.resume=never", f"service.max_restarts={args.faults + 5}"]
     if until_done:
-        forced.append(f"trainer.total_steps={_MANY_STEPS}")
+        forced += [f"trainer.total_steps={_MANY_STEPS}", "trainer.total_epochs=null"]
     config = arguments.load_config(RunConfig, args.config, [*args.overrides, *forced])
     if config.broker.url is not None:
         raise ConfigError(
@@ -76,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
     config = settle(config, Machine.here()).config
     deck(config, args.only)
     quick_check(config)
+    config, _ = with_epochs_counted(config)
     prepared = run_dirs.prepare(config)
     config, run_dir = prepared.config, prepared.run_dir
     log_to(run_dir / "logs" / "launcher.log")

@@ -17,6 +17,7 @@ from paceline.cli.commands import arguments
 from paceline.cli.commands.arguments import Form
 from paceline.config.run import RunConfig
 from paceline.core.errors import EXIT_FAILED
+from paceline.data.epochs import with_epochs_counted
 from paceline.launch.launcher import ProcessPlanner, launch
 from paceline.launch.planning import dry_run
 from paceline.runs import run_dir as run_dirs
@@ -110,6 +111,8 @@ def _train(
     planner: ProcessPlanner | None,
     remarks: Sequence[str],
 ) -> int:
+    config, counted = with_epochs_counted(config)
+    remarks = [*remarks, *counted]
     prepared = run_dirs.prepare(config)
     config, run_dir = prepared.config, prepared.run_dir
     log_to(run_dir / "logs" / "launcher.log")
@@ -148,7 +151,7 @@ def _train(
 
 def make_view(config: RunConfig, run_dir: Path, *, form: Form, remarks: Sequence[str] = ()) -> View:
     """A live table on a terminal, else plain lines; the remarks come before it."""
-    total_steps = config.trainer.total_steps
+    total_steps = config.trainer.num_steps
     if form is Form.JSON:
         view = JsonView(total_steps)
         for remark in remarks:

@@ -131,8 +131,10 @@ def batch_sizes(value: Any, tree: Tree) -> Tree | Changed:
     )
 
 
-def total_steps(value: Any, tree: Tree) -> Tree | Changed:
-    """Training steps for so many updates."""
+def length(value: Any, tree: Tree) -> Tree | Changed:
+    """The length of the run: epochs, or training steps for so many updates."""
+    if int(value or -1) <= 0 and Batches.of(tree).generations == 1:
+        return {"trainer.total_epochs": float(tree["num_train_epochs"])}
     return _in_steps("trainer.total_steps", total_updates(tree), tree)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.cli.convert.rules import Changed, ConversionRule, Tree, number, part, renamed, rule
-from paceline.cli.convert.trl.batches import batch_sizes, every, every_epoch, total_steps, warmup_share
+from paceline.cli.convert.trl.batches import batch_sizes, every, every_epoch, length, warmup_share
 from paceline.cli.convert.trl.data import (
     ANSWER,
     COLUMNS,
@@ -164,8 +164,10 @@ RULES: tuple[ConversionRule, ...] = (
     renamed("num_generations", "rollout.n", 4, default=8),
     rule(
         "max_steps",
-        "`trainer.total_steps`, over the updates per step",
-        total_steps,
+        "`trainer.total_steps`, over the updates per step; where it is not set, `trainer.total_epochs` for "
+        "`num_train_epochs`",
+        length,
+        ({"num_train_epochs": 2.5}, {"trainer.total_epochs": 2.5}),
         ({"max_steps": 70}, {"trainer.total_steps": 70}),
         ({"max_steps": 70, "num_iterations": 2}, {"trainer.total_steps": 35}),
         default=-1,

@@ -70,18 +70,24 @@ def correction(value: Any, tree: Tree) -> Tree:
     return {f"{key}.method": "tis", f"{key}.level": value, f"{key}.cap": number(bound)}
 
 
-def total_steps(value: Any, tree: Tree) -> Tree:
-    """Training steps: total_training_steps, or those of total_epochs; a batch that is not full is left."""
+def length(value: Any, tree: Tree) -> Tree:
+    """The length of the run: total_training_steps, or total_epochs; a batch that is not full is left out."""
     if tree.get("trainer.total_training_steps") is not None:
         return {"trainer.total_steps": int(tree["trainer.total_training_steps"])}
+    return {"trainer.total_epochs": int(value)}
+
+
+def _total_steps(tree: Tree) -> int:
+    if tree.get("trainer.total_training_steps") is not None:
+        return int(tree["trainer.total_training_steps"])
     batch, epochs = int(tree["data.train_batch_size"]), int(tree["trainer.total_epochs"])
     rows = tree.get(NUM_ROWS)
     if rows is None:
         raise ValueError(
-            "depends on the rows of the training files, which are not here: trainer.total_steps is "
-            f"{epochs} x (rows // {batch})"
+            "is a share of the steps here, whose number depends on the rows of the training files, which are "
+            f"not here: {epochs} x (rows // {batch})"
         )
-    return {"trainer.total_steps": epochs * (int(rows) // batch)}
+    return epochs * (int(rows) // batch)
 
 
 def warmup(section: str, ours: str) -> Any:
@@ -91,8 +97,7 @@ def warmup(section: str, ours: str) -> Any:
         steps = int(tree.get(f"{section}.lr_warmup_steps", -1) or -1)
         if steps < 0:
             return {f"{ours}.warmup_steps_ratio": number(tree[f"{section}.lr_warmup_steps_ratio"])}
-        total = total_steps(None, tree)["trainer.total_steps"]
-        return {f"{ours}.warmup_steps_ratio": steps / int(total)}
+        return {f"{ours}.warmup_steps_ratio": steps / _total_steps(tree)}
 
     return convert
 

@@ -449,10 +449,10 @@ _REWARD = (
 _TRAINER = (
     rule(
         "trainer.total_epochs",
-        "`trainer.total_steps`: epochs times whole batches of the rows",
-        losses.total_steps,
+        "`trainer.total_epochs`, or `trainer.total_steps` for `total_training_steps`",
+        losses.length,
+        ({"trainer.total_epochs": 15}, {"trainer.total_epochs": 15}),
         ({"trainer.total_training_steps": 90}, {"trainer.total_steps": 90}),
-        ({"trainer.total_epochs": 15}, None),
         default=30,
     ),
     part("trainer.total_training_steps", "trainer.total_epochs"),

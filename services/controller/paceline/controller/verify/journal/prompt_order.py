@@ -34,7 +34,8 @@ class PromptOrder:
         if self._known is None:
             self._known = term.mixture()
             self._draw = None if in_step else self._known
-            self._finished = self._known.state if self._known is not None else None
+            if self._known is not None and self._finished is None:
+                self._finished = self._known.state
             self._weights_chosen = term.weights_chosen
 
     def dispatch(self, step: int, prompts: Sequence[int], entry: JournalEntry) -> None:

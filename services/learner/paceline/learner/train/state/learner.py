@@ -225,7 +225,7 @@ def _trainable(
         schedule=Schedule(
             peak=optim.lr,
             kind=optim.lr_scheduler,
-            total_steps=config.trainer.total_steps,
+            total_steps=config.trainer.num_steps,
             warmup_ratio=optim.warmup_steps_ratio,
             min_ratio=optim.min_lr_ratio,
             cycles=optim.lr_cycles,
