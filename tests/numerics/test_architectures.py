@@ -211,7 +211,7 @@ def test_gradients_go_through_keys_that_layers_share(kept_share: float, ranks: R
     with pytest.raises(ConfigError, match=r"gemma4_text share keys and values.*actor.compile: false"):
         require_compilable(config)
     with pytest.raises(ConfigError, match="heads of several sizes; set learner.context_parallel: 1"):
-        require_shared_tokens(config, 2, has_experts=False)
+        require_shared_tokens(config, 2)
 
 
 def test_windows_that_an_engine_would_place_otherwise_are_refused(tmp_path: Path) -> None:

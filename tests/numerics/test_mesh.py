@@ -1,7 +1,8 @@
-"""The learner's mesh over gloo: the ranks along each dimension, and the sums over them."""
+"""The learner's mesh over gloo: the ranks along each dimension, and steps on any mesh as on one rank."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +12,45 @@ pytest.importorskip("torch")
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.learner.distributed.ranks import RankEnvironment, form_group, leave_group, open_store
-from support.learner_ranks import WAIT_S, run_ranks
+from paceline.learner.distributed.ranks import (
+    RankEnvironment,
+    form_group,
+    leave_group,
+    open_store,
+)
+from support.learner_ranks import WAIT_S, alone, run_ranks
+from support.mesh_ranks import CASES, RESUMED, VARIANT
+from support.mesh_steps import VARIANTS, against_one_rank, steps, write_models
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
+
+EVERYONE = [0, 1, 2, 3]
+
+
+class FourRanks:
+    """What four ranks found, by rank, and one rank's run of every variant.
+
+    Attributes:
+        models, checkpoints, expected: folders: of models by kind, of checkpoints, of parameters by variant.
+    """
+
+    def __init__(self, folder: Path, small: Path) -> None:
+        self.models = write_models(folder / "models")
+        self.checkpoints, self.expected = folder / "checkpoints", folder / "expected"
+        self.expected.mkdir()
+        self.metrics: dict[str, list[dict[str, float]]] = {}
+        with alone() as ranks:
+            for variant in VARIANTS:
+                writes = {"checkpoint": str(self.checkpoints / "by one rank")} if variant == VARIANT else {}
+                self.metrics[variant], parameters = steps(ranks, self.models, variant, **writes)
+                torch.save(parameters, self.expected / f"{variant}.pt")
+        folders = map(str, (self.models, self.expected, self.checkpoints, small))
+        self.found = run_ranks("support.mesh_ranks:everything", 4, *folders, context=2, fsdp_size=2)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory, model: Path) -> FourRanks:
+    return FourRanks(tmp_path_factory.mktemp("four"), model)
 
 
 def group_of(ranks: list[int], rank: int) -> dict[str, Any]:
@@ -30,31 +66,102 @@ def group_of(ranks: list[int], rank: int) -> dict[str, Any]:
     }
 
 
-def test_two_ranks_have_different_rows_and_share_the_parameters() -> None:
-    everyone = [0, 1]
-    seen = run_ranks("support.mesh_ranks:groups", 2)
-    assert seen == [
-        {name: group_of(everyone, rank) for name in ("world", "data", "fsdp")} for rank in everyone
-    ]
-
-
-def test_ranks_with_the_same_rows_are_neighbours_and_all_share_the_parameters() -> None:
-    everyone = [0, 1, 2, 3]
-    data = {0: [0, 2], 1: [1, 3], 2: [0, 2], 3: [1, 3]}
-    assert run_ranks("support.mesh_ranks:groups", 4, context=2) == [
-        {
-            "world": group_of(everyone, rank),
-            "data": group_of(data[rank], rank),
-            "fsdp": group_of(everyone, rank),
+@pytest.mark.parametrize(
+    ("mesh", "dimensions"),
+    [
+        ("one copy", {"data": [EVERYONE], "shard": [EVERYONE]}),
+        ("context 4", {"data": [[0], [1], [2], [3]], "context": [EVERYONE], "shard": [EVERYONE]}),
+        (
+            "begun",
+            {
+                "data": [[0, 2], [1, 3]],
+                "context": [[0, 1], [2, 3]],
+                "replicate": [[0, 2], [1, 3]],
+                "shard": [[0, 1], [2, 3]],
+            },
+        ),
+    ],
+)
+def test_neighbours_share_rows_and_a_copy_of_the_parameters(
+    four: FourRanks, mesh: str, dimensions: dict[str, list[list[int]]]
+) -> None:
+    for rank in EVERYONE:
+        own = {name: next(ranks for ranks in all_ if rank in ranks) for name, all_ in dimensions.items()}
+        assert four.found[rank]["groups"][mesh] == {
+            name: group_of(ranks, rank) for name, ranks in {"world": EVERYONE, **own}.items()
         }
-        for rank in everyone
-    ]
 
 
-def test_a_number_of_ranks_that_does_not_divide_is_refused() -> None:
+def test_ranks_with_the_same_shards_describe_them_alike(four: FourRanks) -> None:
+    """48 rows are halved; of a copy of the model each rank has a half, whichever copy it is."""
+    first, second, *others = (found["shards"] for found in four.found)
+    assert others == [first, second]
+    assert first["model.embed_tokens.weight"] == [0, 24, True]
+    assert second["model.embed_tokens.weight"] == [24, 48, True]
+    assert all(same for rows in (first, second) for *_, same in rows.values())
+
+
+@pytest.mark.parametrize("num_ranks", ["2", "4"])
+def test_attention_by_heads_and_numbers_of_all_tokens_are_those_of_one_rank(
+    four: FourRanks, num_ranks: str
+) -> None:
+    """With fewer key heads than ranks, and where the ranks do not divide them; with prefixes and windows."""
+    for found in four.found:
+        differences = found["collectives"][num_ranks]
+        assert len(differences) == 16
+        for name, difference in differences.items():
+            assert difference < (1e-12 if "64" in name else 1e-5), name
+
+
+@pytest.mark.parametrize(("mesh", "variant"), CASES)
+def test_steps_move_the_parameters_as_on_one_rank(four: FourRanks, mesh: str, variant: str) -> None:
+    """The models have two key heads; on four ranks that share rows each is on two of them."""
+    for found in four.found:
+        outcome = found["steps"][f"{mesh}: {variant}"]
+        assert outcome["difference"] <= 1e-5
+        for step, (own, others) in enumerate(zip(outcome["metrics"], four.metrics[variant], strict=True)):
+            assert own == pytest.approx(others, rel=1e-4, abs=1e-6), step
+
+
+def test_a_run_goes_on_from_a_checkpoint_on_any_mesh(four: FourRanks) -> None:
+    """Of one rank on four copies, of two copies on one with shared rows, and of two copies on one rank."""
+    with alone() as ranks:
+        resume = str(four.checkpoints / "by 2 copies")
+        single = against_one_rank(ranks, four.models, four.expected, VARIANT, resume=resume)
+    resumed = [outcome for found in four.found for outcome in found["resumed"].values()]
+    assert len(resumed) == 4 * len(RESUMED)
+    for outcome in (single, *resumed):
+        assert outcome["difference"] <= 1e-5
+        (last,) = outcome["metrics"]
+        assert last == pytest.approx(four.metrics[VARIANT][-1], rel=1e-4, abs=1e-6)
+
+
+def test_one_of_several_ranks_with_the_same_shards_writes_them(four: FourRanks) -> None:
+    """Twice as many shards have some bytes more, and not twice as many as without copies."""
+    sizes = {
+        name: sum(path.stat().st_size for path in (four.checkpoints / name).glob("*.distcp"))
+        for name in ("by one rank", "by 2 copies")
+    }
+    assert sizes["by 2 copies"] < 1.5 * sizes["by one rank"]
+
+
+def test_a_rank_that_runs_out_of_memory_catches_up_with_averages_over_copies(four: FourRanks) -> None:
+    for found in four.found:
+        disturbed, (_, _, metrics, bits, after) = found["out of memory"]
+        notes, _, *outcome = disturbed
+        assert "on 1 rank(s)" in notes[0]
+        assert outcome == [metrics, bits, after]
+
+
+def test_sizes_that_do_not_divide_the_ranks_are_refused() -> None:
     environment = RankEnvironment.read({})
-    try:
-        with pytest.raises(ConfigError, match="1 ranks cannot share the tokens of rows in groups of 2"):
-            form_group(environment, open_store(environment, WAIT_S), torch.device("cpu"), WAIT_S, context=2)
-    finally:
-        leave_group()
+    for sizes, words in (
+        ({"context": 2}, "1 ranks cannot share the tokens of rows in groups of 2"),
+        ({"fsdp_size": 2}, "1 ranks cannot shard the parameters in groups of 2; set learner.fsdp_size"),
+    ):
+        try:
+            with pytest.raises(ConfigError, match=words):
+                store = open_store(environment, WAIT_S)
+                form_group(environment, store, torch.device("cpu"), WAIT_S, **sizes)
+        finally:
+            leave_group()

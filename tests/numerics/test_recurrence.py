@@ -113,7 +113,7 @@ def test_layers_with_a_state_are_neither_compiled_nor_shared_and_have_no_pairs_o
     with pytest.raises(
         ConfigError, match=r"hand a state from token to token; set learner.context_parallel: 1"
     ):
-        require_shared_tokens(config, 2, has_experts=False)
+        require_shared_tokens(config, 2)
     # Keys and values of the four heads of one layer: 4 x (8 + 8), three times.
     assert arithmetic_of(network("qwen3_next")).per_pair == 3 * 64
 

@@ -1,27 +1,20 @@
-"""What ranks that share the tokens of rows compute, against one rank; for `run_ranks`."""
+"""What ranks that share the tokens of rows exchange around attention, against one rank; in each of them."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from paceline.learner.batch.types import PackedSequences
 from paceline.learner.distributed.context import heads_of_all_tokens, put_together, tokens_of_all_heads
 from paceline.learner.distributed.mesh import RankGroup
-from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.decoder.attention import packed_attention
-from paceline.learner.model.loading import hugging_face_names
-from paceline.learner.train.state.learner import Learner
-from support.learner_fakes import run_config
-from support.learner_scenarios import numbers, take_step
+from support.mesh_steps import share
 
 NUM_HEADS = 12
-NUM_PROMPTS = 4
 KEY_HEADS = (1, 2, 3, 4, 6, 12)
 ATTENTION: dict[str, dict[str, Any]] = {
     "float64 plain": {},
@@ -29,85 +22,15 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "float64 softcap": {"softcap": 2.0},
     "float64 sinks": {},
 }
-VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
-    "copies": {"actor": {"shared_prompts": "off"}},
-    "shared prompts": {"actor": {"shared_prompts": "on"}},
-    "adapters": {"model": {"lora": {"rank": 3, "alpha": 6.0}}},
-}
 
 
-def steps(ranks: Ranks, model: str, variant: str) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
-    """Metrics of two steps, and all parameters that train after them."""
-    context = 1 if ranks.context is None else ranks.context.size
-    chosen = VARIANTS[variant]
-    # With AdamW's own epsilon, rounding in a gradient that is 0 by symmetry would move a key's bias.
-    optim = {"lr": 1e-3, "eps": 1e-4}
-    config = run_config(
-        Path(model),
-        **{
-            **chosen,
-            "data": {"train_batch_size": NUM_PROMPTS},
-            "actor": {
-                "ppo_mini_batch_size": NUM_PROMPTS // 2,
-                "ppo_max_token_len_per_gpu": 64 // context,
-                "optim": optim,
-                **chosen.get("actor", {}),
-            },
-            "critic": {"optim": optim},
-            "learner": {
-                "device": "cpu",
-                "threads": 1,
-                "world_size": ranks.world.size,
-                "context_parallel": context,
-            },
-        },
-    )
-    learner = Learner.build(config, ranks)
-    metrics = [numbers(take_step(learner, step, num_prompts=NUM_PROMPTS)) for step in (1, 2)]
-    assert learner.critic is not None
-    networks = {"actor": learner.actor.network, "critic": learner.critic.network}
-    return metrics, {
-        f"{kind}.{name}": full(parameter.detach())
-        for kind, network in networks.items()
-        for name, parameter in hugging_face_names(network)
-        if parameter.requires_grad
-    }
-
-
-def full(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
-
-
-def against_one_rank(ranks: Ranks, model: str, expected: str, *variants: str) -> dict[str, Any]:
-    """By variant: metrics, and the parameters' largest difference from those in the folder `expected`.
-
-    A difference is a share of the largest number of its tensor.
-    """
-    seen = {}
-    for variant in variants:
-        metrics, parameters = steps(ranks, model, variant)
-        others = torch.load(Path(expected) / f"{variant}.pt", weights_only=True)
-        assert list(parameters) == list(others)
-        seen[variant] = {
-            "metrics": metrics,
-            "difference": max(share(parameters[name], others[name]) for name in others),
-        }
-    return seen
-
-
-def share(ours: Tensor, others: Tensor) -> float:
-    """Of the largest number, or of 0.01: biases begin at 0 and are at 0.004 after two steps."""
-    return float((ours - others).abs().max() / others.abs().max().clamp_min(0.01))
-
-
-def collectives(ranks: Ranks) -> dict[str, float]:
+def collectives(group: RankGroup) -> dict[str, float]:
     """The largest difference of outputs and gradients from one rank's, by type and number of key heads."""
-    assert ranks.context is not None
     return {
-        f"{dtype} {num_keys}": _difference(ranks.context, num_keys, dtype)
+        f"{dtype} {num_keys}": _difference(group, num_keys, dtype)
         for dtype in (torch.float32, torch.float64)
         for num_keys in KEY_HEADS
-    } | {name: _of_attention(ranks.context, name) for name in ATTENTION}
+    } | {name: _of_attention(group, name) for name in ATTENTION}
 
 
 def _difference(group: RankGroup, num_keys: int, dtype: torch.dtype) -> float:

@@ -34,11 +34,16 @@ def alone() -> Iterator[Any]:
 
 
 def run_ranks(
-    function: str, world_size: int, *arguments: str, context: int = 1, timeout_s: float = 600
+    function: str,
+    world_size: int,
+    *arguments: str,
+    context: int = 1,
+    fsdp_size: int | None = None,
+    timeout_s: float = 600,
 ) -> list[Any]:
     """Runs MODULE:FUNCTION(ranks, *arguments) in every rank's process; returns their results, by rank.
 
-    `context` of the ranks have the same rows.
+    `context` of the ranks have the same rows, and `fsdp_size` share one copy of the parameters.
     """
     port = free_port()
     started = []
@@ -51,7 +56,8 @@ def run_ranks(
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
         }
-        command = ["-m", "support.learner_ranks", function, str(context), *arguments]
+        sizes = json.dumps({"context": context, "fsdp_size": fsdp_size})
+        command = ["-m", "support.learner_ranks", function, sizes, *arguments]
         started.append(Forked(command, env=env, stdout=subprocess.PIPE))
     try:
         outputs = [process.communicate(timeout=timeout_s)[0] for process in started]
@@ -72,8 +78,8 @@ def main() -> None:
 
     module, _, name = sys.argv[1].partition(":")
     environment = RankEnvironment.read()
-    store, context = open_store(environment, WAIT_S), int(sys.argv[2])
-    ranks = form_group(environment, store, torch.device("cpu"), WAIT_S, context=context)
+    store, sizes = open_store(environment, WAIT_S), json.loads(sys.argv[2])
+    ranks = form_group(environment, store, torch.device("cpu"), WAIT_S, **sizes)
     result = getattr(importlib.import_module(module), name)(ranks, *sys.argv[3:])
     leave_group()
     print(json.dumps(result), flush=True)

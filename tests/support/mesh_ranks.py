@@ -1,22 +1,42 @@
-"""What a rank sees of the learner's mesh; `run_ranks` calls this in every rank's process."""
+"""What the learner's meshes of four ranks are and compute; `run_ranks` calls `everything` in each of them."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from paceline.learner.distributed.host_memory import cpu_mesh_like, local_part, sharded_like
 from paceline.learner.distributed.mesh import RankGroup
+from paceline.learner.distributed.publisher import WeightPublisher
 from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.model.loading import Precision, load_policy
+from support import context_ranks, memory_faults
+from support.mesh_steps import VARIANTS, against_one_rank, remeshed
+
+CASES = (
+    ("2 copies", "shared prompts"),
+    ("4 copies", "lean"),
+    ("context 2, 2 copies", "adapters"),
+    ("context 4", "windows"),
+    ("context 4, 2 copies", "experts"),
+)
+"""Meshes and variants that are compared with one rank; each mesh and each variant at least once."""
+
+RESUMED = {"by one rank": "4 copies", "by 2 copies": "context 2"}
+"""By a checkpoint's folder, the mesh that goes on from it."""
+VARIANT = "shared prompts"
+"""Of the resumed runs"""
 
 
 def groups(ranks: Ranks) -> dict[str, Any]:
     """By dimension: this rank's place and what it gets of the ranks' numbers 1, 10, 100, ..."""
-    fsdp = RankGroup.of(ranks.fsdp.get_group())
-    return {
-        name: seen(group, torch.tensor([10**ranks.world.rank]))
-        for name, group in (("world", ranks.world), ("data", ranks.data), ("fsdp", fsdp))
-    }
+    named = {"world": ranks.world, "data": ranks.data, "context": ranks.context}
+    for name in ranks.fsdp.mesh_dim_names or ():
+        named[name] = RankGroup.of(ranks.fsdp.get_group(name))
+    number = torch.tensor([10**ranks.world.rank])
+    return {name: seen(group, number) for name, group in named.items() if group is not None}
 
 
 def seen(group: RankGroup, number: torch.Tensor) -> dict[str, Any]:
@@ -29,3 +49,46 @@ def seen(group: RankGroup, number: torch.Tensor) -> dict[str, Any]:
         "all": group.all_gather(number).tolist(),
         "timeout_s": backend.options._timeout.total_seconds(),
     }
+
+
+def shards(ranks: Ranks, model: Path) -> dict[str, Any]:
+    """By parameter: the rows that the publisher says this rank has, and whether a host copy is the same."""
+    network = load_policy(model, ranks, Precision(compute=torch.float32))
+    layout = WeightPublisher(network.lm, ranks.device).layout()
+    mesh, parameters = cpu_mesh_like(ranks.fsdp), dict(network.lm.named_parameters())
+    said = {}
+    for part in layout.slices:
+        parameter = parameters[part.name].detach()
+        copy = sharded_like(parameter, local_part(parameter).clone(), mesh)
+        same = torch.equal(copy.full_tensor(), parameter.full_tensor())  # type: ignore[operator]
+        said[part.name] = [part.box.start[0], part.box.stop[0], same]
+    return said
+
+
+def everything(ranks: Ranks, models: str, expected: str, checkpoints: str, small: str) -> dict[str, Any]:
+    """All scenarios in one set of processes, which begins on the mesh "context 2, 2 copies"."""
+    begun, meshes = groups(ranks), {mesh: remeshed(ranks, mesh) for mesh in ("one copy", "context 4")}
+    found = {"groups": {"begun": begun, **{mesh: groups(other) for mesh, other in meshes.items()}}}
+    copies = remeshed(ranks, "2 copies")
+    found["shards"] = shards(copies, Path(models, VARIANTS[VARIANT][0]))
+    found["collectives"] = {
+        name: context_ranks.collectives(group)
+        for name, group in (("2", ranks.context), ("4", meshes["context 4"].context))
+        if group is not None
+    }
+    found["steps"] = {}
+    for mesh, variant in CASES:
+        writes = {"checkpoint": f"{checkpoints}/by {mesh}"} if variant == VARIANT else {}
+        outcome = against_one_rank(remeshed(ranks, mesh), Path(models), Path(expected), variant, **writes)
+        found["steps"][f"{mesh}: {variant}"] = outcome
+    found["resumed"] = {
+        f"{mesh}, from a checkpoint {name}": against_one_rank(
+            remeshed(ranks, mesh), Path(models), Path(expected), VARIANT, resume=f"{checkpoints}/{name}"
+        )
+        for name, mesh in RESUMED.items()
+    }
+    memory = {"recompute": "full", "keep_gathered": True, "accumulate": False}
+    actor = {"memory": memory, "ppo_max_token_len_per_gpu": 48}  # several micro-batches for each rank
+    place = memory_faults.PLACES[-1]
+    found["out of memory"] = memory_faults.one_rank_runs_out(copies, small, place, **actor)
+    return found

@@ -61,6 +61,7 @@ MINIMAL = {
         ("reward.functions=[]", "no scorer: name at least one"),
         ("actor.ppo_max_token_len_per_gpu=100", "cannot hold one sequence"),
         ("learner.context_parallel=2", "learner.context_parallel=2 must divide learner.world_size=1"),
+        ("learner={world_size: 6, fsdp_size: 4}", "learner.fsdp_size=4 must divide learner.world_size=6"),
         ("actor.clip_ratio_c=1.1", "must exceed 1 + the upper clip range"),
         ("actor.policy_loss=gspo", "actor: policy_loss=gspo clips the ratio"),
         ("actor.policy_loss=gspo", "a range of 0.2 and 0.2 clips nothing; set actor.clip_ratio_low=3e-4"),

@@ -150,6 +150,13 @@ class LearnerConfig(Section):
         description="Ranks that share the tokens of each row, so that one which is too long for a GPU can "
         "train; divides world_size and the model's attention heads.",
     )
+    fsdp_size: int | None = Field(
+        None,
+        gt=0,
+        description="Ranks that share one copy of weights and optimizer; divides world_size. null: all. "
+        "Fewer is hybrid sharding (HSDP): each group of so many neighbouring ranks, say those of a host, "
+        "gathers weights within itself, and gradients are averaged over the groups.",
+    )
     threads: int | None = Field(
         None, gt=0, description="CPU: torch threads per rank; null: the cores shared out over the ranks."
     )
@@ -167,13 +174,16 @@ class LearnerConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _shares_rows_evenly(self) -> Self:
-        if self.world_size % self.context_parallel:
-            raise ValueError(
-                f"learner.context_parallel={self.context_parallel} must divide "
-                f"learner.world_size={self.world_size}"
-            )
+    def _divides_evenly(self) -> Self:
+        for name, size in (("context_parallel", self.context_parallel), ("fsdp_size", self.num_shards)):
+            if self.world_size % size:
+                raise ValueError(f"learner.{name}={size} must divide learner.world_size={self.world_size}")
         return self
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that share one copy of weights and optimizer."""
+        return self.fsdp_size or self.world_size
 
     @property
     def num_data_ranks(self) -> int:

@@ -93,7 +93,7 @@ def choose_update(
         for gpu in known
     )
     shared = [totals[gpu] for gpu in known if gpu in engine_gpus and config.rollout.sleep == "always"]
-    on_host = (_OFFLOADED + _COPIED) * _num_averaged(config, shape) * len(known) // config.learner.world_size
+    on_host = (_OFFLOADED + _COPIED) * _num_averaged(config, shape) * len(known) // config.learner.num_shards
     choices = [
         UpdateChoice(memory=memory.with_rest_of(form), num_tokens=num_tokens)
         for form in _forms()

@@ -207,7 +207,7 @@ class _Batch:
             recomputed = 1.0 - memory.kept_share
             single_pass = self._pass(forward=3.0 + recomputed, moved=1.0 + recomputed / 3.0)
         steps = self._steps
-        per_rank = self._trained / config.learner.world_size
+        per_rank = self._trained / config.learner.num_shards
         optimizer = steps * per_rank * _OPTIMIZER_BYTES / self.card.bandwidth
         if memory.offloads:
             optimizer += steps * per_rank * _VISITING_BYTES / _BUS
@@ -281,10 +281,11 @@ class _Batch:
 
     def _between_ranks(self) -> float:
         """Seconds of gathers and reductions that nothing hides."""
-        ranks, memory, steps = self.config.learner.world_size, self.config.actor.memory, self._steps
-        if ranks == 1:
-            return 0.0
+        learner, memory, steps = self.config.learner, self.config.actor.memory, self._steps
+        shards, replicas = learner.num_shards, learner.world_size // learner.num_shards
         gathers = steps if memory.keeps_gathered else 2 * self._micro_batches
         reductions = steps if memory.accumulates else self._micro_batches
-        num_bytes = self._width * (self.shape.num_parameters * gathers + self._trained * reductions)
-        return _EXPOSED * num_bytes * (ranks - 1) / ranks / self.card.link
+        reduced = self._trained * reductions
+        numbers = (self.shape.num_parameters * gathers + reduced) * (shards - 1) / shards
+        numbers += 2 * reduced / shards * (replicas - 1) / replicas  # an all-reduce of the shards
+        return _EXPOSED * self._width * numbers / self.card.link

@@ -584,6 +584,21 @@ def test_ranks_that_share_rows_hold_their_part_of_them() -> None:
     assert LearnerMemory.of(few, shape_of(SEVEN)).num_tokens == 8 * 768
 
 
+def test_ranks_of_one_copy_share_its_weights_and_the_plan_says_when_a_copy_needs_more_ranks() -> None:
+    halved = run_of(learner={"world_size": 8, "fsdp_size": 4})
+    copies, shared = (
+        LearnerMemory.of(config, shape_of(SEVEN)) for config in (halved, run_of(learner={"world_size": 8}))
+    )
+    for part in ("weights", "optimizer"):
+        assert copies.resident[part] == pytest.approx(2 * shared.resident[part], rel=1e-6)
+    assert copies.num_tokens == shared.num_tokens
+    with pytest.raises(ConfigError, match=r"leave learner\.fsdp_size=4 out, so that all 8 ranks share"):
+        plan_for(halved, SEVEN, gib=copies.most // GIB).lines()
+    plan_for(run_of(learner={"world_size": 8}), SEVEN, gib=copies.most // GIB).lines()
+    with pytest.raises(ConfigError, match=r"set learner\.world_size and fsdp_size to 16, actor\.memory to"):
+        plan_for(halved, SEVEN, gib=18).lines()
+
+
 def test_rows_are_prompt_and_response_together() -> None:
     """A prompt has 512 tokens and a response 1,024; a plan of prompts alone would be too small."""
     config = run_of(actor={"ppo_mini_batch_size": 4, "ppo_max_token_len_per_gpu": 65536}, rollout={"n": 8})

@@ -134,6 +134,7 @@ def lead(environment: RankEnvironment, assignment: RankRegistration, head: Head)
         settings.collective_timeout_s,
         silent_s,
         settings.context_parallel,
+        settings.fsdp_size,
     ]
     store.set(_GROUP_KEY, json.dumps(group))
     _serve(environment, store, assignment, head)
@@ -165,10 +166,11 @@ def follow(environment: RankEnvironment) -> bool:
 def _serve(
     environment: RankEnvironment, store: Store, assignment: RankRegistration | None, head: Head | None
 ) -> bool:
-    device_word, devices, threads, timeout_s, silent_s, context = json.loads(store.get(_GROUP_KEY))
+    device_word, devices, threads, timeout_s, silent_s, *sizes = json.loads(store.get(_GROUP_KEY))
     use_threads(threads, environment)
     device = choose_device(device_word, environment, tuple(devices) if devices else None)
-    ranks = form_group(environment, store, device, timeout_s, context=context)
+    context, fsdp_size = sizes
+    ranks = form_group(environment, store, device, timeout_s, context=context, fsdp_size=fsdp_size)
     beating = (
         Heartbeats(ranks, limit_s=silent_s, lost=head.lost, told=head.told_to_end)
         if head

@@ -55,8 +55,14 @@ def form_ranks(settings: LearnerConfig, environment: RankEnvironment) -> Ranks:
     use_threads(settings.threads, environment)
     device = choose_device(settings.device, environment, settings.devices)
     store = open_store(environment, settings.collective_timeout_s)
-    timeout_s, context = settings.collective_timeout_s, settings.context_parallel
-    return form_group(environment, store, device, timeout_s, context=context)
+    return form_group(
+        environment,
+        store,
+        device,
+        settings.collective_timeout_s,
+        context=settings.context_parallel,
+        fsdp_size=settings.fsdp_size,
+    )
 
 
 def check(config: TuningRunConfig) -> None:

@@ -29,7 +29,7 @@ class LearnerMemory:
 
     Args:
         shape: of the policy, and of a critic if it is in use.
-        world_size: ranks that share the shards.
+        num_shards: ranks that share one copy of weights and optimizer.
         bytes_per_number: of the forward pass.
         bytes_per_gradient: of what gradients are summed in.
         num_tokens: of a micro-batch, with the patches of its images.
@@ -48,7 +48,7 @@ class LearnerMemory:
     """
 
     shape: ModelShape
-    world_size: int
+    num_shards: int
     bytes_per_number: int
     bytes_per_gradient: int
     num_tokens: int
@@ -80,7 +80,7 @@ class LearnerMemory:
         lora = config.model.lora
         return cls(
             shape=shape,
-            world_size=config.learner.world_size,
+            num_shards=config.learner.num_shards,
             bytes_per_number=2 if config.model.dtype == "bfloat16" else 4,
             bytes_per_gradient=2 if actor.reduce_dtype == "bfloat16" else 4,
             num_tokens=min(actor.ppo_max_token_len_per_gpu, most),
@@ -206,7 +206,7 @@ class LearnerMemory:
         return self.num_adapters or self.shape.num_parameters
 
     def _share(self, numbers: int) -> int:
-        return -(-numbers // self.world_size)
+        return -(-numbers // self.num_shards)
 
     @property
     def _gradients(self) -> int:

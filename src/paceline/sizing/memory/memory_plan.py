@@ -136,7 +136,7 @@ class MemoryPlan:
             beside = f" beside {_gib(asleep)} of a sleeping engine" if asleep else ""
             raise ConfigError(
                 f"GPU {gpu} has {_gib(total)}, the learner's update needs {_gib(peak)}{beside}: "
-                f"{self._advice(total - asleep)}"
+                f"{self._fewer_copies(total - asleep) or self._advice(total - asleep)}"
             )
 
     def _check_generation(self, gpu: int, total: int) -> None:
@@ -160,9 +160,17 @@ class MemoryPlan:
                 "raise rollout.gpu_memory_utilization or rollout.tensor_model_parallel_size"
             )
 
+    def _fewer_copies(self, total: int) -> str:
+        """What to change where one copy of the weights over all ranks fits; "" where that is not enough."""
+        num_shards, world_size = self.learner.num_shards, self.config.learner.world_size
+        if num_shards == world_size or self.learner.changed(num_shards=world_size).most > total:
+            return ""
+        return f"leave learner.fsdp_size={num_shards} out, so that all {world_size} ranks share one copy"
+
     def _advice(self, total: int) -> str:
         """The first setting that makes the update fit."""
         learner, longest = self.learner, longest_row(self.config, self.learner.shape)
+        world_size = self.config.learner.world_size
         lean = learner.changed(kept_share=0.0, keeps_gathered=False)
 
         def most_tokens(memory: LearnerMemory) -> int | None:
@@ -187,17 +195,22 @@ class MemoryPlan:
                 return f"set actor.memory to {{recompute: full, accumulate: false, {offloads}}} and {least}"
             offloads = f"offload: true, {offloads}"
         leanest = leanest.changed(offloads=True)
-        for world_size in (learner.world_size, *(learner.world_size << doubled for doubled in (1, 2, 3))):
-            if leanest.changed(world_size=world_size).most <= total:
-                ranks = "" if world_size == learner.world_size else f"learner.world_size to {world_size}, "
+        for num_shards in (learner.num_shards, *(world_size << doubled for doubled in range(4))):
+            if leanest.changed(num_shards=num_shards).most <= total:
+                ranks = "" if num_shards == learner.num_shards else f"{self._ranks} to {num_shards}, "
                 return (
                     f"set {ranks}actor.memory to {{recompute: full, accumulate: false, {offloads}}} and "
                     f"{least}"
                 )
         return (
-            f"weights, optimizer and the least that an update keeps do not fit on {8 * learner.world_size} "
+            f"weights, optimizer and the least that an update keeps do not fit on {8 * world_size} "
             "such GPUs either; use a smaller model or GPUs with more memory"
         )
+
+    @property
+    def _ranks(self) -> str:
+        """What says how many ranks share the weights."""
+        return "learner.world_size" + ("" if self.config.learner.fsdp_size is None else " and fsdp_size")
 
 
 def _largest(low: int, high: int, fits: Any) -> int | None:

@@ -6,11 +6,15 @@ tokens, and the first k collectives of that stay on this rank: what they would g
 
 Gathers and reductions are counted apart. Where weights stay gathered from one pass to the next, only the
 first pass gathers. A rank that failed in a later one has lost them, and all its gathers stay on it.
+
+Where the mesh has replicas, FSDP averages a module's shards over them by an all-reduce of its own, which can
+only be called off: for modules whose shards were averaged before the failure it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,29 +34,42 @@ class PassCollectives:
 
     Args:
         network: sharded over several ranks; from now on it communicates through this object.
+        has_replicas: whether several ranks hold the same shards.
     """
 
-    def __init__(self, network: nn.Module) -> None:
+    def __init__(self, network: nn.Module, *, has_replicas: bool) -> None:
         self._gathers, self._scatters = _Gather(), _Scatter()
+        self._averaged: list[FSDPModule] = []
         for module in network.modules():
             if isinstance(module, FSDPModule):
                 module.set_custom_all_gather(self._gathers)  # type: ignore[arg-type]
                 module.set_custom_reduce_scatter(self._scatters)  # type: ignore[arg-type]
+                if has_replicas:
+                    module.set_all_reduce_hook(partial(self._note_averaged, module))
 
     def begin(self, *, again: bool, still_gathered: bool) -> None:
         """Is called when a pass begins.
 
         Args:
-            again: the one that failed last, with all weights sharded.
+            again: the one that failed last, with all weights sharded. The gradient is unusable after it, and
+                FSDP may keep a part: `forget_broken_pass` drops it.
             still_gathered: what the passes before have gathered was kept.
         """
         self._scatters.begin(again=again, goes_on=False)
         self._gathers.begin(again=again, goes_on=still_gathered)
+        averaged, self._averaged = self._averaged, []
+        for module in averaged if again else ():
+            module.set_requires_all_reduce(False, recurse=False)
+
+    def _note_averaged(self, module: FSDPModule, shards: Tensor) -> None:
+        self._averaged.append(module)
 
 
 def count_collectives(network: nn.Module, ranks: Ranks) -> PassCollectives | None:
     """Has the network's collectives counted, where there are other ranks."""
-    return PassCollectives(network) if ranks.fsdp.size() > 1 else None
+    if ranks.world.size == 1:
+        return None
+    return PassCollectives(network, has_replicas=ranks.fsdp.ndim > 1)
 
 
 def forget_broken_pass(network: nn.Module) -> None:

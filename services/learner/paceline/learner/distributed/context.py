@@ -72,7 +72,15 @@ def put_together(own: Tensor, places: Tensor, length: int, group: RankGroup) -> 
         (length,); exact, because each place is one number and zeros.
     """
     everywhere = own.new_zeros(length + 1).index_copy(0, places, own)
-    total: Tensor = _Sum.apply(everywhere[:length], group)  # type: ignore[no-untyped-call]
+    return added_up(everywhere[:length], group)
+
+
+def added_up(own: Tensor, group: RankGroup) -> Tensor:
+    """The sum of the ranks' numbers, on every rank; differentiable.
+
+    All ranks must take the same loss of the result: the gradient of `own` is that of the sum on this rank.
+    """
+    total: Tensor = _Sum.apply(own, group)  # type: ignore[no-untyped-call]
     return total
 
 

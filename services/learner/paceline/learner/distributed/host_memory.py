@@ -17,8 +17,15 @@ log = logging.getLogger(__name__)
 
 
 def host_mesh(ranks: Ranks) -> DeviceMesh:
-    """Tensors on the CPU cannot be sharded over a mesh of GPUs; this one has the same shape."""
-    return ranks.fsdp if ranks.device.type == "cpu" else DeviceMesh.from_group(ranks.storage, "cpu")
+    """Tensors on the CPU cannot be sharded over a mesh of GPUs; this one is the same ranks' CPUs."""
+    return ranks.fsdp if ranks.device.type == "cpu" else cpu_mesh_like(ranks.fsdp)
+
+
+def cpu_mesh_like(mesh: DeviceMesh) -> DeviceMesh:
+    """A mesh of CPUs in the shape of another, with its groups; for where parts lie, not to send."""
+    return DeviceMesh.from_group(
+        mesh.get_all_groups(), "cpu", mesh=mesh.mesh, mesh_dim_names=mesh.mesh_dim_names
+    )
 
 
 def local_part(tensor: Tensor) -> Tensor:

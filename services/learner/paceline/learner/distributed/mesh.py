@@ -1,12 +1,14 @@
 """The learner's mesh: its ranks by named dimensions, and sums over the ranks along one of them.
 
-    dimension  along it ranks have                              what runs over it
-    data       different rows                                   sums over tokens and rows, the plan's deal
-    context    different tokens of the same rows                attention
-    fsdp       different shards of the parameters: all of them  gathers of weights, averages of gradients
+    dimension  along it ranks have                  what runs over it
+    data       different rows                       sums over tokens and rows, the plan's deal
+    context    different tokens of the same rows    attention
+    shard      different shards of the parameters   gathers of weights, averages of gradients
+    replicate  the same shards of the parameters    averages of the shards' gradients
 
-Ranks are numbered with `context` fastest, so that those which talk most are on one host. A dimension is a
-view of all ranks, and dimensions of different views overlap: FSDP shards over data and context together.
+Two views of all ranks: (data, context), and (replicate, shard) for FSDP. In each, the last dimension runs
+fastest, so that ranks which talk most are on one host. Dimensions of different views overlap: without
+`replicate`, FSDP shards over data and context together.
 """
 
 from __future__ import annotations
@@ -81,9 +83,27 @@ def form_rows_mesh(device_type: str, context: int, timeout: datetime.timedelta) 
     return _form(device_type, (world_size // context, context), ("data", "context"), timeout)
 
 
-def form_fsdp_mesh(device_type: str, timeout: datetime.timedelta) -> DeviceMesh:
-    """Forms the dimension "fsdp" of all ranks, for `fully_shard`; every rank calls it."""
-    return _form(device_type, (dist.get_world_size(),), ("fsdp",), timeout)
+def form_fsdp_mesh(device_type: str, size: int | None, timeout: datetime.timedelta) -> DeviceMesh:
+    """Forms the dimensions for `fully_shard`: "shard", after "replicate" where there are several groups.
+
+    Args:
+        device_type: of the tensors that ranks exchange.
+        size: ranks that share one copy of the parameters; None: all.
+        timeout: bounds every wait of one rank for another.
+
+    Raises:
+        ConfigError: `size` does not divide the number of ranks.
+    """
+    world_size = dist.get_world_size()
+    size = size or world_size
+    if world_size % size:
+        raise ConfigError(
+            f"{world_size} ranks cannot shard the parameters in groups of {size}; set learner.fsdp_size to a "
+            f"divisor of {world_size}"
+        )
+    if size == world_size:
+        return _form(device_type, (size,), ("shard",), timeout)
+    return _form(device_type, (world_size // size, size), ("replicate", "shard"), timeout)
 
 
 def _form(

@@ -105,7 +105,8 @@ class Ranks:
             over it, never over `world`.
         context: the ranks that have the same rows and share their tokens; None where each rank has all
             tokens of its rows.
-        fsdp: the ranks that share the parameters' shards, over which FSDP averages gradients.
+        fsdp: all ranks as FSDP sees them: "shard", the ranks that share one copy of the parameters, after
+            "replicate" where there are several copies. Gradients are averaged over both.
         control: a gloo group of all ranks beside the default one, for commands and their outcomes.
         storage: another, for the thread that writes checkpoints.
         store: the key-value store that formed the group; a dying rank leaves its reason there.
@@ -188,7 +189,13 @@ def open_store(environment: RankEnvironment, timeout_s: float) -> Store:
 
 
 def form_group(
-    environment: RankEnvironment, store: Store, device: torch.device, timeout_s: float, *, context: int = 1
+    environment: RankEnvironment,
+    store: Store,
+    device: torch.device,
+    timeout_s: float,
+    *,
+    context: int = 1,
+    fsdp_size: int | None = None,
 ) -> Ranks:
     """Forms the process groups; every rank calls it.
 
@@ -198,9 +205,10 @@ def form_group(
         device: this rank's.
         timeout_s: bounds this and every later wait of one rank for another.
         context: ranks that share the tokens of each row.
+        fsdp_size: ranks that share one copy of the parameters; None: all.
 
     Raises:
-        ConfigError: `context` does not divide the number of ranks.
+        ConfigError: `context` or `fsdp_size` does not divide the number of ranks.
         RuntimeError: a rank did not join in time.
     """
     timeout = datetime.timedelta(seconds=timeout_s)
@@ -223,7 +231,7 @@ def form_group(
         world=RankGroup.of(dist.group.WORLD),
         data=RankGroup.of(rows.get_group("data")),
         context=RankGroup.of(rows.get_group("context")) if context > 1 else None,
-        fsdp=form_fsdp_mesh(device.type, timeout),
+        fsdp=form_fsdp_mesh(device.type, fsdp_size, timeout),
         control=dist.new_group(backend="gloo", timeout=timeout),
         storage=dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=WRITE_TIMEOUT_S)),
         store=store,

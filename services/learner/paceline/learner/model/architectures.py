@@ -139,7 +139,7 @@ def recurrent_layers(lm: nn.Module) -> list[nn.Module]:
     return [module for module in lm.modules() if type(module).__name__.endswith("GatedDeltaNet")]
 
 
-def require_shared_tokens(config: Any, num_ranks: int, *, has_experts: bool) -> None:
+def require_shared_tokens(config: Any, num_ranks: int) -> None:
     """Refuses a model of whose rows `num_ranks` ranks cannot share the tokens.
 
     Raises:
@@ -150,11 +150,6 @@ def require_shared_tokens(config: Any, num_ranks: int, *, has_experts: bool) -> 
         raise ConfigError(
             f"{num_ranks} ranks cannot share the {heads} attention heads of this model evenly; set "
             f"learner.context_parallel to a divisor of {heads}"
-        )
-    if has_experts:
-        raise ConfigError(
-            "ranks cannot share the tokens of rows where the balance of experts is counted over whole ones; "
-            "set learner.context_parallel: 1 for a model with experts"
         )
     if family_of(config.model_type).has_states:
         raise ConfigError(

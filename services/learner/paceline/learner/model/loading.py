@@ -29,7 +29,6 @@ from paceline.learner.model.decoder import attention
 from paceline.learner.model.decoder.compiling import take_numbers_as_known
 from paceline.learner.model.decoder.experts import (
     note_choices,
-    routers,
     use_correction_parameters,
     use_float32_routers,
 )
@@ -215,9 +214,11 @@ def local_rows(parameter: Tensor) -> tuple[Tensor, int, int]:
     """This rank's part of a parameter, and which rows [start, stop) of dimension 0 it has."""
     if not isinstance(parameter, DTensor):
         return parameter, 0, parameter.shape[0]
-    mesh, (shard,) = parameter.device_mesh, parameter.placements
+    mesh, (*others, shard) = parameter.device_mesh, parameter.placements
     assert shard.is_shard(0)
-    start, stop = chunk_rows(parameter.shape[0], mesh.get_local_rank(), mesh.size())
+    assert all(other.is_replicate() for other in others)
+    dim = len(others)
+    start, stop = chunk_rows(parameter.shape[0], mesh.get_local_rank(dim), mesh.size(dim))
     return parameter.to_local(), start, stop
 
 
@@ -293,8 +294,7 @@ def _materialise(
 ) -> None:
     network.token_multiple = options.token_multiple
     if ranks.context is not None:
-        has_experts = bool(routers(lm))
-        architectures.require_shared_tokens(lm.config, ranks.context.size, has_experts=has_experts)
+        architectures.require_shared_tokens(lm.config, ranks.context.size)
         network.context = ranks.context
     if options.compiled:
         architectures.require_compilable(lm.config)

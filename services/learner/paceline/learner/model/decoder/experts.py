@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.learner.batch.types import MicroBatch
+from paceline.learner.distributed.context import added_up
+from paceline.learner.distributed.mesh import RankGroup
 from paceline.weights import corrections
 
 _IN_FLOAT32 = "TopkRouter"
@@ -123,7 +125,9 @@ def recorded_choices(lm: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
             router.notes_choice, router.choice = False, None
 
 
-def balance_by_row(choices: Sequence[tuple[Tensor, Tensor]], batch: MicroBatch) -> Tensor:
+def balance_by_row(
+    choices: Sequence[tuple[Tensor, Tensor]], batch: MicroBatch, context: RankGroup | None = None
+) -> Tensor:
     """How evenly the states that predict each row's response choose experts, (B,), the mean over layers.
 
     DeepSeek-V3's sequence-wise loss (arXiv:2412.19437, equations 17 to 20): the sum over experts of f P, with
@@ -132,14 +136,20 @@ def balance_by_row(choices: Sequence[tuple[Tensor, Tensor]], batch: MicroBatch) 
     of rows are not looked at.
 
     Args:
-        choices: logits (T, E) and indices (T, K) per layer.
+        choices: logits (T, E) and indices (T, K) per layer; of n ranks in `context` this one's, (T/n, ...).
         batch: of T tokens.
+        context: the ranks that share them, which add up what they count.
     """
     num_rows = batch.places.shape[0]
     inside = batch.places < len(batch.targets)
     states = batch.score_positions[batch.places[inside]]
     rows = torch.arange(num_rows, device=states.device).unsqueeze(1).expand_as(inside)[inside]
     lengths = inside.sum(-1).clamp(min=1)
+    if context is not None:
+        length = len(choices[0][0])
+        states = states - context.rank * length
+        own = (states >= 0) & (states < length)
+        states, rows = states[own], rows[own]
     total = torch.zeros(num_rows, device=states.device)
     for logits, indices in choices:
         num_experts, num_chosen = logits.shape[-1], indices.shape[-1]
@@ -147,6 +157,8 @@ def balance_by_row(choices: Sequence[tuple[Tensor, Tensor]], batch: MicroBatch) 
         chosen = torch.zeros_like(probs).scatter_(-1, indices[states], 1.0)
         zeros = probs.new_zeros(num_rows, num_experts)
         counts, sums = (zeros.index_add(0, rows, values) for values in (chosen, probs))
+        if context is not None:
+            counts, sums = added_up(torch.stack([counts, sums]), context)
         total = total + (counts * sums).sum(-1) * num_experts / (num_chosen * lengths.square())
     return total / len(choices)
 

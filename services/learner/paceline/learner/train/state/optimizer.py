@@ -371,6 +371,8 @@ class Trainable(Generic[N]):
                 self._filler_pass(ranks)
             else:
                 total = sums if total is None else total + sums
+        if failed:
+            forget_broken_pass(self.network)  # what fillers left
         num_failed = int(ranks.world.all_sum(torch.tensor([failed], device=ranks.device).float()).item())
         return (None if failed else total), num_failed
 

@@ -140,7 +140,7 @@ class PolicyLoss:
                 "loss's balance would be wrong; set actor.compile: false, and report this as a bug"
             )
         with torch.set_grad_enabled(bool(self._actor.load_balance_coef)):
-            rows = balance_by_row(choices, batch) * batch.mask.any(-1)
+            rows = balance_by_row(choices, batch, self._network.context) * batch.mask.any(-1)
         return rows.sum() / denominators.num_sequences
 
     def _per_token(self, log_probs: Tensor, part: TrainingBatch) -> tuple[Tensor, Mapping[str, Tensor]]:

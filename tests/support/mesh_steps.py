@@ -1,0 +1,153 @@
+"""Training steps of ranks on any mesh, with parameters that can be compared over meshes; in each rank."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from paceline.config.run import RunConfig
+from paceline.learner.checkpoint.load import load
+from paceline.learner.distributed.mesh import RankGroup, form_fsdp_mesh, form_rows_mesh
+from paceline.learner.distributed.ranks import Ranks
+from paceline.learner.model.loading import hugging_face_names
+from paceline.learner.train.state.learner import Learner
+from support.architectures import tiny_config
+from support.learner_fakes import VOCAB_SIZE, run_config
+from support.learner_ranks import WAIT_S
+from support.learner_scenarios import numbers, save, take_step
+
+NUM_PROMPTS = 4
+NUM_STEPS = 2
+MESHES: dict[str, tuple[int, int | None]] = {
+    "one copy": (1, None),
+    "2 copies": (1, 2),
+    "4 copies": (1, 1),
+    "context 2": (2, None),
+    "context 2, 2 copies": (2, 2),
+    "context 4": (4, None),
+    "context 4, 2 copies": (4, 2),
+}
+"""Of four ranks, by name: `learner.context_parallel` and `learner.fsdp_size`."""
+
+VARIANTS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
+    "windows": ("qwen2", {"actor": {"shared_prompts": "off"}}),
+    "shared prompts": ("qwen2", {"actor": {"shared_prompts": "on"}}),
+    "adapters": ("qwen2", {"model": {"lora": {"rank": 3, "alpha": 6.0}}}),
+    "experts": ("qwen3_moe", {"actor": {"shared_prompts": "on", "load_balance_coef": 0.1}}),
+    "lean": (
+        "qwen2",
+        {"actor": {"memory": {"accumulate": False, "keep_gathered": False, "offload": True}}},
+    ),
+}
+"""By name, the kind of model and sections of the configuration. All have a critic and a reference."""
+
+
+def remeshed(ranks: Ranks, mesh: str) -> Ranks:
+    """The same ranks on one of `MESHES`; every rank calls it."""
+    context, fsdp_size = MESHES[mesh]
+    timeout = datetime.timedelta(seconds=WAIT_S)
+    rows = form_rows_mesh("cpu", context, timeout)
+    return replace(
+        ranks,
+        data=RankGroup.of(rows.get_group("data")),
+        context=RankGroup.of(rows.get_group("context")) if context > 1 else None,
+        fsdp=form_fsdp_mesh("cpu", fsdp_size, timeout),
+    )
+
+
+def write_models(folder: Path) -> Path:
+    """A tiny model of each kind that `VARIANTS` names, of two key heads, in a folder of its kind."""
+    from transformers import AutoModelForCausalLM
+
+    for kind in {kind for kind, _ in VARIANTS.values()}:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(tiny_config(kind, vocab_size=VOCAB_SIZE))
+        model.save_pretrained(folder / kind)
+    return folder
+
+
+def config_of(ranks: Ranks, models: Path, variant: str) -> RunConfig:
+    """The run of a variant on a mesh, with budgets that give every mesh the same micro-batches."""
+    context = 1 if ranks.context is None else ranks.context.size
+    kind, sections = VARIANTS[variant]
+    # With AdamW's own epsilon, rounding in a gradient that is 0 by symmetry would move a key's bias.
+    optim = {"lr": 1e-3, "eps": 1e-3}
+    actor = {
+        "ppo_mini_batch_size": NUM_PROMPTS // 2,
+        "ppo_max_token_len_per_gpu": 64 // context,
+        "optim": optim,
+    }
+    sizes = {"world_size": ranks.world.size, "context_parallel": context}
+    return run_config(
+        models / kind,
+        **{
+            **sections,
+            "data": {"train_batch_size": NUM_PROMPTS},
+            "actor": {**actor, **sections.get("actor", {})},
+            "critic": {"optim": optim},
+            "learner": {"device": "cpu", "threads": 1, **sizes, "fsdp_size": ranks.fsdp.size(-1)},
+        },
+    )
+
+
+def steps(
+    ranks: Ranks, models: Path, variant: str, *, resume: str = "", checkpoint: str = ""
+) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    """Metrics of all steps, and all parameters that train after them.
+
+    Args:
+        ranks: on their mesh.
+        models: as `write_models` writes them.
+        variant: one of `VARIANTS`.
+        resume: a checkpoint of step 1, after which to go on.
+        checkpoint: where to write one after step 1.
+    """
+    learner = Learner.build(config_of(ranks, models, variant), ranks)
+    metrics = []
+    if resume:
+        load(learner, Path(resume))
+    for step in range(learner.version + 1, NUM_STEPS + 1):
+        metrics.append(numbers(take_step(learner, step, num_prompts=NUM_PROMPTS)))
+        if checkpoint and step == 1:
+            save(learner, Path(checkpoint), step=1)
+    return metrics, parameters_of(learner)
+
+
+def parameters_of(learner: Learner) -> dict[str, Tensor]:
+    """All parameters that train, unsharded."""
+    assert learner.critic is not None
+    networks = {"actor": learner.actor.network, "critic": learner.critic.network}
+    return {
+        f"{kind}.{name}": full(parameter.detach())
+        for kind, network in networks.items()
+        for name, parameter in hugging_face_names(network)
+        if parameter.requires_grad
+    }
+
+
+def full(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def against_one_rank(ranks: Ranks, models: Path, expected: Path, variant: str, **options: str) -> Any:
+    """Metrics, and the parameters' largest difference from those in the folder `expected`.
+
+    A difference is a share of the largest number of its tensor.
+    """
+    metrics, parameters = steps(ranks, models, variant, **options)
+    others = torch.load(expected / f"{variant}.pt", weights_only=True)
+    assert list(parameters) == list(others)
+    difference = max(share(parameters[name], others[name]) for name in others)
+    return {"metrics": metrics, "difference": difference}
+
+
+def share(ours: Tensor, others: Tensor) -> float:
+    """Of the largest number, or of 0.01: biases begin at 0 and are at 0.004 after two steps."""
+    return float((ours - others).abs().max() / others.abs().max().clamp_min(0.01))
