@@ -28,7 +28,7 @@ EVERYONE = [0, 1, 2, 3]
 
 
 class FourRanks:
-    """What four ranks found, by rank, and one rank's run of every variant.
+    """What four ranks computed, `by_rank`, and one rank's run of every variant.
 
     Attributes:
         models, checkpoints, expected: folders: of models by kind, of checkpoints, of parameters by variant.
@@ -45,7 +45,7 @@ class FourRanks:
                 self.metrics[variant], parameters = steps(ranks, self.models, variant, **writes)
                 torch.save(parameters, self.expected / f"{variant}.pt")
         folders = map(str, (self.models, self.expected, self.checkpoints, small))
-        self.found = run_ranks("support.mesh_ranks:everything", 4, *folders, context=2, fsdp_size=2)
+        self.by_rank = run_ranks("support.mesh_ranks:everything", 4, *folders, context=2, fsdp_size=2)
 
 
 @pytest.fixture(scope="module")
@@ -87,14 +87,14 @@ def test_neighbours_share_rows_and_a_copy_of_the_parameters(
 ) -> None:
     for rank in EVERYONE:
         own = {name: next(ranks for ranks in all_ if rank in ranks) for name, all_ in dimensions.items()}
-        assert four.found[rank]["groups"][mesh] == {
+        assert four.by_rank[rank]["groups"][mesh] == {
             name: group_of(ranks, rank) for name, ranks in {"world": EVERYONE, **own}.items()
         }
 
 
 def test_ranks_with_the_same_shards_describe_them_alike(four: FourRanks) -> None:
     """48 rows are halved; of a copy of the model each rank has a half, whichever copy it is."""
-    first, second, *others = (found["shards"] for found in four.found)
+    first, second, *others = (outcomes["shards"] for outcomes in four.by_rank)
     assert others == [first, second]
     assert first["model.embed_tokens.weight"] == [0, 24, True]
     assert second["model.embed_tokens.weight"] == [24, 48, True]
@@ -106,8 +106,8 @@ def test_attention_by_heads_and_numbers_of_all_tokens_are_those_of_one_rank(
     four: FourRanks, num_ranks: str
 ) -> None:
     """With fewer key heads than ranks, and where the ranks do not divide them; with prefixes and windows."""
-    for found in four.found:
-        differences = found["collectives"][num_ranks]
+    for outcomes in four.by_rank:
+        differences = outcomes["collectives"][num_ranks]
         assert len(differences) == 16
         for name, difference in differences.items():
             assert difference < (1e-12 if "64" in name else 1e-5), name
@@ -116,8 +116,8 @@ def test_attention_by_heads_and_numbers_of_all_tokens_are_those_of_one_rank(
 @pytest.mark.parametrize(("mesh", "variant"), CASES)
 def test_steps_move_the_parameters_as_on_one_rank(four: FourRanks, mesh: str, variant: str) -> None:
     """The models have two key heads; on four ranks that share rows each is on two of them."""
-    for found in four.found:
-        outcome = found["steps"][f"{mesh}: {variant}"]
+    for outcomes in four.by_rank:
+        outcome = outcomes["steps"][f"{mesh}: {variant}"]
         assert outcome["difference"] <= 1e-5
         for step, (own, others) in enumerate(zip(outcome["metrics"], four.metrics[variant], strict=True)):
             assert own == pytest.approx(others, rel=1e-4, abs=1e-6), step
@@ -128,7 +128,7 @@ def test_a_run_goes_on_from_a_checkpoint_on_any_mesh(four: FourRanks) -> None:
     with alone() as ranks:
         resume = str(four.checkpoints / "by 2 copies")
         single = against_one_rank(ranks, four.models, four.expected, VARIANT, resume=resume)
-    resumed = [outcome for found in four.found for outcome in found["resumed"].values()]
+    resumed = [outcome for outcomes in four.by_rank for outcome in outcomes["resumed"].values()]
     assert len(resumed) == 4 * len(RESUMED)
     for outcome in (single, *resumed):
         assert outcome["difference"] <= 1e-5
@@ -146,8 +146,8 @@ def test_one_of_several_ranks_with_the_same_shards_writes_them(four: FourRanks) 
 
 
 def test_a_rank_that_runs_out_of_memory_catches_up_with_averages_over_copies(four: FourRanks) -> None:
-    for found in four.found:
-        disturbed, (_, _, metrics, bits, after) = found["out of memory"]
+    for outcomes in four.by_rank:
+        disturbed, (_, _, metrics, bits, after) = outcomes["out of memory"]
         notes, _, *outcome = disturbed
         assert "on 1 rank(s)" in notes[0]
         assert outcome == [metrics, bits, after]

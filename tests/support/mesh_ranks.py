@@ -68,20 +68,20 @@ def shards(ranks: Ranks, model: Path) -> dict[str, Any]:
 def everything(ranks: Ranks, models: str, expected: str, checkpoints: str, small: str) -> dict[str, Any]:
     """All scenarios in one set of processes, which begins on the mesh "context 2, 2 copies"."""
     begun, meshes = groups(ranks), {mesh: remeshed(ranks, mesh) for mesh in ("one copy", "context 4")}
-    found = {"groups": {"begun": begun, **{mesh: groups(other) for mesh, other in meshes.items()}}}
+    outcomes = {"groups": {"begun": begun, **{mesh: groups(other) for mesh, other in meshes.items()}}}
     copies = remeshed(ranks, "2 copies")
-    found["shards"] = shards(copies, Path(models, VARIANTS[VARIANT][0]))
-    found["collectives"] = {
+    outcomes["shards"] = shards(copies, Path(models, VARIANTS[VARIANT][0]))
+    outcomes["collectives"] = {
         name: context_ranks.collectives(group)
         for name, group in (("2", ranks.context), ("4", meshes["context 4"].context))
         if group is not None
     }
-    found["steps"] = {}
+    outcomes["steps"] = {}
     for mesh, variant in CASES:
         writes = {"checkpoint": f"{checkpoints}/by {mesh}"} if variant == VARIANT else {}
         outcome = against_one_rank(remeshed(ranks, mesh), Path(models), Path(expected), variant, **writes)
-        found["steps"][f"{mesh}: {variant}"] = outcome
-    found["resumed"] = {
+        outcomes["steps"][f"{mesh}: {variant}"] = outcome
+    outcomes["resumed"] = {
         f"{mesh}, from a checkpoint {name}": against_one_rank(
             remeshed(ranks, mesh), Path(models), Path(expected), VARIANT, resume=f"{checkpoints}/{name}"
         )
@@ -90,5 +90,5 @@ def everything(ranks: Ranks, models: str, expected: str, checkpoints: str, small
     memory = {"recompute": "full", "keep_gathered": True, "accumulate": False}
     actor = {"memory": memory, "ppo_max_token_len_per_gpu": 48}  # several micro-batches for each rank
     place = memory_faults.PLACES[-1]
-    found["out of memory"] = memory_faults.one_rank_runs_out(copies, small, place, **actor)
-    return found
+    outcomes["out of memory"] = memory_faults.one_rank_runs_out(copies, small, place, **actor)
+    return outcomes
