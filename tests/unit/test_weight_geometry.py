@@ -365,6 +365,27 @@ def test_between_two_learner_nodes_and_two_rollout_nodes_a_slice_crosses_the_net
     assert plan("auto", nodes_known=False)[1] >= crossing
 
 
+@pytest.mark.parametrize("relay", RELAY_MODES)
+def test_a_copy_of_the_weights_on_a_node_serves_its_engines(relay: str) -> None:
+    """Two nodes with two shards each; a third node has an engine and no copy, so all four ranks serve it."""
+    here, there, elsewhere = (RankPlace(node=node) for node in "ABC")
+    shards = [rows(960, rank, 2) for rank in range(2)]
+    sources = [shard.at(place) for place in (here, there) for shard in shards]
+    layouts = [rows(960, 0, 1).at(place) for place in (here, there, elsewhere)]
+    plan = build_plan(sources, layouts, item_bytes=4, round_bytes=32 << 20, relay=relay)
+    sent: dict[tuple[int, int], int] = {}
+    for piece in plan.pieces:
+        if piece.relay is None:
+            key = (piece.source, piece.destination)
+            sent[key] = sent.get(key, 0) + piece.box.volume
+    volume = layouts[0].slices[0].box.volume
+    whole, part = volume // 2, volume // 4
+    assert sent == {
+        **{(rank, rank // 2): whole for rank in range(4)},
+        **{(rank, 2): part for rank in range(4)},
+    }
+
+
 def test_ranks_on_one_node_are_planned_for_as_if_nothing_were_known_of_nodes() -> None:
     sources, layouts = [rows(960, 0, 1)], [rows(960, 0, 1)] * 3
     here = RankPlace(node="N", gpu="G")

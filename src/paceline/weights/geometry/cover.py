@@ -21,12 +21,18 @@ Holder = tuple[int, TensorSlice]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """A box of a tensor that has to be supplied; `label` says in errors for whom."""
+    """A box of a tensor that has to be supplied.
+
+    Attributes:
+        label: says in errors for whom.
+        node: the one of all who need it; "" if they are on several, or it is not known.
+    """
 
     name: str
     global_shape: tuple[int, ...]
     box: Box
     label: str
+    node: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,10 +100,11 @@ class _Regions:
 def assign_sources(sources: Sequence[RankLayout], needs: Sequence[Need]) -> Cover:
     """Splits every need among the sources that hold it.
 
-    A box that only one source holds comes from that source. A box that several hold (learner replicas,
-    unsharded tensors) is assigned, largest first, to the holder with the least to send so far; a large one is
-    first cut into as many parts as there are holders. The result depends on the arguments alone, so every
-    rank computes the same.
+    A box that only one source holds comes from that source. A box that several hold (copies of the learner's
+    weights, unsharded tensors) comes from the node of those who need it, if some holders are there. It is
+    assigned, largest first, to the holder with the least to send so far; a large one is first cut into as
+    many parts as there are holders. The result depends on the arguments alone, so every rank computes the
+    same.
 
     Tensors that lie alike on the sources, such as those of a model's layers, are cut once.
 
@@ -126,11 +133,13 @@ def assign_sources(sources: Sequence[RankLayout], needs: Sequence[Need]) -> Cove
         box=columns[1],
         holder=columns[2],
     )
+    nodes = [layout.place.node for layout in sources]
     contested = [
-        (number, part, owners)
+        (number, part, near)
         for number, cut in enumerate(regions)
         for box, owners in cut.contested
-        for part in _cut(box, len(owners))
+        for near in (_near(owners, needs[number].node, holders[needs[number].name], nodes),)
+        for part in _cut(box, len(near))
     ]
     return _with_contested(cover, contested, len(sources)) if contested else cover
 
@@ -171,6 +180,13 @@ def _regions_of(need: Need, candidates: list[Holder], boxes: BoxTable) -> _Regio
         holder=np.array([holder for _, _, holder in sole], dtype=np.int64),
         contested=tuple((box, owners) for box, owners in cuts if len(owners) > 1),
     )
+
+
+def _near(
+    owners: tuple[int, ...], node: str, candidates: list[Holder], nodes: Sequence[str]
+) -> tuple[int, ...]:
+    """Of several holders those on a node, or all if none is there or the node is not known."""
+    return tuple(owner for owner in owners if node and nodes[candidates[owner][0]] == node) or owners
 
 
 def _with_contested(

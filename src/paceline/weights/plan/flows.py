@@ -113,9 +113,11 @@ def gather_flows(
             global_shape=part.global_shape,
             box=part.box,
             label=" and ".join(f"rollout rank {rank}" for rank, _ in group),
+            node=nodes.pop() if len(nodes) == 1 else "",
         )
         for group in groups
         for part in (group[0][1],)
+        for nodes in ({destinations[rank].place.node for rank, _ in group},)
     ]
     cover = assign_sources(sources, needs)
     members_of = [tuple(rank for rank, _ in group) for group in groups]
