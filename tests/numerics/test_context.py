@@ -60,21 +60,12 @@ def test_a_rank_without_a_response_token_computes_one_number_that_counts_nowhere
     assert put_together(torch.tensor([-9.0]), own.places, 1, ranks.world).tolist() == [0.0]
 
 
-@pytest.mark.parametrize(
-    ("heads", "model_type", "reason"),
-    [
-        (6, "qwen2", "4 ranks cannot share the 6 attention heads"),
-        (8, "qwen2_5_vl", "rows with images"),
-    ],
-)
-def test_what_ranks_cannot_share_is_refused(heads: int, model_type: str, reason: str) -> None:
+def test_heads_that_ranks_cannot_share_evenly_are_refused() -> None:
     class Config:
-        num_attention_heads = heads
+        num_attention_heads = 6
 
         def get_text_config(self) -> Config:
             return self
 
-    config = Config()
-    config.model_type = model_type  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=reason):
-        architectures.require_shared_tokens(config, 4)
+    with pytest.raises(ConfigError, match="4 ranks cannot share the 6 attention heads .* a divisor of 6"):
+        architectures.require_shared_tokens(Config(), 4)

@@ -21,6 +21,7 @@ CASES = (
     ("context 2, 2 copies", "adapters"),
     ("context 4", "windows"),
     ("context 4, 2 copies", "experts"),
+    ("context 2", "images"),
 )
 """Meshes and variants that are compared with one rank; each mesh and each variant at least once."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from paceline.config.run import RunConfig
 from paceline.learner.checkpoint.load import load
+from paceline.learner.checkpoint.state import trainables_of
 from paceline.learner.distributed.mesh import RankGroup, form_fsdp_mesh, form_rows_mesh
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.loading import hugging_face_names
 from paceline.learner.train.state.learner import Learner
+from support import image_ranks, image_rows
 from support.architectures import tiny_config
 from support.learner_fakes import VOCAB_SIZE, run_config
 from support.learner_ranks import WAIT_S
@@ -40,12 +43,21 @@ VARIANTS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "shared prompts": ("qwen2", {"actor": {"shared_prompts": "on"}}),
     "adapters": ("qwen2", {"model": {"lora": {"rank": 3, "alpha": 6.0}}}),
     "experts": ("qwen3_moe", {"actor": {"shared_prompts": "on", "load_balance_coef": 0.1}}),
+    "images": (
+        image_rows.KIND,
+        {
+            "data": {"train_batch_size": len(image_rows.PROMPTS), "max_prompt_length": 48},
+            "algorithm": image_ranks.GROUPS,
+            "rollout": {"n": image_ranks.SAMPLES},
+            "actor": {"ppo_mini_batch_size": 3, "ppo_max_token_len_per_gpu": 160},
+        },
+    ),
     "lean": (
         "qwen2",
         {"actor": {"memory": {"accumulate": False, "keep_gathered": False, "offload": True}}},
     ),
 }
-"""By name, the kind of model and sections of the configuration. All have a critic and a reference."""
+"""By name, the kind of model and sections of the configuration. All but "images" have a critic."""
 
 
 def remeshed(ranks: Ranks, mesh: str) -> Ranks:
@@ -66,6 +78,9 @@ def write_models(folder: Path) -> Path:
     from transformers import AutoModelForCausalLM
 
     for kind in {kind for kind, _ in VARIANTS.values()}:
+        if kind == image_rows.KIND:
+            image_rows.write_tiny_vl(folder / kind)
+            continue
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(tiny_config(kind, vocab_size=VOCAB_SIZE))
@@ -79,19 +94,17 @@ def config_of(ranks: Ranks, models: Path, variant: str) -> RunConfig:
     kind, sections = VARIANTS[variant]
     # With AdamW's own epsilon, rounding in a gradient that is 0 by symmetry would move a key's bias.
     optim = {"lr": 1e-3, "eps": 1e-3}
-    actor = {
-        "ppo_mini_batch_size": NUM_PROMPTS // 2,
-        "ppo_max_token_len_per_gpu": 64 // context,
-        "optim": optim,
-    }
+    actor = {"ppo_mini_batch_size": NUM_PROMPTS // 2, "ppo_max_token_len_per_gpu": 64, "optim": optim}
+    actor |= sections.get("actor", {})
+    actor["ppo_max_token_len_per_gpu"] //= context
     sizes = {"world_size": ranks.world.size, "context_parallel": context}
     return run_config(
         models / kind,
         **{
-            **sections,
             "data": {"train_batch_size": NUM_PROMPTS},
-            "actor": {**actor, **sections.get("actor", {})},
             "critic": {"optim": optim},
+            **sections,
+            "actor": actor,
             "learner": {"device": "cpu", "threads": 1, **sizes, "fsdp_size": ranks.fsdp.size(-1)},
         },
     )
@@ -114,7 +127,9 @@ def steps(
     if resume:
         load(learner, Path(resume))
     for step in range(learner.version + 1, NUM_STEPS + 1):
-        metrics.append(numbers(take_step(learner, step, num_prompts=NUM_PROMPTS)))
+        has_images = VARIANTS[variant][0] == image_rows.KIND
+        take = image_ranks.take_image_step if has_images else partial(take_step, num_prompts=NUM_PROMPTS)
+        metrics.append(numbers(take(learner, step)))
         if checkpoint and step == 1:
             save(learner, Path(checkpoint), step=1)
     return metrics, parameters_of(learner)
@@ -122,12 +137,10 @@ def steps(
 
 def parameters_of(learner: Learner) -> dict[str, Tensor]:
     """All parameters that train, unsharded."""
-    assert learner.critic is not None
-    networks = {"actor": learner.actor.network, "critic": learner.critic.network}
     return {
         f"{kind}.{name}": full(parameter.detach())
-        for kind, network in networks.items()
-        for name, parameter in hugging_face_names(network)
+        for kind, trainable in trainables_of(learner).items()
+        for name, parameter in hugging_face_names(trainable.network)
         if parameter.requires_grad
     }
 

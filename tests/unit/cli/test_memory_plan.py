@@ -554,6 +554,11 @@ def test_the_towers_activations_count_where_they_are_more_than_the_layers() -> N
     expected = shape.tower.activations(65_536 * 4 // 5, 2)
     assert with_images.update["activations"] == with_images.scoring["activations"] == expected
     assert without.update["activations"] < expected
+    # Ranks that share rows have each the images of all of them.
+    both = with_images.changed(context=2, num_tokens=32_768)
+    assert both.update["activations"] == both.scoring["activations"] == expected
+    shared = {"learner": {"world_size": 8, "context_parallel": 2}}
+    assert LearnerMemory.of(run_of(data=IMAGES, **shared), shape).context == 2
     large = LearnerMemory.of(run_of(data=IMAGES), shape_of(SEVEN_VL))
     assert large.update["activations"] == LearnerMemory.of(run_of(), shape_of(SEVEN)).update["activations"]
 

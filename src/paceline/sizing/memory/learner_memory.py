@@ -32,7 +32,8 @@ class LearnerMemory:
         num_shards: ranks that share one copy of weights and optimizer.
         bytes_per_number: of the forward pass.
         bytes_per_gradient: of what gradients are summed in.
-        num_tokens: of a micro-batch, with the patches of its images.
+        num_tokens: of a micro-batch on a rank, with the patches of its images.
+        context: ranks that share the tokens of a micro-batch; each computes all of its images.
         kept_share: share of the activations that the update keeps.
         compiled: whether the layers are.
         keeps_gathered: whether weights stay gathered within a mini-batch.
@@ -63,6 +64,7 @@ class LearnerMemory:
     num_adapters: int = 0
     num_adapted: int = 0
     has_images: bool = False
+    context: int = 1
     gpu_bytes: int = 0
 
     @classmethod
@@ -95,6 +97,7 @@ class LearnerMemory:
             num_adapters=0 if lora is None else shape.num_adapters(lora.targets, lora.rank),
             num_adapted=0 if lora is None else shape.num_adapted(lora.targets),
             has_images=has_images(config),
+            context=config.learner.context_parallel,
             gpu_bytes=max(totals, default=0),
         )
 
@@ -237,7 +240,8 @@ class LearnerMemory:
         tower = self.shape.tower
         if tower is None or not self.has_images:
             return 0
-        num_patches = self.num_tokens * tower.patches_per_token // (1 + tower.patches_per_token)
+        num_tokens = self.context * self.num_tokens
+        num_patches = num_tokens * tower.patches_per_token // (1 + tower.patches_per_token)
         return tower.activations(num_patches, self.bytes_per_number)
 
     @property

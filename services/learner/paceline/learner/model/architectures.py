@@ -161,11 +161,6 @@ def require_shared_tokens(config: Any, num_ranks: int) -> None:
             f"ranks cannot share the tokens of rows of {config.model_type}, whose layers have heads of "
             "several sizes; set learner.context_parallel: 1"
         )
-    if family_of(config.model_type).takes_images:
-        raise ConfigError(
-            f"ranks cannot share the tokens of rows with images, which {config.model_type} takes; set "
-            "learner.context_parallel: 1"
-        )
 
 
 class UncompilableError(ConfigError):
