@@ -64,9 +64,9 @@ Further:
   row, so that a rank keeps half of their activations. `learner.world_size` counts all ranks, and
   `actor.ppo_max_token_len_per_gpu` the tokens of one, so a micro-batch holds twice as many. It goes with
   experts and images, not with compiled layers or layers that hand a state from token to token, and gives [the
-  numbers of one rank](decisions/0034-ranks-share-the-tokens-of-a-row.md). 3B rows of 131,072 tokens [train on two
-  H100s](../benchmarks/journal/gpus.md#rows-that-several-ranks-share) with all parameters, 7B's on four; at
-  32,768 tokens it takes 5.7 % longer than rows on one rank.
+  numbers of one rank](decisions/0034-ranks-share-the-tokens-of-a-row.md). 3B rows of 131,072 tokens [train
+  on two H100s](../benchmarks/journal/gpus.md#rows-that-several-ranks-share) with all parameters, 7B's on
+  four; at 32,768 tokens it takes 5.7 % longer than rows on one rank.
 - **A learner on several hosts**: `learner.fsdp_size: 8` on hosts of eight GPUs has the ranks of a host share
   a copy of weights and optimizer (HSDP). Weights are then gathered within the host, and only gradients cross
   the network, once per mini-batch with `actor.memory.accumulate`. A copy has to fit on a host: the plan

@@ -150,6 +150,10 @@ def test_what_cannot_run_is_said_before_anything_starts() -> None:
     lonely = two_hosts().model_copy(update={"hosts": two_hosts().hosts[:1]})
     with pytest.raises(ConfigError, match="no host runs rollout: give one of them rollout: 1"):
         several.with_hosts(config(broker=REDIS), lonely)
+    with pytest.raises(
+        ConfigError, match=r"learner.fsdp_size=2 must divide the 3 learner ranks of the hosts"
+    ):
+        specs(two_hosts(), learner={"world_size": 2, "fsdp_size": 2})
     with pytest.raises(ConfigError, match="me@a has 1 GPUs for 2 learner ranks"):
         specs(two_hosts(gpus=[0]))
 

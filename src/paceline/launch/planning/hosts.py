@@ -71,12 +71,18 @@ def with_hosts(config: RunConfig, hosts: Hosts) -> RunConfig:
     """The configuration with as many ranks and servers as the hosts have, and the controller's address.
 
     Raises:
-        ConfigError: a service has no host, or Redis cannot be reached from them.
+        ConfigError: a service has no host, Redis cannot be reached from them, or sizes of groups do not
+            divide the number of learner ranks.
     """
     counts = {kind: len(_slots(hosts, kind)) for kind in ("learner", "rollout", "reward")}
     missing = [kind for kind, count in counts.items() if not count]
     if missing:
         raise ConfigError(f"no host runs {' or '.join(missing)}: give one of them {missing[0]}: 1")
+    learner, num_ranks = config.learner, counts["learner"]
+    sizes = {"context_parallel": learner.context_parallel, "fsdp_size": learner.fsdp_size or 1}
+    for name, size in sizes.items():
+        if num_ranks % size:
+            raise ConfigError(f"learner.{name}={size} must divide the {num_ranks} learner ranks of the hosts")
     models = {model.name for model in config.reward.models}
     placed = {name for host in hosts.hosts for name in host.reward_models}
     if models != placed:
@@ -91,7 +97,7 @@ def with_hosts(config: RunConfig, hosts: Hosts) -> RunConfig:
         )
     return config.model_copy(
         update={
-            "learner": config.learner.model_copy(update={"world_size": counts["learner"], "devices": None}),
+            "learner": learner.model_copy(update={"world_size": num_ranks, "devices": None}),
             "rollout": config.rollout.model_copy(update={"replicas": counts["rollout"], "devices": None}),
             "service": config.service.model_copy(update={"host": hosts.address}),
         }
