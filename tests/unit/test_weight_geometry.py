@@ -379,10 +379,10 @@ def test_a_copy_of_the_weights_on_a_node_serves_its_engines(relay: str) -> None:
             key = (piece.source, piece.destination)
             sent[key] = sent.get(key, 0) + piece.box.volume
     volume = layouts[0].slices[0].box.volume
-    whole, part = volume // 2, volume // 4
+    half, quarter = volume // 2, volume // 4
     assert sent == {
-        **{(rank, rank // 2): whole for rank in range(4)},
-        **{(rank, 2): part for rank in range(4)},
+        **{(rank, rank // 2): half for rank in range(4)},
+        **{(rank, 2): quarter for rank in range(4)},
     }
 
 
