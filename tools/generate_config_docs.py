@@ -21,7 +21,7 @@ from paceline.cli.convert.convert import TABLES
 from paceline.cli.convert.rules import ConversionRule, Tree
 from paceline.config.base import OneOf
 from paceline.config.load import section_types
-from paceline.config.run import RmRunConfig, RunConfig, SftRunConfig
+from paceline.config.run import DpoRunConfig, RmRunConfig, RunConfig, SftRunConfig
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 HEAD = """# Configuration
@@ -53,6 +53,8 @@ def main() -> int:
         *sections(SftRunConfig, ""),
         "## `paceline rm`\n",
         *sections(RmRunConfig, ""),
+        "## `paceline dpo`\n",
+        *sections(DpoRunConfig, ""),
     ]
     pages = {
         DOCS / "configuration.md": "\n".join(parts),

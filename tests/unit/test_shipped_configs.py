@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from paceline.config.base import Section
 from paceline.config.load import dump_yaml, load, parse
-from paceline.config.run import RmRunConfig, RunConfig, SftRunConfig
+from paceline.config.run import DpoRunConfig, RmRunConfig, RunConfig, SftRunConfig
 from paceline.core.errors import ConfigError
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -20,8 +21,9 @@ SHIPPED = sorted(EXAMPLES.rglob("*.yaml"))
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: f"{p.parent.name}/{p.name}")
 def test_it_parses_and_survives_its_own_dump(path: Path) -> None:
     tree = yaml.safe_load(path.read_text())
-    kind = SftRunConfig if "sft" in tree else RmRunConfig if "rm" in tree else RunConfig
-    config: RunConfig | SftRunConfig | RmRunConfig = load(kind, path)
+    kinds: dict[str, type[Section]] = {"sft": SftRunConfig, "rm": RmRunConfig, "dpo": DpoRunConfig}
+    kind = next((kind for section, kind in kinds.items() if section in tree), RunConfig)
+    config = load(kind, path)
     assert parse(kind, yaml.safe_load(dump_yaml(config))) == config
 
 

@@ -19,6 +19,7 @@ _ROOMS: dict[str, dict[str, str]] = {
         "up": "train over several hosts; starts their services through ssh",
         "sft": "train a starting model on prompt/answer pairs",
         "rm": "train a reward model on pairs of answers",
+        "dpo": "train a policy on pairs of answers (DPO, IPO, SimPO, KTO)",
         "eval": "answer held-out prompts with a model or a checkpoint, and measure the answers",
         "chaos": "train under faults, then check what the run has written",
     },

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -25,7 +25,7 @@ from paceline.config.services import (
 from paceline.config.training.actor import ActorConfig, CriticConfig
 from paceline.config.training.algorithm import REFERENCE, AlgorithmConfig
 from paceline.config.training.policy_losses import CovarianceLoss, CustomLoss
-from paceline.config.training.tuning import PairDataConfig, RmConfig, SftConfig
+from paceline.config.training.tuning import DpoConfig, PairDataConfig, RmConfig, SftConfig
 from paceline.config.validation import HeldOutSet, ValSamplingConfig
 from paceline.core.errors import ConfigError
 from paceline.core.estimators import Need
@@ -482,7 +482,7 @@ class RunConfig(Section):
 
 
 class TuningRunConfig(Section):
-    """What `paceline sft` and `paceline rm` have in common."""
+    """What `paceline sft`, `paceline rm` and `paceline dpo` have in common."""
 
     data: PairDataConfig
     model: ModelConfig
@@ -490,9 +490,11 @@ class TuningRunConfig(Section):
     seed: int = Field(0, ge=0, description="Governs the order of the pairs.")
     telemetry: TelemetryConfig = TelemetryConfig()
 
+    takes_adapters: ClassVar[bool] = False
+
     @model_validator(mode="after")
     def _all_weights_train(self) -> Self:
-        if self.model.lora is not None:
+        if self.model.lora is not None and not self.takes_adapters:
             raise ValueError("`paceline sft` and `paceline rm` train all weights; leave model.lora out")
         return self
 
@@ -507,3 +509,11 @@ class RmRunConfig(TuningRunConfig):
     """Everything that `paceline rm` needs."""
 
     rm: RmConfig
+
+
+class DpoRunConfig(TuningRunConfig):
+    """Everything that `paceline dpo` needs."""
+
+    takes_adapters: ClassVar[bool] = True
+
+    dpo: DpoConfig

@@ -1,4 +1,4 @@
-"""What `paceline sft` and `paceline rm` do: settle the configuration, check it, train in all ranks."""
+"""What `paceline sft`, `rm` and `dpo` do: settle the configuration, check it, train in all ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(config: TuningRunConfig, section: str, *, is_dry: bool) -> int:
     """Trains on all ranks and writes the model to the section's `output`.
 
     Args:
-        config: of `paceline sft` or `paceline rm`.
+        config: of `paceline sft`, `paceline rm` or `paceline dpo`.
         section: the key of its own section, which is also the name of the learner's module.
         is_dry: print the resolved configuration and start nothing.
 

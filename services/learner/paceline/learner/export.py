@@ -26,7 +26,7 @@ from paceline.learner.checkpoint import files
 from paceline.learner.checkpoint.manifest import UNNAMED_ADAPTERS, Base, Manifest
 from paceline.learner.checkpoint.shards import reader
 from paceline.learner.checkpoint.state import POLICY
-from paceline.learner.model.folder import by_layer, write_adapters, write_folder
+from paceline.learner.model.folder import ADAPTERS, by_layer, write_adapters, write_folder
 from paceline.learner.model.loading import digest_of_frozen, empty_lm, frozen, read_config, stored_tensors
 from paceline.learner.model.lora import merged
 from paceline.learner.train.state.learner import DTYPES
@@ -34,9 +34,6 @@ from paceline.models.facts import family_of
 from paceline.storage.folder import Folder
 from paceline.storage.models import local_model
 from paceline.storage.places import checkpoints_of
-
-ADAPTERS = "adapter"
-"""The folder beside merged weights that has the adapters by themselves."""
 
 
 def export(run_dir: Path, step: int, out: Path, *, dtype: torch.dtype | None = None) -> Path:

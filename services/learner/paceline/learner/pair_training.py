@@ -1,10 +1,13 @@
-"""What `paceline sft` and `paceline rm` share: ranks, order and cut of the pairs, optimizer, folder."""
+"""What `paceline sft`, `rm` and `dpo` share: ranks, order and cut of the pairs, optimizer, folder."""
 
 from __future__ import annotations
 
 import argparse
 import logging
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -34,8 +37,18 @@ from paceline.learner.distributed.ranks import (
     use_threads,
 )
 from paceline.learner.model.flops import arithmetic_of
+from paceline.learner.model.folder import (
+    ADAPTERS,
+    Tensors,
+    gathered_tensors,
+    write_adapters,
+    write_folder,
+    write_from_ranks,
+)
+from paceline.learner.model.lora import is_adapter, with_adapters
 from paceline.learner.model.networks import PolicyNetwork, ValueNetwork
 from paceline.learner.model.self_test import check_model
+from paceline.learner.train.state.learner import DTYPES
 from paceline.learner.train.state.optimizer import Optimizer, PartLoss, Schedule, StepOutcome, Trainable
 from paceline.service.observability.logs import setup_logging
 from paceline.service.process import die_with_parent
@@ -252,6 +265,40 @@ def say(ranks: Ranks, line: str) -> None:
         print(line, flush=True)
 
 
+def write_policy(
+    config: TuningRunConfig, network: PolicyNetwork, ranks: Ranks, output: str, *, key: str
+) -> None:
+    """Writes the trained policy as a model folder, with adapters merged, and beside that in ADAPTERS.
+
+    Args:
+        config: of the training.
+        network: the policy.
+        ranks: the group; every rank calls it.
+        output: the folder.
+        key: of the configuration, that names `output`.
+    """
+    model, lora = config.model, config.model.lora
+    keep = ranks.world.rank == 0
+    adapters = dict(gathered_tensors(network, keep=keep, only=is_adapter)) if lora else {}
+
+    def write_all(tensors: Tensors, out: Path) -> None:
+        write_folder(
+            out,
+            (pair for pair in tensors if not is_adapter(pair[0])),
+            source=Path(model.path),
+            tokenizer_source=Path(model.tokenizer_path) if model.tokenizer_path else None,
+            dtype=DTYPES[model.dtype],
+        )
+        if lora is not None:
+            write_adapters(out / ADAPTERS, adapters, lora=lora, base=model.path)
+
+    def write(tensors: Tensors) -> None:
+        replace_folder(Path(output), partial(write_all, tensors), key=key)
+
+    with with_adapters(network) if lora else nullcontext():
+        write_from_ranks(network, ranks, write)
+
+
 def replace_folder(out: Path, write: Callable[[Path], None], *, key: str) -> None:
     """Has a folder written beside `out`, and puts it in the place of an earlier one.
 
@@ -277,15 +324,13 @@ def _remove(folder: Path, key: str) -> None:
     strange = [
         path.name
         for path in folder.iterdir()
-        if path.suffix not in (".json", ".safetensors", ".jinja", ".model", ".txt")
+        if path.suffix not in (".json", ".safetensors", ".jinja", ".model", ".txt") and path.name != ADAPTERS
     ]
     if strange:
         raise ModelError(
             f"{folder} holds {', '.join(strange[:4])}, which no model folder does; set {key} to another path"
         )
-    for path in folder.iterdir():
-        path.unlink()
-    folder.rmdir()
+    shutil.rmtree(folder)
 
 
 def run_rank(

@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,6 @@ from paceline.learner.batch.planning.arithmetic import RowLength
 from paceline.learner.batch.types import MicroBatch, PackedRow
 from paceline.learner.distributed.ranks import RankEnvironment, Ranks, leave_group
 from paceline.learner.model.decoder.layers import LayerOptions
-from paceline.learner.model.folder import Tensors, write_folder, write_from_ranks
 from paceline.learner.model.loading import Precision, forget_forward_passes, load_policy
 from paceline.learner.model.networks import PolicyNetwork, num_parameters
 from paceline.learner.train.state.learner import DTYPES
@@ -197,26 +195,10 @@ def train(config: SftRunConfig, environment: RankEnvironment) -> None:
     )
     if val:
         pair_training.say(ranks, f"sft: loss {trainer.loss(val):.4f} on {len(val):,} held-out pairs")
-    _write(config, network, ranks)
+    pair_training.write_policy(config, network, ranks, config.sft.output, key="sft.output")
     checkpoints.remove()
     pair_training.say(ranks, f"sft: wrote {config.sft.output} after {time.monotonic() - began:.1f} s")
     leave_group()
-
-
-def _write(config: SftRunConfig, network: PolicyNetwork, ranks: Ranks) -> None:
-    model = config.model
-
-    def write(tensors: Tensors) -> None:
-        write_folder_to = partial(
-            write_folder,
-            tensors=tensors,
-            source=Path(model.path),
-            tokenizer_source=Path(model.tokenizer_path) if model.tokenizer_path else None,
-            dtype=DTYPES[model.dtype],
-        )
-        pair_training.replace_folder(Path(config.sft.output), write_folder_to, key="sft.output")
-
-    write_from_ranks(network, ranks, write)
 
 
 def _row(index: int, pair: Pair) -> PackedRow:

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from paceline.config.base import Section
 from paceline.config.load import load, top_level_keys
-from paceline.config.run import RmRunConfig, RunConfig, SftRunConfig
+from paceline.config.run import DpoRunConfig, RmRunConfig, RunConfig, SftRunConfig
 from paceline.core.errors import ConfigError
 from paceline.launch.planning.hosts import Hosts
 from paceline.runs import run_dir as run_dirs
@@ -75,10 +75,11 @@ _COMMANDS: Mapping[type[Section], str] = {
     RunConfig: "train",
     SftRunConfig: "sft",
     RmRunConfig: "rm",
+    DpoRunConfig: "dpo",
     Hosts: "up",
 }
 # The section by which the file of a command is known.
-_MARKS: Mapping[str, str] = {"up": "hosts", "sft": "sft", "rm": "rm", "train": "trainer"}
+_MARKS: Mapping[str, str] = {"up": "hosts", "sft": "sft", "rm": "rm", "dpo": "dpo", "train": "trainer"}
 
 
 class Form(enum.Enum):

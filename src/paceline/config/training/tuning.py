@@ -1,17 +1,17 @@
-"""`sft` and `rm`: training on pairs, of an answer to a prompt or of two answers to compare."""
+"""`sft`, `rm` and `dpo`: training on pairs, of an answer to a prompt or of two answers to compare."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from paceline.config.base import Files, Section
 from paceline.config.training.memory import Memory, MemoryConfig
 
 
 class TuningConfig(Section):
-    """What `paceline sft` and `paceline rm` have in common."""
+    """What `paceline sft`, `paceline rm` and `paceline dpo` have in common."""
 
     train_files: Files = Field(description="Parquet or JSONL files, or data sets of the hub, with the pairs.")
     output: str = Field(description="Folder to write the trained model to.")
@@ -36,8 +36,8 @@ class TuningConfig(Section):
     )
     val_files: Files = Field(
         (),
-        description="Held-out pairs: `paceline sft` prints the loss on them at the end, `paceline rm` the "
-        "accuracy.",
+        description="Held-out pairs: `paceline sft` prints the loss on them at the end, `paceline rm` and "
+        "`paceline dpo` the accuracy.",
     )
 
 
@@ -64,6 +64,53 @@ class RmConfig(TuningConfig):
         description="Coefficient of the squared sum of a pair's scores (arXiv:2312.09244), which keeps "
         "scores around 0; 0: none.",
     )
+
+
+class DpoConfig(TuningConfig):
+    """`paceline dpo`: trains a policy on pairs of answers, without a reward and without sampling."""
+
+    chosen_key: str = Field(
+        "chosen",
+        description="Column with the better answer: text, or a list of messages that ends with the answer.",
+    )
+    rejected_key: str = Field("rejected", description="Column with the worse answer.")
+    loss: Literal["dpo", "ipo", "simpo", "kto"] = Field(
+        "dpo",
+        description="dpo (arXiv:2305.18290); ipo (arXiv:2310.12036), on means over tokens; simpo "
+        "(arXiv:2405.14734), without a reference; kto (arXiv:2402.01306), each answer by itself.",
+    )
+    beta: float | None = Field(
+        None,
+        gt=0,
+        description="Strength of the bond to the starting model; of simpo the factor of the difference. "
+        "null: 0.1, for simpo 2.",
+    )
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=0.5, description="dpo: share of the pairs that are taken to be the wrong way round."
+    )
+    gamma: float = Field(0.5, ge=0, description="simpo: the margin that is aimed at.")
+    sft_coef: float = Field(
+        0.0,
+        ge=0,
+        description="Coefficient of the mean negative log-prob per token of the better answers, which is "
+        "added (RPO, arXiv:2404.19733).",
+    )
+    lr: float = Field(1e-6, gt=0, description="Peak learning rate; adapters take about ten times as much.")
+    batch_size: int = Field(64, gt=0, description="Pairs per step.")
+
+    @property
+    def strength(self) -> float:
+        """The beta that is used."""
+        if self.beta is not None:
+            return self.beta
+        return 2.0 if self.loss == "simpo" else 0.1
+
+    @model_validator(mode="after")
+    def _options_have_an_effect(self) -> Self:
+        for name, loss in (("label_smoothing", "dpo"), ("gamma", "simpo")):
+            if self.loss != loss and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"dpo.{name} is an option of dpo.loss: {loss}; leave it out")
+        return self
 
 
 class PairDataConfig(Section):

@@ -45,6 +45,9 @@ COMPANIONS = (
 FILE_BYTES: Final = 2 << 30
 """A file of weights is written when it has so many; it is in memory then, twice, and so is a layer."""
 
+ADAPTERS = "adapter"
+"""The folder beside merged weights that has the adapters by themselves."""
+
 _LAYER = re.compile(r".*?\.layers\.\d+\.")
 
 Tensors = Iterable[tuple[str, Tensor]]
@@ -207,14 +210,19 @@ def _peft_name(name: str) -> str:
     return f"base_model.model.{name}.weight".replace(A, ".lora_A").replace(B, ".lora_B")
 
 
-def gathered_tensors(network: nn.Module, *, keep: bool) -> Iterator[tuple[str, Tensor]]:
+def gathered_tensors(
+    network: nn.Module, *, keep: bool, only: Callable[[str], bool] = lambda name: True
+) -> Iterator[tuple[str, Tensor]]:
     """The full tensors of a sharded network, one at a time; every rank goes through all of them.
 
     Args:
         network: sharded.
         keep: whether this rank needs them, on the CPU.
+        only: says of a name whether its tensor is gathered.
     """
     for name, parameter in hugging_face_names(network):
+        if not only(name):
+            continue
         tensor = parameter.detach()
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()

@@ -1,0 +1,381 @@
+"""`python -m paceline.learner.dpo --config resolved.yaml`: trains a policy on pairs of answers.
+
+One process per rank. Network, packing, micro-batches and optimizer are those of reinforcement learning, the
+losses those of `paceline.algorithms.policy_losses.pairs`. There is no second model: the reference is the
+starting model, and scores all pairs before the first step.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.algorithms.policy_losses.pairs import PairScores, dpo, ipo, kto, simpo
+from paceline.config.run import DpoRunConfig
+from paceline.core.errors import DataError, ModelError
+from paceline.core.samples.trajectory import Int32Array
+from paceline.data.prompts import encode_prompt, load_tokenizer
+from paceline.data.rows import Row, read_rows
+from paceline.learner import pair_training
+from paceline.learner.batch.planning.arithmetic import RowLength
+from paceline.learner.batch.types import MicroBatch, PackedRow
+from paceline.learner.distributed.ranks import RankEnvironment, Ranks, leave_group
+from paceline.learner.model.architectures import require_text_alone
+from paceline.learner.model.decoder.layers import LayerOptions
+from paceline.learner.model.loading import Precision, forget_forward_passes, load_policy, read_config
+from paceline.learner.model.networks import PolicyNetwork, num_parameters
+from paceline.learner.train.state.learner import DTYPES
+
+PairLoss = Callable[[PairScores, float], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Preference:
+    """Token ids of a prompt, of the better and of the worse answer, both with the end of sequence."""
+
+    prompt: Int32Array
+    chosen: Int32Array
+    rejected: Int32Array
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DpoProgress:
+    """One optimizer step, before it.
+
+    Attributes:
+        accuracy: share of the pairs whose better answer has gained more on the reference than the worse.
+        margin: by how much, times beta, on average.
+    """
+
+    step: int
+    loss: float
+    accuracy: float
+    margin: float
+    grad_norm: float
+    lr: float
+
+
+def read_preferences(config: DpoRunConfig, files: Sequence[str]) -> tuple[list[Preference], int]:
+    """All pairs that fit the length limits, and how many do not.
+
+    Raises:
+        DataError: a file or column is missing, a row is unusable, or no pair fits.
+        ModelError: the tokenizer is unusable.
+    """
+    own, data = config.dpo, config.data
+    tokenizer: Any = load_tokenizer(config.model.tokenizer_path or config.model.path)
+    if tokenizer.eos_token_id is None:
+        raise ModelError(
+            "the tokenizer has no end-of-sequence token, so answers could never end; set eos_token"
+        )
+    rows = read_rows(files, [data.prompt_key, own.chosen_key, own.rejected_key])
+    pairs = []
+    for number, row in enumerate(rows):
+        prompt = encode_prompt(tokenizer, row[data.prompt_key], data.prompt_format)
+        chosen, rejected = (
+            [
+                *tokenizer(_answer(row, key, number), add_special_tokens=False)["input_ids"],
+                tokenizer.eos_token_id,
+            ]
+            for key in (own.chosen_key, own.rejected_key)
+        )
+        longest = max(len(chosen), len(rejected))
+        if 0 < len(prompt) <= data.max_prompt_length and longest <= data.max_response_length:
+            ids = [np.asarray(tokens, np.int32) for tokens in (prompt, chosen, rejected)]
+            pairs.append(Preference(prompt=ids[0], chosen=ids[1], rejected=ids[2]))
+    if not pairs:
+        raise DataError(
+            f"none of the {len(rows)} pairs fits data.max_prompt_length={data.max_prompt_length} and "
+            f"data.max_response_length={data.max_response_length}; raise them"
+        )
+    return pairs, len(rows) - len(pairs)
+
+
+def _answer(row: Row, key: str, number: int) -> str:
+    """An answer's text, also where it is the last message of a conversation."""
+    value = row[key]
+    if isinstance(value, Sequence) and not isinstance(value, str) and value:
+        last = value[-1]
+        if isinstance(last, Mapping) and last.get("role") == "assistant":
+            value = last.get("content")
+    if not isinstance(value, str):
+        raise DataError(
+            f"row {number}: column {key!r} holds {type(value).__name__}, need text, or a list of messages "
+            "whose last is the assistant's"
+        )
+    return value
+
+
+class DpoTrainer:
+    """Takes optimizer steps on batches of pairs; every rank calls it.
+
+    Args:
+        config: of the run.
+        network: sharded over `ranks`, with the starting model's weights.
+        ranks: the group.
+        pairs: all pairs, held-out ones among them.
+        batches: the indices that each of the coming steps will get.
+        held_out: indices of pairs that are for `accuracy` alone.
+    """
+
+    def __init__(
+        self,
+        config: DpoRunConfig,
+        network: PolicyNetwork,
+        ranks: Ranks,
+        pairs: Sequence[Preference],
+        batches: Sequence[Sequence[int]],
+        held_out: Sequence[int] = (),
+    ) -> None:
+        self._config, self._network, self._ranks, self._pairs = config, network, ranks, pairs
+        self.tuner = pair_training.Tuner(config.dpo, network, ranks)
+        self._references: Mapping[int, tuple[float, float]] = {}
+        self._others: Mapping[tuple[int, int], float] = {}
+        self._score_by_reference(batches, held_out)
+
+    def step(self, step: int, indices: Sequence[int]) -> DpoProgress:
+        """Takes one optimizer step on the pairs of these indices; `step` counts from 1.
+
+        Raises:
+            NumericsError: too many steps in a row had no finite loss or gradient.
+        """
+        loss_of = self._loss_of(self._reference_point(indices))
+        losses = [partial(self._loss, batch, len(indices), loss_of) for batch in self._batches(indices)]
+        outcome, (loss, num_right, margin) = self.tuner.step(losses, step=step)
+        return DpoProgress(
+            step=step,
+            loss=loss,
+            accuracy=num_right / len(indices),
+            margin=margin / len(indices),
+            grad_norm=outcome.grad_norm,
+            lr=self.tuner.lr(step),
+        )
+
+    @torch.no_grad()
+    def accuracy(self, indices: Sequence[int]) -> float:
+        """The share of the pairs whose better answer has gained more than the worse."""
+        num_right = torch.zeros(1, dtype=torch.float64, device=self._ranks.device)
+        for batch in self._batches(indices):
+            num_right += _numbers(self._scores(batch), self._gains_of)[0]
+        forget_forward_passes(self._network)
+        return float(self._ranks.data.all_sum(num_right).item()) / len(indices)
+
+    def _score_by_reference(self, batches: Sequence[Sequence[int]], held_out: Sequence[int]) -> None:
+        """Scores what the coming steps need of the starting model, which the network still is."""
+        kind = self._config.dpo.loss
+        used = sorted({index for batch in [*batches, held_out] for index in batch})
+        if kind != "simpo":
+            sums = self._sums([row for index in used for row in _rows(index, self._pairs[index])])
+            self._references = {
+                index: (sums[2 * place], sums[2 * place + 1]) for place, index in enumerate(used)
+            }
+        if kind == "kto":
+            wanted = list(dict.fromkeys(pair for batch in batches for pair in _shifted(batch)))
+            sums = self._sums([self._other_row(*pair) for pair in wanted])
+            self._others = dict(zip(wanted, sums, strict=True))
+
+    def _reference_point(self, indices: Sequence[int]) -> float:
+        """KTO's: the mean log-ratio of answers to other prompts of the batch, at least 0; else 0."""
+        if self._config.dpo.loss != "kto":
+            return 0.0
+        wanted = _shifted(indices)
+        now = self._sums([self._other_row(*pair) for pair in wanted])
+        gains = [sums - self._others[pair] for sums, pair in zip(now, wanted, strict=True)]
+        return max(0.0, sum(gains) / len(gains))
+
+    def _other_row(self, prompt: int, answer: int) -> PackedRow:
+        return _row(prompt, self._pairs[prompt].prompt, self._pairs[answer].chosen)
+
+    @torch.no_grad()
+    def _sums(self, rows: Sequence[PackedRow]) -> list[float]:
+        """The policy's log-probs of rows, summed over their answers' tokens, on every rank."""
+        lengths = [
+            RowLength(
+                prompt_id=place,
+                num_prompt_tokens=len(row.prompt_token_ids),
+                num_response_tokens=len(row.response_token_ids),
+            )
+            for place, row in enumerate(rows)
+        ]
+        batches = self._cut(lengths, lambda place: [_at(place, rows[place])])
+        sums = torch.zeros(len(rows), dtype=torch.float64, device=self._ranks.device)
+        for batch in batches:
+            own, _ = self._row_sums(batch)
+            sums[list(batch.rows)] = own.double()
+        forget_forward_passes(self._network)
+        return self._ranks.data.all_sum(sums).tolist()
+
+    def _batches(self, indices: Sequence[int]) -> list[MicroBatch]:
+        """This rank's micro-batches, both answers of a pair in the same; rows have the pairs' indices."""
+        lengths = [
+            RowLength(
+                prompt_id=place,
+                num_prompt_tokens=2 * len(pair.prompt) + len(pair.chosen),
+                num_response_tokens=len(pair.rejected),
+            )
+            for place, pair in enumerate(self._pairs[index] for index in indices)
+        ]
+        return self._cut(lengths, lambda place: _rows(indices[place], self._pairs[indices[place]]))
+
+    def _cut(
+        self, lengths: Sequence[RowLength], make_rows: Callable[[int], list[PackedRow]]
+    ) -> list[MicroBatch]:
+        return pair_training.cut(
+            lengths,
+            make_rows,
+            network=self._network,
+            token_budget=self._config.dpo.max_token_len_per_gpu,
+            ranks=self._ranks,
+        )
+
+    def _row_sums(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Sums of log-probs per row of a micro-batch, and how many tokens they are of; of a filler none."""
+        log_probs, _ = self._network(batch)
+        sums = batch.table(log_probs).where(batch.mask, 0.0).sum(-1)
+        # A filler's number stays in the graph: every rank takes part in the backward pass.
+        own = sums[: len(batch.rows)] + 0.0 * sums.sum()
+        return own, batch.mask.sum(-1)[: len(batch.rows)]
+
+    def _scores(self, batch: MicroBatch) -> PairScores:
+        sums, counts = self._row_sums(batch)
+        known = [self._references.get(index, (0.0, 0.0)) for index in batch.rows[::2]]
+        references = torch.tensor(known, dtype=sums.dtype, device=sums.device).reshape(-1, 2)
+        return PairScores(
+            chosen=sums[0::2],
+            rejected=sums[1::2],
+            ref_chosen=references[:, 0],
+            ref_rejected=references[:, 1],
+            chosen_tokens=counts[0::2],
+            rejected_tokens=counts[1::2],
+        )
+
+    def _loss_of(self, reference_point: float) -> PairLoss:
+        own = self._config.dpo
+        losses: dict[str, PairLoss] = {
+            "dpo": partial(dpo, label_smoothing=own.label_smoothing),
+            "ipo": ipo,
+            "simpo": partial(simpo, gamma=own.gamma),
+            "kto": partial(kto, reference_point=reference_point),
+        }
+        return losses[own.loss]
+
+    def _loss(self, batch: MicroBatch, num_pairs: int, loss_of: PairLoss) -> tuple[Tensor, Tensor]:
+        """A micro-batch's share of the loss; it, how many of its pairs are in order, and their margins."""
+        own, scores = self._config.dpo, self._scores(batch)
+        losses = loss_of(scores, own.strength)
+        if own.sft_coef:
+            losses = losses - own.sft_coef * scores.chosen / scores.chosen_tokens
+        share = losses.sum() / num_pairs
+        return share, torch.cat([share.detach().double().reshape(1), _numbers(scores, self._gains_of)])
+
+    def _gains_of(self, scores: PairScores) -> tuple[Tensor, Tensor]:
+        """What the answers' rewards are in this loss: of better and worse ones."""
+        own = self._config.dpo
+        if own.loss == "simpo":
+            better, worse = scores.chosen / scores.chosen_tokens, scores.rejected / scores.rejected_tokens
+        else:
+            better, worse = scores.gain_chosen, scores.gain_rejected
+        return own.strength * better, own.strength * worse
+
+
+def _numbers(scores: PairScores, gains_of: Callable[[PairScores], tuple[Tensor, Tensor]]) -> Tensor:
+    """How many pairs are in order, and the sum of their margins."""
+    better, worse = gains_of(scores)
+    margins = (better - worse).detach().double()
+    return torch.stack([(margins > 0).sum().double(), margins.sum()])
+
+
+def _shifted(indices: Sequence[int]) -> list[tuple[int, int]]:
+    """Each pair of a batch with the next one, whose answer goes to its prompt."""
+    return list(zip(indices, [*indices[1:], *indices[:1]], strict=True))
+
+
+def _rows(index: int, pair: Preference) -> list[PackedRow]:
+    return [_row(index, pair.prompt, answer) for answer in (pair.chosen, pair.rejected)]
+
+
+def _row(index: int, prompt: Int32Array, answer: Int32Array) -> PackedRow:
+    return PackedRow(
+        index=index,
+        prompt_token_ids=prompt,
+        response_token_ids=answer,
+        response_mask=np.ones(len(answer), np.uint8),
+        response_log_probs=np.zeros(len(answer), np.float32),
+    )
+
+
+def _at(place: int, row: PackedRow) -> PackedRow:
+    return _row(place, row.prompt_token_ids, row.response_token_ids)
+
+
+def train(config: DpoRunConfig, environment: RankEnvironment) -> None:
+    """Trains and writes the folder; the main function of one rank.
+
+    Raises:
+        DataError, ModelError, ConfigError: the data, the model or the configuration is unusable.
+        NumericsError: training diverged.
+    """
+    ranks = pair_training.form_ranks(config.learner, environment)
+    pair_training.check(config)
+    model, own = config.model, config.dpo
+    require_text_alone(read_config(model.path))
+    compute = DTYPES[model.dtype]
+    network = load_policy(
+        model.path,
+        ranks,
+        Precision(compute=compute) if model.lora is None else Precision(compute=compute, store=compute),
+        options=LayerOptions.of(own.memory),
+        random_seed=config.seed if model.load_format == "random" else None,
+        lora=model.lora,
+        adapter_seed=config.seed,
+    )
+    pairs, num_left_out = read_preferences(config, own.train_files)
+    val = read_preferences(config, own.val_files)[0] if own.val_files else []
+    pair_training.say(
+        ranks,
+        f"dpo: {num_parameters(network):,} parameters, {len(pairs):,} pairs ({num_left_out} over-long left "
+        f"out), {own.steps} steps of {own.batch_size} by {own.loss} on {ranks.world.size} "
+        f"{ranks.device.type} ranks; the starting model scores them first",
+    )
+    order = pair_training.batch_indices(len(pairs), own.batch_size, config.seed, section="dpo")
+    held_out = range(len(pairs), len(pairs) + len(val))
+    batches = list(islice(order, own.steps))
+    trainer = DpoTrainer(config, network, ranks, [*pairs, *val], batches, held_out)
+    began = time.monotonic()
+
+    def take_step(step: int, indices: list[int]) -> str:
+        progress = trainer.step(step, indices)
+        return (
+            f"loss {progress.loss:.4f} accuracy {progress.accuracy:.3f} margin {progress.margin:.3f} "
+            f"grad_norm {progress.grad_norm:.3f} lr {progress.lr:.2e}"
+        )
+
+    checkpoints = pair_training.take_steps(
+        config, own, trainer.tuner, len(pairs), take_step, name="dpo", ranks=ranks
+    )
+    if val:
+        pair_training.say(
+            ranks, f"dpo: accuracy {trainer.accuracy(held_out):.4f} on {len(val):,} held-out pairs"
+        )
+    pair_training.write_policy(config, network, ranks, own.output, key="dpo.output")
+    checkpoints.remove()
+    pair_training.say(ranks, f"dpo: wrote {own.output} after {time.monotonic() - began:.1f} s")
+    leave_group()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Reads the command line and trains; returns the exit code."""
+    return pair_training.run_rank("dpo", DpoRunConfig, train, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""Losses of a better and a worse answer to the same prompt, from the log-probs of whole answers.
+
+    dpo    arXiv:2305.18290; with label smoothing it is the conservative form
+    ipo    arXiv:2310.12036, on means over tokens
+    simpo  arXiv:2405.14734, without a reference
+    kto    arXiv:2402.01306, each answer by itself against a reference point
+
+Every loss is called `f(pairs, beta, **options)` and returns one number per pair, (P,).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PairScores:
+    """Sums of log-probs over the tokens of both answers, (P,) each; only the policy's are differentiated.
+
+    Attributes:
+        chosen: the policy's, of the better answers.
+        rejected: the policy's, of the worse.
+        ref_chosen: the reference's, of the better answers.
+        ref_rejected: the reference's, of the worse.
+        chosen_tokens: how many tokens the better answers have.
+        rejected_tokens: how many the worse have.
+    """
+
+    chosen: Tensor
+    rejected: Tensor
+    ref_chosen: Tensor
+    ref_rejected: Tensor
+    chosen_tokens: Tensor
+    rejected_tokens: Tensor
+
+    @property
+    def gain_chosen(self) -> Tensor:
+        """Log-ratios of policy and reference for the better answers."""
+        return self.chosen - self.ref_chosen
+
+    @property
+    def gain_rejected(self) -> Tensor:
+        """Log-ratios of policy and reference for the worse answers."""
+        return self.rejected - self.ref_rejected
+
+
+def dpo(pairs: PairScores, beta: float, *, label_smoothing: float = 0.0) -> Tensor:
+    """-log sigmoid of beta times the difference of the log-ratios.
+
+    Args:
+        pairs: their scores.
+        beta: how strongly the policy is held to the reference.
+        label_smoothing: share of the pairs that are taken to be the wrong way round.
+    """
+    margin = beta * (pairs.gain_chosen - pairs.gain_rejected)
+    return -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
+
+
+def ipo(pairs: PairScores, beta: float) -> Tensor:
+    """The squared distance of the difference of mean log-ratios per token from 1 / (2 beta)."""
+    margin = pairs.gain_chosen / pairs.chosen_tokens - pairs.gain_rejected / pairs.rejected_tokens
+    return (margin - 1 / (2 * beta)) ** 2
+
+
+def simpo(pairs: PairScores, beta: float, *, gamma: float = 0.5) -> Tensor:
+    """-log sigmoid of beta times the difference of mean log-probs per token, less gamma."""
+    margin = pairs.chosen / pairs.chosen_tokens - pairs.rejected / pairs.rejected_tokens
+    return -F.logsigmoid(beta * margin - gamma)
+
+
+def kto(pairs: PairScores, beta: float, *, reference_point: float) -> Tensor:
+    """The sum of what a better answer lacks above the reference point, and a worse one below it.
+
+    Args:
+        pairs: their scores.
+        beta: how strongly the policy is held to the reference.
+        reference_point: the policy's KL to the reference, estimated on answers to other prompts; at least 0.
+    """
+    better = 1 - (beta * (pairs.gain_chosen - reference_point)).sigmoid()
+    worse = 1 - (beta * (reference_point - pairs.gain_rejected)).sigmoid()
+    return better + worse
