@@ -1,4 +1,4 @@
-"""Asks every host of HOSTS.yaml, before anything starts, whether it can run its services."""
+"""Asks every host of HOSTS.yaml, before anything starts, whether it can run its services and is reached."""
 
 from __future__ import annotations
 
@@ -6,59 +6,135 @@ import contextlib
 import json
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import IO
+from typing import IO, Any
 
 from paceline.core.errors import EnvironmentLackError
 from paceline.launch import remote
 from paceline.launch.planning.hosts import Host, Hosts, shell_words
+from paceline.service.addresses import is_loopback
+from paceline.service.identity.credentials import CA_FILE, CERTIFICATE_FILE, KEY_FILE, TLS_DIR
 from paceline.service.packages import version
 
 _LIMIT_S = 60.0
+_CERTIFICATES = (
+    "to what `paceline certs issue DIR host-NAME` writes (`paceline hosts init` writes and copies all); or, "
+    "on a network that you trust wholly, set service.insecure=true"
+)
 
 # Runs on the host, by the interpreter of its services.
 _QUESTION = """
-import importlib.metadata as metadata, importlib.util as util, json, sys
-missing = [name for name in sys.argv[1:] if util.find_spec(name) is None]
+import importlib.metadata as metadata, importlib.util as util, json, os, socket, sys
+asked = json.loads(sys.argv[1])
+missing = [name for name in asked["modules"] if util.find_spec(name) is None]
+def meaning(name):
+    try:
+        return sorted({entry[4][0] for entry in socket.getaddrinfo(name, None)})
+    except OSError:
+        return []
 try:
     version = metadata.version("paceline")
 except metadata.PackageNotFoundError:
     version = None
-print(json.dumps({"missing": missing, "version": version}))
+folder = os.environ.get(asked["variable"], "")
+unread = [name for name in asked["files"] if not os.access(os.path.join(folder, name), os.R_OK)]
+meanings = {name: meaning(name) for name in asked["addresses"]}
+said = {"missing": missing, "version": version, "folder": folder, "unread": unread, "meanings": meanings}
+print(json.dumps(said))
 """
 
 
-def check_hosts(hosts: Hosts) -> None:
+def check_hosts(hosts: Hosts, *, tls_dir: str | None = None, insecure: bool = False) -> None:
     """Asks all hosts at once, over the remote shell that will start their services.
 
+    Args:
+        hosts: what HOSTS.yaml says.
+        tls_dir: this machine's folder of TLS files.
+        insecure: whether services may talk in plain text, as `service.insecure` says.
+
     Raises:
-        EnvironmentLackError: a host cannot be reached or cannot run its services; one line per host.
+        EnvironmentLackError: a host cannot be reached, cannot run its services, or has no certificate; one
+            line per host.
     """
+    here = None
+    if not (insecure or is_loopback(hosts.address) or tls_dir):
+        here = f"this machine has no certificate: set {TLS_DIR}, {_CERTIFICATES}"
     with ThreadPoolExecutor(len(hosts.hosts)) as pool:
-        faults = [fault for fault in pool.map(lambda host: _fault(hosts, host), hosts.hosts) if fault]
+        there = pool.map(lambda host: _fault(hosts, host, insecure=insecure), hosts.hosts)
+        faults = [fault for fault in (here, *there) if fault]
     if faults:
         raise EnvironmentLackError("\n".join(faults))
 
 
-def _fault(hosts: Hosts, host: Host) -> str | None:
+def _fault(hosts: Hosts, host: Host, *, insecure: bool) -> str | None:
     modules = [f"paceline.{kind}" for kind in ("learner", "rollout", "reward") if getattr(host, kind)]
-    order = remote.order([host.python, "-c", _QUESTION, *modules], host.env)
-    code, output, errors = _ask(shell_words(hosts, host), order)
-    if code is None:
-        return f"{host.name} has not answered {hosts.shell[0]} for {_LIMIT_S:g} s; check name and network"
-    if code != 0:
-        said = errors.strip().splitlines() or ["no message"]
-        return (
-            f"{host.name} cannot run its services: {said[-1]} (exit code {code}); check its name, "
-            f"folder ({host.folder}) and python ({host.python}) in HOSTS.yaml"
-        )
-    answer = json.loads(output.splitlines()[-1])
+    addresses = sorted({hosts.address, *(each.address for each in hosts.hosts)})
+    files = [CA_FILE, CERTIFICATE_FILE, KEY_FILE]
+    asked = {"modules": modules, "addresses": addresses, "variable": TLS_DIR, "files": files}
+    try:
+        answer = ask_python(hosts, host, _QUESTION, json.dumps(asked))
+    except EnvironmentLackError as error:
+        return str(error)
     if answer["missing"]:
         return f"{host.name}: {host.python} has no {', '.join(answer['missing'])}; install Paceline there"
     own = version("paceline")
     if own and answer["version"] and answer["version"] != own:
         return f"{host.name} has Paceline {answer['version']}, this machine {own}; install the same version"
+    needs_tls = not (insecure or is_loopback(host.address))
+    return _misled(host, answer["meanings"]) or (_unproven(host, answer) if needs_tls else None)
+
+
+def ask_python(
+    hosts: Hosts, host: Host, program: str, *words: str, env: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Has a host's interpreter run a program, which prints its answer as JSON in its last line.
+
+    Args:
+        hosts: of which the remote shell is used.
+        host: whose folder is the program's working directory.
+        program: source text.
+        words: its arguments.
+        env: further variables, for what no process list may show.
+
+    Raises:
+        EnvironmentLackError: the host does not answer, or the program fails there.
+    """
+    order = remote.order([host.python, "-c", program, *words], {**host.env, **(env or {})})
+    code, output, errors = _ask(shell_words(hosts, host), order)
+    if code is None:
+        raise EnvironmentLackError(
+            f"{host.name} has not answered {hosts.shell[0]} for {_LIMIT_S:g} s; check name and network"
+        )
+    if code != 0:
+        said = errors.strip().splitlines() or ["no message"]
+        raise EnvironmentLackError(
+            f"{host.name} cannot run its services: {said[-1]} (exit code {code}); check its name, "
+            f"folder ({host.folder}) and python ({host.python}) in HOSTS.yaml"
+        )
+    answer: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return answer
+
+
+def _misled(host: Host, meanings: dict[str, list[str]]) -> str | None:
+    """An address that leads nowhere, or to the host itself, where it is looked up on the host."""
+    for name, leads_to in meanings.items():
+        if not leads_to:
+            return f"{host.name} does not know the name {name}: give addresses in HOSTS.yaml as numbers"
+        if not is_loopback(name) and is_loopback(leads_to[0]):
+            return (
+                f"on {host.name} the name {name} stands for {leads_to[0]}, where no other host gets: give "
+                "addresses in HOSTS.yaml as numbers"
+            )
+    return None
+
+
+def _unproven(host: Host, answer: dict[str, Any]) -> str | None:
+    if not answer["folder"]:
+        return f"{host.name} has no certificate: in HOSTS.yaml set its env, {TLS_DIR}, {_CERTIFICATES}"
+    if answer["unread"]:
+        names = ", ".join(answer["unread"])
+        return f"{host.name} cannot read {names} in {TLS_DIR}={answer['folder']}, {_CERTIFICATES}"
     return None
 
 

@@ -26,6 +26,13 @@ _SERVICES = ("controller", "rollout", "learner", "reward")
 ROLES = (*_SERVICES, HOST_ROLE, "client", "redis")
 CA_KEY_FILE = "ca.key"
 ISSUED_DAYS = 30.0
+AUTHORITY_DAYS = 365.0
+OF_A_RUN = (*_SERVICES, "client", "redis")
+"""What the services of a run, and who calls them, prove."""
+
+# Nobody can log in as `default`; but Redis loads its append-only file with that user's permissions, and drops
+# each transaction that these do not allow.
+_DEFAULT_USER = "user default off resetpass allkeys allchannels +@all"
 
 _SECRET_MODE = 0o600
 # Clocks of other machines may be behind.
@@ -139,6 +146,36 @@ def is_fresh(authority: Authority, folder: Path, hosts: Sequence[str]) -> bool:
     start, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     half_is_over = datetime.datetime.now(datetime.UTC) > start + (end - start) / 2
     return key_is_there and not half_is_over and set(map(_general_name, hosts)) <= set(names)
+
+
+def renew(
+    folder: Path, names: Sequence[str], *, redis_hosts: Sequence[str] = (), days: float = ISSUED_DAYS
+) -> list[str]:
+    """Issues a certificate into folder/NAME for each name that has none, or whose days are half over.
+
+    Returns:
+        A sentence for each name.
+
+    Raises:
+        ConfigError, EnvironmentLackError: as those of `role_of` and `Authority.issue`.
+    """
+    authority, said = Authority.load(folder), []
+    for name in dict.fromkeys(names):
+        hosts = redis_hosts if name == "redis" else ()
+        if is_fresh(authority, folder / name, hosts):
+            said.append(f"{name} keeps its certificate")
+            continue
+        issued = authority.issue(folder / name, name, role=role_of(name), hosts=hosts, days=days)
+        said.append(f"{name}: valid until {issued.not_valid_after_utc:%F %R} UTC")
+    return said
+
+
+def write_users(folder: Path, *lines: str) -> None:
+    """Writes Redis' file of users, users.acl: `lines`, and the user `default`, which is off.
+
+    Whoever serves Redis is in the group of the file, if it is not the owner.
+    """
+    write_atomically(folder / "users.acl", "\n".join((_DEFAULT_USER, *lines, "")), mode=0o640)
 
 
 def role_of(name: str) -> str:

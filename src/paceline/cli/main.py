@@ -17,6 +17,7 @@ _ROOMS: dict[str, dict[str, str]] = {
     "start": {
         "train": "train a model; starts all services on this machine",
         "up": "train over several hosts; starts their services through ssh",
+        "redis": "serve Redis over TLS, for services on several hosts",
         "sft": "train a starting model on prompt/answer pairs",
         "rm": "train a reward model on pairs of answers",
         "dpo": "train a policy on pairs of answers (DPO, IPO, SimPO, KTO)",
@@ -29,6 +30,7 @@ _ROOMS: dict[str, dict[str, str]] = {
         "check": "validate configuration, data and model without starting anything",
         "plan": "compare the layouts that a run may have on GPUs, with an estimate of their steps",
         "doctor": "report what this machine offers and lacks",
+        "hosts": "prepare several hosts for a run: certificates, model and HOSTS.yaml",
         "certs": "make certificates, tokens and the Redis user, with which services prove who they are",
         "reward": "score a response, or the samples of a prompt, with a reward function",
     },

@@ -145,7 +145,7 @@ def test_a_reward_model_without_a_host_is_refused() -> None:
 
 
 def test_what_cannot_run_is_said_before_anything_starts() -> None:
-    with pytest.raises(ConfigError, match="set broker.url to a Redis server that all hosts reach"):
+    with pytest.raises(ConfigError, match=r"`paceline redis DIR --host 10\.0\.0\.1`"):
         several.with_hosts(config(), two_hosts())
     lonely = two_hosts().model_copy(update={"hosts": two_hosts().hosts[:1]})
     with pytest.raises(ConfigError, match="no host runs rollout: give one of them rollout: 1"):
@@ -273,6 +273,42 @@ def test_a_host_that_cannot_run_its_services_is_named_before_anything_starts(
     bare.chmod(0o755)
     monkeypatch.setenv("PYTHONPATH", "")
     assert "has no paceline.learner, paceline.rollout, paceline.reward; install" in fault(python=str(bare))
+
+
+def test_a_host_without_a_certificate_is_told_which_variable_to_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PACELINE_TLS_DIR", raising=False)
+
+    def faults(env: dict[str, str], *, tls_dir: str = "", insecure: bool = False) -> list[str]:
+        hosts = stand_in(tmp_path, env=env, address="10.0.0.2").model_copy(update={"address": "10.0.0.1"})
+        try:
+            check_hosts(hosts, tls_dir=tls_dir, insecure=insecure)
+        except EnvironmentLackError as error:
+            return str(error).splitlines()
+        return []
+
+    assert faults({}, insecure=True) == []
+    here, host = faults({})
+    assert here.startswith("this machine has no certificate: set PACELINE_TLS_DIR, to what `paceline certs")
+    assert host.startswith("node1 has no certificate: in HOSTS.yaml set its env, PACELINE_TLS_DIR, to what")
+    (tmp_path / "tls").mkdir()
+    for name in ("ca.pem", "cert.pem"):
+        (tmp_path / "tls" / name).touch()
+    (host,) = faults({"PACELINE_TLS_DIR": "tls"}, tls_dir="here")
+    assert host.startswith("node1 cannot read key.pem in PACELINE_TLS_DIR=tls")
+    (tmp_path / "tls" / "key.pem").touch()
+    assert faults({"PACELINE_TLS_DIR": "tls"}, tls_dir="here") == []
+
+
+def test_an_address_that_leads_a_host_to_itself_is_refused(tmp_path: Path) -> None:
+    """As the own name does that Debian writes into /etc/hosts."""
+    with pytest.raises(EnvironmentLackError, match=r"on node1 the name 127\.1 stands for 127\.0\.0\.1"):
+        check_hosts(stand_in(tmp_path, address="127.1"), insecure=True)
+    with pytest.raises(EnvironmentLackError, match=r"node1 does not know the name no\.such\.invalid"):
+        check_hosts(stand_in(tmp_path, address="no.such.invalid"), insecure=True)
+    with pytest.raises(ConfigError, match=r"the address of me@a, 127\.0\.0\.1, leads every other host"):
+        several.with_hosts(config(broker=REDIS), two_hosts(address="127.0.0.1"))
 
 
 def test_a_host_that_does_not_answer_is_not_waited_for_long(

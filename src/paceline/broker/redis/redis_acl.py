@@ -21,8 +21,16 @@ def acl_line(user: str, password: str, *, keys: str = "paceline:*") -> str:
         password: in plain text.
         keys: pattern of the keys that it may use; `names.prefix(run_id)` with a star for one run alone.
     """
-    digest = hashlib.sha256(password.encode()).hexdigest()
-    return f"user {user} on #{digest} {rules(keys)}"
+    return f"user {user} on #{_digest(password)} {rules(keys)}"
+
+
+def renewer_line(user: str, password: str) -> str:
+    """Writes the line of a user who may have the server read its certificate again, and nothing else."""
+    return f"user {user} on #{_digest(password)} resetchannels -@all +config|set"
+
+
+def _digest(password: str) -> str:
+    return hashlib.sha256(password.encode()).hexdigest()
 
 
 def rules(keys: str = "paceline:*") -> str:

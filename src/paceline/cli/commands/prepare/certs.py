@@ -13,15 +13,9 @@ from paceline.broker.redis.redis_acl import acl_line
 from paceline.core.errors import ConfigError, EnvironmentLackError
 from paceline.service.identity.credentials import TLS_DIR, TOKEN, Credentials, secret
 from paceline.service.identity.tokens import Scope, mint
-from paceline.service.process import write_atomically
 
 _DAY_S = 86_400
 _DAYS = {"init": 365.0, "issue": 30.0, "renew": 30.0, "token": 7.0, "acl": 7.0}
-# What the services of a run, and who calls them, prove.
-_OF_A_RUN = ("controller", "learner", "rollout", "reward", "client", "redis")
-# Nobody can log in as `default`; but Redis loads its append-only file with that user's permissions, and drops
-# each transaction that these do not allow.
-_DEFAULT_USER = "user default off resetpass allkeys allchannels +@all"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -129,16 +123,8 @@ def _renew(args: argparse.Namespace, days: float) -> int:
     from paceline.cli import certificates
 
     _init(args.folder, _DAYS["init"])
-    authority = certificates.Authority.load(args.folder)
-    for name in dict.fromkeys((*_OF_A_RUN, *args.names)):
-        hosts = args.host if name == "redis" else []
-        if certificates.is_fresh(authority, args.folder / name, hosts):
-            print(f"{name} keeps its certificate")
-            continue
-        role = certificates.role_of(name)
-        issued = authority.issue(args.folder / name, name, role=role, hosts=hosts, days=days)
-        print(f"{name}: valid until {issued.not_valid_after_utc:%F %R} UTC")
-    # Whoever serves Redis is in the group of these files, if it is not their owner.
-    text = f"{_DEFAULT_USER}\n{_acl()}\n"
-    write_atomically(args.folder / "redis" / "users.acl", text, mode=0o640)
+    names = (*certificates.OF_A_RUN, *args.names)
+    for line in certificates.renew(args.folder, names, redis_hosts=args.host, days=days):
+        print(line)
+    certificates.write_users(args.folder / "redis", _acl())
     return 0

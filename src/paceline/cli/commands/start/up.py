@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 from pathlib import Path
 
 from paceline.checks.host_check import check_hosts
@@ -14,6 +15,7 @@ from paceline.config.load import load
 from paceline.config.run import RunConfig
 from paceline.launch.launcher import ProcessPlanner
 from paceline.launch.planning import hosts as several
+from paceline.service.identity.credentials import TLS_DIR
 from paceline.sizing.colocation import settle_elsewhere
 from paceline.sizing.memory_choice import LEAST
 from paceline.sizing.placement import settle_model
@@ -46,6 +48,6 @@ def run(args: argparse.Namespace) -> int:
     if on_gpus:
         config = with_memory(config, config.actor.memory.with_rest_of(LEAST))
     quick_check(config, here=False)
-    check_hosts(hosts)
+    check_hosts(hosts, tls_dir=os.environ.get(TLS_DIR), insecure=config.service.insecure)
     planner = ProcessPlanner(members=functools.partial(several.members, hosts))
     return train(config, form=args.form, planner=planner, remarks=[*filter(None, [words]), *notes(config)])

@@ -1,0 +1,110 @@
+"""`paceline redis`: a Redis server over TLS with the run's user, for services on several hosts."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import signal
+import subprocess
+from pathlib import Path
+
+import redis
+
+from paceline.broker.address import REDIS_PASSWORD
+from paceline.broker.redis.redis_acl import acl_line, renewer_line
+from paceline.broker.redis.redis_server import find_tls_server
+from paceline.cli import certificates
+from paceline.core.errors import ConfigError
+from paceline.service.addresses import is_wildcard, join, to_bind
+from paceline.service.identity.credentials import CA_FILE, CERTIFICATE_FILE, KEY_FILE
+from paceline.service.process import write_atomically
+
+_PASSWORD_FILE = "redis_password"
+_RENEWER = "renewer"
+# Half of a certificate's days are far longer.
+_LOOKS_EVERY_S = 3600.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
+    parser.add_argument(
+        "folder",
+        type=Path,
+        metavar="DIR",
+        help="folder of the certificate authority; authority, password and data are made there where missing",
+    )
+    parser.add_argument(
+        "--host", required=True, help="address of this machine that the services reach, or its interface"
+    )
+    parser.add_argument("--port", type=int, default=6380, help="port to listen on (default: 6380)")
+    parser.add_argument(
+        "--max-memory",
+        default="4gb",
+        help="memory for the step in progress (default: 4gb); then writers wait",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serves until a signal ends it; returns the server's exit code."""
+    address = to_bind(args.host)
+    if is_wildcard(address):
+        raise ConfigError(f"--host {args.host}: name one address, which clients find in the certificate")
+    binary, folder = find_tls_server(), args.folder.absolute()
+    if not (folder / certificates.CA_KEY_FILE).exists():
+        certificates.Authority.create(folder, days=certificates.AUTHORITY_DAYS)
+    password_file = folder / _PASSWORD_FILE
+    if not password_file.exists():
+        write_atomically(password_file, secrets.token_urlsafe(32), mode=0o600)
+    certificates.renew(folder, ["redis"], redis_hosts=[address])
+    renewer = secrets.token_urlsafe(32)
+    password = password_file.read_text(encoding="utf-8").strip()
+    users = acl_line("paceline", password), renewer_line(_RENEWER, renewer)
+    certificates.write_users(folder / "redis", *users)
+    (folder / "redis-data").mkdir(exist_ok=True)
+    server = subprocess.Popen([str(binary), *_options(folder, address, args.port, args.max_memory)])
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.terminate())
+    print(f"{REDIS_PASSWORD}_FILE={password_file}", flush=True)
+    print(f"broker.url=rediss://paceline@{join(address, args.port)}/0", flush=True)
+    return _tend(server, folder, address, args.port, renewer)
+
+
+def _options(folder: Path, address: str, port: int, max_memory: str) -> list[str]:
+    files = folder / "redis"
+    return [
+        "--bind", address, "--port", "0", "--tls-port", str(port), "--tls-auth-clients", "yes",
+        "--tls-ca-cert-file", str(files / CA_FILE), "--tls-cert-file", str(files / CERTIFICATE_FILE),
+        "--tls-key-file", str(files / KEY_FILE), "--aclfile", str(files / "users.acl"),
+        "--dir", str(folder / "redis-data"), "--appendonly", "yes", "--appendfsync", "everysec", "--save", "",
+        "--maxmemory", max_memory, "--maxmemory-policy", "noeviction",
+    ]  # fmt: skip
+
+
+def _tend(server: subprocess.Popen[bytes], folder: Path, address: str, port: int, password: str) -> int:
+    """Renews the server's certificate where half of its days are over, until the server ends."""
+    while True:
+        try:
+            code = server.wait(_LOOKS_EVERY_S)
+        except subprocess.TimeoutExpired:
+            before = (folder / "redis" / CERTIFICATE_FILE).stat().st_mtime_ns
+            certificates.renew(folder, ["redis"], redis_hosts=[address])
+            if (folder / "redis" / CERTIFICATE_FILE).stat().st_mtime_ns != before:
+                _reload(folder, address, port, password)
+        else:
+            return 128 - code if code < 0 else code
+
+
+def _reload(folder: Path, address: str, port: int, password: str) -> None:
+    """Has the server read its files; its connections stay."""
+    files = folder / "redis"
+    with redis.Redis(
+        host=address.strip("[]"),
+        port=port,
+        username=_RENEWER,
+        password=password,
+        ssl=True,
+        ssl_ca_certs=str(files / CA_FILE),
+        ssl_certfile=str(files / CERTIFICATE_FILE),
+        ssl_keyfile=str(files / KEY_FILE),
+    ) as client:
+        client.config_set("tls-cert-file", str(files / CERTIFICATE_FILE))
