@@ -79,6 +79,27 @@ def prompts(num: int, first_id: int = 0) -> PromptSet:
     return PromptSet(prompts=made, num_filtered=0)
 
 
+def inputs_of(cfg: RunConfig) -> Inputs:
+    """Seven training prompts, shared out over the training sets, and two for each set of held-out ones."""
+    train, data = prompts(7), cfg.data
+    ids = train.ids()
+    size = len(ids) // len(data.training_sets)
+    return Inputs(
+        train=train,
+        val=tuple(
+            HeldOutPrompts(of=of, prompts=prompts(2, 2 * place)) for place, of in enumerate(cfg.held_out_sets)
+        ),
+        cursor=PromptMixture(
+            {of.name: ids[place * size : (place + 1) * size] for place, of in enumerate(data.training_sets)},
+            batch_size=data.train_batch_size,
+            seed=cfg.prompt_seed,
+            schedule=data.weights_by_step,
+        ),
+        stop_token_ids=(0,),
+        encode=lambda v: [*str(v).encode()],
+    )
+
+
 class SequencerRun:
     """A sequencer with all its parts; tests change `services`, `supervisor`, `wait_for_services`."""
 
@@ -100,25 +121,7 @@ class SequencerRun:
         self.supervisor = Supervisor(
             Fleet(clock, suspect_after_s=5, dead_after_s=12), self.journal, events, clock
         )
-        train = prompts(7)
-        data, ids = cfg.data, train.ids()
-        size = len(ids) // len(data.training_sets)
-        cursor = PromptMixture(
-            {of.name: ids[place * size : (place + 1) * size] for place, of in enumerate(data.training_sets)},
-            batch_size=data.train_batch_size,
-            seed=cfg.prompt_seed,
-            schedule=data.weights_by_step,
-        )
-        inputs = Inputs(
-            train=train,
-            val=tuple(
-                HeldOutPrompts(of=of, prompts=prompts(2, 2 * place))
-                for place, of in enumerate(cfg.held_out_sets)
-            ),
-            cursor=cursor,
-            stop_token_ids=(0,),
-            encode=lambda v: [*str(v).encode()],
-        )
+        inputs = inputs_of(cfg)
         begin_term(self.journal, RUN, cfg, inputs)
         learner: Any = self.services.learner
         rollout: Any = self.services.rollout

@@ -76,12 +76,8 @@ class Options:
 
 async def serve(context: ServiceContext, options: Options) -> None:
     """Runs one training run to its end."""
-    config = await asyncio.to_thread(pinned_run, load(RunConfig, options.config, options.overrides))
-    broker_url, credentials = _broker_url(config), _credentials(config)
-    config = await with_tasks(config, options.run_dir, credentials)
-    inputs = await asyncio.to_thread(load_inputs, config)
-    config = config.with_epochs_counted(len(inputs.train.prompts))
-    flow = await _dataflow(config, inputs)
+    config, inputs, credentials = await _configured(options)
+    broker_url, flow = _broker_url(config), await _dataflow(config, inputs)
     clock = SystemClock()
     journal, run_id, notices = await asyncio.to_thread(open_run, options.run_dir, config, inputs, clock)
     _keep_settings(config, options)
@@ -135,6 +131,15 @@ async def serve(context: ServiceContext, options: Options) -> None:
         # The run is over, well or not: a controller that dies otherwise leaves its data to the next one.
         if journal.standing.ended:
             await _forget(mailboxes)
+
+
+async def _configured(options: Options) -> tuple[RunConfig, Inputs, Credentials]:
+    """The configuration, with what only its data and its environments can say, and the run's inputs."""
+    config = await asyncio.to_thread(pinned_run, load(RunConfig, options.config, options.overrides))
+    credentials = _credentials(config)
+    config = await with_tasks(config, options.run_dir, credentials)
+    inputs = await asyncio.to_thread(load_inputs, config)
+    return config.with_epochs_counted(len(inputs.train.prompts)), inputs, credentials
 
 
 def _events(notices: Sequence[str]) -> EventHub:
