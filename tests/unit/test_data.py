@@ -17,6 +17,7 @@ from paceline.config.data import DataConfig
 from paceline.controller.batch.inputs import load_inputs
 from paceline.core.errors import DataError, ModelError
 from paceline.data.prompts import PromptSet, encode_prompt, load_tokenizer, stop_token_ids
+from paceline.data.reading.prompt_reader import PromptReader
 from paceline.data.rows import read_rows
 from support.byte_tokenizer import save_tokenizer
 from support.learner_fakes import run_config
@@ -29,7 +30,11 @@ class Words:
     chat_template: str | None = "yes"
 
     def __call__(self, text: str | list[str], *, add_special_tokens: bool) -> dict[str, Any]:
-        ids = [len(word) for word in str(text).split()]
+        if isinstance(text, list):
+            return {
+                "input_ids": [self(of, add_special_tokens=add_special_tokens)["input_ids"] for of in text]
+            }
+        ids = [len(word) for word in text.split()]
         return {"input_ids": [0, *ids] if add_special_tokens else ids}
 
     def apply_chat_template(
@@ -46,7 +51,7 @@ def config(files: Path, **changes: Any) -> DataConfig:
 
 
 def loaded(data: DataConfig) -> PromptSet:
-    return PromptSet.load(data, Words(), data.training_sets[0])
+    return PromptReader(data=data, tokenizer=Words()).read(data.training_sets[0])
 
 
 def jsonl(folder: Path, rows: list[dict[str, Any]]) -> Path:
@@ -192,7 +197,7 @@ def test_the_first_rows_alone_are_trained_on(tmp_path: Path) -> None:
     data = config(file, train_max_prompts=2)
     assert loaded(data).ids() == [0, 1]
     (held_out,) = run_config(tmp_path, data={"val_files": str(file)}).held_out_sets
-    assert PromptSet.load(data, Words(), held_out).ids() == [0, 1, 2, 3, 4]
+    assert PromptReader(data=data, tokenizer=Words()).read(held_out).ids() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from paceline.core.errors import ConfigError, DataError, ModelError
 from paceline.data import images as data_images
 from paceline.data.images import ImageReader
 from paceline.data.prompts import Prompt, PromptSet, load_tokenizer
+from paceline.data.reading.prompt_reader import PromptReader
 from paceline.wire.fields import Limits
 from support.cli_configs import config
 from support.tiny_vl import IMAGE, drawn_image, save_tiny_vl
@@ -43,7 +44,8 @@ def load(model: Path, file: Path, **changes: Any) -> tuple[PromptSet, ImageReade
     )
     images = ImageReader.load(config, model)
     assert images is not None
-    return PromptSet.load(config, load_tokenizer(model), config.training_sets[0], images=images), images
+    reader = PromptReader(data=config, tokenizer=load_tokenizer(model), images=images)
+    return reader.read(config.training_sets[0]), images
 
 
 def jsonl(folder: Path, *rows: dict[str, Any]) -> Path:

@@ -9,7 +9,6 @@ from paceline.config.mixture import TrainSet
 from paceline.config.run import RunConfig
 from paceline.config.validation import HeldOutSet
 from paceline.core.errors import DataError
-from paceline.storage.models import local_model
 
 if TYPE_CHECKING:
     from paceline.data.images import ImageReader
@@ -43,7 +42,7 @@ def first_prompt_is_text(config: RunConfig) -> bool:
 def training_line(config: RunConfig) -> str:
     """Reads the training prompts as the controller will; says how many it keeps, and the first."""
     from paceline.checks.example import first_prompt
-    from paceline.data.epochs import words
+    from paceline.data.reading.epochs import words
 
     if asked := _asked_for(config):
         return asked
@@ -53,7 +52,7 @@ def training_line(config: RunConfig) -> str:
         sets[part.name] = prompts
         prompts.check_token_budget(config)
         shown = first_prompt(prompts, tokenizer, None if reader is None else reader.image_token_id)
-        lines.append(f"{part.name}: {_facts(prompts)}" if part.name else _facts(prompts))
+        lines.append(f"{part.name}: {_facts(prompts, reader)}" if part.name else _facts(prompts, reader))
         lines.append(f"the first: {shown}")
     kept = sum(len(prompts.prompts) for prompts in sets.values())
     if kept < batch:
@@ -73,9 +72,9 @@ def validation_line(config: RunConfig) -> str:
         return _asked_for(config) or "none (data.val_files and data.val_sets are empty: no validation)"
     lines = []
     for held_out in sets:
-        prompts, _, _ = _load(config, held_out)
+        prompts, _, reader = _load(config, held_out)
         asked = min(len(prompts.prompts), held_out.max_prompts or len(prompts.prompts))
-        facts = f"{_facts(prompts)}; {asked} prompts x {held_out.n} samples per validation"
+        facts = f"{_facts(prompts, reader)}; {asked} prompts x {held_out.n} samples per validation"
         lines.append(f"{held_out.name}: {facts}" if held_out.name else facts)
     return "\n      ".join(lines)
 
@@ -90,24 +89,22 @@ def _asked_for(config: RunConfig) -> str:
 
 def _load(config: RunConfig, of: TrainSet | HeldOutSet) -> tuple[PromptSet, Tokenizer, ImageReader | None]:
     from paceline.data.hub import local_files
-    from paceline.data.images import ImageReader
-    from paceline.data.prompts import PromptSet, load_tokenizer
-    from paceline.data.rows import read_rows
+    from paceline.data.reading.prompt_reader import PromptReader
+    from paceline.data.rows import StoredRows
 
     data, split = config.data, "train" if isinstance(of, TrainSet) else "val"
     # Before the tokenizer: a missing file or column is reported even without a model.
-    read_rows(local_files(of.files, split), [data.prompt_key, data.ground_truth_key, *data.extra_keys])
-    model = local_model(config.model, "controller")
-    tokenizer = load_tokenizer(model.tokenizer_path or model.path, config.data.chat_template_kwargs)
-    reader = ImageReader.load(data, model.path)
-    return PromptSet.load(data, tokenizer, of, images=reader), tokenizer, reader
+    required = [data.prompt_key, data.ground_truth_key, *data.extra_keys]
+    StoredRows(local_files(of.files, split), required)[:1]
+    reader = PromptReader.of(config)
+    return reader.read(of), reader.tokenizer, reader.images
 
 
-def _facts(prompts: PromptSet) -> str:
-    longest = max(len(prompt.token_ids) for prompt in prompts.prompts.values())
+def _facts(prompts: PromptSet, reader: ImageReader | None) -> str:
     facts = f"{len(prompts.prompts)} kept, {prompts.num_filtered} left out as too long, the longest has "
-    facts += f"{longest} tokens"
-    if images := [image for prompt in prompts.prompts.values() for image in prompt.images]:
+    facts += f"{prompts.facts.longest} tokens"
+    with_images = () if reader is None else prompts.prompts.values()
+    if images := [image for prompt in with_images for image in prompt.images]:
         most = max(image.num_tokens for image in images)
         facts += f"; {len(images)} images of at most {most} tokens"
     return facts

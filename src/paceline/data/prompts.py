@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
-import numpy as np
-
-from paceline.config.data import DataConfig
-from paceline.config.mixture import TrainSet
 from paceline.config.run import RunConfig
-from paceline.config.validation import HeldOutSet
 from paceline.core.errors import DataError, ModelError
 from paceline.core.samples.trajectory import Int32Array, RewardContext
-from paceline.data.hub import local_files
-from paceline.data.images import ImageReader, ImageSource, expanded, with_images
-from paceline.data.plain import plain_value
-from paceline.data.rows import Row, rows_with_folders, value_at
+from paceline.data.images import ImageSource
 from paceline.service.imports import without_collections
 
 
@@ -162,9 +156,13 @@ def render_prompt(tokenizer: Tokenizer, value: object, prompt_format: str) -> st
 def encode_prompt(tokenizer: Tokenizer, value: object, prompt_format: str) -> list[int]:
     """Token ids of a prompt. A chat template adds its own special tokens; plain text gets the tokenizer's."""
     text = render_prompt(tokenizer, value, prompt_format)
-    plain = prompt_format == "text" or (prompt_format == "auto" and isinstance(value, str))
-    ids: list[int] = tokenizer(text, add_special_tokens=plain)["input_ids"]
+    ids: list[int] = tokenizer(text, add_special_tokens=is_plain(value, prompt_format))["input_ids"]
     return ids
+
+
+def is_plain(value: object, prompt_format: str) -> bool:
+    """Whether a prompt is tokenized as it is, without a chat template."""
+    return prompt_format == "text" or (prompt_format == "auto" and isinstance(value, str))
 
 
 def last_message(value: object) -> str:
@@ -209,77 +207,86 @@ class Prompt:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PromptFacts:
+    """What is asked of all prompts of a set at once.
+
+    Attributes:
+        digest: of their tokens and of what their rewards need.
+        sources: their data sources; "" for none.
+        first_text: the id of the first that is plain text; None without one.
+        longest: tokens of the longest.
+        largest: the id of the largest, images included.
+        largest_size: its tokens and patches.
+    """
+
+    digest: str
+    sources: frozenset[str]
+    first_text: int | None
+    longest: int
+    largest: int
+    largest_size: int
+
+    @classmethod
+    def of(cls, prompts: Mapping[int, Prompt]) -> PromptFacts:
+        """Finds the facts by looking at each prompt."""
+        digest = hashlib.blake2b(digest_size=16)
+        sizes = {}
+        for prompt_id, prompt in sorted(prompts.items()):
+            digest.update(f"{prompt_id}\n{scored_by(prompt.context)}\n".encode(errors="backslashreplace"))
+            digest.update(prompt.token_ids.tobytes())
+            for image in prompt.images:
+                digest.update(image.digest.encode())
+            sizes[prompt_id] = len(prompt.token_ids) + sum(image.num_patches for image in prompt.images)
+        largest = max(sizes, key=sizes.__getitem__)
+        return cls(
+            digest=digest.hexdigest(),
+            sources=frozenset(prompt.context.data_source for prompt in prompts.values()),
+            first_text=next((i for i, prompt in prompts.items() if not prompt.messages), None),
+            longest=max(len(prompt.token_ids) for prompt in prompts.values()),
+            largest=largest,
+            largest_size=sizes[largest],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class PromptSet:
     """The usable prompts of one set, or of several, by id.
 
     Attributes:
         ranks: where each comes in an epoch, by id; None: data.order_by does not say.
+        known: the facts of all prompts, where they are known without looking at each.
     """
 
     prompts: Mapping[int, Prompt]
     num_filtered: int
     ranks: Mapping[int, int] | None = None
+    known: PromptFacts | None = None
 
-    @classmethod
-    def load(
-        cls,
-        config: DataConfig,
-        tokenizer: Tokenizer,
-        of: TrainSet | HeldOutSet,
-        *,
-        first_id: int = 0,
-        images: ImageReader | None = None,
-    ) -> PromptSet:
-        """Reads, tokenizes and filters a set of training or held-out prompts.
-
-        Args:
-            of: the set; of a held-out one all prompts are kept, whatever its max_prompts.
-            first_id: the id of the first row.
-            images: reads those of `data.image_key`.
-
-        Raises:
-            DataError: a file or column is missing, a row is unusable, a prompt is too long with
-                overlong_prompts=error, or no prompt is left.
-        """
-        is_training, what = isinstance(of, TrainSet), of.title
-        required = [config.prompt_key, config.ground_truth_key, *config.extra_keys]
-        required += [images.column] if images is not None else []
-        required += [config.order_by] if config.order_by and is_training else []
-        rows = rows_with_folders(local_files(of.files, "train" if is_training else "val"), required)
-        rows = rows[: of.max_prompts] if is_training else rows
-        prompts = [
-            _prompt(config, tokenizer, number, row, images, folder)
-            for number, (row, folder) in enumerate(rows, start=first_id)
-        ]
-        limit = config.max_prompt_length
-        kept = {p.prompt_id: p for p in prompts if 0 < len(p.token_ids) <= limit}
-        dropped = len(rows) - len(kept)
-        if dropped and config.overlong_prompts == "error":
-            worst = max(prompts, key=lambda p: len(p.token_ids))
-            raise DataError(
-                f"{dropped} of {len(rows)} {what} prompts are empty or longer than "
-                f"data.max_prompt_length={limit} tokens (row {worst.prompt_id} has {len(worst.token_ids)}); "
-                "raise the limit, or set data.overlong_prompts: filter"
-            )
-        if not kept:
-            raise DataError(
-                f"none of the {len(rows)} {what} prompts fits data.max_prompt_length={limit} tokens; "
-                "raise the limit"
-            )
-        values = {n: row for n, (row, _) in enumerate(rows, start=first_id) if n in kept}
-        ranks = _ranks(values, config.order_by) if config.order_by and is_training else None
-        return cls(prompts=kept, num_filtered=dropped, ranks=ranks)
+    @functools.cached_property
+    def facts(self) -> PromptFacts:
+        """What is asked of all prompts at once."""
+        return PromptFacts.of(self.prompts) if self.known is None else self.known
 
     @classmethod
     def joined(cls, sets: Sequence[PromptSet]) -> PromptSet:
         """Several sets, which have no id in common, as one."""
         if len(sets) == 1:
             return sets[0]
+        facts = [part.facts for part in sets]
+        largest = max(facts, key=lambda of: of.largest_size)
         ranks = {i: rank for part in sets for i, rank in (part.ranks or {}).items()}
         return cls(
-            prompts={i: prompt for part in sets for i, prompt in part.prompts.items()},
+            prompts=ChainMap(*(cast(dict[int, Prompt], part.prompts) for part in reversed(sets))),
             num_filtered=sum(part.num_filtered for part in sets),
             ranks=ranks or None,
+            known=PromptFacts(
+                digest=" ".join(of.digest for of in facts),
+                sources=frozenset().union(*(of.sources for of in facts)),
+                first_text=next((of.first_text for of in facts if of.first_text is not None), None),
+                longest=max(of.longest for of in facts),
+                largest=largest.largest,
+                largest_size=largest.largest_size,
+            ),
         )
 
     def check_token_budget(self, config: RunConfig) -> None:
@@ -288,16 +295,12 @@ class PromptSet:
         Raises:
             DataError: one is larger than `actor.ppo_max_token_len_per_gpu`.
         """
-        sizes = {
-            prompt_id: len(prompt.token_ids) + sum(image.num_patches for image in prompt.images)
-            for prompt_id, prompt in self.prompts.items()
-        }
-        largest = max(sizes, key=sizes.__getitem__)
-        needed = sizes[largest] + config.data.max_response_length
+        largest, size = self.facts.largest, self.facts.largest_size
+        needed = size + config.data.max_response_length
         if needed > config.micro_batch_tokens:
             num_tokens = len(self.prompts[largest].token_ids)
             raise DataError(
-                f"row {largest}: its prompt of {num_tokens} tokens and {sizes[largest] - num_tokens} patches "
+                f"row {largest}: its prompt of {num_tokens} tokens and {size - num_tokens} patches "
                 f"of images, with a response of {config.data.max_response_length} tokens, is over "
                 f"actor.ppo_max_token_len_per_gpu={config.actor.ppo_max_token_len_per_gpu}: raise it to at "
                 f"least {needed}, or lower data.max_pixels"
@@ -313,104 +316,6 @@ class PromptSet:
         return sorted(self.prompts)
 
 
-def load_training(
-    config: DataConfig, tokenizer: Tokenizer, images: ImageReader | None
-) -> dict[str, PromptSet]:
-    """The training sets by name, with ids that go on from set to set; raises what `PromptSet.load` does."""
-    sets: dict[str, PromptSet] = {}
-    for part in config.training_sets:
-        first_id = sum(prompts.num_rows for prompts in sets.values())
-        sets[part.name] = PromptSet.load(config, tokenizer, part, first_id=first_id, images=images)
-    return sets
-
-
-def _ranks(rows: Mapping[int, Row], column: str) -> dict[int, int]:
-    """By id, the rank of a row's value among those of all rows."""
-    values = {number: _column(number, row, column) for number, row in rows.items()}
-    for number, value in values.items():
-        if not isinstance(value, str | int | float):
-            raise DataError(
-                f"row {number} has {value!r} in column {column!r}, by which data.order_by puts the rows in "
-                "order; write a number or a string there"
-            )
-    if len({isinstance(value, str) for value in values.values()}) > 1:
-        raise DataError(f"column {column!r} (data.order_by) has numbers and strings; write one of them")
-    places = {value: rank for rank, value in enumerate(sorted(set(values.values())))}
-    return {number: places[value] for number, value in values.items()}
-
-
-def _prompt(
-    config: DataConfig,
-    tokenizer: Tokenizer,
-    number: int,
-    row: Row,
-    images: ImageReader | None,
-    folder: Path,
-) -> Prompt:
-    value, truth = _column(number, row, config.prompt_key), _column(number, row, config.ground_truth_key)
-    if value is None or truth is None:
-        key = config.prompt_key if value is None else config.ground_truth_key
-        raise DataError(f"row {number} has no value in column {key!r}; fill it or drop the row")
-    value = _with_system(value, config.system_prompt)
-    sources: tuple[ImageSource, ...] = ()
-    try:
-        if images is None:
-            token_ids = encode_prompt(tokenizer, value, config.prompt_format)
-        else:
-            sources = images.sources(row, folder)
-            messages = with_images(_conversation(value, config.prompt_format), len(sources))
-            token_ids = encode_prompt(tokenizer, messages, "chat")
-            token_ids = expanded(token_ids, images.image_token_id, sources)
-    except DataError as error:
-        raise DataError(f"row {number}: {error}") from error
-    source_key = config.data_source_key
-    source = _column(number, row, source_key) if source_key else None
-    context = RewardContext(
-        ground_truth=str(truth),
-        data_source="" if source is None else str(source),
-        prompt_text=last_message(value),
-        extra={key: _column(number, row, key) for key in config.extra_keys},
-    )
-    return Prompt(
-        prompt_id=number,
-        token_ids=np.asarray(token_ids, dtype=np.int32),
-        context=context,
-        messages=_messages(value, config.prompt_format),
-        images=sources,
-    )
-
-
-def _with_system(value: object, system_prompt: str | None) -> object:
-    """The prompt as messages behind a system message; without one it stays as it is."""
-    if system_prompt is None:
-        return value
-    messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
-    if not isinstance(messages, list) or _begins_with_system(messages):
-        return messages
-    return [{"role": "system", "content": system_prompt}, *messages]
-
-
-def _begins_with_system(messages: Sequence[object]) -> bool:
-    first = messages[0] if messages else None
-    return isinstance(first, dict) and first.get("role") == "system"
-
-
-def _conversation(value: object, prompt_format: str) -> object:
-    """A prompt as messages, where it is to be rendered as such."""
-    is_chat = isinstance(value, str) and prompt_format == "chat"
-    return [{"role": "user", "content": value}] if is_chat else value
-
-
-def _messages(value: object, prompt_format: str) -> tuple[Mapping[str, object], ...]:
-    if isinstance(value, str):
-        return ({"role": "user", "content": value},) if prompt_format == "chat" else ()
-    return tuple(value) if isinstance(value, list) else ()
-
-
-def _column(number: int, row: Row, key: str) -> Any:
-    try:
-        return plain_value(value_at(row, key))
-    except DataError as error:
-        raise DataError(
-            f"row {number}: column {key!r} {error}; change it, or leave the column out"
-        ) from error
+def scored_by(context: RewardContext) -> str:
+    """What the scorers of a prompt need, as text."""
+    return json.dumps(asdict(context), sort_keys=True, default=repr)

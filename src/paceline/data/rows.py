@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from paceline.core.errors import DataError
 
@@ -25,26 +25,54 @@ def value_at(row: Row, column: str) -> Any:
     return value_at(inner, rest) if dot and isinstance(inner, dict) else None
 
 
-def read_rows(files: Sequence[str | Path], required: Iterable[str] = ()) -> list[Row]:
-    """Reads all rows of `files`, in order; the suffix decides the format.
+class StoredRows(Sequence[tuple[Row, Path]]):
+    """The rows of files, each with the folder of its file; a row is decoded when it is asked for.
+
+    Args:
+        files: parquet and JSONL; the suffix decides the format.
+        required: columns that each file has, each line of JSONL when it is decoded.
 
     Raises:
         DataError: a file is missing, unreadable, of an unknown kind or without a column of `required`, or all
-            are empty.
+            are empty. Decoding raises it, too.
     """
-    return [row for row, _ in rows_with_folders(files, required)]
+
+    def __init__(self, files: Sequence[str | Path], required: Iterable[str] = ()) -> None:
+        wanted = tuple(required)
+        self._files = [(_opened(Path(file), wanted), Path(file).parent) for file in files]
+        self._ends = list(accumulate(len(rows) for rows, _ in self._files))
+        if not len(self):
+            raise DataError(
+                f"no rows in {', '.join(map(str, files)) or 'an empty list of files'}; "
+                "give a file with at least one row"
+            )
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    @overload
+    def __getitem__(self, place: int) -> tuple[Row, Path]: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[tuple[Row, Path]]: ...
+    def __getitem__(self, place: int | slice) -> tuple[Row, Path] | list[tuple[Row, Path]]:
+        if isinstance(place, int):
+            return self._between(place, place + 1)[0]
+        start, end, _ = place.indices(len(self))
+        return self._between(start, end)
+
+    def _between(self, start: int, end: int) -> list[tuple[Row, Path]]:
+        rows: list[tuple[Row, Path]] = []
+        for (file, folder), after in zip(self._files, self._ends, strict=True):
+            before = after - len(file)
+            if start < after and end > before:
+                part = file.decoded(max(start, before) - before, min(end, after) - before)
+                rows += [(row, folder) for row in part]
+        return rows
 
 
-def rows_with_folders(files: Sequence[str | Path], required: Iterable[str] = ()) -> list[tuple[Row, Path]]:
-    """Reads as `read_rows` does; each row with the folder of its file."""
-    wanted = tuple(required)
-    rows = [(row, Path(file).parent) for file in files for row in _read_file(Path(file), wanted)]
-    if not rows:
-        raise DataError(
-            f"no rows in {', '.join(map(str, files)) or 'an empty list of files'}; "
-            "give a file with at least one row"
-        )
-    return rows
+def read_rows(files: Sequence[str | Path], required: Iterable[str] = ()) -> list[Row]:
+    """Reads all rows of `files`, in order; raises what `StoredRows` does."""
+    return [row for row, _ in StoredRows(files, required)[:]]
 
 
 def first_row(file: str | Path) -> Row:
@@ -101,10 +129,6 @@ def _num_parquet_rows(path: Path) -> int:
         raise DataError(f"data file {path} is not readable as parquet: {error}") from error
 
 
-def _read_file(path: Path, required: tuple[str, ...]) -> list[Row]:
-    return _read_parquet(path, required) if _is_parquet(path) else _read_jsonl(path, required)
-
-
 def _is_parquet(path: Path) -> bool:
     """Whether a file is parquet rather than JSONL, by its suffix."""
     if not path.is_file():
@@ -116,21 +140,35 @@ def _is_parquet(path: Path) -> bool:
     return path.suffix == ".parquet"
 
 
-def _read_parquet(path: Path, required: tuple[str, ...]) -> list[Row]:
-    import pyarrow
-    import pyarrow.parquet
+def _opened(path: Path, required: tuple[str, ...]) -> _Parquet | _Lines:
+    return _Parquet(path, required) if _is_parquet(path) else _Lines(path, required)
 
-    try:
-        table = pyarrow.parquet.read_table(path)
-        _require(path, required, _columns(table.schema))
-        rows: list[Row] = table.to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"data file {path} is not readable as parquet: {error}") from error
-    except (ValueError, OverflowError) as error:  # a date that Python has no form for, text that is not UTF-8
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"data file {path} holds a value that cannot be read: {error}") from error
-    return rows
+
+class _Parquet:
+    def __init__(self, path: Path, required: tuple[str, ...]) -> None:
+        import pyarrow
+        import pyarrow.parquet
+
+        self._path = path
+        try:
+            self._table = pyarrow.parquet.read_table(path)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise DataError(f"data file {path} is not readable as parquet: {error}") from error
+        _require(path, required, _columns(self._table.schema))
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def decoded(self, start: int, end: int) -> list[Row]:
+        import pyarrow
+
+        try:
+            rows: list[Row] = self._table.slice(start, end - start).to_pylist()
+        except pyarrow.ArrowException as error:
+            raise DataError(f"data file {self._path} is not readable as parquet: {error}") from error
+        except (ValueError, OverflowError) as error:  # A date that Python has no form for, text not in UTF-8.
+            raise DataError(f"data file {self._path} holds a value that cannot be read: {error}") from error
+        return rows
 
 
 def _object(path: Path, number: int, line: bytes) -> Row:
@@ -144,16 +182,22 @@ def _object(path: Path, number: int, line: bytes) -> Row:
     return row
 
 
-def _read_jsonl(path: Path, required: tuple[str, ...]) -> list[Row]:
-    rows: list[Row] = []
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            row = _object(path, number, line)
-            _require(f"{path}, line {number},", required, _keys(row))
+class _Lines:
+    def __init__(self, path: Path, required: tuple[str, ...]) -> None:
+        self._path, self._required = path, required
+        with path.open("rb") as lines:
+            self._lines = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def decoded(self, start: int, end: int) -> list[Row]:
+        rows: list[Row] = []
+        for number, line in self._lines[start:end]:
+            row = _object(self._path, number, line)
+            _require(f"{self._path}, line {number},", self._required, _keys(row))
             rows.append(row)
-    return rows
+        return rows
 
 
 def _columns(fields: Iterable[Any], prefix: str = "") -> list[str]:

@@ -7,8 +7,8 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sized
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,11 +23,9 @@ from paceline.data.prompts import (
     PromptSet,
     encode_prompt,
     last_message,
-    load_tokenizer,
-    load_training,
     stop_token_ids,
 )
-from paceline.storage.models import local_model
+from paceline.data.reading.prompt_reader import PromptReader
 
 log = logging.getLogger(__name__)
 
@@ -83,23 +81,18 @@ class Inputs:
     @functools.cached_property
     def sources(self) -> frozenset[str]:
         """The data sources of the training prompts, by name; empty where metrics leave them out."""
-        return frozenset(_by_source(self.train.prompts))
+        names = frozenset(map(_source_name, self.train.facts.sources))
+        return names if _tells_apart(names) else frozenset()
 
     @functools.cached_property
     def digest(self) -> str:
         """Of all prompts' tokens and of what their rewards need, so that a resumed run notices other data."""
         digest = hashlib.blake2b(digest_size=16)
-        unnamed = next((held_out.prompts.prompts for held_out in self.val if not held_out.of.name), {})
-        named = {held_out.of.name: held_out.prompts.prompts for held_out in self.val if held_out.of.name}
-        for name, prompts in (("", self.train.prompts), ("", unnamed), *sorted(named.items())):
-            digest.update(name.encode())
-            for prompt_id, prompt in sorted(prompts.items()):
-                context = json.dumps(asdict(prompt.context), sort_keys=True, default=repr)
-                digest.update(f"{prompt_id}\n{context}\n".encode(errors="backslashreplace"))
-                digest.update(prompt.token_ids.tobytes())
-                for image in prompt.images:
-                    digest.update(image.digest.encode())
-            digest.update(b"\0")
+        unnamed = next((held_out.prompts for held_out in self.val if not held_out.of.name), None)
+        named = {held_out.of.name: held_out.prompts for held_out in self.val if held_out.of.name}
+        for name, prompts in (("", self.train), ("", unnamed), *sorted(named.items())):
+            facts = "" if prompts is None else prompts.facts.digest
+            digest.update(f"{name}\n{facts}\n".encode())
         if self.cursor.names != ("",) or self.train.ranks:
             digest.update(json.dumps([self.cursor.ranges(), self.cursor.names]).encode())
         return digest.hexdigest()
@@ -125,16 +118,14 @@ class Inputs:
 
 def load_inputs(config: RunConfig) -> Inputs:
     """Reads prompts and tokenizer; raises DataError or ModelError."""
-    model = local_model(config.model, "controller")
-    tokenizer = load_tokenizer(model.tokenizer_path or model.path, config.data.chat_template_kwargs)
-    images = ImageReader.load(config.data, model.path)
-    sets = load_training(config.data, tokenizer, images)
+    reader = PromptReader.of(config)
+    sets = reader.training()
     train = PromptSet.joined([*sets.values()])
     train.check_token_budget(config)
     val: list[HeldOutPrompts] = []
     for of in config.held_out_sets:
         first_id = sum(held_out.prompts.num_rows for held_out in val)
-        prompts = PromptSet.load(config.data, tokenizer, of, first_id=first_id, images=images)
+        prompts = reader.read(of, first_id=first_id)
         val.append(HeldOutPrompts(of=of, prompts=prompts))
     named = [(part.title, sets[part.name]) for part in config.data.training_sets]
     for title, prompts in (*named, *((held_out.of.title, held_out.prompts) for held_out in val)):
@@ -151,15 +142,26 @@ def load_inputs(config: RunConfig) -> Inputs:
             ranks=train.ranks,
             schedule=config.data.weights_by_step,
         ),
-        stop_token_ids=stop_token_ids(model.path, tokenizer),
-        images=images,
-        encode=lambda value: encode_prompt(tokenizer, value, "text" if isinstance(value, str) else "chat"),
+        stop_token_ids=stop_token_ids(reader.folder, reader.tokenizer),
+        images=reader.images,
+        encode=lambda value: encode_prompt(
+            reader.tokenizer, value, "text" if isinstance(value, str) else "chat"
+        ),
     )
 
 
 def source_name(prompt: Prompt) -> str:
     """What metrics call the data source of a prompt."""
-    return _NO_NAME.sub("_", prompt.context.data_source or "none")
+    return _source_name(prompt.context.data_source)
+
+
+def _source_name(source: str) -> str:
+    return _NO_NAME.sub("_", source or "none")
+
+
+def _tells_apart(sources: Sized) -> bool:
+    """Whether metrics by source say more than those of all, without being too many."""
+    return 1 < len(sources) <= _MOST_SOURCES
 
 
 def _by_source(prompts: Mapping[int, Prompt]) -> dict[str, set[int]]:
@@ -167,13 +169,13 @@ def _by_source(prompts: Mapping[int, Prompt]) -> dict[str, set[int]]:
     by_source: dict[str, set[int]] = {}
     for prompt_id, prompt in prompts.items():
         by_source.setdefault(source_name(prompt), set()).add(prompt_id)
-    return dict(sorted(by_source.items())) if 1 < len(by_source) <= _MOST_SOURCES else {}
+    return dict(sorted(by_source.items())) if _tells_apart(by_source) else {}
 
 
 def _check_episodes(config: RunConfig, prompts: PromptSet) -> None:
-    plain = [i for i, prompt in prompts.prompts.items() if not prompt.messages]
-    if config.has_episodes and plain:
+    plain = prompts.facts.first_text
+    if config.has_episodes and plain is not None:
         raise DataError(
-            f"row {plain[0]} has a prompt that is plain text, and episodes need chat messages: set "
+            f"row {plain} has a prompt that is plain text, and episodes need chat messages: set "
             "data.prompt_format: chat, or write lists of messages"
         )

@@ -20,7 +20,7 @@ from paceline.cli.commands import arguments
 from paceline.cli.commands.start.train import log_to, make_view
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError
-from paceline.data.epochs import with_epochs_counted
+from paceline.data.reading.epochs import with_epochs_counted
 from paceline.runs import run_dir as run_dirs
 from paceline.sizing.machine import Machine
 from paceline.sizing.placement import settle

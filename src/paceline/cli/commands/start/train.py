@@ -16,8 +16,8 @@ from paceline.checks.preflight import notes, quick_check
 from paceline.cli.commands import arguments
 from paceline.cli.commands.arguments import Form
 from paceline.config.run import RunConfig
-from paceline.core.errors import EXIT_FAILED
-from paceline.data.epochs import with_epochs_counted
+from paceline.core.errors import EXIT_FAILED, PacelineError
+from paceline.data.reading.epochs import tokenize_ahead, with_epochs_counted
 from paceline.launch.launcher import ProcessPlanner, launch
 from paceline.launch.planning import dry_run
 from paceline.runs import run_dir as run_dirs
@@ -119,6 +119,8 @@ def _train(
     view = make_view(config, run_dir, form=form, remarks=[*remarks, *prepared.remarks])
     sink = Sink(config.trainer.loggers, run_dir, say=view.notice)
     try:
+        if planner is None:  # Otherwise the controller may be on another host.
+            _tokenize(prepared, view)
         shown: View = TrackingView(view, sink)
         if expectation := Expectation.of(config, Machine.here()):
             shown = ExpectingView(shown, expectation)
@@ -147,6 +149,14 @@ def _train(
                 f"the same command goes on after step {step}, whose checkpoint is the newest", file=sys.stderr
             )
     return outcome.exit_code
+
+
+def _tokenize(prepared: run_dirs.Prepared, view: View) -> None:
+    try:
+        tokenize_ahead(prepared.config, view.notice)
+    except PacelineError:
+        prepared.undo()
+        raise
 
 
 def make_view(config: RunConfig, run_dir: Path, *, form: Form, remarks: Sequence[str] = ()) -> View:

@@ -1,11 +1,14 @@
-"""How many steps the epochs of `trainer.total_epochs` take, which the launcher tells before a run begins."""
+"""Reads training prompts before a run begins: the launcher says how many steps their epochs are."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from paceline.config.run import RunConfig
-from paceline.data.images import ImageReader
-from paceline.data.prompts import load_tokenizer, load_training
-from paceline.storage.models import local_model
+from paceline.data.hub import local_files
+from paceline.data.reading.prompt_reader import PromptReader
+from paceline.data.reading.prompt_table import KEPT_FROM
+from paceline.data.rows import count_rows
 
 
 def with_epochs_counted(config: RunConfig) -> tuple[RunConfig, list[str]]:
@@ -17,9 +20,7 @@ def with_epochs_counted(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """
     if config.trainer.total_epochs is None:
         return config, []
-    model = local_model(config.model, "controller")
-    tokenizer = load_tokenizer(model.tokenizer_path or model.path, config.data.chat_template_kwargs)
-    sets = load_training(config.data, tokenizer, ImageReader.load(config.data, model.path))
+    sets = PromptReader.of(config).training()
     num_prompts = sum(len(prompts.prompts) for prompts in sets.values())
     counted = config.with_epochs_counted(num_prompts)
     return counted, [words(counted, num_prompts)]
@@ -32,3 +33,16 @@ def words(config: RunConfig, num_prompts: int) -> str:
         f"{trainer.num_steps} steps, for trainer.total_epochs={trainer.total_epochs:g}: {num_prompts} "
         f"prompts are {num_prompts // batch} steps of data.train_batch_size={batch}"
     )
+
+
+def tokenize_ahead(config: RunConfig, tell: Callable[[str], None]) -> None:
+    """Tokenizes large training sets: the terminal says how far that is, and the controller finds the tokens.
+
+    Raises:
+        DataError, ModelError: prompts or tokenizer cannot be read.
+    """
+    sets = config.data.training_sets
+    if config.data.image_key is None and any(
+        count_rows(local_files(of.files, "train"), KEPT_FROM) >= KEPT_FROM for of in sets
+    ):
+        PromptReader.of(config, tell).training()
