@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
+import re
 import shutil
 import signal
 import subprocess
@@ -325,22 +325,39 @@ def test_a_host_that_does_not_answer_is_not_waited_for_long(
 # --- Slurm
 
 
-def run_sbatch(tmp_path: Path, nodes: int, **env: str) -> subprocess.CompletedProcess[str]:
-    """Runs the file with stand-ins; `python` keeps the HOSTS.yaml that it is given."""
+PYTHON = """#!/bin/sh
+echo "$PACELINE_TLS_DIR $PACELINE_REDIS_PASSWORD_FILE $@" >> {folder}/calls
+case "$3" in
+  redis) trap 'echo redis ended >> {folder}/calls; exit 0' TERM; while :; do sleep 0.01; done ;;
+  up) cp "$4" {folder}/hosts.yaml; {up} ;;
+esac
+"""
+
+
+def run_sbatch(tmp_path: Path, nodes: int, *, up: str = ":", **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs the file with stand-ins; `python3` keeps the HOSTS.yaml that it is given, and does `up`.
+
+    The first node knows itself as 127.0.1.1.
+    """
     programs = tmp_path / "bin"
     programs.mkdir()
     names = " ".join(f"node{number}" for number in range(nodes))
     for name, text in {
-        "scontrol": f"for n in {names}; do echo $n; done",
-        "python3": f'echo "$@" > {tmp_path}/argv; cp "$4" {tmp_path}/hosts.yaml',
+        "scontrol": f'[ "$1" = show ] || echo "scontrol $@" >> {tmp_path}/calls\n'
+        f'[ "$1" != show ] || for n in {names}; do echo $n; done',
+        "getent": 'case "$2" in node0) echo 127.0.1.1 STREAM ;; *) echo "10.0.0.1${2#node} STREAM" ;; esac',
+        "ip": '[ "$4" = 10.0.0.11 ] && echo "10.0.0.11 dev eth0 src 10.0.0.10 uid 0"',
     }.items():
         (programs / name).write_text(f"#!/bin/sh\n{text}\n")
-        (programs / name).chmod(0o755)
+    (programs / "python3").write_text(PYTHON.format(folder=tmp_path, up=up))
+    for program in programs.iterdir():
+        program.chmod(0o755)
     (tmp_path / "run.yaml").write_text("{}")
     variables = {
-        "PATH": f"{programs}:{os.environ['PATH']}",
+        "PATH": f"{programs}:/usr/bin:/bin",
         "CONFIG": "run.yaml",
         "SLURM_JOB_NODELIST": "node[0-9]",
+        "SLURM_JOB_ID": "42",
         **env,
     }
     return subprocess.run(
@@ -357,15 +374,14 @@ def run_sbatch(tmp_path: Path, nodes: int, **env: str) -> subprocess.CompletedPr
 def test_the_slurm_file_spreads_the_services_over_the_nodes(tmp_path: Path) -> None:
     done = run_sbatch(tmp_path, 3, SLURM_GPUS_ON_NODE="4", LEARNER_NODES="2", PACELINE_TLS_DIR="/tls")
     assert done.returncode == 0, done.stderr
-    words = (tmp_path / "argv").read_text().split()
-    assert (words[:3], words[4:]) == (["-m", "paceline.cli.main", "up"], ["--plain", "trainer.seed=7"])
     hosts = load(Hosts, tmp_path / "hosts.yaml")
     assert [(h.name, h.learner, h.rollout, h.reward, h.gpus) for h in hosts.hosts] == [
         ("node0", 4, 0, 1, (0, 1, 2, 3)),
         ("node1", 4, 0, 0, (0, 1, 2, 3)),
         ("node2", 0, 4, 0, (0, 1, 2, 3)),
     ]
-    assert (hosts.config, hosts.address) == (str(tmp_path / "run.yaml"), "node0")
+    assert [host.address for host in hosts.hosts] == ["10.0.0.10", "10.0.0.11", "10.0.0.12"]
+    assert (hosts.config, hosts.address) == (str(tmp_path / "run.yaml"), "10.0.0.10")
     assert hosts.hosts[2].env == {"PACELINE_TLS_DIR": "/tls"}
     run = several.with_hosts(config(broker=REDIS, learner={"device": "cuda"}), hosts)
     planned = several.members(
@@ -375,6 +391,61 @@ def test_the_slurm_file_spreads_the_services_over_the_nodes(tmp_path: Path) -> N
         *("srun", "--nodes=1", "--ntasks=1", "--overlap", "--unbuffered", "--nodelist=node2", "bash", "-c"),
     )
     assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in planned[:4]] == ["0", "1", "2", "3"]
+
+
+def test_a_slurm_job_makes_certificates_and_redis_of_its_own(tmp_path: Path) -> None:
+    done = run_sbatch(tmp_path, 2)
+    assert done.returncode == 0, done.stderr
+    secrets = f"{tmp_path}/.paceline-slurm"
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert f"  -m paceline.cli.main certs init {secrets}" in calls
+    assert f"  -m paceline.cli.main certs issue {secrets} host-slurm" in calls
+    tls = f"{secrets}/host-slurm"
+    assert f"{tls}  -m paceline.cli.main redis {secrets} --host 10.0.0.10" in calls
+    (up,) = [call for call in calls if " up " in call]
+    assert up.startswith(f"{tls} {secrets}/redis_password -m paceline.cli.main up ")
+    assert up.endswith(" --plain broker.url=rediss://paceline@10.0.0.10:6380/0 trainer.seed=7")
+    assert calls[-1] == "redis ended"
+    assert load(Hosts, tmp_path / "hosts.yaml").hosts[1].env == {"PACELINE_TLS_DIR": tls}
+
+
+@pytest.mark.parametrize(("code", "queued"), [(130, True), (0, False)])
+def test_a_slurm_job_that_is_to_end_saves_and_is_queued_again(
+    code: int, queued: bool, tmp_path: Path
+) -> None:
+    """`up` finishes its step at the first SIGINT, which a shell's background job must listen to by itself."""
+    (tmp_path / "up.py").write_text(
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGINT, lambda *_: None)\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})\n"
+        "os.kill(os.getppid(), signal.SIGTERM)  # the batch script, as Slurm does\n"
+        "signal.sigwait({signal.SIGINT})\n"
+        f"open({str(tmp_path / 'saved')!r}, 'w').close()\n"
+        f"sys.exit({code})\n"
+    )
+    done = run_sbatch(tmp_path, 2, up=f"exec {sys.executable} -S {tmp_path}/up.py")
+    assert done.returncode == code, done.stderr
+    assert (tmp_path / "saved").exists()
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert ("scontrol requeue 42" in calls) is queued
+    words = re.findall(r"^#SBATCH (\S+)", SBATCH.read_text(), flags=re.M)
+    assert {"--requeue", "--open-mode=append", "--signal=B:TERM@180"} <= set(words)
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"CONTAINER": "/i.sqsh"}, ["--container-image=/i.sqsh", "--container-mounts={here}:{here}"]),
+        ({"APPTAINER": "/i.sif"}, ["apptainer", "exec", "--nv", "--bind", "{here}", "/i.sif"]),
+    ],
+)
+def test_the_services_of_a_slurm_job_may_run_in_containers(
+    env: dict[str, str], words: list[str], tmp_path: Path
+) -> None:
+    assert run_sbatch(tmp_path, 1, **env).returncode == 0
+    shell = load(Hosts, tmp_path / "hosts.yaml").shell
+    there = tuple(word.replace("{here}", str(tmp_path)) for word in words)
+    assert shell[5:] == ("--nodelist={name}", *there, "bash", "-c")
 
 
 @pytest.mark.parametrize(("gpus", "learner", "rollout"), [("0", 1, 1), ("8", 4, 4)])
