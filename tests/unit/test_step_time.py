@@ -89,6 +89,14 @@ def test_what_a_setting_costs() -> None:
     # Averages visit the GPU in both optimizer steps: 1.54 billion per rank, 16 bytes each.
     visited = changed(timed, actor={"memory": KEPT | {"offload": True}})
     assert visited.update - base.update == pytest.approx(2 * 1.543e9 * 16 / 65e9, rel=0.01)
+    # On two ranks with a copy each, all averages visit both.
+    own, own_visited = (
+        changed(timed, learner={"fsdp_size": 1}, actor={"memory": memory})
+        for memory in (KEPT, KEPT | {"offload": True})
+    )
+    assert own_visited.update - own.update == pytest.approx(2 * (visited.update - base.update))
+    # An all-reduce moves as much as a gather and a reduction; the optimizer goes through all of a copy.
+    assert own.update - base.update == pytest.approx(2 * 1.543e9 * 30 / CARDS["H100"].bandwidth, rel=0.01)
     critic = changed(timed, algorithm={"adv_estimator": "gae"})
     assert critic.update == pytest.approx(2 * base.update)
     # All rows are scored and have values, where half of them were scored.
