@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import ssl
+import subprocess
 import sys
 import threading
 import time
@@ -111,6 +112,22 @@ def test_one_command_serves_redis_to_who_has_certificate_and_password_and_renews
     said = capfd.readouterr().out
     assert f"PACELINE_REDIS_PASSWORD_FILE={folder}/redis_password\n" in said
     assert f"broker.url=rediss://paceline@127.0.0.1:{port}/0\n" in said
+
+
+@pytest.mark.redis
+@pytest.mark.usefixtures("signals")
+def test_the_server_ends_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    need_redis_with_tls()
+    servers = []
+
+    def fail(server: subprocess.Popen[bytes], *_: object) -> int:
+        servers.append(server)
+        raise OSError("no space left")
+
+    monkeypatch.setattr(redis_command, "_tend", fail)
+    with pytest.raises(OSError, match="no space left"):
+        main(["redis", str(tmp_path), "--host", "127.0.0.1", "--port", str(free_port())])
+    assert servers[0].wait(120) is not None
 
 
 def refuses_others(folder: Path, port: int, password: str) -> None:

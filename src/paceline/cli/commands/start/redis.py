@@ -66,7 +66,10 @@ def run(args: argparse.Namespace) -> int:
         signal.signal(number, lambda *_: server.terminate())
     print(f"{REDIS_PASSWORD}_FILE={password_file}", flush=True)
     print(f"broker.url=rediss://paceline@{join(address, args.port)}/0", flush=True)
-    return _tend(server, folder, address, args.port, renewer)
+    try:
+        return _tend(server, folder, address, args.port, renewer)
+    finally:
+        server.terminate()
 
 
 def _options(folder: Path, address: str, port: int, max_memory: str) -> list[str]:
