@@ -131,19 +131,21 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Any:
       return seen;
     }}
     """
-    return row, probe(page("demo", data), HELPERS + script, folder)
+    return row, content.samples.rows("step_000004"), probe(page("demo", data), HELPERS + script, folder)
 
 
 def test_an_address_names_a_sample(samples: Any) -> None:
-    row, seen = samples
+    row, _, seen = samples
     assert len(seen["one"]) == 1
     assert f"prompt {row['prompt_id']}, sample {row['sample_index']} ·" in seen["one"][0]
 
 
 def test_the_samples_of_a_prompt_are_a_group(samples: Any) -> None:
-    row, seen = samples
+    row, rows, seen = samples
     group = row["group"]
-    assert group["count"] == 4
+    rewards = [other["reward"] for other in rows if other["prompt_id"] == row["prompt_id"]]
+    assert (group["count"], group["mean"]) == (len(rewards), sum(rewards) / len(rewards))
+    assert len(rewards) == 4
     head = next(head for head in seen["groups"] if head.startswith(f"prompt {row['prompt_id']}:"))
     assert f"4 samples, reward {group['mean']:g} on average" in head
     apart = row["reward"] - group["mean"]
@@ -152,7 +154,7 @@ def test_the_samples_of_a_prompt_are_a_group(samples: Any) -> None:
 
 
 def test_a_bar_of_the_histogram_chooses_its_rewards(samples: Any) -> None:
-    _, seen = samples
+    _, _, seen = samples
     counts = [int(label.split()[0]) for label in seen["bars"]]
     assert sum(counts) == 60
     assert counts[0] + counts[-1] == 60, "the rewards are 0 and 1"
@@ -160,7 +162,7 @@ def test_a_bar_of_the_histogram_chooses_its_rewards(samples: Any) -> None:
 
 
 def test_an_answer_over_the_steps_shows_what_changed(samples: Any) -> None:
-    _, seen = samples
+    _, _, seen = samples
     assert [head.split(":")[0] for head in seen["versions"]] == ["after step 0", "after step 4"]
     assert "".join(seen["added"]).split() == ["surely"]
     assert "".join(seen["lost"]).split() == ["or", "so"]

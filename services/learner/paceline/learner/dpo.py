@@ -241,9 +241,7 @@ class DpoTrainer:
         """Sums of log-probs per row of a micro-batch, and how many tokens they are of; of a filler none."""
         log_probs, _ = self._network(batch)
         sums = batch.table(log_probs).where(batch.mask, 0.0).sum(-1)
-        # A filler's number stays in the graph: every rank takes part in the backward pass.
-        own = sums[: len(batch.rows)] + 0.0 * sums.sum()
-        return own, batch.mask.sum(-1)[: len(batch.rows)]
+        return sums[: len(batch.rows)], batch.mask.sum(-1)[: len(batch.rows)]
 
     def _scores(self, batch: MicroBatch) -> PairScores:
         sums, counts = self._row_sums(batch)
