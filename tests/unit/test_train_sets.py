@@ -16,9 +16,11 @@ from paceline.broker.memory import MemoryBroker
 from paceline.config.data import DataConfig
 from paceline.controller.batch.inputs import load_inputs
 from paceline.controller.run.records import train_metrics
+from paceline.controller.run.records.opening import open_run
 from paceline.controller.verify.check import follow
 from paceline.controller.verify.findings import Findings
 from paceline.controller.verify.journal.entries import read
+from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError, DataError
 from paceline.core.run_record.step_metrics import meaning
 from paceline.core.samples.trajectory import PromptGroup
@@ -149,6 +151,24 @@ async def test_a_run_draws_by_the_weights_of_each_step_and_goes_on_the_same(tmp_
         it = await steps(tmp_path / "parts", services, total, **STAGES)
     assert asked(it) == asked(expected)
     assert it.breaches() == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"data__curriculum": [{"from_step": 2, "weights": {"code": 1}}]},
+            r"data.train_sets \(weights by step\)=\[\[1, \[2.0, 1.0\]\], \[2, .*instead of .*\[3, ",
+        ),
+        ({"data__order_by": "level"}, "data.order_by='level' instead of None"),
+    ],
+)
+async def test_other_weights_are_refused_when_a_run_goes_on(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    it = await steps(tmp_path, FakeServices(), 1, **STAGES)
+    with pytest.raises(ConfigError, match=said):
+        open_run(tmp_path, config(**{**STAGES, **changes}), it.sequencer._inputs, SystemClock())
 
 
 async def test_verify_finds_prompts_that_the_weights_do_not_put_next(tmp_path: Path) -> None:
