@@ -35,6 +35,7 @@ from paceline.service.observability import telemetry
 from paceline.weights.digest.agreement import DigestReport, SliceDigest, format_digest, model_digest
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.layout import RankLayout, TensorSlice
+from paceline.weights.geometry.sharding import Sharding
 from paceline.weights.plan.spec import WeightGroupSpec
 from paceline.weights.receipt import PushReceipt
 from paceline.wire.calls.training import order_from_proto, result_to_proto
@@ -139,7 +140,7 @@ class PaperLearner(learner_pb2_grpc.LearnerServiceServicer):
     async def DescribeWeights(self, request: Any, context: Any) -> Any:
         """One rank."""
         return learner_pb2.DescribeLearnerWeightsResponse(
-            rank_layouts=[layout().to_bytes()],
+            sharding=Sharding.of([layout()]).to_bytes(),
             store_host="127.0.0.1",
             store_port=1,
             version=self.policy.version,

@@ -58,7 +58,7 @@ def measure(
 ) -> dict[str, float] | None:
     """All numbers of one case; None if `auto` would relay nothing."""
     plan = fleet.describe(round_bytes, relay)
-    if relay == "auto" and not plan.relay_pairs:
+    if relay == "auto" and plan.num_channels == 1:
         return None
     join_ms = fleet.form()
     fleet.all("memory", "paceline_memory", True)

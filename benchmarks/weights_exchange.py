@@ -27,7 +27,8 @@ def plain_messages(group: WeightGroup, repeats: int) -> list[float]:
     In a round each pair exchanges one message of as many bytes as a push moves between the two.
     """
     sizes: tuple[dict[int, int], dict[int, int]] = ({}, {})
-    for key, size in group.plan.message_sizes.items():
+    for key, parts in group.plan.messages_of(group.rank).items():
+        size = sum(part.size for part in parts)
         for rank, peer, direction in ((key.sender, key.receiver, 0), (key.receiver, key.sender, 1)):
             if rank == group.rank:
                 sizes[direction][peer] = sizes[direction].get(peer, 0) + size

@@ -27,7 +27,8 @@ from paceline.core.policy import PolicyTag
 from paceline.core.training import BatchRow, ChunkOrder, TrainOrder
 from paceline.learner.train.state.learner import Learner as TrainingLearner
 from paceline.rpc.v1 import learner_pb2
-from paceline.weights.geometry.layout import RankLayout, tensor_shapes
+from paceline.weights.geometry.layout import tensor_shapes
+from paceline.weights.geometry.sharding import Sharding
 from paceline.wire.calls.training import chunk_to_proto, order_to_proto
 from support import learner_scenarios as scenarios
 from support.learner_fakes import POLICY, make_batch, run_config, write_model
@@ -153,7 +154,7 @@ def damaged_copy(folder: Path, name: str) -> Path:
 async def describing_its_weights(learner: Learner) -> None:
     """Both ranks' slices make up every tensor of the policy, and nothing of the critic."""
     described = await learner.call(learner.stub.DescribeWeights, learner_pb2.DescribeLearnerWeightsRequest())
-    layouts = [RankLayout.from_bytes(data) for data in described.rank_layouts]
+    layouts = Sharding.from_bytes(described.sharding)
     num_elements = sum(part.box.volume for layout in layouts for part in layout.slices)
     shapes = tensor_shapes(layouts)
     assert shapes["model.layers.1.mlp.down_proj.weight"] == (24, 41)

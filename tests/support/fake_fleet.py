@@ -35,6 +35,7 @@ from paceline.rollout.states import RolloutStatus
 from paceline.weights.digest.agreement import DigestReport, SliceDigest
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.layout import RankLayout, RankPlace, TensorSlice
+from paceline.weights.geometry.sharding import Sharding
 from paceline.weights.receipt import PushReceipt
 from paceline.wire import (
     blob_digest,
@@ -139,7 +140,7 @@ class FakeLearner:
         # Like the learner: whoever asks has dissolved its group, or is another controller.
         self.epoch = None
         return LearnerWeights(
-            layouts=(layout(self.services.gpus.get(member.member_id, "")),),
+            layouts=Sharding.of([layout(self.services.gpus.get(member.member_id, ""))]),
             store_host="127.0.0.1",
             store_port=1,
             version=self.services.version,

@@ -14,7 +14,7 @@ from functools import cached_property
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.cover import Need, Supply
 from paceline.weights.geometry.layout import RankLayout, TensorSlice, expand_all, tensor_shapes
-from paceline.weights.plan.flows import SMALLEST_SHARE, Group, Members, gather_flows, take_leading
+from paceline.weights.plan.flows import SMALLEST_SHARE, Members, take_leading
 from paceline.weights.plan.plan import MessageKey, Piece
 from paceline.weights.plan.rounds import chunk_sizes
 
@@ -33,7 +33,14 @@ class NaivePlan:
     num_destinations: int
     num_channels: int
     item_bytes: int
-    pieces: tuple[Piece, ...]
+    flows: list[NaiveFlow]
+    sizes: list[int]
+    sets: list[Members]
+
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """All of them, in order."""
+        return _pieces(self.flows, self.sizes, self.sets)
 
     @property
     def num_rounds(self) -> int:
@@ -52,15 +59,20 @@ class NaivePlan:
 
     @property
     def cost_bytes(self) -> int:
-        """The load of each round's busiest rank, and what a round costs."""
-        loads: Counter[tuple[int, str, int]] = Counter()
-        for key, size in self.message_sizes.items():
-            loads[key.round, "sends", key.sender] += size
-            loads[key.round, "receives", key.receiver] += size
-        busiest = [0] * self.num_rounds
-        for (number, _, _), load in loads.items():
-            busiest[number] = max(busiest[number], load)
-        return self.item_bytes * sum(busiest) + _ROUND_COST_BYTES * self.num_rounds
+        """The load of the busiest rank, and what rounds cost; members of a set share what they relay."""
+        loads: Counter[tuple[str, int]] = Counter()
+        rounds = 0
+        for flow, size in zip(self.flows, self.sizes, strict=True):
+            count = len(flow.members)
+            rounds = max(rounds, -(-flow.volume // (size * count)) + (count > 1))
+            loads["sends", flow.source] += flow.volume
+            for member in flow.members:
+                loads["receives", member] += flow.volume
+        for members in {flow.members for flow in self.flows}:
+            volume = sum(flow.volume for flow in self.flows if flow.members == members)
+            for member in members:
+                loads["relays", member] += volume * (len(members) - 1) // len(members)
+        return self.item_bytes * max(loads.values(), default=0) + _ROUND_COST_BYTES * rounds
 
     @property
     def egress_binds(self) -> bool:
@@ -87,17 +99,16 @@ def naive_plan(
 
     def plan(*, shared: bool, smallest_share: float = 0.0) -> NaivePlan:
         together = [0] * len(destinations) if shared else range(len(destinations))
-        groups = gather_flows(
-            sources, destinations, order, together=together, smallest_share=smallest_share
-        ).groups
-        flows = naive_flows(sources, groups, order)
+        flows = naive_flows(sources, destinations, together, smallest_share, order)
         sets = sorted({flow.members for flow in flows if len(flow.members) > 1})
         return NaivePlan(
             num_sources=len(sources),
             num_destinations=len(destinations),
             num_channels=1 + len(sets),
             item_bytes=item_bytes,
-            pieces=_pieces(flows, chunk_sizes(flows, round_bytes // item_bytes), sets),
+            flows=flows,
+            sizes=chunk_sizes(flows, round_bytes // item_bytes),
+            sets=sets,
         )
 
     if relay == "always":
@@ -118,6 +129,7 @@ def _pieces(flows: Sequence[NaiveFlow], sizes: Sequence[int], sets: Sequence[Mem
     before: dict[tuple[int, int, int], int] = {}
     for flow, size in zip(flows, sizes, strict=True):
         channel = channels.get(flow.members, 0)
+        passed_on: list[tuple[tuple[int, int], Piece]] = []
         filled: dict[tuple[int, int, int], int] = {}
         for chunk in cut(flow, size):
             first_member = flow.members[chunk.member]
@@ -138,8 +150,12 @@ def _pieces(flows: Sequence[NaiveFlow], sizes: Sequence[int], sets: Sequence[Mem
                     destination_param=part.param,
                     destination_box=part.to_local(chunk.box),
                 )
-                (sent if direct else relayed).append(piece)
+                if direct:
+                    sent.append(piece)
+                else:
+                    passed_on.append(((chunk.number, rank), piece))
             filled[place] = filled.get(place, 0) + chunk.box.volume
+        relayed += [piece for _, piece in sorted(passed_on, key=lambda item: item[0])]
         for place, size in filled.items():
             before[place] = before.get(place, 0) + size
     return (*sent, *relayed)
@@ -161,12 +177,12 @@ def naive_assign(sources: Sequence[RankLayout], needs: Sequence[Need]) -> list[S
             else:
                 source, part = owners[0]
                 supplies.append(Supply(need=index, source=source, source_slice=part, box=box))
-                load[source] += box.volume
+                load[source] += need.copies * box.volume
     contested.sort(key=lambda item: (-item[1].volume, item[0], item[1]))
     for index, box, owners in contested:
         source, part = min(owners, key=lambda owner: (load[owner[0]], (owner[0] - index) % len(sources)))
         supplies.append(Supply(need=index, source=source, source_slice=part, box=box))
-        load[source] += box.volume
+        load[source] += needs[index].copies * box.volume
     supplies.sort(key=lambda item: (item.need, item.box, item.source))
     return supplies
 
@@ -204,6 +220,7 @@ class Cargo:
     """A box of tensor number `order`: read from `source_slice`, written by member i to `targets[i]`."""
 
     order: int
+    need: int
     box: Box
     source_slice: TensorSlice
     targets: tuple[TensorSlice, ...]
@@ -228,9 +245,9 @@ class NaiveFlow:
         return max(item.box.volume // item.box.shape[0] for item in self.cargo)
 
     @cached_property
-    def content(self) -> tuple[tuple[int, Box], ...]:
-        """Equal for flows of the same boxes."""
-        return tuple((item.order, item.box) for item in self.cargo)
+    def content(self) -> tuple[object, ...]:
+        """Equal for flows of the same boxes from the same source."""
+        return self.source, *((item.need, item.box) for item in self.cargo)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,11 +256,13 @@ class Chunk:
 
     Attributes:
         member: index of the member that receives it first.
+        number: of the message, counted within the flow.
         round: of that first message.
         offset: the chunk's first element in that message, as far as this flow fills it.
     """
 
     member: int
+    number: int
     round: int
     offset: int
     cargo: Cargo
@@ -251,22 +270,60 @@ class Chunk:
 
 
 def naive_flows(
-    sources: Sequence[RankLayout], groups: Sequence[Group], order: dict[str, int]
+    sources: Sequence[RankLayout],
+    destinations: Sequence[RankLayout],
+    together: Sequence[int],
+    smallest_share: float,
+    order: dict[str, int],
 ) -> list[NaiveFlow]:
-    """Assigns the need of each group of rollout ranks; the flows are ordered by (source, members)."""
-    parts = [group[0][1] for group in groups]
-    needs = [Need(name=part.name, global_shape=part.global_shape, box=part.box, label="") for part in parts]
+    """Assigns each needed box; sets of ranks that need it get the same. Ordered by (source, members)."""
+    needed: dict[tuple[object, ...], dict[int, TensorSlice]] = {}
+    for rank, layout in enumerate(destinations):
+        times: Counter[tuple[str, Box]] = Counter()
+        for part in layout.slices:
+            times[part.name, part.box] += 1
+            key = (part.name, part.box, times[part.name, part.box])
+            needed.setdefault(key, {})[rank] = part
+    groups: list[list[Members]] = []
+    common: Counter[Members] = Counter()
+    for targets in needed.values():
+        numbers = dict.fromkeys(together[rank] for rank in targets)
+        sets = [tuple(r for r in targets if together[r] == number) for number in numbers]
+        groups.append(sets)
+        for members in sets:
+            common[members] += next(iter(targets.values())).box.volume
+    least = smallest_share * sum(common.values())
+    parts = [next(iter(targets.values())) for targets in needed.values()]
+    needs = [
+        Need(
+            name=part.name,
+            global_shape=part.global_shape,
+            box=part.box,
+            label="",
+            copies=len(targets),
+        )
+        for part, targets in zip(parts, needed.values(), strict=True)
+    ]
     flows: dict[tuple[int, Members], NaiveFlow] = {}
     for supply in naive_assign(sources, needs):
-        group = groups[supply.need]
-        members, targets = tuple(rank for rank, _ in group), tuple(part for _, part in group)
-        flow = flows.setdefault((supply.source, members), NaiveFlow(source=supply.source, members=members))
-        number = order[targets[0].name]
-        flow.cargo.append(
-            Cargo(order=number, box=supply.box, source_slice=supply.source_slice, targets=targets)
-        )
+        targets = list(needed.values())[supply.need]
+        for several in groups[supply.need]:
+            split = [several] if common[several] >= least else [(rank,) for rank in several]
+            for members in split:
+                flow = flows.setdefault(
+                    (supply.source, members), NaiveFlow(source=supply.source, members=members)
+                )
+                flow.cargo.append(
+                    Cargo(
+                        order=order[parts[supply.need].name],
+                        need=supply.need,
+                        box=supply.box,
+                        source_slice=supply.source_slice,
+                        targets=tuple(targets[rank] for rank in members),
+                    )
+                )
     for flow in flows.values():
-        flow.cargo.sort(key=lambda item: (item.order, item.box))
+        flow.cargo.sort(key=lambda item: (item.order, item.need, item.box))
     return [flows[key] for key in sorted(flows)]
 
 
@@ -284,5 +341,12 @@ def cut(flow: NaiveFlow, size: int) -> Iterator[Chunk]:
                 continue
             # Each source begins with another member: this spreads the remainders of the last round.
             member = (number + flow.source) % count
-            yield Chunk(member=member, round=number // count, offset=filled, cargo=item, box=fit)
+            yield Chunk(
+                member=member,
+                number=number,
+                round=number // count,
+                offset=filled,
+                cargo=item,
+                box=fit,
+            )
             filled += fit.volume

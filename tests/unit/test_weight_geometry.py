@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -21,10 +24,13 @@ from paceline.weights.geometry import cover
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.cover import Need, assign_sources
 from paceline.weights.geometry.layout import RankLayout, RankPlace, TensorSlice, chunk_rows, expand_full
+from paceline.weights.geometry.sharding import Sharding
 from paceline.weights.plan import flows
+from paceline.weights.plan import plan as plan_module
 from paceline.weights.plan.flows import take_leading
 from paceline.weights.plan.plan import RELAY_MODES, TransferPlan, build_plan
 from paceline.weights.plan.spec import WeightGroupSpec
+from support.plan_pieces import all_pieces, message_sizes, pieces_from, pieces_to, relay_pairs
 from support.reference_digest import digest_array
 from support.weight_layouts import DenseModel, fsdp_layout, tp_layout
 
@@ -47,7 +53,7 @@ def test_column_slices_of_row_shards() -> None:
     ]
     destinations = [RankLayout(dtype="float32", slices=(half,)) for half in halves]
     plan = build_plan(sources, destinations, item_bytes=2, round_bytes=1 << 20)
-    moves = [(p.source, p.destination, p.source_box, p.destination_box) for p in plan.pieces]
+    moves = [(p.source, p.destination, p.source_box, p.destination_box) for p in all_pieces(plan)]
     assert moves == [
         (0, 0, Box((0, 0), (2, 3)), Box((0, 0), (2, 3))),
         (0, 1, Box((0, 3), (2, 6)), Box((0, 0), (2, 3))),
@@ -60,7 +66,7 @@ def test_column_slices_of_row_shards() -> None:
 
 def test_rounds_are_filled_with_complete_rows() -> None:
     plan = build_plan([full("w", (7, 4))], [full("w", (7, 4))], item_bytes=4, round_bytes=4 * 10)
-    assert [(p.round, p.offset, p.box.start[0], p.box.stop[0]) for p in plan.pieces] == [
+    assert [(p.round, p.offset, p.box.start[0], p.box.stop[0]) for p in all_pieces(plan)] == [
         (0, 0, 0, 2),
         (1, 0, 2, 4),
         (2, 0, 4, 6),
@@ -87,7 +93,9 @@ def test_replicated_norms_leave_from_different_sources() -> None:
     holder = expand_full(RankLayout(dtype="float32", slices=(), full_tensors=True), shapes)
     plan = build_plan([holder] * 4, [holder] * 2, item_bytes=4, round_bytes=1 << 20)
     assert [plan.sent_bytes(r) for r in range(4)] == [4 * 16 * 4] * 4
-    assert {(p.source, p.destination) for p in plan.pieces} == {(s, d) for s in range(4) for d in range(2)}
+    assert {(p.source, p.destination) for p in all_pieces(plan)} == {
+        (s, d) for s in range(4) for d in range(2)
+    }
 
 
 def test_missing_parts_unused_tensors_and_other_models_are_named() -> None:
@@ -98,7 +106,9 @@ def test_missing_parts_unused_tensors_and_other_models_are_named() -> None:
         both = fsdp_layout({"w": (4, 2), "head": (1, 2)}, rank=0, world_size=1, dtype="float32")
         part = TensorSlice(name="w", global_shape=(4, 2), box=Box.full((4, 2)), param="w", offset=(0, 0))
         build_plan([both], [RankLayout(dtype="float32", slices=(part,))], item_bytes=4, round_bytes=64)
-    with pytest.raises(WeightSyncError, match=r"w: rank 1 gives shape \(4, 3\), another rank \(4, 2\)"):
+    with pytest.raises(
+        WeightSyncError, match=r"w: rollout rank 0 gives shape \(4, 3\), the learner \(4, 2\)"
+    ):
         build_plan([full("w", (4, 2))], [full("w", (4, 3))], item_bytes=4, round_bytes=64)
     with pytest.raises(WeightSyncError, match="would both land in p"):
         twice = tuple(
@@ -210,10 +220,13 @@ def test_a_spec_that_cannot_work_is_refused(field: str, value: object, words: st
         lambda plain: plain.update(slices=None),
         lambda plain: plain["slices"][0].pop(),
         lambda plain: plain["slices"][0].__setitem__(0, ""),
-        lambda plain: plain["slices"][0].__setitem__(3, [5, 2]),
-        lambda plain: plain["slices"][0].__setitem__(2, [-1, 0]),
-        lambda plain: plain["slices"][0].__setitem__(1, [4.0, 2]),
-        lambda plain: plain["slices"][0].__setitem__(5, [0]),
+        lambda plain: plain["slices"][0].__setitem__(2, 1),
+        lambda plain: plain["slices"][0].__setitem__(2, -1),
+        lambda plain: plain["boxes"][0].__setitem__(2, [5, 2]),
+        lambda plain: plain["boxes"][0].__setitem__(1, [-1, 0]),
+        lambda plain: plain["boxes"][0].__setitem__(0, [4.0, 2]),
+        lambda plain: plain["boxes"][0].__setitem__(3, [0]),
+        lambda plain: plain["boxes"][0].pop(),
     ],
 )
 def test_a_damaged_layout_is_a_typed_rejection(damage: object) -> None:
@@ -226,7 +239,12 @@ def test_a_damaged_layout_is_a_typed_rejection(damage: object) -> None:
 
 
 def test_bytes_that_are_no_message_are_rejected() -> None:
-    for read in (RankLayout.from_bytes, WeightGroupSpec.from_bytes, DigestReport.from_bytes):
+    for read in (
+        RankLayout.from_bytes,
+        Sharding.from_bytes,
+        WeightGroupSpec.from_bytes,
+        DigestReport.from_bytes,
+    ):
         for data in (b"", b"\xc1", msgpack.packb(7), msgpack.packb({"schema": 1})):
             with pytest.raises(InvalidMessageError):
                 read(data)
@@ -267,7 +285,7 @@ def test_every_round_moves_as_much_and_no_rank_stages_more_than_one(
     packed: dict[int, list[set[tuple[str, Box]]]] = {
         rank: [set() for _ in range(plan.num_rounds)] for rank in range(learners)
     }
-    for piece in plan.pieces:
+    for piece in all_pieces(plan):
         arriving[piece.destination][piece.round] += 4 * piece.box.volume
         packed[piece.source][piece.round].add((piece.name, piece.box))
     packing = [[4 * sum(box.volume for _, box in boxes) for boxes in rounds] for rounds in packed.values()]
@@ -351,7 +369,7 @@ def test_between_two_learner_nodes_and_two_rollout_nodes_a_slice_crosses_the_net
         nodes = [-1] * first + [0] * per_node + [1] * per_node
         crossing = sum(
             4 * elements
-            for key, elements in made.message_sizes.items()
+            for key, elements in message_sizes(made).items()
             if nodes[key.sender] != nodes[key.receiver]
         )
         return made, crossing
@@ -374,7 +392,7 @@ def test_a_copy_of_the_weights_on_a_node_serves_its_engines(relay: str) -> None:
     layouts = [rows(960, 0, 1).at(place) for place in (here, there, elsewhere)]
     plan = build_plan(sources, layouts, item_bytes=4, round_bytes=32 << 20, relay=relay)
     sent: dict[tuple[int, int], int] = {}
-    for piece in plan.pieces:
+    for piece in all_pieces(plan):
         if piece.relay is None:
             key = (piece.source, piece.destination)
             sent[key] = sent.get(key, 0) + piece.box.volume
@@ -430,48 +448,150 @@ def test_what_little_a_set_shares_is_sent_directly() -> None:
     plan = build_plan(
         [with_vector(rows(960, 0, 1))], layouts, item_bytes=4, round_bytes=32 << 20, relay="auto"
     )
-    assert plan.relay_pairs == ((1, 3), (2, 4), (3, 1), (4, 2))
-    assert [p.relay for p in plan.pieces if p.name == "norm"] == [None] * 4
+    assert relay_pairs(plan) == ((1, 3), (2, 4), (3, 1), (4, 2))
+    assert [p.relay for p in all_pieces(plan) if p.name == "norm"] == [None] * 4
     always = build_plan(
         [with_vector(rows(960, 0, 1))], layouts, item_bytes=4, round_bytes=32 << 20, relay="always"
     )
-    assert any(p.relay is not None for p in always.pieces if p.name == "norm")
+    assert any(p.relay is not None for p in all_pieces(always) if p.name == "norm")
 
 
-def planned(layers: int, servers: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int, TransferPlan]:
-    """How many needed boxes are cut among the sources, and how often a box among messages; and the plan."""
-    cuts, takes = [], []
-    regions_of, take = cover._regions_of, flows.take_leading
-    with monkeypatch.context() as patch:
-        patch.setattr(cover, "_regions_of", lambda *a: cuts.append(1) or regions_of(*a))
-        patch.setattr(flows, "take_leading", lambda *a, **k: takes.append(1) or take(*a, **k))
-        model = DenseModel(
-            vocab_size=512,
-            hidden=64,
-            heads=8,
-            kv_heads=4,
-            head_dim=8,
-            intermediate=128,
-            layers=layers,
-            tied=False,
-            bias=True,
-        )
-        sources = [fsdp_layout(model.shapes(), rank=r, world_size=8, dtype="float32") for r in range(8)]
-        layouts = [tp_layout(model, rank, 4)[0] for rank in range(4)] * servers
-        plan = build_plan(sources, layouts, item_bytes=4, round_bytes=1 << 18)
-    return len(cuts), len(takes), plan
+def model_of(layers: int) -> DenseModel:
+    return DenseModel(
+        vocab_size=512,
+        hidden=64,
+        heads=8,
+        kv_heads=4,
+        head_dim=8,
+        intermediate=128,
+        layers=layers,
+        tied=False,
+        bias=True,
+    )
 
 
-def test_planning_cuts_one_layer_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each distinct box is cut among the learners once, and among messages only where a message ends."""
-    small, few, _ = planned(2, 1, monkeypatch)
-    large, many, plan = planned(40, 4, monkeypatch)
-    assert large == small
-    num_pieces = sum(1 for _ in plan.pieces)
-    assert num_pieces > 20_000
-    # Servers that are alike are dealt to once; a message ends in at most three calls per flow and round.
-    assert few <= many <= 3 * plan.num_rounds * 8 * 4
-    assert many < num_pieces / 10
+@dataclasses.dataclass(kw_only=True)
+class Work:
+    """How often needed boxes are cut among the sources, flows into messages, and boxes at their ends."""
+
+    regions: int = 0
+    flows: int = 0
+    boxes: int = 0
+    overlapping: int = 0
+
+    def count(self, patch: pytest.MonkeyPatch, module: ModuleType, name: str, field: str) -> None:
+        """Counts the calls of a function."""
+        act = getattr(module, name)
+
+        def counted(*args: object, **options: object) -> object:
+            setattr(self, field, getattr(self, field) + 1)
+            return act(*args, **options)
+
+        patch.setattr(module, name, counted)
+
+
+def planned(
+    layers: int, servers: int, monkeypatch: pytest.MonkeyPatch, *, relay: str = "never", replicas: int = 1
+) -> tuple[Work, Work, TransferPlan]:
+    """What planning takes, and what a learner and a rollout rank need for their own pieces; and the plan."""
+    work = Work(), Work()
+    model = model_of(layers)
+    sources = [
+        fsdp_layout(model.shapes(), rank=r, world_size=8, dtype="float32") for r in range(8)
+    ] * replicas
+    layouts = [tp_layout(model, rank, 4)[0] for rank in range(4)] * servers
+    for part in work:
+        with monkeypatch.context() as patch:
+            part.count(patch, cover, "_regions_of", "regions")
+            part.count(patch, cover, "_cut_overlapping", "overlapping")
+            part.count(patch, plan_module, "cut_flow", "flows")
+            part.count(patch, flows, "take_leading", "boxes")
+            if part is work[0]:
+                plan = build_plan(sources, layouts, item_bytes=4, round_bytes=1 << 18, relay=relay)
+                assert len(plan.fingerprint) == 32
+            else:
+                assert pieces_from(plan, 0)
+                assert pieces_to(plan, 0)
+    return *work, plan
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_planning_cuts_one_layer_however_many_there_are(
+    replicas: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each distinct box is cut among the learners once, and no flow: those of others are known by size."""
+    small, _, _ = planned(2, 1, monkeypatch, replicas=replicas)
+    for relay in RELAY_MODES:
+        large, own, _ = planned(40, 4, monkeypatch, relay=relay, replicas=replicas)
+        assert large.regions == small.regions > 0
+        assert large.flows == large.overlapping == 0
+        assert own.regions == 0
+
+
+def test_a_rank_cuts_its_own_flows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of its 4 kinds of receivers and of its 8 learners, one of them the same, however many servers."""
+    for servers in (1, 4):
+        _, own, plan = planned(40, servers, monkeypatch)
+        assert len(plan.flows.flows) == 8 * 4 * servers
+        assert own.flows == 4 + 8 - 1
+        # A message ends in at most three calls per flow and round.
+        assert 0 < own.boxes <= 3 * plan.num_rounds * own.flows
+
+
+def test_a_sharding_gives_every_rank_its_layout() -> None:
+    shapes = model_of(3).shapes() | {"small": (3, 2)}
+    places = [RankPlace(node="n1", gpu=f"GPU-{rank}") for rank in range(5)]
+    layouts = [
+        fsdp_layout(shapes, rank=rank, world_size=5, dtype="bfloat16").at(place)
+        for rank, place in enumerate(places)
+    ]
+    renamed = dataclasses.replace(layouts[4].slices[0], param="own.name")
+    layouts[4] = dataclasses.replace(layouts[4], slices=(renamed, *layouts[4].slices[1:]))
+    sharding = Sharding.of(layouts)
+    read = Sharding.from_bytes(sharding.to_bytes())
+    assert read == sharding
+    for some in (sharding, read):
+        assert list(some) == layouts
+        assert some.places == tuple(places)
+        assert some.shapes == shapes
+    # Layers are alike: three of them add nothing to two.
+    assert len(sharding.kinds) == len(Sharding.of(list(layouts_of(2, 5))).kinds) + 2
+    with pytest.raises(ValueError, match=r"one dtype, got \['bfloat16', 'float32'\]"):
+        Sharding.of([layouts[0], *layouts_of(1, 1)])
+    with pytest.raises(ValueError, match=r"w: rank 1 gives shape \(4, 3\), another rank \(4, 2\)"):
+        Sharding.of([full("w", (4, 2)), full("w", (4, 3))])
+
+
+def layouts_of(layers: int, world_size: int) -> Iterator[RankLayout]:
+    for rank in range(world_size):
+        yield fsdp_layout(model_of(layers).shapes(), rank=rank, world_size=world_size, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda plain: plain.update(schema=0),
+        lambda plain: plain.update(dtype="int4"),
+        lambda plain: plain.update(tensors=None),
+        lambda plain: plain["tensors"][0].__setitem__(0, ""),
+        lambda plain: plain["tensors"][0].__setitem__(1, 1),
+        lambda plain: plain["tensors"][0].__setitem__(1, -1),
+        lambda plain: plain["kinds"][0].pop(),
+        lambda plain: plain["kinds"][0].__setitem__(0, [4, 1]),
+        lambda plain: plain["kinds"][0][1][0].__setitem__(0, 1),
+        lambda plain: plain["kinds"][0][1][0].__setitem__(0, -1),
+        lambda plain: plain["kinds"][0][1][0].__setitem__(2, [4]),
+        lambda plain: plain["kinds"][0][1][0].__setitem__(4, 7),
+        lambda plain: plain["kinds"][0][1][0].pop(),
+    ],
+)
+def test_a_damaged_sharding_is_a_typed_rejection(damage: Callable[[Any], None]) -> None:
+    places, slices = msgpack.unpackb(Sharding.of([full("w", (4, 2))]).to_bytes())
+    plain = msgpack.unpackb(slices)
+    damage(plain)
+    with pytest.raises(InvalidMessageError) as caught:
+        Sharding.from_bytes(msgpack.packb([places, msgpack.packb(plain)]))
+    assert caught.value.reason == "bad_layout"
 
 
 def test_a_spec_has_the_layouts_that_servers_share_once() -> None:

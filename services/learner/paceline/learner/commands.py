@@ -38,6 +38,8 @@ from paceline.learner.train.scoring.chunks import Fetch
 from paceline.learner.train.state.learner import Learner
 from paceline.learner.train.step import train_step
 from paceline.learner.train.work_ahead import work_ahead
+from paceline.weights.geometry.layout import RankLayout
+from paceline.weights.geometry.sharding import Sharding
 from paceline.weights.plan.spec import WeightGroupSpec
 from paceline.weights.receipt import PushReceipt
 from paceline.wire.calls.training import decode_chunk, decode_order
@@ -50,9 +52,13 @@ JOIN, PUBLISH, LEAVE, FREE = "join", "publish", "leave", "free"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Description:
-    """What the controller needs to form a weight group: the ranks' layouts, the rendezvous, the version."""
+    """What the controller needs to form a weight group: the ranks' layouts, the rendezvous, the version.
 
-    rank_layouts: tuple[bytes, ...]
+    Attributes:
+        sharding: a packed `Sharding`; b"" on ranks other than 0.
+    """
+
+    sharding: bytes
     store_host: str
     store_port: int
     version: int
@@ -164,9 +170,11 @@ class Commands:
         ranks = self._learner.ranks
         self._reshard()
         layouts = gather_bytes(self._publisher.layout().to_bytes(), ranks)
-        host, port = self._publisher.open_store() if ranks.world.rank == 0 else ("", 0)
+        if ranks.world.rank != 0:
+            return Description(sharding=b"", store_host="", store_port=0, version=self._learner.version)
+        host, port = self._publisher.open_store()
         return Description(
-            rank_layouts=tuple(layouts),
+            sharding=Sharding.of([RankLayout.from_bytes(data) for data in layouts]).to_bytes(),
             store_host=host,
             store_port=port,
             version=self._learner.version,

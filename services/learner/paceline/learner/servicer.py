@@ -109,7 +109,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         description: Description = await self._run(commands.DESCRIBE, {})
         self._store = description.store_host, description.store_port
         return learner_pb2.DescribeLearnerWeightsResponse(
-            rank_layouts=description.rank_layouts,
+            sharding=description.sharding,
             store_host=description.store_host,
             store_port=description.store_port,
             version=description.version,

@@ -38,29 +38,27 @@ Global___DescribeLearnerWeightsRequest: _TypeAlias = DescribeLearnerWeightsReque
 class DescribeLearnerWeightsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    RANK_LAYOUTS_FIELD_NUMBER: _builtins.int
+    SHARDING_FIELD_NUMBER: _builtins.int
     STORE_HOST_FIELD_NUMBER: _builtins.int
     STORE_PORT_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    sharding: _builtins.bytes
+    """msgpack: what all learner ranks hold, each with its node and GPU"""
     store_host: _builtins.str
     store_port: _builtins.int
     version: _builtins.int
     """policy version that the learner holds (steps trained)"""
-    @_builtins.property
-    def rank_layouts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """msgpack, one per learner rank, with its node and GPU"""
-
     def __init__(
         self,
         *,
-        rank_layouts: _abc.Iterable[_builtins.bytes] | None = ...,
+        sharding: _builtins.bytes = ...,
         store_host: _builtins.str = ...,
         store_port: _builtins.int = ...,
         version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rank_layouts", b"rank_layouts", "store_host", b"store_host", "store_port", b"store_port", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sharding", b"sharding", "store_host", b"store_host", "store_port", b"store_port", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -128,7 +128,7 @@ def digest_atoms(destinations: Iterable[RankLayout]) -> list[Atom]:
     """
     cuts: dict[str, list[set[int]]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    for layout in destinations:
+    for layout in {id(layout.slices): layout for layout in destinations}.values():
         for part in layout.slices:
             shapes.setdefault(part.name, part.global_shape)
             borders = cuts.setdefault(part.name, [{0, extent} for extent in part.global_shape])

@@ -16,6 +16,7 @@ class BoxTable:
     def __init__(self) -> None:
         self._numbers: dict[Box, int] = {}
         self.boxes: list[Box] = []
+        self._volumes = np.zeros(0, dtype=np.int64)
 
     def add(self, box: Box) -> int:
         """Returns the number of a box, a new one if needed."""
@@ -25,16 +26,12 @@ class BoxTable:
         return number
 
     def volumes(self) -> IntArray:
-        """Returns the number of elements of each box."""
-        return np.array([box.volume for box in self.boxes], dtype=np.int64)
+        """Returns the number of elements of each box; only what was added since the last call is counted."""
+        if len(self._volumes) < len(self.boxes):
+            added = [box.volume for box in self.boxes[len(self._volumes) :]]
+            self._volumes = np.concatenate([self._volumes, np.array(added, dtype=np.int64)])
+        return self._volumes
 
     def row_volumes(self) -> IntArray:
         """Elements of a row of each box: of one index of dimension 0."""
         return np.array([box.volume // box.shape[0] for box in self.boxes], dtype=np.int64)
-
-    def ranks(self) -> IntArray:
-        """The place of each box if they were sorted."""
-        order = sorted(range(len(self.boxes)), key=lambda number: self.boxes[number])
-        ranks = np.empty(len(order), dtype=np.int64)
-        ranks[order] = np.arange(len(order))
-        return ranks

@@ -11,12 +11,12 @@ from paceline.core.errors import WeightSyncError
 from paceline.weights.geometry.box_table import BoxTable, IntArray
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.layout import RankLayout, TensorSlice
+from paceline.weights.geometry.sharding import HeldPart, Sharding
 
 _SMALLEST_SPLIT = 1 << 14
 """A replicated part smaller than two of these, in elements, is not split: few large messages are better"""
 
-Holder = tuple[int, TensorSlice]
-"""A source's number, and its slice that contains a box"""
+_NOBODY = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +25,7 @@ class Need:
 
     Attributes:
         label: says in errors for whom.
+        copies: ranks that need it: what it counts in the load of who supplies it.
         node: the one of all who need it; "" if they are on several, or it is not known.
     """
 
@@ -32,6 +33,7 @@ class Need:
     global_shape: tuple[int, ...]
     box: Box
     label: str
+    copies: int = 1
     node: str = ""
 
 
@@ -46,55 +48,95 @@ class Supply:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Cover:
-    """Who supplies what, as columns: one row per supplied part, ordered by (need, box, source).
+class Regions:
+    """How a needed box is cut, for all tensors that lie alike: columns, one row per part, by (box, source).
 
     Attributes:
-        needs: what is covered.
-        holders: by tensor name, every source that holds a part of it.
-        boxes: the table of the boxes.
-        need, source, box: numbers of a row's need, source and box.
-        holder: index of the source among the tensor's holders.
+        source, box: numbers of a part's source and box.
+        part: index of the source's part among those of the tensor's kind.
+        contested: boxes that several sources hold, each with the indices of their parts.
+        by_source: the rows of each source.
+        volumes: elements that each source supplies, (sources,).
     """
 
-    needs: Sequence[Need]
-    holders: dict[str, list[Holder]]
-    boxes: BoxTable
-    need: IntArray
     source: IntArray
     box: IntArray
-    holder: IntArray
+    part: IntArray
+    contested: tuple[tuple[Box, tuple[int, ...]], ...]
+    by_source: dict[int, IntArray]
+    volumes: IntArray
 
-    def source_slice(self, row: int) -> TensorSlice:
-        """The source's slice that contains a row's box."""
-        return self.holders[self.needs[int(self.need[row])].name][int(self.holder[row])][1]
-
-    def of_source(self, source: int) -> list[Supply]:
-        """Returns what one of the sources supplies."""
-        return [self._supply(row) for row in np.flatnonzero(self.source == source).tolist()]
-
-    def _supply(self, row: int) -> Supply:
-        return Supply(
-            need=int(self.need[row]),
-            source=int(self.source[row]),
-            source_slice=self.source_slice(row),
-            box=self.boxes.boxes[self.box[row]],
+    @classmethod
+    def of(
+        cls,
+        rows: Sequence[tuple[Box, int, int]],
+        boxes: BoxTable,
+        num_sources: int,
+        contested: tuple[tuple[Box, tuple[int, ...]], ...] = (),
+    ) -> Regions:
+        """The regions of rows of box, source and part."""
+        rows = sorted(rows)
+        by_source: dict[int, list[int]] = {}
+        volumes = np.zeros(num_sources, dtype=np.int64)
+        for row, (box, source, _) in enumerate(rows):
+            by_source.setdefault(source, []).append(row)
+            volumes[source] += box.volume
+        return cls(
+            source=np.array([source for _, source, _ in rows], dtype=np.int64),
+            box=np.array([boxes.add(box) for box, _, _ in rows], dtype=np.int64),
+            part=np.array([part for _, _, part in rows], dtype=np.int64),
+            contested=contested,
+            by_source={source: np.array(own) for source, own in by_source.items()},
+            volumes=volumes,
         )
+
+    def rows_of(self, source: int) -> IntArray:
+        """The rows of a source."""
+        return self.by_source.get(source, _NOBODY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Regions:
-    """How a needed box is cut, for all tensors that lie alike on the sources.
+class Cover:
+    """Says which source supplies which part of each need.
 
     Attributes:
-        source, box, holder: of the parts that one source alone holds, ordered by (box, source).
-        contested: the others, each with all its holders.
+        sharding: what the sources hold.
+        needs: what is covered.
+        boxes: the table of the boxes.
+        regions: of each need; needs that are cut alike have the same object.
     """
 
-    source: IntArray
-    box: IntArray
-    holder: IntArray
-    contested: tuple[tuple[Box, tuple[int, ...]], ...]
+    sharding: Sharding
+    needs: Sequence[Need]
+    boxes: BoxTable
+    regions: Sequence[Regions]
+
+    def of_source(self, source: int) -> list[Supply]:
+        """Returns what one of the sources supplies."""
+        return [
+            Supply(
+                need=number,
+                source=source,
+                source_slice=self._slice(self.needs[number], int(regions.part[row])),
+                box=self.boxes.boxes[regions.box[row]],
+            )
+            for number, regions in enumerate(self.regions)
+            for row in regions.rows_of(source).tolist()
+        ]
+
+    def part_of(self, need: int, part: int) -> HeldPart:
+        """A part of the kind of a need's tensor."""
+        return self.sharding.kinds[self.sharding.tensors[self.needs[need].name]].parts[part]
+
+    def _slice(self, need: Need, number: int) -> TensorSlice:
+        part = self.sharding.kinds[self.sharding.tensors[need.name]].parts[number]
+        return TensorSlice(
+            name=need.name,
+            global_shape=need.global_shape,
+            box=part.box,
+            param=part.param or need.name,
+            offset=part.offset,
+        )
 
 
 def assign_sources(sources: Sequence[RankLayout], needs: Sequence[Need]) -> Cover:
@@ -112,138 +154,100 @@ def assign_sources(sources: Sequence[RankLayout], needs: Sequence[Need]) -> Cove
         WeightSyncError: no source holds a part of a need, or source and need disagree about the tensor's
             shape.
     """
-    holders: dict[str, list[Holder]] = {}
-    for source, layout in enumerate(sources):
-        for part in layout.slices:
-            holders.setdefault(part.name, []).append((source, part))
-    boxes = BoxTable()
-    regions = _cut_needs(needs, holders, boxes)
-    counts = [len(cut.source) for cut in regions]
-    need = np.repeat(np.arange(len(regions), dtype=np.int64), counts)
-    columns = [
-        np.concatenate([np.zeros(0, np.int64), *(getattr(cut, name) for cut in regions)])
-        for name in ("source", "box", "holder")
-    ]
-    cover = Cover(
-        needs=needs,
-        holders=holders,
-        boxes=boxes,
-        need=need,
-        source=columns[0],
-        box=columns[1],
-        holder=columns[2],
+    sharding, boxes = Sharding.of(sources), BoxTable()
+    known: dict[tuple[int | None, tuple[int, ...], Box], Regions] = {}
+    regions: list[Regions] = []
+    for need in needs:
+        key = (sharding.tensors.get(need.name), need.global_shape, need.box)
+        cut = known.get(key)
+        if cut is None:
+            cut = known[key] = _regions_of(need, sharding, boxes)
+        regions.append(cut)
+    _assign_contested(sharding, needs, regions, boxes)
+    return Cover(sharding=sharding, needs=needs, boxes=boxes, regions=regions)
+
+
+def _regions_of(need: Need, sharding: Sharding, boxes: BoxTable) -> Regions:
+    kind = sharding.tensors.get(need.name)
+    parts: Sequence[HeldPart] = () if kind is None else sharding.kinds[kind].parts
+    if kind is not None and sharding.kinds[kind].shape != need.global_shape:
+        raise WeightSyncError(
+            f"{need.name}: learner {parts[0].source} holds shape {sharding.kinds[kind].shape} but "
+            f"{need.label} needs {need.global_shape}; the two sides do not run the same model"
+        )
+    grid = None if kind is None else sharding.grids[kind]
+    cuts = grid.cut(need.box) if grid is not None else None
+    if cuts is None:
+        cuts = _cut_overlapping(need, parts)
+    return Regions.of(
+        [(box, parts[owners[0]].source, owners[0]) for box, owners in cuts if len(owners) == 1],
+        boxes,
+        len(sharding),
+        tuple((box, owners) for box, owners in cuts if len(owners) > 1),
     )
-    nodes = [layout.place.node for layout in sources]
+
+
+def _assign_contested(
+    sharding: Sharding, needs: Sequence[Need], regions: list[Regions], boxes: BoxTable
+) -> None:
+    """Assigns parts that several sources hold: needs that have such get regions of their own."""
     contested = [
         (number, part, near)
         for number, cut in enumerate(regions)
         for box, owners in cut.contested
-        for near in (_near(owners, needs[number].node, holders[needs[number].name], nodes),)
+        for near in (_near(owners, needs[number], sharding),)
         for part in _cut(box, len(near))
     ]
-    return _with_contested(cover, contested, len(sources)) if contested else cover
-
-
-def _cut_needs(needs: Sequence[Need], holders: dict[str, list[Holder]], boxes: BoxTable) -> list[_Regions]:
-    """The regions of every need; needs of the same box of tensors that lie alike share theirs."""
-    kinds: dict[tuple[object, ...], int] = {}
-    kind_of: dict[str, int] = {}
-    for name, parts in holders.items():
-        lie = tuple((source, part.global_shape, part.box) for source, part in parts)
-        kind_of[name] = kinds.setdefault(lie, len(kinds))
-    known: dict[tuple[object, ...], _Regions] = {}
-    regions: list[_Regions] = []
-    for need in needs:
-        key = (kind_of.get(need.name), need.global_shape, need.box)
-        cut = known.get(key)
-        if cut is None:
-            cut = known[key] = _regions_of(need, holders.get(need.name, []), boxes)
-        regions.append(cut)
-    return regions
-
-
-def _regions_of(need: Need, candidates: list[Holder], boxes: BoxTable) -> _Regions:
-    for source, part in candidates:
-        if part.global_shape != need.global_shape:
-            raise WeightSyncError(
-                f"{need.name}: learner {source} holds shape {part.global_shape} but {need.label} needs "
-                f"{need.global_shape}; the two sides do not run the same model"
-            )
-    holders = [
-        index for index, (_, part) in enumerate(candidates) if part.box.intersect(need.box) is not None
-    ]
-    cuts = _regions(need, candidates, holders)
-    sole = sorted((box, candidates[owners[0]][0], owners[0]) for box, owners in cuts if len(owners) == 1)
-    return _Regions(
-        source=np.array([source for _, source, _ in sole], dtype=np.int64),
-        box=np.array([boxes.add(box) for box, _, _ in sole], dtype=np.int64),
-        holder=np.array([holder for _, _, holder in sole], dtype=np.int64),
-        contested=tuple((box, owners) for box, owners in cuts if len(owners) > 1),
-    )
-
-
-def _near(
-    owners: tuple[int, ...], node: str, candidates: list[Holder], nodes: Sequence[str]
-) -> tuple[int, ...]:
-    """Of several holders those on a node, or all if none is there or the node is not known."""
-    return tuple(owner for owner in owners if node and nodes[candidates[owner][0]] == node) or owners
-
-
-def _with_contested(
-    cover: Cover, contested: list[tuple[int, Box, tuple[int, ...]]], num_sources: int
-) -> Cover:
-    """The cover with parts that several sources hold, each assigned to one of them."""
-    loads = np.zeros(num_sources, dtype=np.int64)
-    np.add.at(loads, cover.source, cover.boxes.volumes()[cover.box])
-    load: list[int] = loads.tolist()
+    if not contested:
+        return
+    load = [0] * len(sharding)
+    for need, cut in zip(needs, regions, strict=True):
+        for source in cut.by_source:
+            load[source] += need.copies * int(cut.volumes[source])
     contested.sort(key=lambda item: (-item[1].volume, item[0], item[1]))
-    rows: list[tuple[int, int, int, int]] = []
+    rows: dict[int, list[tuple[Box, int, int]]] = {}
     for number, box, owners in contested:
-        candidates = cover.holders[cover.needs[number].name]
+        parts = sharding.kinds[sharding.tensors[needs[number].name]].parts
 
         # Of equally loaded holders each need prefers another one: receivers then draw on different senders.
-        def burden(holder: int, number: int = number, parts: list[Holder] = candidates) -> tuple[int, int]:
-            return load[parts[holder][0]], (parts[holder][0] - number) % num_sources
+        def burden(owner: int, number: int = number, parts: Sequence[HeldPart] = parts) -> tuple[int, int]:
+            return load[parts[owner].source], (parts[owner].source - number) % len(sharding)
 
-        holder = min(owners, key=burden)
-        source = candidates[holder][0]
-        rows.append((number, source, cover.boxes.add(box), holder))
-        load[source] += box.volume
-    added = np.array(rows, dtype=np.int64)
-    need, source_column, box_column, holder_column = (
-        np.concatenate([column, added[:, index]])
-        for index, column in enumerate((cover.need, cover.source, cover.box, cover.holder))
-    )
-    order = np.lexsort((source_column, cover.boxes.ranks()[box_column], need))
-    return Cover(
-        needs=cover.needs,
-        holders=cover.holders,
-        boxes=cover.boxes,
-        need=need[order],
-        source=source_column[order],
-        box=box_column[order],
-        holder=holder_column[order],
-    )
+        owner = min(owners, key=burden)
+        rows.setdefault(number, []).append((box, parts[owner].source, owner))
+        load[parts[owner].source] += needs[number].copies * box.volume
+    for number, added in rows.items():
+        cut = regions[number]
+        columns = zip(cut.box.tolist(), cut.source.tolist(), cut.part.tolist(), strict=True)
+        sole = [(boxes.boxes[box], source, part) for box, source, part in columns]
+        regions[number] = Regions.of([*sole, *added], boxes, len(sharding))
 
 
-def _regions(need: Need, candidates: list[Holder], holders: list[int]) -> list[tuple[Box, tuple[int, ...]]]:
-    """Cuts the need into disjoint boxes, each with all holders that have it completely."""
+def _near(owners: tuple[int, ...], need: Need, sharding: Sharding) -> tuple[int, ...]:
+    """Of several holders those on the need's node, or all if none is there or the node is not known."""
+    parts = sharding.kinds[sharding.tensors[need.name]].parts
+    here = (owner for owner in owners if need.node and sharding.places[parts[owner].source].node == need.node)
+    return tuple(here) or owners
+
+
+def _cut_overlapping(need: Need, parts: Sequence[HeldPart]) -> list[tuple[Box, tuple[int, ...]]]:
+    """Cuts the need into disjoint boxes, each with all parts that contain it."""
     pending: list[Box] = [need.box] if need.box.volume else []
     regions: list[tuple[Box, tuple[int, ...]]] = []
-    parts = [(holder, candidates[holder][1].box) for holder in holders]
+    holders = [(number, part.box) for number, part in enumerate(parts) if part.box.intersect(need.box)]
     while pending:
         box = pending.pop()
-        first = next((part.intersect(box) for _, part in parts if part.intersect(box)), None)
+        first = next((part.intersect(box) for _, part in holders if part.intersect(box)), None)
         if first is None:
             raise WeightSyncError(
                 f"{need.name}: no learner holds {box.start}..{box.stop}, which {need.label} needs; "
                 "check that both sides load the same model configuration"
             )
         # Another holder's border may cut through this box: shrink it until each holds all of it or nothing.
-        for _, part in parts:
+        for _, part in holders:
             common = part.intersect(first)
             first = common if common is not None else first
-        regions.append((first, tuple(holder for holder, part in parts if part.contains(first))))
+        regions.append((first, tuple(number for number, part in holders if part.contains(first))))
         pending += box.subtract(first)
     return regions
 

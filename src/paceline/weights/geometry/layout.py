@@ -14,7 +14,7 @@ import msgpack
 from paceline.core.errors import InvalidMessageError, WeightSyncError
 from paceline.weights.geometry.boxes import Box
 
-LAYOUT_SCHEMA: Final = 3
+LAYOUT_SCHEMA: Final = 4
 ITEM_SIZES: Final[dict[str, int]] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per element of the types that can be sent, by the name that torch uses after `torch.`"""
 
@@ -102,15 +102,21 @@ class RankLayout:
         return self if place == self.place else replace(self, place=place)
 
     def to_dict(self) -> dict[str, Any]:
-        """The layout without its place, as plain lists, numbers and strings, for msgpack."""
+        """The layout without its place, as plain lists, numbers and strings, for msgpack.
+
+        Layers repeat: each shape with its box and offset is there once.
+        """
+        numbers: dict[tuple[tuple[int, ...], ...], int] = {}
+        slices = []
+        for part in self.slices:
+            geometry = (part.global_shape, part.box.start, part.box.stop, part.offset)
+            slices.append([part.name, part.param, numbers.setdefault(geometry, len(numbers))])
         return {
             "schema": LAYOUT_SCHEMA,
             "dtype": self.dtype,
             "full_tensors": self.full_tensors,
-            "slices": [
-                [s.name, list(s.global_shape), list(s.box.start), list(s.box.stop), s.param, list(s.offset)]
-                for s in self.slices
-            ],
+            "boxes": [[list(indices) for indices in geometry] for geometry in numbers],
+            "slices": slices,
         }
 
     @classmethod
@@ -138,12 +144,12 @@ class RankLayout:
 
         The same bytes give the same object: servers that are alike have their slices in common.
         """
-        return RankLayout.from_dict(_unpack(data))
+        return RankLayout.from_dict(unpack_layout(data))
 
     @staticmethod
     def from_bytes(data: bytes) -> RankLayout:
         """Reads what `to_bytes` wrote; raises InvalidMessageError if anything is malformed."""
-        fields = _unpack(data)
+        fields = unpack_layout(data)
         if not isinstance(fields, list) or [type(field) for field in fields] != [str, str, bytes]:
             raise InvalidMessageError(
                 f"weight layout: need node, GPU and slices, got {type(fields).__name__}", reason="bad_layout"
@@ -152,11 +158,19 @@ class RankLayout:
         return RankLayout.slices_from_bytes(slices).at(RankPlace(node=node, gpu=gpu))
 
 
-def _unpack(data: bytes) -> Any:
+def unpack_layout(data: bytes) -> Any:
+    """Unpacks an untrusted message; raises InvalidMessageError if it is not msgpack."""
     try:
         return msgpack.unpackb(data)
     except (ValueError, msgpack.UnpackException) as error:
         raise InvalidMessageError(f"weight layout: not msgpack: {error}", reason="bad_layout") from error
+
+
+def same_slices(layout: RankLayout, other: RankLayout) -> bool:
+    """Whether two layouts differ in nothing but the order of their slices."""
+    if (layout.dtype, layout.full_tensors, layout.place) != (other.dtype, other.full_tensors, other.place):
+        return False
+    return layout.slices == other.slices or set(layout.slices) == set(other.slices)
 
 
 def chunk_rows(num_rows: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -210,26 +224,34 @@ def _read_layout(data: object) -> RankLayout:
         raise ValueError(f"dtype {data['dtype']!r} is none of {', '.join(ITEM_SIZES)}")
     if not isinstance(data["full_tensors"], bool) or not isinstance(data["slices"], list):
         raise TypeError("`full_tensors` must be a bool and `slices` a list")
+    boxes = [_read_geometry(fields) for fields in data["boxes"]]
     return RankLayout(
         dtype=data["dtype"],
-        slices=tuple(map(_read_slice, data["slices"])),
+        slices=tuple(_read_slice(fields, boxes) for fields in data["slices"]),
         full_tensors=data["full_tensors"],
     )
 
 
-def _read_slice(fields: object) -> TensorSlice:
-    if not isinstance(fields, list) or len(fields) != 6:
-        raise TypeError("a slice is a list of six fields")
-    name, shape, start, stop, param, offset = fields
+_Geometry = tuple[tuple[int, ...], Box, tuple[int, ...]]
+
+
+def _read_geometry(fields: object) -> _Geometry:
+    if not isinstance(fields, list) or len(fields) != 4:
+        raise TypeError("a box is a list of shape, start, stop and offset")
+    shape, start, stop, offset = map(read_ints, fields)
+    return shape, Box(start, stop), offset
+
+
+def _read_slice(fields: object, boxes: list[_Geometry]) -> TensorSlice:
+    if not isinstance(fields, list) or len(fields) != 3:
+        raise TypeError("a slice is a list of three fields")
+    name, param, number = fields
     if not isinstance(name, str) or not isinstance(param, str) or not name or not param:
         raise TypeError("a slice's names must be non-empty strings")
-    return TensorSlice(
-        name=name,
-        global_shape=read_ints(shape),
-        box=Box(read_ints(start), read_ints(stop)),
-        param=param,
-        offset=read_ints(offset),
-    )
+    if type(number) is not int or not 0 <= number < len(boxes):
+        raise ValueError(f"need the number of one of {len(boxes)} boxes, got {number!r}")
+    shape, box, offset = boxes[number]
+    return TensorSlice(name=name, global_shape=shape, box=box, param=param, offset=offset)
 
 
 def read_ints(values: object) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from paceline.weights.geometry.layout import RankLayout, RankPlace
+from paceline.weights.geometry.sharding import places_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ def choose_wire(
         configured: weights.backend.
         learners, rollouts: layouts of all ranks.
     """
-    places = [layout.place for layout in learners]
+    places = places_of(learners)
     behind = stand_ins(places, [layout.place for layout in rollouts])
     apart = [layout.place for rank, layout in enumerate(rollouts) if rank not in behind]
     if configured == "shared":

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from paceline.core.errors import WeightSyncError
 from paceline.weights.geometry.layout import RankLayout, tensor_shapes
+from paceline.weights.geometry.sharding import Sharding
 
 
 def misfit(learners: Sequence[RankLayout], server: Sequence[RankLayout], wire_dtype: str) -> str | None:
@@ -22,7 +23,7 @@ def misfit(learners: Sequence[RankLayout], server: Sequence[RankLayout], wire_dt
     for rank, layout in enumerate(server):
         if layout.dtype != wire_dtype:
             return f"its rank {rank} keeps {layout.dtype} parameters, model.dtype is {wire_dtype}"
-    learned = tensor_shapes(learners)
+    learned = Sharding.of(learners).shapes
     try:
         needed = tensor_shapes(server)
     except WeightSyncError as error:

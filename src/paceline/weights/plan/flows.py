@@ -7,8 +7,10 @@ relays it to the others: every byte leaves the learners once per set, and the me
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -17,6 +19,7 @@ from paceline.weights.geometry.box_table import BoxTable, IntArray
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.cover import Cover, Need, assign_sources
 from paceline.weights.geometry.layout import RankLayout, TensorSlice
+from paceline.weights.geometry.sharding import Sharding
 
 SMALLEST_SHARE: Final = 0.02
 """A set that has less than this share of all bytes in common gets no messages of its own"""
@@ -25,46 +28,168 @@ Members = tuple[int, ...]
 """Rollout ranks, ascending"""
 
 Group = list[tuple[int, TensorSlice]]
-"""Rollout ranks that need the same box, ascending, each with its slice"""
+"""Classes of rollout ranks that need the same box, ascending, each with its slice"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
     """What learner rank `source` sends to `members`, in the tensors' order.
 
     Attributes:
-        rows: the rows of the cover.
-        boxes, volumes: their boxes' numbers, and the elements of each.
+        volume: how many elements flow, each counted once however many receive it.
         longest_row: elements of the longest row of any of its boxes.
-        content: equal for flows of the same tensors' same boxes.
+        content: equal for flows of the same tensors' same boxes: the source, and numbers of sets of needs.
     """
 
     source: int
     members: Members
-    rows: IntArray
-    boxes: IntArray
-    volumes: IntArray
+    volume: int
     longest_row: int
-    content: bytes
-
-    @property
-    def volume(self) -> int:
-        """How many elements flow, each counted once however many receive it."""
-        return int(self.volumes.sum())
+    content: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Flows:
-    """All flows of a plan, ordered by (source, members).
+class Cargo:
+    """What a flow carries, as columns: need, box, part of the source's kind, and elements of each row."""
+
+    need: IntArray
+    box: IntArray
+    part: IntArray
+    volume: IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Demand:
+    """What rollout ranks need, and which learner ranks supply it.
+
+    The work is that for one server: servers that are alike, and layers, are counted and not repeated.
 
     Attributes:
-        cover: who supplies what; the flows' rows are rows of it.
-        groups: the rollout ranks of each of its needs.
+        cover: who supplies what.
+        groups: for each of its needs the classes of rollout ranks that have it, each with its slice.
+        class_of: the class of each rollout rank; ranks of a class have equal slices.
+        sets: by classes, the numbers of the needs that just these have.
+        order: number of the tensor of each need.
     """
 
     cover: Cover
     groups: list[Group]
+    class_of: Sequence[int]
+    sets: dict[tuple[int, ...], list[int]]
+    order: IntArray
+
+    @classmethod
+    def of(cls, sharding: Sharding, destinations: Sequence[RankLayout], apart: Sequence[int]) -> Demand:
+        """The demand of rollout ranks.
+
+        Args:
+            destinations: what each needs; layouts of the general path must have been expanded.
+            apart: a number for each rollout rank; ranks of other numbers may be supplied by other sources.
+
+        Raises:
+            WeightSyncError: no source holds a needed part.
+        """
+        numbers: dict[tuple[int, int], int] = {}
+        class_of = [
+            numbers.setdefault((id(layout.slices), number), len(numbers))
+            for layout, number in zip(destinations, apart, strict=True)
+        ]
+        examples = [class_of.index(number) for number in numbers.values()]
+        groups = _group_needs([destinations[rank] for rank in examples], [apart[rank] for rank in examples])
+        ranks = Counter(class_of)
+        nodes: dict[int, set[str]] = {}
+        for number, layout in zip(class_of, destinations, strict=True):
+            nodes.setdefault(number, set()).add(layout.place.node)
+        sets: dict[tuple[int, ...], list[int]] = {}
+        needs: list[Need] = []
+        for group in groups:
+            sets.setdefault(tuple(number for number, _ in group), []).append(len(needs))
+            number, part = group[0]
+            around = set().union(*(nodes[several] for several, _ in group))
+            needs.append(
+                Need(
+                    name=part.name,
+                    global_shape=part.global_shape,
+                    box=part.box,
+                    label=f"rollout rank {examples[number]}",
+                    copies=sum(ranks[several] for several, _ in group),
+                    node=around.pop() if len(around) == 1 else "",
+                )
+            )
+        order = {name: index for index, name in enumerate(sharding.tensors)}
+        return cls(
+            cover=assign_sources(sharding, needs),
+            groups=groups,
+            class_of=class_of,
+            sets=sets,
+            order=np.array([order[need.name] for need in needs], dtype=np.int64),
+        )
+
+    def flows(self, *, together: Sequence[int], smallest_share: float = 0.0) -> Flows:
+        """Splits what rollout ranks need into flows, ordered by (source, members).
+
+        Args:
+            together: a number for each rollout rank; ranks that need the same box and have the same number
+                form one set.
+            smallest_share: sets that have less than this share of all bytes in common are split into single
+                ranks.
+        """
+        sets = list(self.sets.values())
+        volumes = [sum(self.groups[need][0][1].box.volume for need in needs) for needs in sets]
+        members = _members(list(self.sets), self.class_of, together)
+        members = _split_small(members, volumes, smallest_share)
+        flows = _flows(self.cover, sets, members)
+        return Flows(demand=self, sets=sets, flows=flows)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Flows:
+    """All flows of a plan, ordered by (source, members).
+
+    What a flow carries is only looked up for flows of one's own: there are many others.
+
+    Attributes:
+        sets: numbers of the needs that the same classes have.
+        flows: who sends how much to whom.
+    """
+
+    demand: Demand
+    sets: list[list[int]]
     flows: list[Flow]
+
+    @property
+    def cover(self) -> Cover:
+        """Says which learner rank supplies which part of each need."""
+        return self.demand.cover
+
+    @cached_property
+    def _cargo(self) -> dict[tuple[int, ...], Cargo]:
+        return {}
+
+    def cargo(self, flow: Flow) -> Cargo:
+        """What a flow carries, in the tensors' order."""
+        if flow.content not in self._cargo:
+            self._cargo[flow.content] = self._load(flow)
+        return self._cargo[flow.content]
+
+    def _load(self, flow: Flow) -> Cargo:
+        numbers = np.sort(np.array([need for number in flow.content[1:] for need in self.sets[number]]))
+        numbers = numbers[np.argsort(self.demand.order[numbers], kind="stable")]
+        regions = [self.cover.regions[number] for number in numbers.tolist()]
+        rows = [cut.rows_of(flow.source) for cut in regions]
+        pairs = list(zip(regions, rows, strict=True))
+        box = np.concatenate([cut.box[own] for cut, own in pairs])
+        return Cargo(
+            need=np.repeat(numbers, [len(own) for own in rows]),
+            box=box,
+            part=np.concatenate([cut.part[own] for cut, own in pairs]),
+            volume=self.cover.boxes.volumes()[box],
+        )
+
+    def slice_of(self, need: int, rank: int) -> TensorSlice:
+        """Where a rollout rank puts a need."""
+        own = self.demand.class_of[rank]
+        return next(part for number, part in self.demand.groups[need] if number == own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -85,86 +210,44 @@ class Chunks:
     offset: IntArray
 
 
-def gather_flows(
-    sources: Sequence[RankLayout],
-    destinations: Sequence[RankLayout],
-    order: dict[str, int],
-    *,
-    together: Sequence[int],
-    smallest_share: float = 0.0,
-) -> Flows:
-    """Splits what rollout ranks need into flows, ordered by (source, members).
-
-    Args:
-        destinations: what each rollout rank needs; layouts of the general path must have been expanded.
-        order: number of each tensor.
-        together: a number for each rollout rank; ranks that need the same box and have the same number form
-            one set.
-        smallest_share: sets that have less than this share of all bytes in common are split into single
-            ranks.
-
-    Raises:
-        WeightSyncError: no source holds a needed part.
-    """
-    groups = _split_small(_group_needs(destinations, together), smallest_share)
-    needs = [
-        Need(
-            name=part.name,
-            global_shape=part.global_shape,
-            box=part.box,
-            label=" and ".join(f"rollout rank {rank}" for rank, _ in group),
-            node=nodes.pop() if len(nodes) == 1 else "",
-        )
-        for group in groups
-        for part in (group[0][1],)
-        for nodes in ({destinations[rank].place.node for rank, _ in group},)
-    ]
-    cover = assign_sources(sources, needs)
-    members_of = [tuple(rank for rank, _ in group) for group in groups]
-    sets = sorted(set(members_of))
-    number_of = {members: number for number, members in enumerate(sets)}
-    tensor = np.array([order[need.name] for need in needs], dtype=np.int64)[cover.need]
-    members = np.array([number_of[members] for members in members_of], dtype=np.int64)[cover.need]
-    rows = np.lexsort((cover.boxes.ranks()[cover.box], tensor, members, cover.source))
-    keys = np.stack([cover.source[rows], members[rows]])
-    starts = np.flatnonzero(np.any(keys[:, 1:] != keys[:, :-1], axis=0)) + 1
-    volumes, row_volumes = cover.boxes.volumes(), cover.boxes.row_volumes()
-
-    def flow(part: IntArray) -> Flow:
-        boxes = cover.box[part]
-        return Flow(
-            source=int(cover.source[part[0]]),
-            members=sets[members[part[0]]],
-            rows=part,
-            boxes=boxes,
-            volumes=volumes[boxes],
-            longest_row=int(row_volumes[boxes].max()),
-            content=np.stack([tensor[part], boxes]).tobytes(),
-        )
-
-    parts = np.split(rows, starts) if len(rows) else []
-    return Flows(cover=cover, groups=groups, flows=[flow(part) for part in parts])
+def _flows(cover: Cover, sets: Sequence[Sequence[int]], members: Sequence[Sequence[Members]]) -> list[Flow]:
+    """Volumes by set and source, and from these the flows."""
+    num_sources = len(cover.sharding)
+    row_volumes = cover.boxes.row_volumes()
+    volumes = np.zeros((len(sets), num_sources), dtype=np.int64)
+    longest = np.zeros((len(sets), num_sources), dtype=np.int64)
+    for number, needs in enumerate(sets):
+        regions = {id(cover.regions[need]): cover.regions[need] for need in needs}
+        counts = Counter(id(cover.regions[need]) for need in needs)
+        for key, cut in regions.items():
+            volumes[number] += counts[key] * cut.volumes
+            np.maximum.at(longest[number], cut.source, row_volumes[cut.box])
+    sets_of: dict[Members, list[int]] = {}
+    for number, several in enumerate(members):
+        for ranks in several:
+            sets_of.setdefault(ranks, []).append(number)
+    contents: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    flows = []
+    for ranks in sorted(sets_of):
+        own = tuple(sets_of[ranks])
+        if own not in contents:
+            sums, rows = volumes[list(own)].sum(axis=0), longest[list(own)].max(axis=0)
+            contents[own] = list(zip(sums.tolist(), rows.tolist(), strict=True))
+        flows += [
+            Flow(source=source, members=ranks, volume=volume, longest_row=row, content=(source, *own))
+            for source, (volume, row) in enumerate(contents[own])
+            if volume
+        ]
+    return sorted(flows, key=lambda flow: flow.source)
 
 
-def cut_all(flows: Sequence[Flow], sizes: Sequence[int], boxes: BoxTable) -> list[Chunks]:
-    """Cuts each flow into chunks of at most `sizes` elements; flows of the same content are cut once."""
-    known: dict[tuple[bytes, int], Chunks] = {}
-    chunks: list[Chunks] = []
-    for flow, size in zip(flows, sizes, strict=True):
-        key = (flow.content, size)
-        if key not in known:
-            known[key] = _cut(flow, size, boxes)
-        chunks.append(known[key])
-    return chunks
-
-
-def _cut(flow: Flow, size: int, boxes: BoxTable) -> Chunks:
+def cut_flow(cargo: Cargo, size: int, boxes: BoxTable) -> Chunks:
     """Cuts a flow into chunks of at most `size` elements, along rows, and fills messages with them.
 
     What fits as it is, which is nearly all, is placed in one step per message.
     """
-    ends: list[int] = np.cumsum(flow.volumes).tolist()
-    numbers: list[int] = flow.boxes.tolist()
+    ends: list[int] = np.cumsum(cargo.volume).tolist()
+    numbers: list[int] = cargo.box.tolist()
     # Runs of boxes that follow each other in one message: first item, count, part or -1, number, offset.
     runs: list[tuple[int, int, int, int, int]] = []
     at, number, filled, before = 0, 0, 0, 0
@@ -185,21 +268,21 @@ def _cut(flow: Flow, size: int, boxes: BoxTable) -> Chunks:
                     filled += fit.volume
             until = at + 1
         at, before = until, ends[until - 1]
-    return _expand(flow, np.array(runs, dtype=np.int64), boxes)
+    return _expand(cargo, np.array(runs, dtype=np.int64), boxes)
 
 
-def _expand(flow: Flow, runs: IntArray, boxes: BoxTable) -> Chunks:
+def _expand(cargo: Cargo, runs: IntArray, boxes: BoxTable) -> Chunks:
     """One row per chunk from one row per run."""
     first, count, part, number, offset = runs.T
     run = np.repeat(np.arange(len(runs)), count)
     item = first[run] + np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count)
-    starts = np.cumsum(flow.volumes) - flow.volumes
-    volume = flow.volumes[item]
+    starts = np.cumsum(cargo.volume) - cargo.volume
+    volume = cargo.volume[item]
     cut = np.flatnonzero(part[run] >= 0)
     volume[cut] = [boxes.boxes[box].volume for box in part[run][cut].tolist()]
     return Chunks(
         item=item,
-        box=np.where(part[run] >= 0, part[run], flow.boxes[item]),
+        box=np.where(part[run] >= 0, part[run], cargo.box[item]),
         volume=volume,
         number=number[run],
         offset=offset[run] + starts[item] - starts[first[run]],
@@ -229,28 +312,47 @@ def take_leading(box: Box, room: int, *, can_wait: bool) -> tuple[Box | None, li
     raise AssertionError("a box of one element is larger than a round, which build_plan refuses")
 
 
-def _group_needs(destinations: Sequence[RankLayout], together: Sequence[int]) -> list[Group]:
-    """Every needed box with the ranks that need it and have the same number."""
+def _group_needs(classes: Sequence[RankLayout], apart: Sequence[int]) -> list[Group]:
+    """Every needed box with the classes of the same number that need it."""
     groups: dict[tuple[object, ...], Group] = {}
-    for rank, layout in enumerate(destinations):
+    for number, layout in enumerate(classes):
         times: dict[tuple[str, Box], int] = {}
         for part in layout.slices:
             # A rank may need the same box in two places.
-            number = times[part.name, part.box] = times.get((part.name, part.box), 0) + 1
-            key = (part.name, part.global_shape, part.box, number, together[rank])
-            groups.setdefault(key, []).append((rank, part))
+            again = times[part.name, part.box] = times.get((part.name, part.box), 0) + 1
+            key = (part.name, part.global_shape, part.box, again, apart[number])
+            groups.setdefault(key, []).append((number, part))
     return list(groups.values())
 
 
-def _split_small(groups: list[Group], smallest_share: float) -> list[Group]:
-    """The groups; those of sets that have too little in common are split into single ranks."""
+def _members(
+    sets: Sequence[tuple[int, ...]], class_of: Sequence[int], together: Sequence[int]
+) -> list[list[Members]]:
+    """The ranks of each set of classes, those with the same number together."""
+    members: list[list[Members]] = []
+    for classes in sets:
+        ranks: dict[int, list[int]] = {}
+        for rank, number in enumerate(class_of):
+            if number in classes:
+                ranks.setdefault(together[rank], []).append(rank)
+        members.append([tuple(several) for several in ranks.values()])
+    return members
+
+
+def _split_small(
+    members: list[list[Members]], volumes: Sequence[int], smallest_share: float
+) -> list[list[Members]]:
+    """The ranks of each set; those that have too little in common are split into single ones."""
     common: dict[Members, int] = {}
-    for group in groups:
-        members = tuple(rank for rank, _ in group)
-        common[members] = common.get(members, 0) + group[0][1].box.volume
+    for several, volume in zip(members, volumes, strict=True):
+        for ranks in several:
+            common[ranks] = common.get(ranks, 0) + volume
     least = smallest_share * sum(common.values())
-    split: list[Group] = []
-    for group in groups:
-        small = common[tuple(rank for rank, _ in group)] < least
-        split += [[member] for member in group] if small else [group]
-    return split
+    return [
+        [
+            part
+            for ranks in several
+            for part in ([ranks] if common[ranks] >= least else [(rank,) for rank in ranks])
+        ]
+        for several in members
+    ]

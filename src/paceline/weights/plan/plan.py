@@ -7,7 +7,8 @@ rank computes it from the same bytes; the fingerprints are compared when the gro
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, NamedTuple
@@ -18,11 +19,15 @@ import numpy as np
 from paceline.core.errors import WeightSyncError
 from paceline.weights.geometry.box_table import IntArray
 from paceline.weights.geometry.boxes import Box
-from paceline.weights.geometry.layout import RankLayout, TensorSlice, expand_all, tensor_shapes
-from paceline.weights.plan.flows import SMALLEST_SHARE, Chunks, Flows, Members, cut_all, gather_flows
+from paceline.weights.geometry.layout import RankLayout, RankPlace, TensorSlice, expand_all
+from paceline.weights.geometry.sharding import HeldPart, Sharding
+from paceline.weights.plan.flows import SMALLEST_SHARE, Cargo, Chunks, Demand, Flow, Flows, Members, cut_flow
 from paceline.weights.plan.rounds import chunk_sizes
 
 RELAY_MODES: Final = ("auto", "never", "always")
+
+PLAN_SCHEMA: Final = 2
+"""To be raised when the same layouts are planned otherwise: ranks of another version are refused"""
 
 _ROUND_COST_BYTES: Final = 64 << 20
 """Bytes that a link carries in the time it takes to start and end a round (0.2 ms at 350 GB/s)"""
@@ -43,8 +48,7 @@ class MessageKey(NamedTuple):
     channel: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class Piece(NamedTuple):
     """One box of one tensor on its way to one destination.
 
     Attributes:
@@ -72,9 +76,45 @@ class Piece:
     destination_box: Box
 
 
+class MessagePart(NamedTuple):
+    """Says what a flow contributes to a message: its chunks `start` to `stop`, from element `lead` on."""
+
+    flow: int
+    start: int
+    stop: int
+    lead: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FlowChunks:
+    """Holds a flow's chunks, as columns, and its messages.
+
+    Attributes:
+        cargo: what the flow carries; `item` are its rows.
+        box, volume, offset: see `Chunks`.
+        starts: first chunk of each message, and the number of chunks.
+        sizes: elements of each message.
+        rounds, first: round of each message, and the rollout rank that receives it first.
+    """
+
+    cargo: Cargo
+    item: IntArray
+    box: IntArray
+    volume: IntArray
+    offset: IntArray
+    starts: list[int]
+    sizes: list[int]
+    rounds: list[int]
+    first: list[int]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TransferPlan:
-    """All pieces of a push, as columns: a row per chunk of a flow, ordered by flow.
+    """Says which piece goes from whom to whom in a push.
+
+    What leaves whom for whom, and in chunks of which size, is known of every rank. Flows are cut into chunks
+    when they are asked for: a rank cuts its own alone.
 
     A chunk is a piece for the member of its flow that receives it from the learner, and one more for each
     member that this one relays it to. A relay passes on everything that it received over one channel in a
@@ -82,173 +122,238 @@ class TransferPlan:
 
     Attributes:
         flows: who sends what to whom.
-        channels: the channel of each set of rollout ranks; single ranks have none of their own.
-        flow: of each chunk.
-        row: of the cover that a chunk is a part of.
-        box, volume: the part's number in the table of boxes, and its elements.
-        round: of a chunk's first message.
-        first: the rollout rank that receives it first.
-        offset, relay_offset: its first element in that message, and in those that relay it.
-        layouts: a digest of all layouts, to which the columns refer by number.
+        sizes: most elements of a chunk of each flow.
+        layouts: a digest of all layouts.
         nodes: a number for each rank of the group; equal for ranks of one node.
     """
 
     num_sources: int
     num_destinations: int
-    num_rounds: int
-    num_channels: int
     item_bytes: int
     flows: Flows
-    channels: dict[Members, int]
-    flow: IntArray
-    row: IntArray
-    box: IntArray
-    volume: IntArray
-    round: IntArray
-    first: IntArray
-    offset: IntArray
-    relay_offset: IntArray
+    sizes: Sequence[int]
     layouts: bytes
     nodes: tuple[int, ...]
 
     @cached_property
-    def message_sizes(self) -> dict[MessageKey, int]:
-        """Number of elements of every message; there are no empty ones."""
-        volumes = self.volume
-        keys = np.stack([self.flow, self.first, self.round])
-        starts = np.flatnonzero(np.any(keys[:, 1:] != keys[:, :-1], axis=0)) + 1
-        starts = np.concatenate([np.zeros(min(1, len(volumes)), np.int64), starts])
-        sizes: dict[MessageKey, int] = {}
-        sums = np.add.reduceat(volumes, starts).tolist() if len(volumes) else []
-        for (number, first, at), size in zip(keys[:, starts].T.tolist(), sums, strict=True):
-            flow = self.flows.flows[number]
-            channel = self.channels.get(flow.members, 0)
-            for rank in flow.members:
-                if rank == first:
-                    key = MessageKey(flow.source, self.num_sources + rank, at, channel)
-                else:
-                    key = MessageKey(self.num_sources + first, self.num_sources + rank, at + 1, channel)
-                sizes[key] = sizes.get(key, 0) + size
-        return sizes
+    def channels(self) -> dict[Members, int]:
+        """The channel of each set of rollout ranks; single ranks have none of their own."""
+        sets = sorted({flow.members for flow in self.flows.flows if len(flow.members) > 1})
+        return {members: 1 + index for index, members in enumerate(sets)}
 
-    def message_of(self, piece: Piece) -> MessageKey:
-        """The message that carries a piece."""
-        sender = piece.source if piece.relay is None else self.num_sources + piece.relay
-        return MessageKey(sender, self.num_sources + piece.destination, piece.round, piece.channel)
+    @property
+    def num_channels(self) -> int:
+        """The sets' channels, and channel 0."""
+        return 1 + len(self.channels)
 
     @cached_property
-    def relay_pairs(self) -> tuple[tuple[int, int], ...]:
-        """Group ranks of every rollout rank that relays and of each that it relays to, ascending."""
-        pairs = {(key.sender, key.receiver) for key in self.message_sizes if key.sender >= self.num_sources}
-        return tuple(sorted(pairs))
+    def num_rounds(self) -> int:
+        """Counts the rounds of the push. This cuts all flows; no rank needs it for its own part."""
+        ends = (
+            max(self.chunks(number).rounds) + 1 + (len(flow.members) > 1)
+            for number, flow in enumerate(self.flows.flows)
+        )
+        return max(ends, default=0)
+
+    def chunks(self, number: int) -> FlowChunks:
+        """The chunks of a flow; flows of the same content are cut once."""
+        if number not in self._chunks:
+            self._chunks[number] = self._cut_flow(self.flows.flows[number], self.sizes[number])
+        return self._chunks[number]
+
+    @cached_property
+    def _chunks(self) -> dict[int, FlowChunks]:
+        return {}
+
+    def _cut_flow(self, flow: Flow, size: int) -> FlowChunks:
+        cargo, key = self.flows.cargo(flow), (flow.content, size)
+        cut = self._cut.get(key)
+        if cut is None:
+            cut = self._cut[key] = cut_flow(cargo, size, self.flows.cover.boxes)
+        starts, sizes = _runs(cut)
+        count, numbers = len(flow.members), range(len(sizes))
+        return FlowChunks(
+            cargo=cargo,
+            item=cut.item,
+            box=cut.box,
+            volume=cut.volume,
+            offset=cut.offset,
+            starts=starts,
+            sizes=sizes,
+            rounds=[index // count for index in numbers],
+            # Each source begins with another member: this spreads the remainders of the last round.
+            first=[flow.members[(index + flow.source) % count] for index in numbers],
+        )
+
+    @cached_property
+    def _cut(self) -> dict[tuple[tuple[int, ...], int], Chunks]:
+        return {}
+
+    @cached_property
+    def _flows_of(self) -> dict[int, list[int]]:
+        """Numbers of the flows of each group rank, ascending."""
+        flows: dict[int, list[int]] = {}
+        for number, flow in enumerate(self.flows.flows):
+            for rank in (flow.source, *(self.num_sources + member for member in flow.members)):
+                flows.setdefault(rank, []).append(number)
+        return flows
+
+    def messages_of(self, rank: int) -> dict[MessageKey, list[MessagePart]]:
+        """Every message that a group rank sends or receives, with its parts, learner by learner."""
+        return self._messages(self._flows_of.get(rank, []), rank)
+
+    def _messages(
+        self, numbers: Iterable[int], only: int | None = None
+    ) -> dict[MessageKey, list[MessagePart]]:
+        """All messages of some flows, or those of one group rank."""
+        messages: dict[MessageKey, list[MessagePart]] = {}
+        member = None if only is None else only - self.num_sources
+        for number in numbers:
+            flow, chunks = self.flows.flows[number], self.chunks(number)
+            channel = self.channels.get(flow.members, 0)
+            for index, size in enumerate(chunks.sizes):
+                first, at = chunks.first[index], chunks.rounds[index]
+                start, stop = chunks.starts[index], chunks.starts[index + 1]
+                if only == flow.source:
+                    receivers: Sequence[int] = (first,)
+                else:
+                    receivers = flow.members if member in (None, first) else (member,)
+                for rank in receivers:
+                    if rank == first:
+                        key = MessageKey(flow.source, self.num_sources + rank, at, channel)
+                    else:
+                        key = MessageKey(self.num_sources + first, self.num_sources + rank, at + 1, channel)
+                    parts = messages.setdefault(key, [])
+                    lead = parts[-1].lead + parts[-1].size if parts else 0
+                    parts.append(MessagePart(number, start, stop, lead, size))
+        return messages
+
+    def relay_pairs_of(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """Who relays to whom, as group ranks, ascending, as far as this rank is one of them."""
+        if rank < self.num_sources:
+            return ()
+        pairs = {(key.sender, key.receiver) for key in self.messages_of(rank)}
+        return tuple(sorted(pair for pair in pairs if pair[0] >= self.num_sources))
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """32 bytes that are equal exactly if the plans are equal."""
+        """32 bytes that are equal exactly if the plans are equal.
+
+        Chunks follow from layouts, flows and their sizes.
+        """
         hasher = hashlib.sha256()
-        head = [self.num_sources, self.num_destinations, self.num_rounds, self.num_channels, self.item_bytes]
-        hasher.update(msgpack.packb([*head, [[flow.source, flow.members] for flow in self.flows.flows]]))
-        hasher.update(msgpack.packb([[*box.start, *box.stop] for box in self.flows.cover.boxes.boxes]))
-        need, holder = self.flows.cover.need[self.row], self.flows.cover.holder[self.row]
-        places = (self.flow, need, holder, self.box, self.round, self.first, self.offset, self.relay_offset)
-        for column in places:
-            hasher.update(column.astype("<i8").tobytes())
+        head = [PLAN_SCHEMA, self.num_sources, self.num_destinations, self.item_bytes]
+        sets = {members: index for index, members in enumerate({f.members: 0 for f in self.flows.flows})}
+        rows = [
+            (flow.source, sets[flow.members], flow.volume, size)
+            for flow, size in zip(self.flows.flows, self.sizes, strict=True)
+        ]
+        hasher.update(msgpack.packb([*head, list(sets), rows]))
         hasher.update(self.layouts)
         return hasher.digest()
 
-    @property
-    def pieces(self) -> Iterator[Piece]:
-        """Every piece: those that learners send, by (source, members), then those that are relayed."""
-        yield from self._pieces(np.arange(len(self.flow)), relayed=False)
-        yield from self._pieces(np.arange(len(self.flow)), relayed=True)
+    def content_of(self, part: MessagePart) -> tuple[object, ...]:
+        """Equal for parts of messages that a learner packs alike."""
+        return self.flows.flows[part.flow].content, self.sizes[part.flow], part.start
 
-    def of_source(self, source: int) -> list[Piece]:
-        """The pieces that this learner rank sends."""
-        sends = np.array([flow.source == source for flow in self.flows.flows], dtype=bool)
-        return list(self._pieces(np.flatnonzero(sends[self.flow]), relayed=False))
+    def pieces_of(self, key: MessageKey, part: MessagePart) -> Iterator[Piece]:
+        """The pieces of a part of a message."""
+        flow, chunks = self.flows.flows[part.flow], self.chunks(part.flow)
+        boxes = self.flows.cover.boxes.boxes
+        relay = None if key.sender < self.num_sources else key.sender - self.num_sources
+        destination = key.receiver - self.num_sources
+        rows = slice(part.start, part.stop)
+        items = chunks.item[rows]
+        columns = (chunks.cargo.need[items], chunks.cargo.part[items], chunks.box[rows], chunks.offset[rows])
+        for need, own, number, offset in zip(*(column.tolist() for column in columns), strict=True):
+            source, needed = self._ends(need, own, destination)
+            yield Piece(
+                flow.source,
+                relay,
+                destination,
+                key.round,
+                key.channel,
+                part.lead + offset,
+                needed.name,
+                boxes[number],
+                source.param or needed.name,
+                self._place(number, source.box.start, source.offset),
+                needed.param,
+                self._place(number, needed.box.start, needed.offset),
+            )
 
-    def of_destination(self, destination: int) -> list[Piece]:
-        """The pieces that this rollout rank receives, from learners and from relays."""
-        takes = np.array([destination in flow.members for flow in self.flows.flows], dtype=bool)
-        chunks = np.flatnonzero(takes[self.flow])
-        direct = self.first[chunks] == destination
-        return [
-            *self._pieces(chunks[direct], relayed=False),
-            *self._pieces(chunks[~direct], relayed=True, only=destination),
-        ]
+    def _ends(self, need: int, part: int, destination: int) -> tuple[HeldPart, TensorSlice]:
+        """Where a need's box is read and written."""
+        return self.flows.cover.part_of(need, part), self.flows.slice_of(need, destination)
 
-    def _pieces(self, chunks: IntArray, *, relayed: bool, only: int | None = None) -> Iterator[Piece]:
-        """The pieces of some chunks: those that a learner sends, or those that are relayed."""
-        cover, groups = self.flows.cover, self.flows.groups
-        places: dict[tuple[object, ...], Box] = {}
+    def _place(self, number: int, start: tuple[int, ...], offset: tuple[int, ...]) -> Box:
+        """Where a box lies in a parameter. Layers repeat: few different boxes lie in few different places."""
+        key = (number, start, offset)
+        place = self._places.get(key)
+        if place is None:
+            box = self.flows.cover.boxes.boxes[number]
+            place = self._places[key] = box.relative_to(start).translate(offset)
+        return place
 
-        def place(part: TensorSlice, number: int) -> Box:
-            # Layers repeat: few different boxes lie in few different places.
-            key = (number, part.box.start, part.offset)
-            if key not in places:
-                places[key] = part.to_local(cover.boxes.boxes[number])
-            return places[key]
-
-        for chunk in chunks.tolist():
-            row, first = int(self.row[chunk]), int(self.first[chunk])
-            source_slice, number = cover.source_slice(row), int(self.box[chunk])
-            group = groups[cover.need[row]]
-            channel = self.channels.get(self.flows.flows[self.flow[chunk]].members, 0)
-            for rank, part in group:
-                if (rank != first) is not relayed or only not in (None, rank):
-                    continue
-                yield Piece(
-                    source=int(cover.source[row]),
-                    relay=first if relayed else None,
-                    destination=rank,
-                    round=int(self.round[chunk]) + relayed,
-                    channel=channel,
-                    offset=int((self.relay_offset if relayed else self.offset)[chunk]),
-                    name=part.name,
-                    box=cover.boxes.boxes[number],
-                    source_param=source_slice.param,
-                    source_box=place(source_slice, number),
-                    destination_param=part.param,
-                    destination_box=place(part, number),
-                )
+    @cached_property
+    def _places(self) -> dict[tuple[int, tuple[int, ...], tuple[int, ...]], Box]:
+        return {}
 
     def sent_bytes(self, source: int) -> int:
         """Bytes that leave this learner rank in a push."""
-        return self._bytes(key for key in self.message_sizes if key.sender == source)
+        flows = (self.flows.flows[number] for number in self._flows_of.get(source, []))
+        return self.item_bytes * sum(flow.volume for flow in flows)
 
     def received_bytes(self, destination: int) -> int:
         """Bytes that reach this rollout rank in a push."""
-        rank = self.num_sources + destination
-        return self._bytes(key for key in self.message_sizes if key.receiver == rank)
+        numbers = self._flows_of.get(self.num_sources + destination, [])
+        return self.item_bytes * sum(self.flows.flows[number].volume for number in numbers)
 
     def relayed_bytes(self, destination: int) -> int:
         """Bytes that this rollout rank relays in a push."""
         rank = self.num_sources + destination
-        return self._bytes(key for key in self.message_sizes if key.sender == rank)
+        messages = self.messages_of(rank).items()
+        return self.item_bytes * sum(part.size for key, ps in messages if key.sender == rank for part in ps)
 
     @cached_property
     def cost_bytes(self) -> int:
-        """How long a push takes, in bytes over the link of one rank.
+        """About how long a push takes, in bytes over the link of one rank.
 
-        A round lasts as long as its busiest rank sends or receives, or its busiest node over the network.
+        It lasts as long as its busiest rank sends or receives, or its busiest node over the network; rounds
+        are about equal. Members of a set share what they pass on.
         """
-        loads: dict[tuple[int, str, int, bool], int] = {}
-        for key, size in self.message_sizes.items():
-            ends = [("rank", key.sender, True), ("rank", key.receiver, False)]
-            origin, target = self.nodes[key.sender], self.nodes[key.receiver]
-            if origin != target:
-                ends += [("node", origin, True), ("node", target, False)]
-            for kind, number, sends in ends:
-                cost = size * self.item_bytes * (_NETWORK_COST if kind == "node" else 1)
-                end = (key.round, kind, number, sends)
-                loads[end] = loads.get(end, 0) + cost
-        busiest = [0] * self.num_rounds
-        for (number, *_), load in loads.items():
-            busiest[number] = max(busiest[number], load)
-        return sum(busiest) + _ROUND_COST_BYTES * self.num_rounds
+        sources, members = self.nodes[: self.num_sources], self.nodes[self.num_sources :]
+        sent, received, relayed = Counter[int](), Counter[int](), Counter[int]()
+        out, into = Counter[int](), Counter[int]()
+        num_rounds = 0
+        volumes: dict[Members, Counter[int]] = {}
+        for flow, most in zip(self.flows.flows, self.sizes, strict=True):
+            count = len(flow.members)
+            num_rounds = max(num_rounds, -(-flow.volume // (most * count)) + (count > 1))
+            sent[flow.source] += flow.volume
+            volumes.setdefault(flow.members, Counter())[sources[flow.source]] += flow.volume
+        for ranks, by_node in volumes.items():
+            count, volume = len(ranks), sum(by_node.values())
+            of_node = Counter(members[rank] for rank in ranks)
+            for rank in ranks:
+                received[rank] += volume
+                relayed[rank] += volume * (count - 1) // count
+            for node, number in of_node.items():
+                # A member gets its share of the learners, and the shares of members on other nodes.
+                others = volume - by_node[node] + volume * (count - number)
+                into[node] += number * others // count
+                out[node] += number * (count - number) * volume // count
+            for node, load in by_node.items():
+                out[node] += load * (count - of_node[node]) // count
+        ends = (max(part.values(), default=0) for part in (sent, received, relayed))
+        network = _NETWORK_COST * max(*out.values(), *into.values(), 0, 0)
+        return self.item_bytes * max(*ends, network) + _ROUND_COST_BYTES * num_rounds
 
-    def _bytes(self, keys: Iterable[MessageKey]) -> int:
-        return self.item_bytes * sum(self.message_sizes[key] for key in keys)
+
+def _runs(cut: Chunks) -> tuple[list[int], list[int]]:
+    """First chunk of each message and the number of chunks; elements of each message."""
+    starts = np.flatnonzero(np.concatenate([[True], cut.number[1:] != cut.number[:-1]]))
+    return [*starts.tolist(), len(cut.number)], np.add.reduceat(cut.volume, starts).tolist()
 
 
 def build_plan(
@@ -278,32 +383,43 @@ def build_plan(
     capacity = round_bytes // item_bytes
     if capacity < 1:
         raise WeightSyncError(f"round_bytes is {round_bytes}; it must hold at least one element")
-    shapes = tensor_shapes([*sources, *destinations])
-    nodes = _number_nodes([*sources, *destinations])
-    learner_shapes = tensor_shapes(sources)
-    destinations = expand_all(destinations, learner_shapes)
-    _check_all_used(learner_shapes, destinations)
-    # Layouts that differ only in their place share their slices.
-    different = {id(layout.slices): (rank, layout) for rank, layout in reversed([*enumerate(destinations)])}
-    for rank, layout in different.values():
+    sharding = Sharding.of(sources)
+    nodes = _number_nodes([*sharding.places, *(layout.place for layout in destinations)])
+    for rank, layout in _different(destinations):
+        _check_shapes(rank, layout, sharding)
+    destinations = expand_all(destinations, sharding.shapes)
+    different = _different(destinations)
+    for rank, layout in different:
         _check_disjoint(rank, layout)
-    digest = _digest_of(sources, [layout for _, layout in different.values()])
-    order = {name: index for index, name in enumerate(shapes)}
+    _check_all_used(sharding.shapes, [layout for _, layout in different])
+    digest = _digest_of(sharding, [layout for _, layout in different])
+    nobody = [0] * len(destinations)
+    by_node = nodes[len(sharding) :]
+    demand = Demand.of(sharding, destinations, nobody)
+    # Where learners hold several copies, a node is served by the copy that it has.
+    near = Demand.of(sharding, destinations, by_node) if sharding.has_copies else demand
 
-    def plan(together: Sequence[int], smallest_share: float = 0.0) -> TransferPlan:
-        flows = gather_flows(sources, destinations, order, together=together, smallest_share=smallest_share)
-        return _plan_flows(flows, nodes, len(sources), item_bytes, capacity, digest)
+    def plan(demand: Demand, together: Sequence[int], smallest_share: float = 0.0) -> TransferPlan:
+        flows = demand.flows(together=together, smallest_share=smallest_share)
+        return TransferPlan(
+            num_sources=len(sharding),
+            num_destinations=len(destinations),
+            item_bytes=item_bytes,
+            flows=flows,
+            sizes=chunk_sizes(flows.flows, capacity),
+            layouts=digest,
+            nodes=nodes,
+        )
 
-    by_node = nodes[len(sources) :]
     if relay == "always":
-        return plan(by_node)
-    direct = plan(range(len(destinations)))
+        return plan(near, by_node)
+    direct = plan(near, range(len(destinations)))
     candidates = [direct]
     if relay == "auto" and _egress_binds(direct):
-        candidates.append(plan([0] * len(destinations), SMALLEST_SHARE))
+        candidates.append(plan(demand, nobody, SMALLEST_SHARE))
     # Over the network a slice that several ranks of a node need should come once.
     if relay == "auto" and len(set(nodes)) > 1 and len(set(by_node)) < len(by_node):
-        candidates.append(plan(by_node, SMALLEST_SHARE))
+        candidates.append(plan(near, by_node, SMALLEST_SHARE))
     return min(candidates, key=lambda candidate: candidate.cost_bytes)
 
 
@@ -313,99 +429,39 @@ def _egress_binds(plan: TransferPlan) -> bool:
     return sent > max((plan.received_bytes(rank) for rank in range(plan.num_destinations)), default=0)
 
 
-def _number_nodes(layouts: Sequence[RankLayout]) -> tuple[int, ...]:
+def _different(layouts: Sequence[RankLayout]) -> list[tuple[int, RankLayout]]:
+    """The first rank with each layout; layouts that differ only in their place share their slices."""
+    ranks: dict[int, tuple[int, RankLayout]] = {}
+    for rank, layout in enumerate(layouts):
+        ranks.setdefault(id(layout.slices), (rank, layout))
+    return list(ranks.values())
+
+
+def _number_nodes(places: Iterable[RankPlace]) -> tuple[int, ...]:
     """A number for each rank, equal for ranks of one node."""
     numbers: dict[str, int] = {}
-    return tuple(numbers.setdefault(layout.place.node, len(numbers)) for layout in layouts)
+    return tuple(numbers.setdefault(place.node, len(numbers)) for place in places)
 
 
-def _plan_flows(
-    flows: Flows,
-    nodes: tuple[int, ...],
-    num_sources: int,
-    item_bytes: int,
-    capacity: int,
-    layouts: bytes,
-) -> TransferPlan:
-    """Assigns its message to every chunk, and to chunks of larger sets also the messages that relay them."""
-    sets = sorted({flow.members for flow in flows.flows if len(flow.members) > 1})
-    channels = {members: 1 + index for index, members in enumerate(sets)}
-    # Elements of earlier sources that come first in what a relay passes on.
-    before: dict[tuple[int, int, int], int] = {}
-    columns: list[tuple[IntArray, ...]] = []
-    cut = cut_all(flows.flows, chunk_sizes(flows.flows, capacity), flows.cover.boxes)
-    for index, (flow, chunks) in enumerate(zip(flows.flows, cut, strict=True)):
-        count = len(flow.members)
-        # Each source begins with another member: this spreads the remainders of the last round.
-        first = np.array(flow.members)[(chunks.number + flow.source) % count]
-        relay_offset = chunks.offset
-        if count > 1:
-            relay_offset = chunks.offset + _lead(chunks, first, count, channels[flow.members], before)
-        columns.append(
-            (
-                np.full(len(first), index),
-                flow.rows[chunks.item],
-                chunks.box,
-                chunks.volume,
-                chunks.number // count,
-                first,
-                chunks.offset,
-                relay_offset,
-            )
-        )
-    of_flow, row, box, volume, at, first, offset, relay_offset = (
-        np.concatenate([np.zeros(0, np.int64), *column])
-        for column in (zip(*columns, strict=True) if columns else [[]] * 8)
-    )
-    relayed = np.array([len(flow.members) > 1 for flow in flows.flows], dtype=bool)
-    return TransferPlan(
-        num_sources=num_sources,
-        num_destinations=len(nodes) - num_sources,
-        num_rounds=int((at + 1 + relayed[of_flow]).max()) if len(at) else 0,
-        num_channels=1 + len(sets),
-        item_bytes=item_bytes,
-        flows=flows,
-        channels=channels,
-        flow=of_flow,
-        row=row,
-        box=box,
-        volume=volume,
-        round=at,
-        first=first,
-        offset=offset,
-        relay_offset=relay_offset,
-        layouts=layouts,
-        nodes=nodes,
-    )
-
-
-def _lead(
-    chunks: Chunks,
-    first: IntArray,
-    count: int,
-    channel: int,
-    before: dict[tuple[int, int, int], int],
-) -> IntArray:
-    """What comes before each chunk's message in what its relay passes on; adds the messages to `before`."""
-    starts = np.flatnonzero(np.concatenate([[True], chunks.number[1:] != chunks.number[:-1]]))
-    sizes = np.add.reduceat(chunks.volume, starts)
-    leads: list[int] = []
-    for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
-        place = (int(first[start]), int(chunks.number[start]) // count, channel)
-        leads.append(before.get(place, 0))
-        before[place] = leads[-1] + size
-    return np.repeat(np.array(leads, dtype=np.int64), np.diff([*starts.tolist(), len(first)]))
-
-
-def _digest_of(sources: Sequence[RankLayout], destinations: Sequence[RankLayout]) -> bytes:
-    """A digest of all layouts: tensors, parameters and places."""
-    hasher = hashlib.sha256()
-    for layout in (*sources, *destinations):
+def _digest_of(sharding: Sharding, destinations: Sequence[RankLayout]) -> bytes:
+    """A digest of all layouts: tensors, parameters and places in them."""
+    hasher = hashlib.sha256(sharding.slices_to_bytes())
+    for layout in destinations:
         hasher.update(layout.slices_to_bytes())
     return hasher.digest()
 
 
-def _check_all_used(shapes: dict[str, tuple[int, ...]], destinations: Sequence[RankLayout]) -> None:
+def _check_shapes(rank: int, layout: RankLayout, sharding: Sharding) -> None:
+    for part in layout.slices:
+        known = sharding.shapes.get(part.name, part.global_shape)
+        if known != part.global_shape:
+            raise WeightSyncError(
+                f"{part.name}: rollout rank {rank} gives shape {part.global_shape}, the learner {known}; "
+                "the two sides do not run the same model"
+            )
+
+
+def _check_all_used(shapes: Mapping[str, tuple[int, ...]], destinations: Sequence[RankLayout]) -> None:
     used = {part.name for layout in destinations for part in layout.slices}
     unused = [name for name in shapes if name not in used]
     if destinations and unused:

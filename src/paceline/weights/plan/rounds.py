@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from paceline.weights.plan.flows import Flow
 
@@ -16,9 +16,6 @@ _WORTH_A_ROUND: Final = 16 << 20
 
 _ALIGNED: Final = 8
 """A chunk's size is a multiple of this: parts then begin at addresses that kernels copy at full speed"""
-
-_End = tuple[str, int]
-"""A rank's part in flows: ("source" or "member", its index)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,18 +56,19 @@ def chunk_sizes(flows: Sequence[Flow], capacity: int) -> list[int]:
     round.
     """
     loads = _loads(flows)
-    shares = [_share(flow, [loads[end] for end in _ends(flow)], capacity) for flow in flows]
-    busiest = max((sum(load.values()) for load in loads.values()), default=0)
+    shares = [_share(flow, *load, capacity) for flow, load in zip(flows, loads, strict=True)]
+    busiest = max((volume for _, volume in loads), default=0)
     num_rounds = max(
         [1, min(_LEAST_ROUNDS, busiest // _WORTH_A_ROUND), *(share.num_rounds for share in shares)]
     )
     return [share.chunk_size(num_rounds) for share in shares]
 
 
-def _share(flow: Flow, loads: Sequence[dict[object, int]], capacity: int) -> _Share:
+def _share(flow: Flow, num_flows: int, load: int, capacity: int) -> _Share:
+    """What a member takes of a flow, if its busiest end has so many flows and so many elements."""
     evenly, count = capacity // 16, len(flow.members)
-    least = evenly // max(map(len, loads))
-    by_volume = min((capacity - evenly) * flow.volume // sum(load.values()) for load in loads)
+    least = evenly // num_flows
+    by_volume = (capacity - evenly) * flow.volume // load
     return _Share(
         volume=-(-flow.volume // count),
         limit=max(1, (least + by_volume) // count),
@@ -79,17 +77,41 @@ def _share(flow: Flow, loads: Sequence[dict[object, int]], capacity: int) -> _Sh
     )
 
 
-def _ends(flow: Flow) -> list[_End]:
-    return [("source", flow.source), *(("member", rank) for rank in flow.members)]
-
-
-def _loads(flows: Sequence[Flow]) -> dict[_End, dict[object, int]]:
-    """What each rank packs or receives: elements by flow.
+def _loads(flows: Sequence[Flow]) -> list[tuple[int, int]]:
+    """Of each flow the most flows, and the most elements, that any of its ends packs or receives.
 
     Flows of the same cargo, to replicas that are served one by one, are packed once.
     """
-    loads: dict[_End, dict[object, int]] = {}
-    for number, flow in enumerate(flows):
-        for end in _ends(flow):
-            loads.setdefault(end, {})[flow.content if end[0] == "source" else number] = flow.volume
-    return loads
+    packed = {flow.content: flow for flow in flows}.values()
+    sources, sets = _Sums(), _Sums()
+    for flow in packed:
+        sources.add(flow.source, flow.volume)
+    for flow in flows:
+        sets.add(flow.members, flow.volume)
+    members = _Sums()
+    for ranks in sets.volumes:
+        for rank in ranks:
+            members.add(rank, sets.volumes[ranks], sets.counts[ranks])
+    most = {
+        ranks: (max(map(members.counts.__getitem__, ranks)), max(map(members.volumes.__getitem__, ranks)))
+        for ranks in sets.volumes
+    }
+    return [
+        (
+            max(sources.counts[flow.source], most[flow.members][0]),
+            max(sources.volumes[flow.source], most[flow.members][1]),
+        )
+        for flow in flows
+    ]
+
+
+class _Sums:
+    """Numbers of flows, and their elements, by a key."""
+
+    def __init__(self) -> None:
+        self.counts: dict[Any, int] = {}
+        self.volumes: dict[Any, int] = {}
+
+    def add(self, key: object, volume: int, count: int = 1) -> None:
+        self.counts[key] = self.counts.get(key, 0) + count
+        self.volumes[key] = self.volumes.get(key, 0) + volume

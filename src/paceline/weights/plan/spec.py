@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
@@ -12,11 +12,12 @@ import msgpack
 
 from paceline.core.errors import InvalidMessageError
 from paceline.core.members import MemberKind, RankRef
-from paceline.weights.geometry.layout import ITEM_SIZES, RankLayout, RankPlace, expand_all, tensor_shapes
+from paceline.weights.geometry.layout import ITEM_SIZES, RankLayout, expand_all
+from paceline.weights.geometry.sharding import Sharding, read_place
 from paceline.weights.plan.backend import stand_ins
 from paceline.weights.plan.plan import RELAY_MODES, TransferPlan, build_plan
 
-SPEC_SCHEMA: Final = 4
+SPEC_SCHEMA: Final = 5
 _FAST: Final = 1
 _MOST_BYTES: Final = 1 << 30
 BACKENDS: Final = ("gloo", "nccl")
@@ -32,7 +33,8 @@ class WeightGroupSpec:
         epoch: membership epoch; never used twice with one store.
         backend: "gloo" or "nccl".
         store_host, store_port: where learner rank 0 listens for the rendezvous.
-        learner_layouts, rollout_layouts: what each rank holds or needs, by rank.
+        learner_layouts: what each learner rank holds, kept as a `Sharding`.
+        rollout_layouts: what each rollout rank needs.
         wire_dtype: element type on the wire; equal to that of the rollout ranks' parameters.
         round_bytes: most bytes that any rank packs or receives in a round; staging on each side is two
             rounds.
@@ -45,7 +47,7 @@ class WeightGroupSpec:
     backend: str
     store_host: str
     store_port: int
-    learner_layouts: tuple[RankLayout, ...]
+    learner_layouts: Sequence[RankLayout]
     rollout_layouts: tuple[RankLayout, ...]
     wire_dtype: str
     round_bytes: int = 512 << 20
@@ -62,6 +64,7 @@ class WeightGroupSpec:
             raise ValueError(f"wire dtype {self.wire_dtype!r} is none of {', '.join(ITEM_SIZES)}")
         if not self.learner_layouts or not self.rollout_layouts:
             raise ValueError("a weight group needs at least one learner and one rollout rank")
+        object.__setattr__(self, "learner_layouts", Sharding.of(self.learner_layouts))
         if not 0 < self.store_port < 1 << 16 or self.round_bytes < 1 or not self.timeout_s > 0:
             raise ValueError(
                 f"store port {self.store_port}, round_bytes {self.round_bytes} and "
@@ -75,9 +78,14 @@ class WeightGroupSpec:
                 )
 
     @property
-    def layouts(self) -> tuple[RankLayout, ...]:
-        """All ranks' layouts, by group rank."""
-        return (*self.learner_layouts, *self.rollout_layouts)
+    def sharding(self) -> Sharding:
+        """What the learner ranks hold together."""
+        return Sharding.of(self.learner_layouts)
+
+    def layout(self, rank: int) -> RankLayout:
+        """The layout of a group rank."""
+        first = self.num_learners
+        return self.learner_layouts[rank] if rank < first else self.rollout_layouts[rank - first]
 
     @property
     def num_learners(self) -> int:
@@ -91,7 +99,7 @@ class WeightGroupSpec:
 
     def expanded_rollout_layouts(self) -> tuple[RankLayout, ...]:
         """The rollout ranks' layouts; those of the general path are expanded to every learner tensor."""
-        return expand_all(self.rollout_layouts, tensor_shapes(self.learner_layouts))
+        return expand_all(self.rollout_layouts, self.sharding.shapes)
 
     def build_plan(self) -> TransferPlan:
         """The plan by which every rank of the group works; raises WeightSyncError as `build_plan` does."""
@@ -108,8 +116,7 @@ class WeightGroupSpec:
         """The learner rank that stands in for a rollout rank, by group rank; {} unless memory is shared."""
         if not self.shared:
             return {}
-        learners = [layout.place for layout in self.learner_layouts]
-        chosen = stand_ins(learners, [layout.place for layout in self.rollout_layouts])
+        chosen = stand_ins(self.sharding.places, [layout.place for layout in self.rollout_layouts])
         return {self.num_learners + rank: learner for rank, learner in chosen.items()}
 
     @cached_property
@@ -133,10 +140,10 @@ class WeightGroupSpec:
             "backend": self.backend,
             "store_host": self.store_host,
             "store_port": self.store_port,
-            "learner_layouts": [layouts.number(layout) for layout in self.learner_layouts],
+            "sharding": self.sharding.to_bytes(),
             "rollout_layouts": [layouts.number(layout) for layout in self.rollout_layouts],
             "layouts": layouts.packed,
-            "places": [[layout.place.node, layout.place.gpu] for layout in self.layouts],
+            "places": [[layout.place.node, layout.place.gpu] for layout in self.rollout_layouts],
             "wire_dtype": self.wire_dtype,
             "round_bytes": self.round_bytes,
             "relay": self.relay,
@@ -157,13 +164,11 @@ class WeightGroupSpec:
                 if type(plain[key]) is not kind:
                     raise TypeError(f"{key} must be {kind.__name__}, got {plain[key]!r}")
             layouts = tuple(map(RankLayout.slices_from_bytes, plain.pop("layouts")))
-            numbers = [*plain["learner_layouts"], *plain["rollout_layouts"]]
-            every = tuple(
-                layouts[_index(number, len(layouts))].at(_read_place(place))
-                for number, place in zip(numbers, plain.pop("places"), strict=True)
+            plain["learner_layouts"] = Sharding.from_bytes(plain.pop("sharding"))
+            plain["rollout_layouts"] = tuple(
+                layouts[_index(number, len(layouts))].at(read_place(place))
+                for number, place in zip(plain["rollout_layouts"], plain.pop("places"), strict=True)
             )
-            first = len(plain["learner_layouts"])
-            plain |= {"learner_layouts": every[:first], "rollout_layouts": every[first:]}
             return cls(**plain)
         except (KeyError, TypeError, ValueError, zlib.error, msgpack.UnpackException) as error:
             raise InvalidMessageError(f"weight group spec: {error}", reason="bad_weight_group") from error
@@ -198,12 +203,6 @@ def _decompress(data: bytes) -> bytes:
     return message
 
 
-def _read_place(fields: object) -> RankPlace:
-    if not isinstance(fields, list) or [type(field) for field in fields] != [str, str]:
-        raise TypeError(f"a place is two strings, got {fields!r}")
-    return RankPlace(node=fields[0], gpu=fields[1])
-
-
 def _index(number: object, count: int) -> int:
     if type(number) is not int or not 0 <= number < count:
         raise ValueError(f"need the number of one of {count} layouts, got {number!r}")
@@ -215,7 +214,7 @@ _KINDS: Final[dict[str, type]] = {
     "backend": str,
     "store_host": str,
     "store_port": int,
-    "learner_layouts": list,
+    "sharding": bytes,
     "rollout_layouts": list,
     "layouts": list,
     "places": list,

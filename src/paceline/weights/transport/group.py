@@ -23,7 +23,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from paceline.core.errors import PacelineError, WeightSyncError
 from paceline.core.members import SOME_MEMBER, LocalPart, Peer
-from paceline.weights.geometry.layout import RankLayout
+from paceline.weights.geometry.layout import RankLayout, same_slices
 from paceline.weights.geometry.parameters import AddressCache
 from paceline.weights.plan.plan import Piece, TransferPlan
 from paceline.weights.plan.spec import WeightGroupSpec
@@ -102,8 +102,7 @@ class WeightGroup:
         # A connection of its own: the process group waits on the other one.
         abandonment = Abandonment(store.clone(), spec.epoch)  # type: ignore[attr-defined]
         try:
-            known = (*spec.learner_layouts, *spec.rollout_layouts)[rank]
-            if known != layout:
+            if not same_slices(spec.layout(rank), layout):
                 raise WeightSyncError(
                     f"{spec.rank_ref(rank)}: the group spec describes other slices than this rank has; "
                     "it was made from an older description or for another rank"
@@ -271,7 +270,7 @@ class WeightGroup:
 
     def _post_round(self, number: int, deadline: Deadline) -> Pending:
         """Starts this rank's sends and receives of a round; none if there is no such round."""
-        if number >= self.plan.num_rounds:
+        if number >= self._layout.num_rounds:
             return self._post([], [], deadline)
         return self._post(*self._round_messages(number), deadline)
 
@@ -350,9 +349,10 @@ class WeightGroup:
         num_learners, world = self.spec.num_learners, self.spec.world_size
         learner = self.rank < num_learners
         targets = [*range(num_learners, world), *([0] if self.rank else [])] if learner else []
-        targets += [to for origin, to in self.plan.relay_pairs if origin == self.rank]
+        relaying = self.plan.relay_pairs_of(self.rank)
+        targets += [to for origin, to in relaying if origin == self.rank]
         origins = [*(range(1, num_learners) if self.rank == 0 else range(0 if learner else num_learners))]
-        origins += [origin for origin, to in self.plan.relay_pairs if to == self.rank]
+        origins += [origin for origin, to in relaying if to == self.rank]
         return targets, origins
 
     def _finish(self, deadline: Deadline) -> None:

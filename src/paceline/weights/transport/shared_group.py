@@ -35,9 +35,10 @@ _TAG_READY, _TAG_FREE, _NUM_SIGNALS = 0, 1, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Behind:
-    """A rollout rank for which this learner rank stands in."""
+    """A rollout rank for which this learner rank stands in, which takes part in `num_rounds` rounds."""
 
     rank: int
+    num_rounds: int
     layout: StagingLayout
     staging: SharedStaging
     slots: list[torch.Tensor]
@@ -53,17 +54,23 @@ class SharedGroup(WeightGroup):
         self._in_front = self.spec.stand_ins.get(self.rank)
         if self._in_front is not None:
             return  # it is opened when the learner rank has allocated it
+        behind = {
+            rank: lay_out(self.plan, self.spec.num_learners, rank)
+            for rank, learner in self.spec.stand_ins.items()
+            if learner == self.rank
+        }
+        # This rank takes part in every round of the ranks behind it.
+        rounds = max(layout.num_rounds for layout in (self._layout, *behind.values()))
+        self._layout = self._layout.padded(rounds)
         super()._take_staging()
         try:
-            for rank, learner in self.spec.stand_ins.items():
-                if learner == self.rank:
-                    self._behind.append(self._allocate_for(rank))
+            for rank, layout in behind.items():
+                self._behind.append(self._allocate_for(rank, layout, rounds))
         except BaseException:
             self.abort()
             raise
 
-    def _allocate_for(self, rank: int) -> _Behind:
-        layout = lay_out(self.plan, self.spec.num_learners, rank)
+    def _allocate_for(self, rank: int, layout: StagingLayout, rounds: int) -> _Behind:
         dtype = DTYPES[self.spec.wire_dtype]
         num_bytes = sum(aligned(size * dtype.itemsize) for size in layout.slot_sizes)
         try:
@@ -74,7 +81,13 @@ class SharedGroup(WeightGroup):
                 f"shares with {self.spec.rank_ref(rank)}: {error}; lower weights.staging_mib"
             ) from error
         slots = staging.slots(layout.slot_sizes, dtype)
-        return _Behind(rank=rank, layout=layout, staging=staging, slots=slots)
+        return _Behind(
+            rank=rank,
+            num_rounds=layout.num_rounds,
+            layout=layout.padded(rounds),
+            staging=staging,
+            slots=slots,
+        )
 
     @property
     def staging_bytes(self) -> int:
@@ -177,8 +190,12 @@ class SharedGroup(WeightGroup):
     def _await_free(self, number: int, deadline: Deadline) -> None:
         """Returns when the rollout ranks behind this one no longer read the slot of a round."""
         if number >= NUM_SLOTS:
-            waiting = [behind.rank for behind in self._behind]
+            waiting = self._taking_part(number)
             self._signal([], waiting, number - NUM_SLOTS, _TAG_FREE, deadline).wait(deadline)
+
+    def _taking_part(self, number: int) -> list[int]:
+        """The rollout ranks behind this one for which a round is not after their last."""
+        return [behind.rank for behind in self._behind if number < behind.num_rounds]
 
     def _copy_own(self, number: int) -> None:
         """Copies what this rank itself sends to the rollout ranks behind it."""
@@ -219,8 +236,7 @@ class SharedGroup(WeightGroup):
                     self._completing.wait_event(copied)
                     pending.wait(deadline)
                     self._finish(deadline)
-            behind = [other.rank for other in self._behind]
-            self._signal(behind, [], number, _TAG_READY, deadline).wait(deadline)
+            self._signal(self._taking_part(number), [], number, _TAG_READY, deadline).wait(deadline)
 
         return complete
 

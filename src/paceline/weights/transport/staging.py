@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
-from paceline.weights.plan.plan import MessageKey, Piece, TransferPlan
+from paceline.weights.plan.plan import MessageKey, MessagePart, Piece, TransferPlan
 
 NUM_SLOTS: Final = 2
 """Rounds in staging at the same time: one is packed or scattered while the other is transferred."""
@@ -37,6 +37,21 @@ class StagingLayout:
     pieces: Sequence[Sequence[tuple[Piece, int]]]
     slot_sizes: tuple[int, ...]
 
+    @property
+    def num_rounds(self) -> int:
+        """Rounds until this rank's last message; others may have later ones."""
+        return len(self.pieces)
+
+    def padded(self, num_rounds: int) -> StagingLayout:
+        """The layout with empty rounds at the end."""
+        none: list[list[Any]] = [[] for _ in range(num_rounds - self.num_rounds)]
+        return replace(
+            self,
+            sends=[*self.sends, *none],
+            receives=[*self.receives, *none],
+            pieces=[*self.pieces, *none],
+        )
+
 
 def lay_out(plan: TransferPlan, num_learners: int, rank: int) -> StagingLayout:
     """Lays out the messages of a group rank.
@@ -45,36 +60,44 @@ def lay_out(plan: TransferPlan, num_learners: int, rank: int) -> StagingLayout:
     one stretch, channel by channel and learner after learner, so that it is sent as one message.
     """
     sending = rank < num_learners
-    pieces: dict[MessageKey, list[Piece]] = {}
-    for piece in plan.of_source(rank) if sending else plan.of_destination(rank - num_learners):
-        pieces.setdefault(plan.message_of(piece), []).append(piece)
-    sends: list[list[Slice]] = [[] for _ in range(plan.num_rounds)]
-    receives: list[list[Slice]] = [[] for _ in range(plan.num_rounds)]
-    rounds: list[list[tuple[Piece, int]]] = [[] for _ in range(plan.num_rounds)]
+    messages = plan.messages_of(rank)
+    num_rounds = max((key.round + 1 for key in messages), default=0)
+    sends: list[list[Slice]] = [[] for _ in range(num_rounds)]
+    receives: list[list[Slice]] = [[] for _ in range(num_rounds)]
+    rounds: list[list[tuple[Piece, int]]] = [[] for _ in range(num_rounds)]
     places: dict[object, int] = {}
-    filled = [0] * plan.num_rounds
-    for key in sorted(pieces, key=lambda key: (key.round, key.channel, key.sender, key.receiver)):
-        number, size = key.round, plan.message_sizes[key]
-        alike = tuple((piece.source_param, piece.source_box) for piece in pieces[key]) if sending else key
+    filled = [0] * num_rounds
+    for key in sorted(messages, key=lambda key: (key.round, key.channel, key.sender, key.receiver)):
+        if not sending and key.sender == rank:
+            continue
+        number, size = key.round, _size(messages[key])
+        alike = plan.content_of(messages[key][0]) if sending else key
         begin = places.setdefault((number, alike), filled[number])
-        messages = sends if sending else receives
-        messages[number].append(Slice(key=key, slot=number % NUM_SLOTS, begin=begin, size=size))
+        own = sends if sending else receives
+        own[number].append(Slice(key=key, slot=number % NUM_SLOTS, begin=begin, size=size))
         if begin == filled[number]:
-            rounds[number] += [(piece, begin + piece.offset) for piece in pieces[key]]
+            rounds[number] += [
+                (piece, begin + piece.offset) for part in messages[key] for piece in plan.pieces_of(key, part)
+            ]
             filled[number] += size
     if not sending:
-        for key in sorted(key for key in plan.message_sizes if key.sender == rank):
-            sends[key.round].append(_relayed(key, receives[key.round - 1], plan, num_learners))
+        for key in sorted(key for key in messages if key.sender == rank):
+            sends[key.round].append(
+                _relayed(key, _size(messages[key]), receives[key.round - 1], num_learners)
+            )
     sizes = [0] * NUM_SLOTS
     for message in (message for messages in (*sends, *receives) for message in messages):
         sizes[message.slot] = max(sizes[message.slot], message.begin + message.size)
     return StagingLayout(sends=sends, receives=receives, pieces=rounds, slot_sizes=tuple(sizes))
 
 
-def _relayed(key: MessageKey, received: Sequence[Slice], plan: TransferPlan, num_learners: int) -> Slice:
+def _size(parts: Sequence[MessagePart]) -> int:
+    return sum(part.size for part in parts)
+
+
+def _relayed(key: MessageKey, size: int, received: Sequence[Slice], num_learners: int) -> Slice:
     """The place in staging at which the content of a relayed message arrived, one round earlier."""
     parts = [part for part in received if part.key.channel == key.channel and part.key.sender < num_learners]
-    size = plan.message_sizes[key]
     begin = min(part.begin for part in parts)
     assert sum(part.size for part in parts) == size, "a relay passes on exactly what it received"
     return Slice(key=key, slot=(key.round - 1) % NUM_SLOTS, begin=begin, size=size)

@@ -27,6 +27,7 @@ from paceline.rpc.v1 import learner_pb2, learner_pb2_grpc, rollout_pb2, rollout_
 from paceline.service.grpc.channels import call, connect
 from paceline.service.identity.credentials import Credentials
 from paceline.weights.geometry.layout import RankLayout
+from paceline.weights.geometry.sharding import Sharding
 from paceline.weights.receipt import PushReceipt
 from paceline.wire.calls.protobuf import policy_tag_to_proto
 from paceline.wire.calls.training import chunk_to_proto, order_to_proto, result_from_proto
@@ -81,7 +82,7 @@ async def is_serving(address: str, incarnation: str, *, role: str, credentials: 
 class LearnerWeights:
     """The learner's weights: a layout per rank, the rendezvous, the version that it holds."""
 
-    layouts: tuple[RankLayout, ...]
+    layouts: Sharding
     store_host: str
     store_port: int
     version: int
@@ -175,7 +176,7 @@ class LearnerClient:
             phase="FORMING",
         )
         return LearnerWeights(
-            layouts=tuple(RankLayout.from_bytes(data) for data in reply.rank_layouts),
+            layouts=Sharding.from_bytes(reply.sharding),
             store_host=reply.store_host,
             store_port=reply.store_port,
             version=reply.version,

@@ -136,7 +136,9 @@ class Epochs:
         self._last_number += 1
         owners = tuple(member for member in rollouts for _ in layouts[member.member_id])
         rollout_layouts = [layout for member in rollouts for layout in layouts[member.member_id]]
-        gpus = {layout.place.gpu for layout in (*weights.layouts, *rollout_layouts)}
+        gpus = {
+            place.gpu for place in (*weights.layouts.places, *(layout.place for layout in rollout_layouts))
+        }
         self.current = epoch = Epoch(
             number=self._last_number,
             learner=learner,

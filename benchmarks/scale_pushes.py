@@ -1,0 +1,236 @@
+"""What planning a push of a large model costs one rank, from the tensors' shapes alone.
+
+    python benchmarks/scale_pushes.py 72B --learners 32 --servers 4 --size 8 [--relay auto]
+    python benchmarks/scale_pushes.py 671B --learners 128 --servers 16 --size 16
+
+Learner ranks hold rows as FSDP2 deals them; the ranks of a rollout server hold what vLLM's tensor parallelism
+gives them. No parameter is allocated. Seconds are of the processor: `plan` is what every rank computes of all
+ranks, `own` the pieces that learner rank 0 and rollout rank 0 move.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+from paceline.weights.geometry.boxes import Box
+from paceline.weights.geometry.layout import RankLayout, RankPlace, TensorSlice, chunk_rows
+from paceline.weights.plan.plan import RELAY_MODES
+from paceline.weights.plan.spec import WeightGroupSpec
+from paceline.weights.transport.staging import lay_out
+
+T = TypeVar("T")
+
+GPUS_PER_NODE = 8
+DTYPE = "bfloat16"
+
+Shape = tuple[int, ...]
+Cut = tuple[int, int, int, str, int]
+"""Dimension that is cut, its first index and the one after its last, the parameter, the offset in it"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tensor:
+    """A tensor of the checkpoint, and how a server's ranks hold it.
+
+    Attributes:
+        dim: dimension that tensor parallelism cuts; None: every rank has all of it.
+        param: the engine's parameter that contains it.
+        at: elements of `dim` that come before it there, on one of `size` ranks: in all / size.
+        parts: tensors of equal size that lie behind each other along `dim` and are cut one by one.
+        heads: least units that a rank holds, as key heads; fewer heads than ranks are repeated.
+    """
+
+    name: str
+    shape: Shape
+    dim: int | None = None
+    param: str = ""
+    at: int = 0
+    parts: int = 1
+    heads: int | None = None
+
+
+def qwen_72b() -> Iterator[Tensor]:
+    """Qwen2.5-72B: 80 layers, hidden 8,192, 64 heads, 8 key heads."""
+    hidden, inner, heads, kv, vocab = 8192, 29568, 64, 8, 152064
+    yield Tensor(name="model.embed_tokens.weight", shape=(vocab, hidden), dim=0)
+    for layer in range(80):
+        at = f"model.layers.{layer}."
+        for kind, tail in (("weight", (hidden,)), ("bias", ())):
+            fused = f"{at}self_attn.qkv_proj.{kind}"
+            for name, first, count in (("q", 0, heads), ("k", heads, kv), ("v", heads + kv, kv)):
+                yield Tensor(
+                    name=f"{at}self_attn.{name}_proj.{kind}",
+                    shape=(count * 128, *tail),
+                    dim=0,
+                    param=fused,
+                    at=first * 128,
+                    heads=count,
+                )
+        yield Tensor(name=f"{at}self_attn.o_proj.weight", shape=(hidden, heads * 128), dim=1)
+        fused = f"{at}mlp.gate_up_proj.weight"
+        yield Tensor(name=f"{at}mlp.gate_proj.weight", shape=(inner, hidden), dim=0, param=fused)
+        yield Tensor(name=f"{at}mlp.up_proj.weight", shape=(inner, hidden), dim=0, param=fused, at=inner)
+        yield Tensor(name=f"{at}mlp.down_proj.weight", shape=(hidden, inner), dim=1)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            yield Tensor(name=f"{at}{norm}.weight", shape=(hidden,))
+    yield Tensor(name="model.norm.weight", shape=(hidden,))
+    yield Tensor(name="lm_head.weight", shape=(vocab, hidden), dim=0)
+
+
+def deepseek_671b() -> Iterator[Tensor]:
+    """DeepSeek-V3: 61 layers, latent attention of 128 heads, 256 experts in all but three of them."""
+    hidden, experts, expert = 7168, 256, 2048
+    yield Tensor(name="model.embed_tokens.weight", shape=(129280, hidden), dim=0)
+    for layer in range(61):
+        at = f"model.layers.{layer}."
+        attention = f"{at}self_attn."
+        fused = f"{attention}fused_qkv_a_proj.weight"
+        yield Tensor(name=f"{attention}q_a_proj.weight", shape=(1536, hidden), param=fused)
+        yield Tensor(name=f"{attention}kv_a_proj_with_mqa.weight", shape=(576, hidden), param=fused, at=1536)
+        yield Tensor(name=f"{attention}q_a_layernorm.weight", shape=(1536,))
+        yield Tensor(name=f"{attention}kv_a_layernorm.weight", shape=(512,))
+        yield Tensor(name=f"{attention}q_b_proj.weight", shape=(128 * 192, 1536), dim=0)
+        yield Tensor(name=f"{attention}kv_b_proj.weight", shape=(128 * 256, 512), dim=0)
+        yield Tensor(name=f"{attention}o_proj.weight", shape=(hidden, 128 * 128), dim=1)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            yield Tensor(name=f"{at}{norm}.weight", shape=(hidden,))
+        if layer < 3:
+            yield from _dense(f"{at}mlp.", hidden, 18432)
+            continue
+        yield Tensor(name=f"{at}mlp.gate.weight", shape=(experts, hidden))
+        yield Tensor(name=f"{at}mlp.gate.e_score_correction_bias", shape=(experts,))
+        yield Tensor(
+            name=f"{at}mlp.experts.gate_up_proj",
+            shape=(experts, 2 * expert, hidden),
+            dim=1,
+            param=f"{at}mlp.experts.w13_weight",
+            parts=2,
+        )
+        yield Tensor(
+            name=f"{at}mlp.experts.down_proj",
+            shape=(experts, hidden, expert),
+            dim=2,
+            param=f"{at}mlp.experts.w2_weight",
+        )
+        yield from _dense(f"{at}mlp.shared_experts.", hidden, expert)
+    yield Tensor(name="model.norm.weight", shape=(hidden,))
+    yield Tensor(name="lm_head.weight", shape=(129280, hidden), dim=0)
+
+
+def _dense(at: str, hidden: int, inner: int) -> Iterator[Tensor]:
+    fused = f"{at}gate_up_proj.weight"
+    yield Tensor(name=f"{at}gate_proj.weight", shape=(inner, hidden), dim=0, param=fused)
+    yield Tensor(name=f"{at}up_proj.weight", shape=(inner, hidden), dim=0, param=fused, at=inner)
+    yield Tensor(name=f"{at}down_proj.weight", shape=(hidden, inner), dim=1)
+
+
+MODELS = {"72B": qwen_72b, "671B": deepseek_671b}
+
+
+def learner_layouts(model: str, num_ranks: int) -> list[RankLayout]:
+    """FSDP2 shards, eight ranks to a node."""
+    tensors = list(MODELS[model]())
+    layouts = []
+    for rank in range(num_ranks):
+        slices = []
+        for tensor in tensors:
+            first, last = chunk_rows(tensor.shape[0], rank, num_ranks)
+            if first < last:
+                tail = tensor.shape[1:]
+                box = Box((first, *(0 for _ in tail)), (last, *tail))
+                slices.append(_slice(tensor, box, tensor.name, (0,) * len(tensor.shape)))
+        layouts.append(RankLayout(dtype=DTYPE, slices=tuple(slices), place=_place("learner", rank)))
+    return layouts
+
+
+def server_layouts(model: str, num_servers: int, size: int) -> list[RankLayout]:
+    """Servers of `size` ranks each; ranks of equal numbers share their slices."""
+    tensors = list(MODELS[model]())
+    ranks = [
+        RankLayout(dtype=DTYPE, slices=tuple(part for tensor in tensors for part in _cut(tensor, rank, size)))
+        for rank in range(size)
+    ]
+    return [
+        ranks[rank].at(_place("rollout", server * size + rank))
+        for server in range(num_servers)
+        for rank in range(size)
+    ]
+
+
+def _cut(tensor: Tensor, rank: int, size: int) -> Iterator[TensorSlice]:
+    """What a rank has of a tensor."""
+    zeros, param = (0,) * len(tensor.shape), tensor.param or tensor.name
+    if tensor.dim is None:
+        yield _slice(tensor, Box.full(tensor.shape), param, (tensor.at, *zeros[1:]))
+        return
+    dim, extent = tensor.dim, tensor.shape[tensor.dim] // tensor.parts
+    if tensor.heads is not None and tensor.heads < size:
+        number, width = rank * tensor.heads // size, extent // tensor.heads
+    else:
+        number, width = rank, extent // size
+    for part in range(tensor.parts):
+        first = part * extent + number * width
+        box = Box.full(tensor.shape).split(dim, first + width)[0].split(dim, first)[1]
+        offset = (*zeros[:dim], tensor.at // size + part * width, *zeros[dim + 1 :])
+        yield _slice(tensor, box, param, offset)
+
+
+def _slice(tensor: Tensor, box: Box, param: str, offset: Shape) -> TensorSlice:
+    return TensorSlice(name=tensor.name, global_shape=tensor.shape, box=box, param=param, offset=offset)
+
+
+def _place(kind: str, rank: int) -> RankPlace:
+    return RankPlace(node=f"{kind}-{rank // GPUS_PER_NODE}", gpu=f"{kind}-{rank}")
+
+
+def timed(name: str, act: Callable[[], T]) -> T:
+    """Prints the processor seconds of a part and the most memory so far."""
+    began = time.process_time()
+    result = act()
+    seconds = time.process_time() - began
+    mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    print(f"| {name} | {seconds:.2f} | {mib} |", flush=True)
+    return result
+
+
+def main() -> int:
+    """Plans one push and prints the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", choices=MODELS)
+    parser.add_argument("--learners", type=int, default=32, help="ranks")
+    parser.add_argument("--servers", type=int, default=4)
+    parser.add_argument("--size", type=int, default=8, help="ranks per server")
+    parser.add_argument("--relay", choices=RELAY_MODES, default="auto")
+    args = parser.parse_args()
+    print(f"$ python {' '.join(sys.argv)}\n\n| part | CPU s | MiB, most |\n|---|---|---|")
+    spec = WeightGroupSpec(
+        epoch=1,
+        backend="nccl",
+        store_host="learner",
+        store_port=1,
+        learner_layouts=learner_layouts(args.model, args.learners),
+        rollout_layouts=tuple(server_layouts(args.model, args.servers, args.size)),
+        wire_dtype=DTYPE,
+        relay=args.relay,
+    )
+    data = timed("spec written", spec.to_bytes)
+    read = timed("spec read", lambda: WeightGroupSpec.from_bytes(data))
+    plan = timed("plan", read.build_plan)
+    timed("fingerprint", lambda: plan.fingerprint)
+    own = timed("own, learner rank 0", lambda: lay_out(plan, args.learners, 0))
+    needed = timed("own, rollout rank 0", lambda: lay_out(plan, args.learners, args.learners))
+    pieces = [sum(map(len, layout.pieces)) for layout in (own, needed)]
+    print(f"\n{len(data):,} bytes of spec, {len(plan.flows.flows):,} flows, pieces: {pieces}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
