@@ -37,8 +37,8 @@ A file may begin with `extends: other.yaml`, a path relative to itself. It then 
 keys go over those of the other file, section by section, and a list replaces the other's list. The other file
 may extend a third one. All other paths in a file are relative to the working directory.
 
-Required are `data.train_files` or `data.train_sets`, `model.path`, `trainer.total_steps`, and a scorer in
-`reward`.
+Required are `data.train_files` or `data.train_sets`, `model.path`, `trainer.total_steps` or
+`trainer.total_epochs`, and a scorer in `reward` where no `rollout.environment` gives rewards.
 """
 WIDTH = 120
 

@@ -29,7 +29,6 @@ def config(address: str, **data: Any) -> RunConfig:
         "data": data,
         "model": {"path": "model"},
         "rollout": {"environment": {"address": address}, "n": 2},
-        "reward": {},
         "trainer": {"total_steps": 1},
     }
     return RunConfig.model_validate(tree)

@@ -55,7 +55,7 @@ class RunConfig(Section):
     critic: CriticConfig = CriticConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     rollout: RolloutConfig = RolloutConfig()
-    reward: RewardConfig
+    reward: RewardConfig = RewardConfig()
     trainer: TrainerConfig
     learner: LearnerConfig = LearnerConfig()
     barrier: BarrierConfig = BarrierConfig()
