@@ -11,8 +11,12 @@ from paceline.data.reading.prompt_table import KEPT_FROM
 from paceline.data.rows import count_rows
 
 
-def with_epochs_counted(config: RunConfig) -> tuple[RunConfig, list[str]]:
+def with_epochs_counted(config: RunConfig, tell: Callable[[str], None]) -> tuple[RunConfig, list[str]]:
     """The configuration with trainer.total_steps, and what people should know of it.
+
+    Args:
+        config: of the run.
+        tell: called with a sentence every few seconds while prompts are tokenized.
 
     Raises:
         DataError, ModelError: prompts or tokenizer cannot be read.
@@ -20,7 +24,7 @@ def with_epochs_counted(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """
     if config.trainer.total_epochs is None:
         return config, []
-    sets = PromptReader.of(config).training()
+    sets = PromptReader.of(config, tell).training()
     num_prompts = sum(len(prompts.prompts) for prompts in sets.values())
     counted = config.with_epochs_counted(num_prompts)
     return counted, [words(counted, num_prompts)]

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     config = settle(config, Machine.here()).config
     deck(config, args.only)
     quick_check(config)
-    config, _ = with_epochs_counted(config)
+    config, _ = with_epochs_counted(config, print)
     prepared = run_dirs.prepare(config)
     config, run_dir = prepared.config, prepared.run_dir
     log_to(run_dir / "logs" / "launcher.log")

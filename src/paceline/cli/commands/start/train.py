@@ -111,7 +111,7 @@ def _train(
     planner: ProcessPlanner | None,
     remarks: Sequence[str],
 ) -> int:
-    config, counted = with_epochs_counted(config)
+    config, counted = with_epochs_counted(config, lambda sentence: print(sentence, file=sys.stderr))
     remarks = [*remarks, *counted]
     prepared = run_dirs.prepare(config)
     config, run_dir = prepared.config, prepared.run_dir
