@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -23,13 +24,21 @@ from paceline.weights.digest.definition import name_factor
 from paceline.weights.geometry import cover
 from paceline.weights.geometry.boxes import Box
 from paceline.weights.geometry.cover import Need, assign_sources
-from paceline.weights.geometry.layout import RankLayout, RankPlace, TensorSlice, chunk_rows, expand_full
+from paceline.weights.geometry.layout import (
+    RankLayout,
+    RankPlace,
+    TensorSlice,
+    chunk_rows,
+    expand_full,
+    same_slices,
+)
 from paceline.weights.geometry.sharding import Sharding
 from paceline.weights.plan import flows
 from paceline.weights.plan import plan as plan_module
 from paceline.weights.plan.flows import take_leading
 from paceline.weights.plan.plan import RELAY_MODES, TransferPlan, build_plan
 from paceline.weights.plan.spec import WeightGroupSpec
+from paceline.weights.transport.staging import lay_out
 from support.plan_pieces import all_pieces, message_sizes, pieces_from, pieces_to, relay_pairs
 from support.reference_digest import digest_array
 from support.weight_layouts import DenseModel, fsdp_layout, tp_layout
@@ -536,6 +545,34 @@ def test_a_rank_cuts_its_own_flows_alone(monkeypatch: pytest.MonkeyPatch) -> Non
         assert own.flows == 4 + 8 - 1
         # A message ends in at most three calls per flow and round.
         assert 0 < own.boxes <= 3 * plan.num_rounds * own.flows
+
+
+def test_many_learners_together_send_a_rank_no_more_than_a_round() -> None:
+    """However small each flow's share: 32 learners, rows of 8 bytes, one kibibyte per round."""
+    sources = [fsdp_layout({"w": (4096, 2)}, rank=r, world_size=32, dtype="float32") for r in range(32)]
+    plan = build_plan(sources, [full("w", (4096, 2))], item_bytes=4, round_bytes=1 << 10)
+    arriving = Counter[int]()
+    for key, elements in message_sizes(plan).items():
+        arriving[key.round] += 4 * elements
+    assert max(arriving.values()) <= 1 << 10
+
+
+def test_a_learner_packs_once_for_servers_that_are_alike() -> None:
+    layouts = [rows(960, rank, 2) for rank in range(2)]
+    sizes = [
+        lay_out(build_plan([rows(960, 0, 1)], layouts * servers, item_bytes=4, round_bytes=1 << 20), 1, 0)
+        for servers in (1, 5)
+    ]
+    assert sizes[0].slot_sizes == sizes[1].slot_sizes
+    assert sizes[0].pieces == sizes[1].pieces
+    assert [len(sends) for sends in sizes[1].sends] == [5 * len(sends) for sends in sizes[0].sends]
+
+
+def test_a_layout_is_the_known_one_whatever_the_order_of_its_slices() -> None:
+    layout = fsdp_layout({"a": (4, 2), "b": (4,)}, rank=0, world_size=2, dtype="float32")
+    assert same_slices(layout, dataclasses.replace(layout, slices=layout.slices[::-1]))
+    for change in ({"slices": layout.slices[:1]}, {"dtype": "float16"}, {"place": RankPlace(node="other")}):
+        assert not same_slices(layout, dataclasses.replace(layout, **change))
 
 
 def test_a_sharding_gives_every_rank_its_layout() -> None:
