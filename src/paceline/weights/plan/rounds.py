@@ -56,24 +56,30 @@ def chunk_sizes(flows: Sequence[Flow], capacity: int) -> list[int]:
     round.
     """
     loads = _loads(flows)
-    shares = [_share(flow, *load, capacity) for flow, load in zip(flows, loads, strict=True)]
+    keys = [
+        (flow.volume, flow.longest_row, len(flow.members), *load)
+        for flow, load in zip(flows, loads, strict=True)
+    ]
+    # Servers that are alike have shares that are.
+    shares = {key: _share(*key, capacity) for key in dict.fromkeys(keys)}
     busiest = max((volume for _, volume in loads), default=0)
     num_rounds = max(
-        [1, min(_LEAST_ROUNDS, busiest // _WORTH_A_ROUND), *(share.num_rounds for share in shares)]
+        [1, min(_LEAST_ROUNDS, busiest // _WORTH_A_ROUND), *(share.num_rounds for share in shares.values())]
     )
-    return [share.chunk_size(num_rounds) for share in shares]
+    sizes = {key: share.chunk_size(num_rounds) for key, share in shares.items()}
+    return [sizes[key] for key in keys]
 
 
-def _share(flow: Flow, num_flows: int, load: int, capacity: int) -> _Share:
-    """What a member takes of a flow, if its busiest end has so many flows and so many elements."""
-    evenly, count = capacity // 16, len(flow.members)
+def _share(volume: int, longest_row: int, count: int, num_flows: int, load: int, capacity: int) -> _Share:
+    """What each of `count` members takes of a flow, if its busiest end has so many flows and elements."""
+    evenly = capacity // 16
     least = evenly // num_flows
-    by_volume = (capacity - evenly) * flow.volume // load
+    by_volume = (capacity - evenly) * volume // load
     return _Share(
-        volume=-(-flow.volume // count),
+        volume=-(-volume // count),
         limit=max(1, (least + by_volume) // count),
         least=least // count,
-        slack=flow.longest_row + _ALIGNED,
+        slack=longest_row + _ALIGNED,
     )
 
 
