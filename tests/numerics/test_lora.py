@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from paceline.config.load import dump_yaml, parse
 from paceline.config.model import LoraConfig
-from paceline.config.run import RunConfig, SftRunConfig
+from paceline.config.run import RunConfig
+from paceline.config.tuning import SftRunConfig
 from paceline.core.errors import CheckpointError, ConfigError, ModelError
 from paceline.core.run_record.manifest import manifest_text
 from paceline.learner.batch.pack import pack

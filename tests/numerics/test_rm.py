@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from paceline.config.load import dump_yaml, parse
-from paceline.config.run import RmRunConfig
+from paceline.config.tuning import RmRunConfig
 from paceline.core.errors import DataError
 from paceline.core.scoring import ScoreItem
 from paceline.learner.distributed.ranks import RankEnvironment, Ranks

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from paceline.config.load import dump_yaml, parse
-from paceline.config.run import SftRunConfig
+from paceline.config.tuning import SftRunConfig
 from paceline.core.errors import CheckpointError, DataError, ModelError
 from paceline.learner.checkpoint.state import State
 from paceline.learner.checkpoint.tuning_checkpoints import TuningCheckpoints

@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from paceline.config.load import parse
-from paceline.config.run import DpoRunConfig
+from paceline.config.tuning import DpoRunConfig
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.dpo import DpoTrainer, read_preferences
 from paceline.learner.model.folder import gathered_tensors

@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from paceline.config.load import parse
-from paceline.config.run import RmRunConfig
+from paceline.config.tuning import RmRunConfig
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.folder import gathered_tensors
 from paceline.learner.model.loading import Precision, load_critic

@@ -217,3 +217,18 @@ async def run_of(
         yield it
     finally:
         it.journal.close()
+
+
+def guarded(total_steps: int, **rules: Any) -> dict[str, Any]:
+    """Changes of the configuration: so many steps, these rules."""
+    changes = {f"guard__{name}": bounds for name, bounds in rules.items()}
+    return {
+        "trainer__val_before_train": False,
+        "trainer__total_steps": total_steps,
+        **changes,
+    }
+
+
+def events_of(it: SequencerRun, event: str) -> list[dict[str, Any]]:
+    """The journal's entries of one kind."""
+    return [e for e in it.events() if e["event"] == event]

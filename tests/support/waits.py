@@ -14,7 +14,6 @@ _LIFETIME = "waits for the end of a process of the run, for as long as the run l
 
 NEEDLESS: dict[str, str] = {
     # A person waits.
-    "paceline.cli.commands.prepare.hosts:_shell: subprocess.run": _USERS,
     "paceline.cli.commands.results.export:export_step: subprocess.run": _USERS,
     "paceline.cli.commands.results.verify:run: subprocess.run": _USERS,
     "paceline.cli.commands.start.chaos:_verify: subprocess.run": _USERS,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.weights.geometry.boxes import Box
-from paceline.weights.geometry.layout import RankLayout, TensorSlice, chunk_rows
+from paceline.weights.geometry.layout import RankLayout, TensorSlice, chunk_rows, expand_full
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,3 +119,34 @@ def fsdp_layout(
             offset = (0,) * len(shape)
             slices.append(TensorSlice(name=name, global_shape=shape, box=box, param=name, offset=offset))
     return RankLayout(dtype=dtype, slices=tuple(slices))
+
+
+MIB = 1 << 18  # elements of float32
+
+
+def full(name: str, shape: tuple[int, ...]) -> RankLayout:
+    """A layout that has all of one tensor."""
+    return expand_full(RankLayout(dtype="float32", slices=(), full_tensors=True), {name: shape})
+
+
+def rows(count: int, rank: int, size: int) -> RankLayout:
+    """One of `size` equal parts of a matrix with `count` MiB."""
+    share = count // size
+    box = Box((rank * share, 0), ((rank + 1) * share, MIB))
+    part = TensorSlice(name="w", global_shape=(count, MIB), box=box, param="w", offset=(0, 0))
+    return RankLayout(dtype="float32", slices=(part,))
+
+
+def model_of(layers: int) -> DenseModel:
+    """A small model with so many layers."""
+    return DenseModel(
+        vocab_size=512,
+        hidden=64,
+        heads=8,
+        kv_heads=4,
+        head_dim=8,
+        intermediate=128,
+        layers=layers,
+        tied=False,
+        bias=True,
+    )

@@ -4,41 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline.controller.run.records import checkpoints
 from paceline.controller.run.records.checkpoints import ControllerState, folder_of
 from paceline.core.errors import CheckpointError, GuardError
 from paceline.core.guard import Reading
-from paceline.core.run_record.manifest import manifest_text
 from paceline.core.samples.trajectory import GroupRefusal, PromptGroup
 from paceline.data.mixture import MixtureState
 from paceline.storage.folder import Folder
-from support.sequencer_run import RUN, SequencerRun, config, run, run_of
+from support.sequencer_run import RUN, SequencerRun, config, events_of, guarded, run, run_of
 
 
 def ppo_kl(value: float, skipped: int = 0) -> list[Reading]:
     """What a learner says whose worst mini-batch had this KL."""
     return [Reading(rule="ppo_kl", network="actor", value=value, num_skipped=skipped)]
-
-
-def guarded(total_steps: int, **rules: Any) -> dict[str, Any]:
-    """Changes of the configuration: so many steps, these rules."""
-    changes = {f"guard__{name}": bounds for name, bounds in rules.items()}
-    return {
-        "trainer__val_before_train": False,
-        "trainer__total_steps": total_steps,
-        **changes,
-    }
-
-
-def of(it: SequencerRun, event: str) -> list[dict[str, Any]]:
-    return [e for e in it.events() if e["event"] == event]
 
 
 async def test_every_firing_is_journalled_with_its_numbers_and_told_once_a_streak(tmp_path: Path) -> None:
@@ -48,7 +32,7 @@ async def test_every_firing_is_journalled_with_its_numbers_and_told_once_a_strea
         await it.go()
         firings = [
             (e["step"], e["action"], e["value"], e["bound"], e["skipped"], e["streak"])
-            for e in of(it, "guard")
+            for e in events_of(it, "guard")
         ]
         assert firings == [
             (1, "warn", 0.04, 0.03, 0, 1),
@@ -61,7 +45,7 @@ async def test_every_firing_is_journalled_with_its_numbers_and_told_once_a_strea
             "step 4: guard: warn: actor ppo_kl is 0.045, above 0.03 (guard.ppo_kl.warn)",
             "guard: ppo_kl/actor fired in 3 steps, 3 updates skipped; worst 0.06 in step 2",
         ]
-        (summary,) = of(it, "guard_summary")
+        (summary,) = events_of(it, "guard_summary")
         assert summary["rules"] == {
             "ppo_kl/actor": {"steps": 3, "skipped": 3, "worst": 0.06, "worst_step": 2}
         }
@@ -101,7 +85,7 @@ async def test_rates_that_a_client_asked_for_are_taken_from_the_next_step_on_and
         it.services.readings = {2: ppo_kl(0.2)}
         await it.go()
         assert [a.lr_scale for a in it.services.adjustments] == [0.5, 0.5, 0.25], "the guard goes on from it"
-        (event,) = of(it, "rates")
+        (event,) = events_of(it, "rates")
         assert (event["step"], event["lr_scale"]) == (1, 0.5)
         states = [json.loads(state)["guard"]["adjustments"]["lr_scale"] for state in it.services.saved]
         assert states[-1] == 0.25
@@ -148,12 +132,12 @@ async def test_a_rollback_takes_the_last_good_weights_under_the_number_of_the_st
             *("train 4", "load step_000002 as 4", "publish v4 e1", "save 4"),
             *("train 5", "publish v5 e1", "save 5"),
         ]
-        (event,) = of(it, "rollback")
+        (event,) = events_of(it, "rollback")
         assert (event["step"], event["to_step"]) == (4, 2)
         assert "ppo_kl is 0.3, above 0.1 (guard.ppo_kl.rollback)" in event["reason"]
-        phases = [e["to"] for e in of(it, "phase") if e["step"] == 4]
+        phases = [e["to"] for e in events_of(it, "phase") if e["step"] == 4]
         assert phases == ["dispatch", "collect", "learn", "rollback", "publish", "commit", "checkpoint"]
-        digests = {e["version"]: e["digest"] for e in of(it, "commit")}
+        digests = {e["version"]: e["digest"] for e in events_of(it, "commit")}
         assert digests[4] == digests[2] != digests[3]
         assert any("back to the weights of step 2" in text for text in it.notices)
         assert it.breaches() == []
@@ -173,7 +157,7 @@ async def test_a_run_goes_forward_after_a_rollback(tmp_path: Path) -> None:
         cursors = [s.cursor for s in states[3:5]]
         assert cursors == [MixtureState.of_one(epoch=1, position=3), MixtureState.of_one(epoch=1, position=6)]
         # The newest good one outlived newer ones that are not.
-        removed = [Path(e["folder"]).name for e in of(it, "checkpoint_removed")]
+        removed = [Path(e["folder"]).name for e in events_of(it, "checkpoint_removed")]
         assert removed == ["step_000000", "step_000001", "step_000002", "step_000003", "step_000004"]
 
 
@@ -190,7 +174,7 @@ async def test_one_rollback_too_many_ends_the_run(tmp_path: Path) -> None:
         assert str(folder_of(Folder.at(tmp_path / "checkpoints"), 2)) in str(raised.value)
         assert "publish v3 e1" not in it.services.calls
         assert it.lines()[-1]["step"] == 3
-        assert len(of(it, "guard_summary")) == 1
+        assert len(events_of(it, "guard_summary")) == 1
 
 
 async def test_stop_does_not_publish_and_patience_waits(tmp_path: Path) -> None:
@@ -202,7 +186,7 @@ async def test_stop_does_not_publish_and_patience_waits(tmp_path: Path) -> None:
             GuardError, match="step 4: the guard ends the run: stop: actor ppo_kl is 0.4, above 0.2"
         ):
             await it.go()
-        assert [e["action"] for e in of(it, "guard")] == ["skip", "warn", "skip", "stop"]
+        assert [e["action"] for e in events_of(it, "guard")] == ["skip", "warn", "skip", "stop"]
         assert it.services.calls[-1] == "train 4"
     assert (tmp_path / "trajectories/step_000004.parquet").is_file(), "the last samples show why"
 
@@ -235,9 +219,9 @@ async def test_a_guard_that_is_off_says_nothing(tmp_path: Path) -> None:
 
         it.services.learner.train = skipping  # type: ignore[method-assign]
         await it.go()
-        assert of(it, "guard") == []
+        assert events_of(it, "guard") == []
         # What the optimizer itself does not take is told without a guard too.
-        assert [e["reason"] for e in of(it, "update_skipped")] == ["actor: the loss is not finite"]
+        assert [e["reason"] for e in events_of(it, "update_skipped")] == ["actor: the loss is not finite"]
         assert "step 1: update skipped: actor: the loss is not finite" in it.notices
         assert not [key for key in it.lines()[1] if key.startswith("guard/")]
 
@@ -255,7 +239,7 @@ async def test_metrics_that_are_not_finite_are_counted(tmp_path: Path) -> None:
 
         it.services.learner.train = poisoned  # type: ignore[method-assign]
         await it.go()
-        (event,) = of(it, "guard")
+        (event,) = events_of(it, "guard")
         assert (event["rule"], event["value"], event["action"]) == ("non_finite", 2.0, "warn")
 
 
@@ -272,7 +256,7 @@ async def test_updates_that_ran_out_of_memory_are_counted_and_may_end_the_run(tm
         it.services.learner.train = short_of_memory  # type: ignore[method-assign]
         with pytest.raises(GuardError, match=r"optimizer steps taken again in halves is 2, above 1"):
             await it.go()
-        fired = [(e["step"], e["action"], e["value"]) for e in of(it, "guard")]
+        fired = [(e["step"], e["action"], e["value"]) for e in events_of(it, "guard")]
         assert fired == [(1, "warn", 1.0), (2, "stop", 2.0)]
 
 
@@ -295,7 +279,7 @@ async def test_the_mismatch_of_rollout_and_learner_is_judged_by_what_the_dtype_a
                 await it.go()
         else:
             await it.go()
-        judged = [(e["action"], e["reference"]) for e in of(it, "guard") if e["rule"] == "mismatch_kl"]
+        judged = [(e["action"], e["reference"]) for e in events_of(it, "guard") if e["rule"] == "mismatch_kl"]
         assert judged == fired
 
 
@@ -315,7 +299,7 @@ async def test_groups_whose_rewards_are_equal_are_judged_by_their_share(
     async with run(tmp_path, **rules) as it:
         await it.enlist_all()
         await it.go(score)
-        assert [(e["step"], pytest.approx(e["value"])) for e in of(it, "guard")] == fired
+        assert [(e["step"], pytest.approx(e["value"])) for e in events_of(it, "guard")] == fired
         assert it.lines()[1]["groups/without_spread"] == pytest.approx(equal / 3)
 
 
@@ -332,7 +316,7 @@ async def test_a_component_that_stays_the_same_is_told_after_its_steps(tmp_path:
     async with run(tmp_path, **guarded(5, **rules)) as it:
         await it.enlist_all()
         await it.go(score)
-        fired = [(e["step"], e["rule"], e["value"]) for e in of(it, "guard")]
+        fired = [(e["step"], e["rule"], e["value"]) for e in events_of(it, "guard")]
         assert fired == [(2, "component_constant", 2.0), (5, "component_constant", 2.0)]
         told = [text for text in it.notices if "guard: warn" in text]
         assert told[0] == (
@@ -342,7 +326,7 @@ async def test_a_component_that_stays_the_same_is_told_after_its_steps(tmp_path:
     async with run_of(config(**guarded(6, **rules)), tmp_path) as it:
         await it.enlist_all()
         await it.go(score)
-        assert [(e["step"], e["value"]) for e in of(it, "guard")][-1] == (6, 3.0)
+        assert [(e["step"], e["value"]) for e in events_of(it, "guard")][-1] == (6, 3.0)
 
 
 @pytest.mark.parametrize(
@@ -386,9 +370,9 @@ async def test_what_scorers_fail_on_is_judged_by_its_share(
     async with run(tmp_path, **guarded(1)) as it:
         await it.enlist_all()
         await it.go(score)
-        fired = [(e["rule"], pytest.approx(e["value"])) for e in of(it, "guard")]
+        fired = [(e["rule"], pytest.approx(e["value"])) for e in events_of(it, "guard")]
         assert fired == ([] if value is None else [("reward_errors", value)])
-        assert all(f"({detail}) is" in e["message"] for e in of(it, "guard"))
+        assert all(f"({detail}) is" in e["message"] for e in events_of(it, "guard"))
 
 
 async def test_a_rollback_that_sends_other_weights_is_found_by_verify(tmp_path: Path) -> None:
@@ -443,128 +427,9 @@ async def test_a_rollback_passes_over_damaged_checkpoints(num_damaged: int, tmp_
             await it.go()
             intact = 3 - num_damaged
             assert [c for c in it.services.calls if c.startswith("load")] == [f"load step_00000{intact} as 4"]
-            assert [event["to_step"] for event in of(it, "rollback")] == list(range(3, intact - 1, -1))
+            assert [event["to_step"] for event in events_of(it, "rollback")] == list(range(3, intact - 1, -1))
             assert it.lines()[4]["guard/rolled_back_to"] == intact
             assert it.breaches() == []
         told = [text for text in it.notices if "the rollback passes over the checkpoint" in text]
         assert len(told) == num_damaged
         assert told[0].endswith("of step 3: step_000003/__0_0.distcp has changed")
-
-
-def with_manifest(run_dir: Path) -> list[str]:
-    return sorted(path.parent.name for path in run_dir.glob("checkpoints/*/manifest.json"))
-
-
-async def test_the_only_checkpoint_goes_when_the_next_one_is_complete(tmp_path: Path) -> None:
-    async with run(tmp_path, **guarded(2), trainer__keep_checkpoints=1, trainer__save_freq=1) as it:
-        await it.enlist_all()
-        it.services.writes = True
-        there: dict[int, list[str]] = {}
-
-        async def waiting(member: Any, *, step: int) -> float:
-            there[step] = with_manifest(tmp_path)
-            if step == 2:
-                raise CheckpointError("the disk is full")
-            return 0.0
-
-        it.services.learner.wait_checkpoint = waiting  # type: ignore[method-assign]
-        await it.go()
-        assert there[2] == ["step_000001", "step_000002"]
-        # The second was never said to be complete, so the first is still there.
-        assert "step_000001" in with_manifest(tmp_path)
-
-
-def prune(root: Folder, keep: int) -> list[Folder]:
-    old = checkpoints.outdated(root, keep)
-    checkpoints.remove(old)
-    return old
-
-
-async def test_a_checkpoint_is_removed_when_the_journal_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A controller that ends meanwhile leaves no checkpoint that the journal has and the disk has not."""
-    honest, unsaid = checkpoints.remove, []
-
-    async with run(tmp_path, **guarded(4), trainer__keep_checkpoints=1) as it:
-
-        def remove(folders: Sequence[Folder]) -> None:
-            said = {e["folder"] for e in of(it, "checkpoint_removed")}
-            unsaid.append({str(folder) for folder in folders} - said)
-            honest(folders)
-
-        monkeypatch.setattr(checkpoints, "remove", remove)
-        await it.enlist_all()
-        await it.go()
-    assert len(unsaid) >= 3
-    assert not set().union(*unsaid)
-
-
-def test_pruning_counts_only_checkpoints_that_are_intact(tmp_path: Path) -> None:
-    root = Folder.at(tmp_path / "checkpoints")
-    for step in (1, 2, 3, 4):
-        state = ControllerState(
-            run_id="r", step=step, cursor=MixtureState.of_one(epoch=0, position=step), good=False
-        )
-        folder_of(root, step).make()
-        if step != 4:
-            text = manifest_text({"controller_state": json.loads(state.to_bytes())})
-            folder_of(root, step).write("manifest.json", text)
-    torn = folder_of(root, 3).path / "manifest.json"
-    torn.write_text(torn.read_text()[:50])
-    # 3 is torn and 4 is being written: 2 is the only one that a run can go on from.
-    assert [f.name for f in prune(root, 1)] == ["step_000001"]
-    assert sorted(path.name for path in root.path.iterdir()) == ["step_000002", "step_000003", "step_000004"]
-    assert [f.name for f in prune(root, 1)] == []
-
-
-def test_pruning_keeps_the_newest_good_checkpoint(tmp_path: Path) -> None:
-    root = Folder.at(tmp_path / "checkpoints")
-
-    def write(step: int, good: bool) -> None:
-        state = ControllerState(
-            run_id="r",
-            step=step,
-            cursor=MixtureState.of_one(epoch=0, position=0),
-            good=good,
-        )
-        folder_of(root, step).make()
-        manifest = {"controller_state": json.loads(state.to_bytes())}
-        folder_of(root, step).write("manifest.json", manifest_text(manifest))
-
-    for step, good in ((1, True), (2, True), (3, False), (4, False), (5, False)):
-        write(step, good)
-    assert [f.name for f in prune(root, 2)] == ["step_000001", "step_000003"]
-    write(6, True)
-    assert [f.name for f in prune(root, 2)] == ["step_000002", "step_000004"]
-
-
-def test_a_damaged_manifest_is_passed_over_here_and_left_to_the_learner(tmp_path: Path) -> None:
-    root = Folder.at(tmp_path / "checkpoints")
-    folders = []
-    for step, run_id in ((1, "r"), (2, "other"), (3, "r"), (4, "r")):
-        state = ControllerState(run_id=run_id, step=step, cursor=MixtureState.of_one(epoch=0, position=step))
-        folder = folder_of(root, step)
-        folder.make()
-        text = manifest_text({"controller_state": json.loads(state.to_bytes())})
-        folder.write("manifest.json", text)
-        folders.append(folder)
-    torn, flipped = folders[3].path / "manifest.json", folders[2].path / "manifest.json"
-    torn.write_text(torn.read_text()[:50])
-    flipped.write_text(flipped.read_text().replace('"position": 3', '"position": 7'))
-    assert [folder for folder, _ in checkpoints.complete(root)] == [folders[1], folders[0]]
-    assert list(checkpoints.candidates(root, "r")) == [folders[3], folders[2], folders[0]]
-
-
-def test_in_an_object_store_old_and_void_checkpoints_go_in_the_same_way() -> None:
-    root = Folder.at("memory://in-an-object-store/r-1")
-    for step in (1, 2, 3, 4):
-        state = ControllerState(run_id="r", step=step, cursor=MixtureState.of_one(epoch=0, position=step))
-        text = manifest_text({"controller_state": json.loads(state.to_bytes())})
-        folder_of(root, step).write("manifest.json", text)
-    assert [f.name for f in prune(root, 2)] == ["step_000001", "step_000002"]
-    assert root.folders() == ["step_000003", "step_000004"]
-    assert [f.name for f in checkpoints.later(root, 3)] == ["step_000004"]
-    checkpoints.set_aside(checkpoints.later(root, 3))
-    assert [f.name for f, _ in checkpoints.complete(root)] == ["step_000003"]
-    assert list(checkpoints.candidates(root, "r")) == [folder_of(root, 3)]

@@ -11,7 +11,8 @@ import yaml
 
 from paceline.config.base import Section
 from paceline.config.load import dump_yaml, load, parse
-from paceline.config.run import DpoRunConfig, RmRunConfig, RunConfig, SftRunConfig
+from paceline.config.run import RunConfig
+from paceline.config.tuning import DpoRunConfig, RmRunConfig, SftRunConfig
 from paceline.core.errors import ConfigError
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

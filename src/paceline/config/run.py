@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Literal, Self
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -25,7 +25,6 @@ from paceline.config.services import (
 from paceline.config.training.actor import ActorConfig, CriticConfig
 from paceline.config.training.algorithm import REFERENCE, AlgorithmConfig
 from paceline.config.training.policy_losses import CovarianceLoss, CustomLoss
-from paceline.config.training.tuning import DpoConfig, PairDataConfig, RmConfig, SftConfig
 from paceline.config.validation import HeldOutSet, ValSamplingConfig
 from paceline.core.errors import ConfigError
 from paceline.core.estimators import Need
@@ -479,41 +478,3 @@ class RunConfig(Section):
         if self.service.dead_after_s <= self.service.suspect_after_s:
             raise ValueError("service.dead_after_s must exceed service.suspect_after_s")
         return self
-
-
-class TuningRunConfig(Section):
-    """What `paceline sft`, `paceline rm` and `paceline dpo` have in common."""
-
-    data: PairDataConfig
-    model: ModelConfig
-    learner: LearnerConfig = LearnerConfig()
-    seed: int = Field(0, ge=0, description="Governs the order of the pairs.")
-    telemetry: TelemetryConfig = TelemetryConfig()
-
-    takes_adapters: ClassVar[bool] = False
-
-    @model_validator(mode="after")
-    def _all_weights_train(self) -> Self:
-        if self.model.lora is not None and not self.takes_adapters:
-            raise ValueError("`paceline sft` and `paceline rm` train all weights; leave model.lora out")
-        return self
-
-
-class SftRunConfig(TuningRunConfig):
-    """Everything that `paceline sft` needs."""
-
-    sft: SftConfig
-
-
-class RmRunConfig(TuningRunConfig):
-    """Everything that `paceline rm` needs."""
-
-    rm: RmConfig
-
-
-class DpoRunConfig(TuningRunConfig):
-    """Everything that `paceline dpo` needs."""
-
-    takes_adapters: ClassVar[bool] = True
-
-    dpo: DpoConfig

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from paceline.config.load import dump_yaml
-from paceline.config.run import TuningRunConfig
 from paceline.config.training.tuning import TuningConfig
+from paceline.config.tuning import TuningRunConfig
 from paceline.core.errors import DataError, ModelError
 from paceline.data.hub import local_files
 from paceline.launch.processes.ranks import run_ranks

@@ -13,17 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.algorithms.policy_losses.pairs import PairScores, dpo, ipo, kto, simpo
-from paceline.config.run import DpoRunConfig
-from paceline.core.errors import DataError, ModelError
+from paceline.config.tuning import DpoRunConfig
+from paceline.core.errors import DataError
 from paceline.core.samples.trajectory import Int32Array
-from paceline.data.prompts import encode_prompt, load_tokenizer
+from paceline.data.prompts import encode_prompt
 from paceline.data.rows import Row, read_rows
 from paceline.learner import pair_training
 from paceline.learner.batch.planning.arithmetic import RowLength
@@ -72,11 +71,7 @@ def read_preferences(config: DpoRunConfig, files: Sequence[str]) -> tuple[list[P
         ModelError: the tokenizer is unusable.
     """
     own, data = config.dpo, config.data
-    tokenizer: Any = load_tokenizer(config.model.tokenizer_path or config.model.path)
-    if tokenizer.eos_token_id is None:
-        raise ModelError(
-            "the tokenizer has no end-of-sequence token, so answers could never end; set eos_token"
-        )
+    tokenizer = pair_training.tokenizer_of(config)
     rows = read_rows(files, [data.prompt_key, own.chosen_key, own.rejected_key])
     pairs = []
     for number, row in enumerate(rows):
@@ -92,11 +87,7 @@ def read_preferences(config: DpoRunConfig, files: Sequence[str]) -> tuple[list[P
         if 0 < len(prompt) <= data.max_prompt_length and longest <= data.max_response_length:
             ids = [np.asarray(tokens, np.int32) for tokens in (prompt, chosen, rejected)]
             pairs.append(Preference(prompt=ids[0], chosen=ids[1], rejected=ids[2]))
-    if not pairs:
-        raise DataError(
-            f"none of the {len(rows)} pairs fits data.max_prompt_length={data.max_prompt_length} and "
-            f"data.max_response_length={data.max_response_length}; raise them"
-        )
+    pair_training.require_some(len(pairs), len(rows), data)
     return pairs, len(rows) - len(pairs)
 
 

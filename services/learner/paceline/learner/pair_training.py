@@ -16,10 +16,11 @@ import numpy as np
 from torch import nn
 
 from paceline.config.load import load
-from paceline.config.run import TuningRunConfig
 from paceline.config.services import LearnerConfig
-from paceline.config.training.tuning import TuningConfig
+from paceline.config.training.tuning import PairDataConfig, TuningConfig
+from paceline.config.tuning import TuningRunConfig
 from paceline.core.errors import DataError, ModelError, NumericsError, PacelineError
+from paceline.data.prompts import load_tokenizer
 from paceline.learner.batch.pack import pack
 from paceline.learner.batch.planning.arithmetic import RowLength
 from paceline.learner.batch.planning.plan import effective_budget, plan_chunk
@@ -88,6 +89,29 @@ def check(config: TuningRunConfig) -> None:
     longest = data.max_prompt_length + data.max_response_length
     outcome = check_model(model.path, longest=longest, trust_architecture=model.trust_architecture)
     log.info("self-test: %s", outcome)
+
+
+def tokenizer_of(config: TuningRunConfig) -> Any:
+    """The tokenizer of the model, which ends answers.
+
+    Raises:
+        ModelError: it is unusable, or has no token to end them with.
+    """
+    tokenizer: Any = load_tokenizer(config.model.tokenizer_path or config.model.path)
+    if tokenizer.eos_token_id is None:
+        raise ModelError(
+            "the tokenizer has no end-of-sequence token, so answers could never end; set eos_token"
+        )
+    return tokenizer
+
+
+def require_some(num_fitting: int, num_rows: int, data: PairDataConfig) -> None:
+    """Raises DataError where no pair fits the length limits."""
+    if not num_fitting:
+        raise DataError(
+            f"none of the {num_rows} pairs fits data.max_prompt_length={data.max_prompt_length} and "
+            f"data.max_response_length={data.max_response_length}; raise them"
+        )
 
 
 def batch_indices(num_pairs: int, batch_size: int, seed: int, *, section: str = "sft") -> Iterator[list[int]]:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.config.run import RmRunConfig
+from paceline.config.tuning import RmRunConfig
 from paceline.core.errors import DataError
 from paceline.core.samples.trajectory import Int32Array
 from paceline.data.prompts import Tokenizer, encode_exchange, last_message, load_tokenizer

@@ -11,16 +11,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.config.run import SftRunConfig
-from paceline.core.errors import DataError, ModelError
+from paceline.config.tuning import SftRunConfig
+from paceline.core.errors import DataError
 from paceline.core.samples.trajectory import Int32Array
-from paceline.data.prompts import encode_prompt, load_tokenizer
+from paceline.data.prompts import encode_prompt
 from paceline.data.rows import read_rows
 from paceline.learner import pair_training
 from paceline.learner.batch.planning.arithmetic import RowLength
@@ -63,11 +62,7 @@ def read_pairs(config: SftRunConfig, files: Sequence[str]) -> tuple[list[Pair], 
         ModelError: the tokenizer is unusable.
     """
     sft, data = config.sft, config.data
-    tokenizer: Any = load_tokenizer(config.model.tokenizer_path or config.model.path)
-    if tokenizer.eos_token_id is None:
-        raise ModelError(
-            "the tokenizer has no end-of-sequence token, so answers could never end; set eos_token"
-        )
+    tokenizer = pair_training.tokenizer_of(config)
     rows = read_rows(files, [data.prompt_key, sft.answer_key])
     answers = [row[sft.answer_key] for row in rows]
     for number, answer in enumerate(answers):
@@ -86,11 +81,7 @@ def read_pairs(config: SftRunConfig, files: Sequence[str]) -> tuple[list[Pair], 
                     answer=np.asarray([*answer_ids, tokenizer.eos_token_id], np.int32),
                 )
             )
-    if not pairs:
-        raise DataError(
-            f"none of the {len(rows)} pairs fits data.max_prompt_length={data.max_prompt_length} and "
-            f"data.max_response_length={data.max_response_length}; raise them"
-        )
+    pair_training.require_some(len(pairs), len(rows), data)
     return pairs, len(rows) - len(pairs)
 
 

@@ -12,7 +12,8 @@ from typing import TypeVar
 
 from paceline.config.base import Section
 from paceline.config.load import load, top_level_keys
-from paceline.config.run import DpoRunConfig, RmRunConfig, RunConfig, SftRunConfig
+from paceline.config.run import RunConfig
+from paceline.config.tuning import DpoRunConfig, RmRunConfig, SftRunConfig
 from paceline.core.errors import ConfigError
 from paceline.launch.planning.hosts import Hosts
 from paceline.runs import run_dir as run_dirs

@@ -82,6 +82,25 @@ class StoredPrompts(Mapping[int, Prompt]):
         return len(self._ids)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Rows:
+    """What is read of a set.
+
+    Attributes:
+        stored: the rows of its files.
+        count: how many of them are read, from the first on.
+        first_id: the id of the first row.
+        order_by: the column that orders them.
+    """
+
+    files: Sequence[Path]
+    stored: StoredRows
+    count: int
+    of: TrainSet | HeldOutSet
+    first_id: int
+    order_by: str | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class PromptReader:
     """Reads sets of prompts: tokenizes their rows, or takes the tokens that were kept of an earlier time.
@@ -140,9 +159,10 @@ class PromptReader:
         required += [order_by] if order_by else []
         rows = StoredRows(files, required)
         num_rows = min(len(rows), of.max_prompts or len(rows)) if is_training else len(rows)
+        part = _Rows(files=files, stored=rows, count=num_rows, of=of, first_id=first_id, order_by=order_by)
         if self.images is not None:
-            return self._with_images(rows, num_rows, of, first_id, order_by)
-        table = self._table(files, rows, num_rows, of, first_id, order_by)
+            return self._with_images(part)
+        table = self._table(part)
         kept = self._kept(table.lengths, of, first_id)
 
         def make(place: int) -> Prompt:
@@ -198,53 +218,39 @@ class PromptReader:
 
     # --- tokens
 
-    def _table(
-        self,
-        files: Sequence[Path],
-        rows: StoredRows,
-        num_rows: int,
-        of: TrainSet | HeldOutSet,
-        first_id: int,
-        order_by: str | None,
-    ) -> PromptTable:
+    def _table(self, part: _Rows) -> PromptTable:
         """The tokens of the rows, kept ones where there are."""
-        is_large = num_rows >= KEPT_FROM and bool(self.tokenizer_digest)
-        key = self._key(files, num_rows, order_by) if is_large else ""
+        is_large = part.count >= KEPT_FROM and bool(self.tokenizer_digest)
+        key = self._key(part) if is_large else ""
         if is_large:
-            self.tell(f"reading {num_rows} {of.title} prompts")
+            self.tell(f"reading {part.count} {part.of.title} prompts")
             table = kept_table(key)
             if table is not None:
                 return table
-        table = PromptTable.of(self._tokenized(rows, num_rows, of, first_id, order_by))
+        table = PromptTable.of(self._tokenized(part))
         if is_large:
             keep_table(key, table)
         return table
 
-    def _tokenized(
-        self,
-        rows: StoredRows,
-        num_rows: int,
-        of: TrainSet | HeldOutSet,
-        first_id: int,
-        order_by: str | None,
-    ) -> Iterator[TokenizedRow]:
+    def _tokenized(self, part: _Rows) -> Iterator[TokenizedRow]:
         data, told = self.data, time.monotonic()
-        for start in range(0, num_rows, _CHUNK):
-            numbered = list(enumerate(rows[start : min(start + _CHUNK, num_rows)], start=first_id + start))
+        for start in range(0, part.count, _CHUNK):
+            stored = part.stored[start : min(start + _CHUNK, part.count)]
+            numbered = list(enumerate(stored, start=part.first_id + start))
             values = [_value(data, number, row) for number, (row, _) in numbered]
-            encoded = self._encoded(first_id + start, values)
+            encoded = self._encoded(part.first_id + start, values)
             for (number, (row, _)), value, token_ids in zip(numbered, values, encoded, strict=True):
                 context = _context(data, number, row, value)
                 yield TokenizedRow(
                     token_ids=token_ids,
                     is_text=not _messages(value, data.prompt_format),
                     source=context.data_source,
-                    order=_order(number, row, order_by) if order_by else None,
+                    order=_order(number, row, part.order_by) if part.order_by else None,
                     scored_by=scored_by(context),
                 )
             if time.monotonic() - told > _TELL_EVERY_S:
                 told = time.monotonic()
-                self.tell(f"tokenized {start + len(numbered)} of {num_rows} {of.title} prompts")
+                self.tell(f"tokenized {start + len(numbered)} of {part.count} {part.of.title} prompts")
 
     def _encoded(self, first: int, values: Sequence[object]) -> list[Sequence[int]]:
         """Token ids of prompts, as `encode_prompt` gives them; `first` is the number of the first row."""
@@ -264,7 +270,7 @@ class PromptReader:
                 encoded[place] = token_ids
         return encoded
 
-    def _key(self, files: Sequence[Path], num_rows: int, order_by: str | None) -> str:
+    def _key(self, part: _Rows) -> str:
         """The digest of all that the tokens of the rows follow from, this program included."""
         data = self.data
         parts = [
@@ -272,9 +278,9 @@ class PromptReader:
             self.tokenizer.chat_template,
             *(version(name) for name in ("paceline", "transformers", "tokenizers", "jinja2")),
             [_digest_of([file]) for file in sorted(Path(__file__).parent.parent.rglob("*.py"))],
-            [[file.suffix, _digest_of([file])] for file in files],
-            num_rows,
-            order_by,
+            [[file.suffix, _digest_of([file])] for file in part.files],
+            part.count,
+            part.order_by,
             [data.prompt_key, data.ground_truth_key, data.data_source_key, data.extra_keys],
             [data.prompt_format, data.system_prompt, data.chat_template_kwargs],
         ]
@@ -282,26 +288,21 @@ class PromptReader:
 
     # --- images
 
-    def _with_images(
-        self,
-        rows: StoredRows,
-        num_rows: int,
-        of: TrainSet | HeldOutSet,
-        first_id: int,
-        order_by: str | None,
-    ) -> PromptSet:
+    def _with_images(self, part: _Rows) -> PromptSet:
         """Makes all prompts at once: each image is opened when the run starts."""
         made = [
             self._with_its_images(number, row, folder)
-            for number, (row, folder) in enumerate(rows[:num_rows], start=first_id)
+            for number, (row, folder) in enumerate(part.stored[: part.count], start=part.first_id)
         ]
-        kept = self._kept(np.asarray([len(prompt.token_ids) for prompt in made]), of, first_id)
-        ranks = None
-        if order_by:
-            orders = [_order(first_id + place, rows[place][0], order_by) for place in kept.tolist()]
-            ranks = dict(zip((kept + first_id).tolist(), ranked(orders)[1].tolist(), strict=True))
+        lengths = np.asarray([len(prompt.token_ids) for prompt in made])
+        kept, ranks = self._kept(lengths, part.of, part.first_id), None
+        if part.order_by:
+            orders = [
+                _order(part.first_id + place, part.stored[place][0], part.order_by) for place in kept.tolist()
+            ]
+            ranks = dict(zip((kept + part.first_id).tolist(), ranked(orders)[1].tolist(), strict=True))
         prompts = {made[place].prompt_id: made[place] for place in kept.tolist()}
-        return PromptSet(prompts=prompts, num_filtered=num_rows - len(kept), ranks=ranks)
+        return PromptSet(prompts=prompts, num_filtered=part.count - len(kept), ranks=ranks)
 
     def _with_its_images(self, number: int, row: Row, folder: Path) -> Prompt:
         assert self.images is not None

@@ -385,14 +385,8 @@ def build_plan(
         raise WeightSyncError(f"round_bytes is {round_bytes}; it must hold at least one element")
     sharding = Sharding.of(sources)
     nodes = _number_nodes([*sharding.places, *(layout.place for layout in destinations)])
-    for rank, layout in _different(destinations):
-        _check_shapes(rank, layout, sharding)
-    destinations = expand_all(destinations, sharding.shapes)
-    different = _different(destinations)
-    for rank, layout in different:
-        _check_disjoint(rank, layout)
-    _check_all_used(sharding.shapes, [layout for _, layout in different])
-    digest = _digest_of(sharding, [layout for _, layout in different])
+    destinations = _checked(destinations, sharding)
+    digest = _digest_of(sharding, [layout for _, layout in _different(destinations)])
     nobody = [0] * len(destinations)
     by_node = nodes[len(sharding) :]
     demand = Demand.of(sharding, destinations, nobody)
@@ -421,6 +415,18 @@ def build_plan(
     if relay == "auto" and len(set(nodes)) > 1 and len(set(by_node)) < len(by_node):
         candidates.append(plan(near, by_node, SMALLEST_SHARE))
     return min(candidates, key=lambda candidate: candidate.cost_bytes)
+
+
+def _checked(destinations: Sequence[RankLayout], sharding: Sharding) -> Sequence[RankLayout]:
+    """Expands the destinations of the general path; raises WeightSyncError where one does not fit."""
+    for rank, layout in _different(destinations):
+        _check_shapes(rank, layout, sharding)
+    expanded = expand_all(destinations, sharding.shapes)
+    different = _different(expanded)
+    for rank, layout in different:
+        _check_disjoint(rank, layout)
+    _check_all_used(sharding.shapes, [layout for _, layout in different])
+    return expanded
 
 
 def _egress_binds(plan: TransferPlan) -> bool:

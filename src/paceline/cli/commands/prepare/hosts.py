@@ -28,6 +28,8 @@ from paceline.service.process import write_atomically
 _TLS_FILES = (CA_FILE, CERTIFICATE_FILE, KEY_FILE)
 _REDIS_PORT = 6380
 _UNKNOWN = "0.0.0.0"
+_FOLDER_S = 60.0
+_COPY_S = 24 * 3600.0
 _KEYS = ("learner", "rollout", "reward", "address", "folder", "python", "gpus")
 
 # Run on a host, in its folder, by its interpreter. The first says where it is and what it has.
@@ -40,8 +42,9 @@ with socket.socket(family, kind, protocol) as probe:
     own = probe.getsockname()[0]
 try:
     words = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
-    gpus = list(map(int, subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()))
-except (OSError, subprocess.CalledProcessError, ValueError):
+    told = subprocess.run(words, capture_output=True, text=True, check=True, timeout=30).stdout
+    gpus = list(map(int, told.split()))
+except (OSError, subprocess.SubprocessError, ValueError):
     gpus = []
 print(json.dumps({"address": own, "gpus": gpus, "cores": os.cpu_count(), "model": os.path.exists(model)}))
 """
@@ -160,7 +163,7 @@ def _own_address(name: str) -> str:
 
 
 def _make_folder(hosts: Hosts, host: Host) -> None:
-    code = _shell(hosts, host, f"mkdir -p {shlex.quote(host.folder)}")
+    code = _shell(hosts, host, f"mkdir -p {shlex.quote(host.folder)}", _FOLDER_S)
     if code:
         raise EnvironmentLackError(
             f"{host.name}: {hosts.shell[0]} made no folder {host.folder} (exit code {code}); it must get "
@@ -168,10 +171,21 @@ def _make_folder(hosts: Hosts, host: Host) -> None:
         )
 
 
-def _shell(hosts: Hosts, host: Host, line: str, stdin: IO[bytes] | None = None) -> int:
-    """Runs a command line on a host; returns the exit code."""
+def _shell(hosts: Hosts, host: Host, line: str, limit_s: float, stdin: IO[bytes] | None = None) -> int:
+    """Runs a command line on a host; returns the exit code.
+
+    Raises:
+        EnvironmentLackError: it has not ended after `limit_s`.
+    """
     words = [*(word.replace("{name}", host.name) for word in hosts.shell), line]
-    return subprocess.run(words, stdin=stdin or subprocess.DEVNULL, check=False).returncode
+    try:
+        ended = subprocess.run(words, stdin=stdin or subprocess.DEVNULL, check=False, timeout=limit_s)
+    except subprocess.TimeoutExpired as error:
+        raise EnvironmentLackError(
+            f"{host.name}: {hosts.shell[0]} has not ended after {limit_s:g} s ({line}); "
+            "check name and network"
+        ) from error
+    return ended.returncode
 
 
 def _found(wanted: dict[str, Any], host: Host, seen: dict[str, Any]) -> dict[str, Any]:
@@ -203,7 +217,7 @@ def _copy(hosts: Hosts, host: Host, model: Path) -> None:
     target = shlex.quote(str(model))
     there = f"cd {shlex.quote(host.folder)} && mkdir -p {target} && tar -x -C {target}"
     with subprocess.Popen(["tar", "-c", "-C", str(model), "."], stdout=subprocess.PIPE) as files:
-        code = _shell(hosts, host, there, files.stdout)
+        code = _shell(hosts, host, there, _COPY_S, files.stdout)
     if code or files.returncode:
         raise EnvironmentLackError(f"{host.name}: {model} was not copied (exit code {code}); is there room?")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from paceline.cli.commands import arguments
-from paceline.config.run import DpoRunConfig
+from paceline.config.tuning import DpoRunConfig
 from paceline.launch import supervised
 
 

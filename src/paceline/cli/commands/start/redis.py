@@ -14,7 +14,7 @@ from paceline.broker.address import REDIS_PASSWORD
 from paceline.broker.redis.redis_acl import acl_line, renewer_line
 from paceline.broker.redis.redis_server import find_tls_server
 from paceline.cli import certificates
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, PacelineError
 from paceline.service.addresses import is_wildcard, join, to_bind
 from paceline.service.identity.credentials import CA_FILE, CERTIFICATE_FILE, KEY_FILE
 from paceline.service.process import write_atomically
@@ -23,6 +23,7 @@ _PASSWORD_FILE = "redis_password"
 _RENEWER = "renewer"
 # Half of a certificate's days are far longer.
 _LOOKS_EVERY_S = 3600.0
+_ANSWERS_WITHIN_S = 30.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,15 +85,24 @@ def _options(folder: Path, address: str, port: int, max_memory: str) -> list[str
 
 
 def _tend(server: subprocess.Popen[bytes], folder: Path, address: str, port: int, password: str) -> int:
-    """Renews the server's certificate where half of its days are over, until the server ends."""
+    """Renews the server's certificate where half of its days are over, until the server ends.
+
+    What fails is said and tried again at the next look: the run has no other server.
+    """
+    certificate, served = folder / "redis" / CERTIFICATE_FILE, 0
     while True:
         try:
             code = server.wait(_LOOKS_EVERY_S)
         except subprocess.TimeoutExpired:
-            before = (folder / "redis" / CERTIFICATE_FILE).stat().st_mtime_ns
-            certificates.renew(folder, ["redis"], redis_hosts=[address])
-            if (folder / "redis" / CERTIFICATE_FILE).stat().st_mtime_ns != before:
-                _reload(folder, address, port, password)
+            try:
+                served = served or certificate.stat().st_mtime_ns
+                certificates.renew(folder, ["redis"], redis_hosts=[address])
+                issued = certificate.stat().st_mtime_ns
+                if issued != served:
+                    _reload(folder, address, port, password)
+                    served = issued
+            except (OSError, PacelineError, redis.RedisError) as error:
+                print(f"Redis serves its certificate of before, and no newer one: {error}", flush=True)
         else:
             return 128 - code if code < 0 else code
 
@@ -109,5 +119,7 @@ def _reload(folder: Path, address: str, port: int, password: str) -> None:
         ssl_ca_certs=str(files / CA_FILE),
         ssl_certfile=str(files / CERTIFICATE_FILE),
         ssl_keyfile=str(files / KEY_FILE),
+        socket_connect_timeout=_ANSWERS_WITHIN_S,
+        socket_timeout=_ANSWERS_WITHIN_S,
     ) as client:
         client.config_set("tls-cert-file", str(files / CERTIFICATE_FILE))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from paceline.cli.commands import arguments
-from paceline.config.run import RmRunConfig
+from paceline.config.tuning import RmRunConfig
 from paceline.launch import supervised
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from paceline.cli.commands import arguments
-from paceline.config.run import SftRunConfig
+from paceline.config.tuning import SftRunConfig
 from paceline.launch import supervised
 
 
