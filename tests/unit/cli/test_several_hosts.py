@@ -131,6 +131,38 @@ def test_the_server_ends_with_the_command(tmp_path: Path, monkeypatch: pytest.Mo
     assert servers[0].wait(120) is not None
 
 
+def test_a_renewal_that_fails_is_tried_again_and_the_server_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The server ends by itself at the fourth look; the certificate is renewed at the first."""
+    certificate, looks, loads = tmp_path / "redis" / "tls.crt", [], []
+    certificate.parent.mkdir()
+    certificate.write_text("old")
+    monkeypatch.setattr(redis_command, "CERTIFICATE_FILE", certificate.name)
+
+    class Server:
+        def wait(self, limit_s: float) -> int:
+            looks.append(limit_s)
+            if len(looks) < 4:
+                raise subprocess.TimeoutExpired("redis-server", limit_s)
+            return 0
+
+    def renew(*_: object, **__: object) -> None:
+        if len(looks) == 1:
+            os.utime(certificate, ns=(1, certificate.stat().st_mtime_ns + 1))
+
+    def load(*_: object) -> None:
+        loads.append(len(looks))
+        if len(loads) == 1:
+            raise redis.exceptions.TimeoutError("no answer")
+
+    monkeypatch.setattr(redis_command.certificates, "renew", renew)
+    monkeypatch.setattr(redis_command, "_reload", load)
+    assert redis_command._tend(Server(), tmp_path, "127.0.0.1", 6380, "secret") == 0  # type: ignore[arg-type]
+    assert loads == [1, 2]
+    assert "Redis keeps its former certificate until the next try: no answer" in capsys.readouterr().out
+
+
 def refuses_others(folder: Path, port: int, password: str) -> None:
     """Who has no password, who wants what a run does not need, and who has no certificate."""
     with pytest.raises(redis.exceptions.AuthenticationError):

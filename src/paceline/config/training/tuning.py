@@ -82,8 +82,8 @@ class DpoConfig(TuningConfig):
     beta: float | None = Field(
         None,
         gt=0,
-        description="Strength of the bond to the starting model; of simpo the factor of the difference. "
-        "null: 0.1, for simpo 2.",
+        description="How strongly the policy is held to the starting model; with simpo, the factor of the "
+        "difference. null: 0.1, with simpo 2.",
     )
     label_smoothing: float = Field(
         0.0, ge=0, lt=0.5, description="dpo: share of the pairs that are taken to be the wrong way round."

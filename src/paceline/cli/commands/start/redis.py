@@ -102,7 +102,7 @@ def _tend(server: subprocess.Popen[bytes], folder: Path, address: str, port: int
                     _reload(folder, address, port, password)
                     served = issued
             except (OSError, PacelineError, redis.RedisError) as error:
-                print(f"Redis serves its certificate of before, and no newer one: {error}", flush=True)
+                print(f"Redis keeps its former certificate until the next try: {error}", flush=True)
         else:
             return 128 - code if code < 0 else code
 
