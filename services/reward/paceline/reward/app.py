@@ -20,7 +20,8 @@ from paceline.config.model import ModelConfig
 from paceline.core.attached_clients.attachment import Leave
 from paceline.core.members import RewardState
 from paceline.core.user_functions.reward_function import check_extra_keys
-from paceline.data.prompts import Tokenizer, load_tokenizer
+from paceline.data.byte_decoder import fast_decoder
+from paceline.data.prompts import Decoder, load_tokenizer
 from paceline.reward.attached.scorer import AttachedScorer
 from paceline.reward.attached.servicer import GatewayServicer
 from paceline.reward.consumer import MAX_ENTRIES, Consumer, ConsumerOptions
@@ -156,6 +157,6 @@ def scorer_settings(registration: Registration, member_id: str) -> ScorerSetting
     )
 
 
-def _tokenizer(model: ModelConfig, stopped: Callable[[], bool]) -> Tokenizer:
+def _tokenizer(model: ModelConfig, stopped: Callable[[], bool]) -> Decoder:
     model = local_model(model, "reward", stopped=stopped)
-    return load_tokenizer(model.tokenizer_path or model.path)
+    return fast_decoder(load_tokenizer(model.tokenizer_path or model.path))

@@ -1,0 +1,68 @@
+"""Texts of long responses from the bytes of each token, several times as fast as the tokenizer's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.data.prompts import Decoder, Tokenizer
+
+
+class ByteDecoder:
+    """Decodes as a byte-level tokenizer does: the tokens' bytes in a row, read as UTF-8.
+
+    Args:
+        tokens: bytes of each token by its id; b"" for an id without a token.
+        special: ids that are left out with `skip_special_tokens`.
+    """
+
+    def __init__(self, tokens: Sequence[bytes], special: Sequence[int]) -> None:
+        self._tokens = list(tokens)
+        self._ordinary = list(tokens)
+        for number in special:
+            self._ordinary[number] = b""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Returns the text of token ids, none of which is negative; ids beyond the vocabulary have none."""
+        tokens = self._ordinary if skip_special_tokens else self._tokens
+        try:
+            text = b"".join([tokens[number] for number in token_ids])
+        except IndexError:  # a model may have more ids than its tokenizer
+            text = b"".join([tokens[number] for number in token_ids if number < len(tokens)])
+        return text.decode("utf-8", errors="replace")
+
+
+def fast_decoder(tokenizer: Tokenizer) -> Decoder:
+    """A decoder by tables where it gives what the tokenizer gives; otherwise the tokenizer.
+
+    Both decode the whole vocabulary, forwards and backwards, before the tables are trusted.
+    """
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or type(backend.decoder).__name__ != "ByteLevel":
+        return tokenizer
+    bytes_of = _bytes_of_letters()
+    tokens = [b""] * (1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1))
+    for text, number in backend.get_vocab(with_added_tokens=True).items():
+        try:
+            tokens[number] = bytes(map(bytes_of.__getitem__, text))
+        except KeyError:  # an added token with other letters stands for itself
+            tokens[number] = text.encode()
+    added = backend.get_added_tokens_decoder()
+    decoder = ByteDecoder(tokens, [number for number, token in added.items() if token.special])
+    for token_ids in (list(range(len(tokens))), list(reversed(range(len(tokens))))):
+        for skip in (False, True):
+            expected = tokenizer.decode(token_ids, skip_special_tokens=skip)
+            if decoder.decode(token_ids, skip_special_tokens=skip) != expected:
+                return tokenizer
+    return decoder
+
+
+def _bytes_of_letters() -> dict[str, int]:
+    """The byte that each letter of a byte-level vocabulary stands for, as GPT-2 has them.
+
+    Printable bytes stand for themselves, the others have the letters from 256 on.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [number for number in range(256) if number not in printable]
+    letters = {chr(number): number for number in printable}
+    return letters | {chr(256 + index): number for index, number in enumerate(others)}
