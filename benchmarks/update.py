@@ -39,7 +39,7 @@ from rich.console import Console
 from rich.table import Table
 from shapes import SHAPES
 
-from paceline.config.load import parse
+from paceline.config.load import parse, with_overrides
 from paceline.config.run import RunConfig
 from paceline.core.ids import TrajectoryId
 from paceline.core.policy import PolicyTag
@@ -103,7 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     environment = RankEnvironment.read()
     device = torch.device("cpu") if args.device == "cpu" else torch.device("cuda", environment.local_rank)
-    ranks = form_group(environment, open_store(environment, WAIT_S), device, WAIT_S, context=args.context)
+    store = open_store(environment, WAIT_S)
+    ranks = form_group(environment, store, device, WAIT_S, context=args.context, fsdp_size=args.fsdp_size)
     rows, norms, seconds = [], [], []
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -146,6 +147,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--response", type=int, default=1024)
     parser.add_argument("--micro-batch-tokens", type=int, help="per rank, instead of the form's sequences")
     parser.add_argument("--context", type=int, default=1, help="ranks that share each row, in eager forms")
+    parser.add_argument("--fsdp-size", type=int, help="ranks that share a copy of the weights; default: all")
     parser.add_argument(
         "--kernels", type=int, default=0, help="list so many kernels of a last step of rank 0"
     )
@@ -156,7 +158,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         default=[0, 1, 2, 3, 4],
         help="\n".join(f"{number}: {name}" for number, name in enumerate(FORMS)),
     )
-    return parser.parse_args(argv)
+    parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="of every form")
+    return parser.parse_intermixed_args(argv)
 
 
 def measure(
@@ -209,16 +212,22 @@ def configuration(folder: Path, form: Form, args: argparse.Namespace, ranks: Ran
         "rollout": {"n": args.samples},
         "reward": {"functions": [{"name": "exact_match"}]},
         "trainer": {"total_steps": 10},
-        "learner": {"world_size": ranks.world.size, "context_parallel": args.context},
+        "learner": {
+            "world_size": ranks.world.size,
+            "context_parallel": args.context,
+            "fsdp_size": args.fsdp_size,
+        },
     }
-    return parse(RunConfig, tree)
+    return parse(RunConfig, with_overrides(tree, args.overrides))
 
 
 def build(config: RunConfig, ranks: Ranks) -> Learner:
     """A learner with drawn weights and averages."""
     precision = Precision(compute=DTYPES[config.model.dtype], reduce=DTYPES[config.actor.reduce_dtype])
     options = LayerOptions.of_actor(config.actor)
-    policy = unfilled_policy(Path(config.model.path), ranks, precision, options=options)
+    policy = unfilled_policy(
+        Path(config.model.path), ranks, precision, options=options, lora=config.model.lora
+    )
     fill(policy, ranks)
     learner = Learner.around(config, ranks, policy, notify=print)
     learner.make_averages()
@@ -227,12 +236,13 @@ def build(config: RunConfig, ranks: Ranks) -> Learner:
 
 @torch.no_grad()
 def fill(policy: torch.nn.Module, ranks: Ranks) -> None:
-    """Draws the weights on the device; the same in every form."""
-    generator = torch.Generator(ranks.device).manual_seed(ranks.world.rank)
+    """Draws the weights on the device; the same in every form and on every mesh."""
+    generator = torch.Generator(ranks.device).manual_seed(0)
     for name, parameter in hugging_face_names(policy):
-        local, _, _ = local_rows(parameter)
+        local, start, stop = local_rows(parameter)
         if parameter.dim() > 1:
-            local.normal_(0.0, 0.02, generator=generator)
+            full = torch.empty(parameter.shape, dtype=local.dtype, device=local.device)
+            local.copy_(full.normal_(0.0, 0.02, generator=generator)[start:stop])
         else:
             local.fill_(0.0 if name.endswith("bias") else 1.0)
 
