@@ -3,6 +3,7 @@
 # plugin buildx), no registry.
 #
 #   deploy/compose/build.sh [IMAGE ...]      default: controller reward learner rollout redis
+#                                            each step on stderr, a line per image on stdout
 #   deploy/compose/build.sh prometheus       where the image of profile observability cannot be pulled
 #
 # BASE_IMAGE     what all images stand on: Debian or Ubuntu with Python 3.11 or 3.12 among its packages. Where it
@@ -78,7 +79,7 @@ for image in "$@"; do
     *) echo "build.sh: $image must be controller, reward, learner, rollout, redis or prometheus" >&2; exit 2 ;;
   esac
   echo "building $name" >&2
-  "$docker" build --quiet "${arguments[@]}" --tag "$name" "${options[@]}" > /dev/null
+  "$docker" build --progress plain "${arguments[@]}" --tag "$name" "${options[@]}" >&2
   bytes=$("$docker" image inspect --format '{{.Size}}' "$name")
   echo "$name  $((bytes / 1000000)) MB  $((SECONDS - began)) s"
 done

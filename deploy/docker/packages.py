@@ -30,7 +30,7 @@ def main(lock: Path, words: list[str]) -> int:
         if any(_name(line) == "torch" for line in requirements):
             _install_torch(lock)
         chosen = ["--constraint", str(lock), *requirements]
-    subprocess.run([*PIP, "install", "--quiet", "--no-warn-script-location", *chosen], check=True)
+    subprocess.run([*PIP, "install", "--no-warn-script-location", *chosen], check=True)
     strangers = _installed() - _locked(lock) - _OF_THE_ENVIRONMENT
     if strangers:
         print(
@@ -48,7 +48,7 @@ def _requirements(project: Path, extras: list[str]) -> list[str]:
 def _install_torch(lock: Path) -> None:
     """Without its dependencies, which TORCH_INDEX may have in other versions."""
     (pin,) = (line for line in lock.read_text(encoding="utf-8").splitlines() if _name(line) == "torch")
-    command = [*PIP, "install", "--quiet", "--no-warn-script-location", "--no-deps", pin]
+    command = [*PIP, "install", "--no-warn-script-location", "--no-deps", pin]
     if subprocess.run(command, check=False).returncode != 0:
         subprocess.run([*command, "--index-url", os.environ["TORCH_INDEX"]], check=True)
 

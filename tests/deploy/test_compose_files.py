@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +22,48 @@ import yaml
 from paceline.cli.certificates import Authority
 from paceline.config.load import load
 from paceline.config.run import RunConfig
+from paceline.launch.container import own_gpus
 from paceline.service.confinement import inside
 from support import compose_stack, source
 from support.compose_stack import FOLDER, TLS_NAMES
 
-PROFILES = ("cpu", "gpu", "colocated", "observability")
+PROFILES = (
+    *("cpu", "gpu", "colocated", "observability"),
+    *("reward-model", "reward-model-gpu", "reward-model-server"),
+)
+# Seven GPUs, folders, limits.
+NODE = """
+LEARNER_GPUS=0,1,6
+GPU_LEARNER_RANKS=3
+ROLLOUT_GPUS=2,3,4,5
+ROLLOUT_SERVERS=2
+GPUS_PER_SERVER=2
+COLOCATED_GPUS=0,2,3
+COLOCATED_RANKS=3
+GPU_CONFIG=deploy/compose/run/arithmetic.yaml
+REWARD_MODEL_GPU=5
+MODELS_FOLDER=/srv/models
+DATA_FOLDER=./mine
+RUNS_FOLDER=/srv/runs
+CONTROLLER_MEMORY=1g
+LEARNER_MEMORY=2g
+ROLLOUT_MEMORY=3g
+REWARD_MEMORY=4g
+REWARD_MODEL_MEMORY=5g
+REDIS_MEMORY=6g
+TMP_SIZE=7g
+CACHE_SIZE=9g
+SHM_SIZE=10g
+"""
 
 
-@pytest.fixture(scope="module")
-def services(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """The services of all profiles, with every variable filled in."""
+def rendered(folder: Path, text: str = "") -> dict[str, dict[str, Any]]:
+    """The services of all profiles, with every variable filled in; `text` follows what .env.example says."""
     command = compose_stack.command()
     if not command:
         pytest.skip("there is no docker compose; install Debian's docker-compose, or Docker's plugin")
-    folder = tmp_path_factory.mktemp("files") / "deploy" / "compose"
     shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("secrets", ".env"))
-    shutil.copy(folder / ".env.example", folder / ".env")
+    (folder / ".env").write_text((folder / ".env.example").read_text() + text)
     subprocess.run([str(folder / "secrets.sh")], check=True, timeout=30)
     words = [word for profile in PROFILES for word in ("--profile", profile)]
     answer = subprocess.run(
@@ -46,17 +74,31 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     return tree
 
 
+@pytest.fixture(scope="module")
+def services(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    return rendered(tmp_path_factory.mktemp("files") / "deploy" / "compose")
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """The services on another node."""
+    return rendered(tmp_path_factory.mktemp("changed") / "deploy" / "compose", NODE)
+
+
 def of(services: dict[str, dict[str, Any]], *profiles: str) -> dict[str, dict[str, Any]]:
     """The services of some profiles."""
     return {name: each for name, each in services.items() if set(each["profiles"]) & set(profiles)}
 
 
 def gpus(service: dict[str, Any]) -> list[str]:
-    """The ids of the GPUs that a service reserves."""
+    """The GPUs that the container's process uses; [] if it has nothing to do."""
     (device,) = service["deploy"]["resources"]["reservations"]["devices"]
     assert device["capabilities"] == ["gpu"]
-    ids: list[str] = device["device_ids"]
-    return ids
+    assert device["count"] in ("all", -1)
+    own = own_gpus({name: str(value) for name, value in service["environment"].items()})
+    if own is None:
+        return []
+    return str(own.get("CUDA_VISIBLE_DEVICES") or service["environment"]["CUDA_VISIBLE_DEVICES"]).split(",")
 
 
 @pytest.mark.parametrize("profile", ["cpu", "gpu", "colocated"])
@@ -97,7 +139,7 @@ def test_every_service_of_a_run_is_asked_for_its_health(services: dict[str, dict
         if name.partition("-")[0] in ("controller", "learner", "rollout", "reward")
         and name not in ("reward-model", "reward-model-gpu")  # which have no port
     }
-    assert len(asked) == 4 + (3 + 4) + (3 + 8) + 1
+    assert len(asked) == 4 + (3 + 7) + (3 + 8) + 1
     for name, command in asked.items():
         role = name.partition("-")[0]
         assert command == ["paceline", "health", "127.0.0.1:7000", "--role", role], name
@@ -122,12 +164,19 @@ def test_the_gpu_profile_gives_each_process_of_the_example_a_gpu(
     config = configured(services["controller-gpu"])
     assert config.learner.devices is config.rollout.devices is None
     learner = services["learner-gpu"]
-    rollouts = [service for name, service in services.items() if name.startswith("rollout-gpu-")]
-    assert int(learner["environment"]["PET_NPROC_PER_NODE"]) == config.learner.world_size
-    assert len(gpus(learner)) == config.learner.world_size
-    assert len(rollouts) == config.rollout.replicas
-    every = gpus(learner) + [gpu for service in rollouts for gpu in gpus(service)]
-    assert sorted(every) == [str(gpu) for gpu in range(8)]
+    assert int(learner["environment"]["PET_NPROC_PER_NODE"]) == config.learner.world_size == 4
+    servers = servers_of(services, "gpu")
+    assert len(servers) == config.rollout.replicas == 4
+    assert config.rollout.tensor_model_parallel_size == 1
+    assert sorted(chain(gpus(learner), *servers)) == [str(gpu) for gpu in range(8)]
+
+
+def servers_of(services: dict[str, dict[str, Any]], profile: str) -> list[list[str]]:
+    """The GPUs of each rollout server that has some."""
+    names = [name for name in services if name.startswith(f"rollout-{profile}-")]
+    assert len(names) == {"gpu": 7, "colocated": 8}[profile]
+    assert set(names) < set(services["follow-" + profile]["depends_on"])
+    return [own for own in (gpus(services[name]) for name in sorted(names)) if own]
 
 
 def test_the_colocated_profile_has_a_rank_and_a_server_on_each_gpu(
@@ -137,17 +186,85 @@ def test_the_colocated_profile_has_a_rank_and_a_server_on_each_gpu(
     assert (config.placement, config.weights.backend) == ("colocated", "shared")
     assert config.rollout.sleep != "auto"  # which nobody would decide here
     learner = services["learner-colocated"]
-    rollouts = [service for name, service in services.items() if name.startswith("rollout-colocated-")]
     assert int(learner["environment"]["PET_NPROC_PER_NODE"]) == config.learner.world_size == 8
-    assert len(rollouts) == config.rollout.replicas == 8
-    devices = [str(gpu) for gpu in range(8)]
-    assert sorted(service["environment"]["CUDA_VISIBLE_DEVICES"] for service in rollouts) == devices
-    for service in (learner, *rollouts):
-        assert gpus(service) == devices
-        # Memory is opened through the other process, which each must see.
-        assert service["pid"] == "service:processes"
-        assert "processes" in service["depends_on"]
+    servers = servers_of(services, "colocated")
+    assert len(servers) == config.rollout.replicas
+    assert gpus(learner) == list(chain(*servers)) == [str(gpu) for gpu in range(8)]
+    for name, service in services.items():
+        if name.startswith(("learner-colocated", "rollout-colocated")):
+            # Memory is opened through the other process, which each must see.
+            assert service["pid"] == "service:processes"
+            assert "processes" in service["depends_on"]
     assert services["processes"]["restart"] == "unless-stopped"
+
+
+def test_gpus_and_numbers_of_processes_are_those_of_the_node(changed: dict[str, dict[str, Any]]) -> None:
+    learner = changed["learner-gpu"]
+    assert (gpus(learner), learner["environment"]["PET_NPROC_PER_NODE"]) == (["0", "1", "6"], "3")
+    assert servers_of(changed, "gpu") == [["2", "3"], ["4", "5"]]
+    assert gpus(changed["reward-model-gpu"]) == ["5"]
+    config = configured(changed["controller-gpu"])
+    assert config.data.train_files == ("data/arithmetic/train.parquet",)  # of the named configuration
+    rollout = config.rollout
+    assert (config.learner.world_size, rollout.replicas, rollout.tensor_model_parallel_size) == (3, 2, 2)
+    assert gpus(changed["learner-colocated"]) == ["0", "2", "3"]
+    assert servers_of(changed, "colocated") == [["0"], ["2"], ["3"]]
+    config = configured(changed["controller-colocated"])
+    assert (config.learner.world_size, config.rollout.replicas) == (3, 3)
+    assert changed["learner-colocated"]["environment"]["PET_NPROC_PER_NODE"] == "3"
+
+
+def mounts(service: dict[str, Any]) -> dict[str, str]:
+    """What lies where in a container: docker-compose prints strings, Docker's plugin mappings."""
+    listed = (
+        (each["source"], each["target"]) if isinstance(each, dict) else each.split(":")[:2]
+        for each in service.get("volumes", ())
+    )
+    return {target: source for source, target in listed}
+
+
+def test_models_data_and_runs_are_folders_of_the_node_where_it_names_some(
+    services: dict[str, dict[str, Any]], changed: dict[str, dict[str, Any]]
+) -> None:
+    folders = {"models": "/srv/models", "data": "/mine", "runs": "/srv/runs"}
+    counts = dict.fromkeys(folders, 0)
+    for name, service in changed.items():
+        for kind, folder in folders.items():
+            there = mounts(service).get(f"/paceline/{kind}")
+            assert mounts(services[name]).get(f"/paceline/{kind}") == (there and kind), name
+            if there:
+                assert there.endswith(folder), name
+                counts[kind] += 1
+    assert min(counts.values()) >= 6
+
+
+def test_memory_and_processes_of_a_container_have_limits(
+    services: dict[str, dict[str, Any]], changed: dict[str, dict[str, Any]]
+) -> None:
+    limits = {"controller": 1, "learner": 2, "rollout": 3, "reward": 4, "reward-model": 5, "redis": 6}
+    seen = set()
+    for name, service in changed.items():
+        # docker-compose 1.29 gives the engine what it is given, which takes no string.
+        assert isinstance(service["pids_limit"], int), name
+        kind = "reward-model" if name.startswith("reward-model") else name.partition("-")[0]
+        if kind in limits:
+            assert in_gib(service["mem_limit"]) == limits[kind], name
+            assert in_gib(services[name].get("mem_limit", 0)) == 0, name
+            seen.add(kind)
+        sizes = dict(re.findall(r"/(tmp|cache):\S*size=(\d+)g", " ".join(service["tmpfs"])))
+        assert sizes.pop("tmp") == "7", name
+        assert set(sizes.values()) <= {"9"}, name
+        assert len(service["tmpfs"]) == 1 + len(sizes), name
+        if kind in ("learner", "rollout", "controller", "reward"):
+            assert sizes or "/cache" in mounts(service), name
+        if kind == "rollout" or name in ("learner-gpu", "learner-colocated"):
+            assert in_gib(service["shm_size"]) == 10, name
+    assert seen == set(limits)
+
+
+def in_gib(size: Any) -> float:
+    """docker-compose prints a size as it is written, Docker's plugin in bytes."""
+    return float(size[:-1]) if str(size).endswith("g") else int(size) / 2**30
 
 
 def test_only_reward_services_may_confine_code_and_nothing_else(

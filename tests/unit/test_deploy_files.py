@@ -109,7 +109,7 @@ IDENTITIES = {
     "reward-model": "client",
     "reward-model-gpu": "client",
     "reward-model-server": "reward",
-    **{f"rollout-gpu-{number}": "rollout" for number in range(4)},
+    **{f"rollout-gpu-{number}": "rollout" for number in range(7)},
     **{f"rollout-colocated-{number}": "rollout" for number in range(8)},
 }
 
@@ -314,6 +314,9 @@ def test_the_environment_file_names_every_variable_with_its_default() -> None:
     assert set(used) - set(named) - of_profiles == set()
     no_defaults = {*of_profiles, "OTLP_ENDPOINT"}
     assert {name for name in set(used) & set(named) - no_defaults if used[name] != named[name]} == set()
+    page = (source.ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```\n(COMPOSE_PROFILES=gpu\n[^`]*)```", page)
+    assert {line.partition("=")[0] for line in block.splitlines()} <= {*named, "COMPOSE_PROFILES"}
 
 
 def test_secrets_are_made_once_in_a_folder_of_their_owner(tmp_path: Path) -> None:

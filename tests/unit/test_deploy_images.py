@@ -20,7 +20,7 @@ from support import source
 COMPOSE = source.ROOT / "deploy" / "compose"
 LOCKS = {variant: source.ROOT / "requirements" / f"{variant}.txt" for variant in ("cpu", "cuda")}
 # An engine for Docker: writes down its arguments, one per line, and an empty line after each call.
-DOCKER = '#!/bin/sh\n[ "$1" = image ] && { echo 0; exit 0; }\nprintf "%s\\n" "$@" "" >> "$CALLS"\n'
+DOCKER = '#!/bin/sh\n[ "$1" = image ] && { echo 0; exit 0; }\necho step\nprintf "%s\\n" "$@" "" >> "$CALLS"\n'
 
 
 def build(folder: Path, *images: str, **variables: str) -> dict[str, set[str]]:
@@ -31,8 +31,11 @@ def build(folder: Path, *images: str, **variables: str) -> dict[str, set[str]]:
     env = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     env |= {"DOCKER": str(program), "CALLS": str(calls), **variables}
     command = [str(COMPOSE / "build.sh"), *images]
-    subprocess.run(command, env=env, check=True, timeout=120, capture_output=True)
+    said = subprocess.run(command, env=env, check=True, timeout=120, capture_output=True, text=True)
     builds = [text.splitlines() for text in calls.read_text().split("\n\n") if text]
+    # The build's own progress goes where the table does not.
+    assert (said.stderr.count("step\n"), len(said.stdout.splitlines())) == (len(builds), len(builds))
+    assert all("--quiet" not in words and "plain" in words for words in builds)
     return {words[words.index("--tag") + 1]: set(words) for words in builds}
 
 
@@ -79,7 +82,7 @@ def test_what_cannot_be_built_is_refused(tmp_path: Path) -> None:
         with pytest.raises(subprocess.CalledProcessError) as refused:
             build(tmp_path, *images, **variables)
         assert refused.value.returncode == 2
-        assert b"build.sh: " in refused.value.stderr
+        assert "build.sh: " in refused.value.stderr
 
 
 @pytest.mark.parametrize("variant", LOCKS)
@@ -146,10 +149,7 @@ def test_torch_comes_from_its_own_index_where_pip_has_not_the_build(
     monkeypatch.setenv("TORCH_INDEX", "http://builds.example")
     monkeypatch.chdir(tmp_path)
     assert module.main(Path("cpu.txt"), ["learner"]) == 0
-    calls = [
-        line.replace("install --quiet --no-warn-script-location ", "")
-        for line in said.read_text().splitlines()
-    ]
+    calls = [line.replace("install --no-warn-script-location ", "") for line in said.read_text().splitlines()]
     assert calls[:3] == [
         "--no-deps torch==2.13.0+cpu",
         "--no-deps torch==2.13.0+cpu --index-url http://builds.example",

@@ -4,6 +4,9 @@ Runs the module once, or once per rank where torchrun's PET_NPROC_PER_NODE is se
 others end with it. PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT span several hosts, as for
 torchrun.
 
+PACELINE_GPU_SHARE=N has it use the Nth share, from 0, of the GPUs in CUDA_VISIBLE_DEVICES, each share of
+PACELINE_GPUS_PER_SERVER (1). A container for which the list has no share has nothing to do and ends with 0.
+
 The exit code is the service's: 0, 1, 2 or 3 as `core.errors.exit_code` says, 128 + N after signal N, 143 also
 where SIGTERM ended a service in order before the run was over. An engine starts a container again after
 every code but 0. PACELINE_ENGINE_RESTARTS=1 makes its policy
@@ -27,6 +30,8 @@ from paceline.service.process import DIE_WITH_PARENT, PARENT_PID
 from paceline.sizing.machine import free_port
 
 ENGINE_RESTARTS = "PACELINE_ENGINE_RESTARTS"
+GPU_SHARE, GPUS_PER_SERVER = "PACELINE_GPU_SHARE", "PACELINE_GPUS_PER_SERVER"
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 _CONTROLLER = "paceline.controller"
 # How long the others get to end by themselves and to say why, after the first one.
@@ -42,11 +47,16 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"{module} of paceline {own_version()}")
         return 0
     try:
-        places = ranks(os.environ)
+        gpus, places = own_gpus(os.environ), ranks(os.environ)
     except ConfigError as error:
         print(f"paceline container: {error}", file=sys.stderr)
         codes = [2]
     else:
+        if gpus is None:
+            listed = os.environ.get(VISIBLE_GPUS, "")
+            print(f"{module} has nothing to do: no GPU is left for it in {listed!r}", file=sys.stderr)
+            return 0
+        places = [{**place, **gpus} for place in places]
         codes = asyncio.run(_run((sys.executable, "-m", module, *arguments), places))
     return container_code(module, codes, engine_restarts=os.environ.get(ENGINE_RESTARTS) == "1")
 
@@ -77,6 +87,24 @@ def ranks(environ: Mapping[str, str]) -> list[dict[str, str]]:
         }
         for local in range(size)
     ]
+
+
+def own_gpus(environ: Mapping[str, str]) -> dict[str, str] | None:
+    """The variable that gives this container its share of the listed GPUs; {} where it is to use all.
+
+    None: the list has no share for it.
+
+    Raises:
+        ConfigError: a number is none.
+    """
+    if not environ.get(GPU_SHARE):
+        return {}
+    number, size = _number(environ, GPU_SHARE, 0), _number(environ, GPUS_PER_SERVER, 1)
+    if size == 0:
+        raise ConfigError(f"{GPUS_PER_SERVER}=0 must be at least 1")
+    listed = [gpu.strip() for gpu in environ.get(VISIBLE_GPUS, "").split(",") if gpu.strip()]
+    share = listed[number * size : (number + 1) * size]
+    return {VISIBLE_GPUS: ",".join(share)} if len(share) == size else None
 
 
 def container_code(module: str, codes: Sequence[int], *, engine_restarts: bool) -> int:

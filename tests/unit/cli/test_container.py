@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from paceline.cli.main import main
 from paceline.core.errors import ConfigError
 from paceline.launch import container
-from paceline.launch.container import container_code, ranks
+from paceline.launch.container import container_code, own_gpus, ranks
 from paceline.service import packages
 
 LEARNER, CONTROLLER = "paceline.learner", "paceline.controller"
@@ -68,6 +69,40 @@ def test_ranks_of_one_host_and_of_several() -> None:
     assert {(place["MASTER_ADDR"], place["MASTER_PORT"]) for place in places} == {("10.0.0.1", "29500")}
     with pytest.raises(ConfigError, match="PET_NPROC_PER_NODE='two' must be a number"):
         ranks({"PET_NPROC_PER_NODE": "two"})
+
+
+def test_a_server_takes_its_share_of_the_list_of_gpus(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def share(number: str, size: str = "", gpus: str = "2, 3,GPU-5f,5,6") -> str | None:
+        """What CUDA_VISIBLE_DEVICES becomes for the server of this number."""
+        listed = {"CUDA_VISIBLE_DEVICES": gpus, "PACELINE_GPUS_PER_SERVER": size}
+        own = own_gpus({**listed, "PACELINE_GPU_SHARE": number})
+        return None if own is None else own["CUDA_VISIBLE_DEVICES"]
+
+    assert own_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}) == {}
+    assert [share(number) for number in "01245"] == ["2", "3", "GPU-5f", "6", None]
+    assert [share(number, "2") for number in "012"] == ["2,3", "GPU-5f,5", None]
+    assert share("0", gpus="") is None
+    for number, size in (("one", "1"), ("0", "0"), ("0", "-1")):
+        with pytest.raises(ConfigError, match="PACELINE_GPU"):
+            share(number, size)
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    monkeypatch.setenv("PACELINE_GPU_SHARE", "2")
+    assert container.main(["paceline.nowhere"]) == 0
+    assert capsys.readouterr().err == "paceline.nowhere has nothing to do: no GPU is left for it in '4,5'\n"
+    monkeypatch.setenv("PACELINE_GPU_SHARE", "1")
+    seen: list[str] = []
+
+    async def run(command: Sequence[str], places: Sequence[Mapping[str, str]]) -> list[int]:
+        seen.extend(place["CUDA_VISIBLE_DEVICES"] for place in places)
+        return [0] * len(places)
+
+    monkeypatch.setattr(container, "_run", run)
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "2")
+    assert container.main(["paceline.nowhere"]) == 0
+    assert seen == ["5", "5"]
 
 
 JOB = """
