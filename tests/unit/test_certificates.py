@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import gc
 import re
+import shutil
 import stat
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from cryptography import x509
 
+from paceline.cli import certificates
 from paceline.cli.certificates import Authority
 from paceline.cli.main import main
 from paceline.core.errors import ConfigError, EnvironmentLackError, PeerLostError
@@ -193,6 +197,113 @@ def test_what_is_renewed_is_what_is_half_over_of_another_authority_or_for_other_
     assert renewed() == {"reward", "client"}
     (tmp_path / "ca.key").unlink()
     assert renewed() == services
+
+
+class Calendar:
+    """Lets the certificates' days pass."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = datetime.datetime.now(datetime.UTC)
+        monkeypatch.setattr(certificates, "_now", lambda: self.now)
+
+    def pass_days(self, days: float) -> None:
+        self.now += datetime.timedelta(days=days)
+
+
+@pytest.fixture
+def calendar(monkeypatch: pytest.MonkeyPatch) -> Calendar:
+    monkeypatch.setattr("os.fsync", lambda _: None)  # which takes longest
+    return Calendar(monkeypatch)
+
+
+Files = tuple[list[x509.Certificate], x509.Certificate]
+
+
+def read(folder: Path) -> Files:
+    """Whom a service trusts, and what it proves."""
+    trusted = x509.load_pem_x509_certificates((folder / "ca.pem").read_bytes())
+    return trusted, x509.load_pem_x509_certificate((folder / "cert.pem").read_bytes())
+
+
+def accepts(one: Files, other: Files, now: datetime.datetime) -> bool:
+    certificate = other[1]
+    return now < certificate.not_valid_after_utc and any(
+        now < each.not_valid_after_utc and certificates._has_signed(each, certificate) for each in one[0]
+    )
+
+
+@pytest.mark.parametrize(("every_days", "days"), [(14, 30), (40, 90)])
+def test_an_authority_follows_another_and_nobody_is_ever_refused(
+    every_days: int, days: int, tmp_path: Path, calendar: Calendar
+) -> None:
+    """In two years: files of this renewal and of the one before are trusted by each other."""
+    names = ("redis", "rollout")
+    authority = Authority.create(tmp_path, days=365)
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "ca.pem").write_bytes((tmp_path / "ca.pem").read_bytes())
+    authorities, before = {authority.certificate}, None
+    for _ in range(2 * 365 // every_days):
+        certificates.renew(tmp_path, names, days=days)
+        services = [read(tmp_path / name) for name in names]
+        for one in (*services, *(before or ())):
+            for other in (*services, *(before or ())):
+                assert accepts(one, other, calendar.now)
+        before = services
+        signer = Authority.load(tmp_path)
+        assert len(signer.trusted) <= 2
+        assert (tmp_path / "outside" / "ca.pem").read_bytes() == (tmp_path / "redis" / "ca.pem").read_bytes()
+        authorities.add(signer.certificate)
+        assert stat.S_IMODE((tmp_path / "ca.key").stat().st_mode) == 0o600
+        calendar.pass_days(every_days)
+    assert len(authorities) >= 3
+
+
+async def test_connections_go_on_while_an_authority_follows_another(
+    tmp_path: Path, calendar: Calendar
+) -> None:
+    """Between processes that have read the new files and such that have not."""
+    today = calendar.now
+    calendar.pass_days(-300)
+    Authority.create(tmp_path, days=365)
+    calendar.pass_days(200)
+    certificates.renew(tmp_path, ("controller", "client"), days=200)
+    former = tmp_path / "former"
+    for name in ("controller", "client"):
+        shutil.copytree(tmp_path / name, former / name)
+    calendar.now = today
+    assert any("the next authority is trusted" in line for line in certificates.renew(tmp_path, ()))
+    assert not (tmp_path / "next.key").exists()
+    for name in ("controller", "client"):
+        Authority.load(tmp_path).issue(tmp_path / name, name, role=name)
+    assert read(former / "client")[1].issuer == read(tmp_path / "client")[1].issuer
+    assert not certificates._has_signed(Authority.load(tmp_path).certificate, read(former / "client")[1])
+    add = controller_pb2_grpc.add_ControllerServiceServicer_to_server
+    for served, asking in ((former, tmp_path), (tmp_path, former)):
+        own = Credentials(token="secret", tls=TlsFiles(served / "controller"))
+        server = await start_server(add, FakeController(), credentials=own)
+        theirs = Credentials(token="secret", tls=TlsFiles(asking / "client"))
+        assert await status(server, theirs) == "run-1"
+        await server.stop(0)
+
+
+def test_an_authority_that_has_run_out_is_followed_at_once(tmp_path: Path, calendar: Calendar) -> None:
+    calendar.pass_days(-400)
+    Authority.create(tmp_path, days=365)
+    calendar.pass_days(400)
+    certificates.renew(tmp_path, ("redis", "rollout"))
+    redis, rollout = read(tmp_path / "redis"), read(tmp_path / "rollout")
+    assert len(redis[0]) == 1
+    assert accepts(redis, rollout, calendar.now)
+    # A key without its certificate is of no use to anyone.
+    (tmp_path / "ca.pem").write_bytes((issue_stranger(tmp_path) / "ca.pem").read_bytes())
+    with pytest.raises(EnvironmentLackError, match=r"ca\.key is not the key.*paceline certs init"):
+        Authority.load(tmp_path)
+
+
+def issue_stranger(folder: Path) -> Path:
+    """The folder of another authority."""
+    Authority.create(folder / "stranger", days=1)
+    return folder / "stranger"
 
 
 def test_the_token_may_be_in_a_file(tmp_path: Path) -> None:

@@ -1,7 +1,11 @@
 """A run's own certificate authority: makes it, and issues short-lived certificates to services and people.
 
 DIR/ca.pem, DIR/ca.key               the authority; the key signs, and no service needs it
+DIR/next.key                         its successor's, while ca.pem has both certificates and the former signs
 DIR/NAME/{ca,cert,key}.pem           what PACELINE_TLS_DIR of the service NAME points to
+
+An authority is followed by another without a stop: from half of its days on everybody trusts both, so that
+nobody is surprised by what the second one signs, a quarter later; the first is dropped when it has expired.
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cryptography import x509
@@ -24,7 +28,7 @@ from paceline.service.process import write_atomically
 
 _SERVICES = ("controller", "rollout", "learner", "reward")
 ROLES = (*_SERVICES, HOST_ROLE, "client", "redis")
-CA_KEY_FILE = "ca.key"
+CA_KEY_FILE, NEXT_KEY_FILE = "ca.key", "next.key"
 ISSUED_DAYS = 30.0
 AUTHORITY_DAYS = 365.0
 OF_A_RUN = (*_SERVICES, "client", "redis")
@@ -41,10 +45,11 @@ _CLOCK_SKEW = datetime.timedelta(minutes=5)
 
 @dataclass(frozen=True, slots=True)
 class Authority:
-    """Signs certificates; `certificate` is what everyone trusts."""
+    """Signs certificates with `key`, that of `certificate`, which is among those that everyone trusts."""
 
     certificate: x509.Certificate
     key: ec.EllipticCurvePrivateKey
+    trusted: tuple[x509.Certificate, ...]
 
     @classmethod
     def create(cls, folder: Path, *, days: float) -> Authority:
@@ -58,15 +63,11 @@ class Authority:
                 f"{folder} has a certificate authority already: give another folder, or delete its {CA_FILE} "
                 f"and {CA_KEY_FILE}, after which every certificate has to be issued again"
             )
-        key = ec.generate_private_key(ec.SECP256R1())
-        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Paceline run authority")])
-        builder = _builder(name, name, key.public_key(), days).add_extension(
-            x509.BasicConstraints(ca=True, path_length=0), critical=True
-        )
-        certificate = builder.add_extension(_usage(signs=True), critical=True).sign(key, hashes.SHA256())
+        (folder / NEXT_KEY_FILE).unlink(missing_ok=True)
+        key, certificate = _new_authority(datetime.timedelta(days=days))
         _write(folder / CA_KEY_FILE, _key_pem(key), secret=True)
         _write(folder / CA_FILE, _pem(certificate))
-        return cls(certificate, key)
+        return cls(certificate, key, (certificate,))
 
     @classmethod
     def load(cls, folder: Path) -> Authority:
@@ -76,7 +77,7 @@ class Authority:
             EnvironmentLackError: there is none in the folder, or its files are damaged.
         """
         try:
-            certificate = x509.load_pem_x509_certificate((folder / CA_FILE).read_bytes())
+            trusted = tuple(x509.load_pem_x509_certificates((folder / CA_FILE).read_bytes()))
             key = serialization.load_pem_private_key((folder / CA_KEY_FILE).read_bytes(), password=None)
         except (OSError, ValueError) as error:
             raise EnvironmentLackError(
@@ -86,7 +87,48 @@ class Authority:
             raise EnvironmentLackError(
                 f"{folder / CA_KEY_FILE} is no elliptic-curve key: make a new authority"
             )
-        return cls(certificate, key)
+        certificate = _of_key(key, trusted)
+        if certificate is None:
+            raise EnvironmentLackError(
+                f"{folder / CA_KEY_FILE} is not the key of a certificate in {CA_FILE}: delete it, and run "
+                f"`paceline certs init {folder}`, after which every certificate has to be issued again"
+            )
+        return cls(certificate, key, trusted)
+
+    @classmethod
+    def of_today(cls, folder: Path) -> Authority:
+        """Reads the authority, and lets its successor follow when it is time.
+
+        Raises:
+            ConfigError, EnvironmentLackError: as `load`, or the folder cannot be written.
+        """
+        authority = cls.load(folder)
+        begun, end, now = authority.certificate.not_valid_before_utc, authority.end, _now()
+        days, trusted = end - begun, [each for each in authority.trusted if each.not_valid_after_utc > now]
+        if now < begun + days / 2:
+            return authority._trusting(folder, trusted)
+        successor = _of_key(_key_in(folder / NEXT_KEY_FILE), trusted)
+        if successor is None:
+            key, successor = _new_authority(days - _CLOCK_SKEW)
+            _write(folder / NEXT_KEY_FILE, _key_pem(key), secret=True)
+            trusted.append(successor)
+        authority = authority._trusting(folder, trusted)
+        # Where it was made late, what the former has signed may end before the quarter is over.
+        if now < min(successor.not_valid_before_utc + _CLOCK_SKEW + days / 4, end - days / 8):
+            return authority
+        (folder / NEXT_KEY_FILE).replace(folder / CA_KEY_FILE)
+        return cls.load(folder)
+
+    @property
+    def end(self) -> datetime.datetime:
+        """When the authority's certificate expires."""
+        return self.certificate.not_valid_after_utc
+
+    def _trusting(self, folder: Path, trusted: Sequence[x509.Certificate]) -> Authority:
+        """The same authority with these certificates in its file."""
+        if tuple(trusted) != self.trusted:
+            _write(folder / CA_FILE, "".join(map(_pem, trusted)))
+        return replace(self, trusted=tuple(trusted))
 
     def issue(
         self, folder: Path, name: str, *, role: str, hosts: Sequence[str] = (), days: float = ISSUED_DAYS
@@ -116,7 +158,7 @@ class Authority:
         if role != "client":
             purposes.append(ExtendedKeyUsageOID.SERVER_AUTH)
         builder = _builder(
-            subject, self.certificate.subject, key.public_key(), days, self.certificate.not_valid_after_utc
+            subject, self.certificate.subject, key.public_key(), datetime.timedelta(days=days), self.end
         )
         certificate = (
             builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
@@ -130,7 +172,7 @@ class Authority:
         )
         _write(folder / KEY_FILE, _key_pem(key), secret=True)
         _write(folder / CERTIFICATE_FILE, _pem(certificate))
-        _write(folder / CA_FILE, _pem(self.certificate))
+        _write(folder / CA_FILE, "".join(map(_pem, self.trusted)))
         return certificate
 
 
@@ -138,13 +180,14 @@ def is_fresh(authority: Authority, folder: Path, hosts: Sequence[str]) -> bool:
     """Whether a folder has the authority's certificate for these hosts, with over half of its days to go."""
     try:
         certificate = x509.load_pem_x509_certificate((folder / CERTIFICATE_FILE).read_bytes())
-        certificate.verify_directly_issued_by(authority.certificate)
+        if not any(_has_signed(issuer, certificate) for issuer in authority.trusted):
+            return False
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         key_is_there = (folder / KEY_FILE).exists() and (folder / CA_FILE).exists()
-    except (OSError, ValueError, TypeError, InvalidSignature):
+    except (OSError, ValueError):
         return False
     start, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
-    half_is_over = datetime.datetime.now(datetime.UTC) > start + (end - start) / 2
+    half_is_over = _now() > start + (end - start) / 2
     return key_is_there and not half_is_over and set(map(_general_name, hosts)) <= set(names)
 
 
@@ -153,13 +196,18 @@ def renew(
 ) -> list[str]:
     """Issues a certificate into folder/NAME for each name that has none, or whose days are half over.
 
+    Everybody with a folder there is told of an authority that is to follow.
+
     Returns:
         A sentence for each name.
 
     Raises:
         ConfigError, EnvironmentLackError: as those of `role_of` and `Authority.issue`.
     """
-    authority, said = Authority.load(folder), []
+    authority, said = Authority.of_today(folder), []
+    if len(authority.trusted) > 1:
+        last = max(each.not_valid_after_utc for each in authority.trusted)
+        said.append(f"{folder}: the next authority is trusted beside this one, until {last:%F %R} UTC")
     for name in dict.fromkeys(names):
         hosts = redis_hosts if name == "redis" else ()
         if is_fresh(authority, folder / name, hosts):
@@ -167,6 +215,10 @@ def renew(
             continue
         issued = authority.issue(folder / name, name, role=role_of(name), hosts=hosts, days=days)
         said.append(f"{name}: valid until {issued.not_valid_after_utc:%F %R} UTC")
+    bundle = "".join(map(_pem, authority.trusted))
+    for path in folder.glob(f"*/{CA_FILE}"):
+        if path.read_text(encoding="ascii") != bundle:
+            _write(path, bundle)
     return said
 
 
@@ -203,15 +255,53 @@ def _general_name(host: str) -> x509.GeneralName:
         raise ConfigError(f"--host {host!r} is neither an address nor a name: {error}") from error
 
 
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)
+
+
+def _new_authority(days: datetime.timedelta) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Paceline run authority")])
+    builder = _builder(name, name, key.public_key(), days).add_extension(
+        x509.BasicConstraints(ca=True, path_length=0), critical=True
+    )
+    return key, builder.add_extension(_usage(signs=True), critical=True).sign(key, hashes.SHA256())
+
+
+def _key_in(path: Path) -> ec.EllipticCurvePrivateKey | None:
+    """The key in a file; None if there is none."""
+    try:
+        key = serialization.load_pem_private_key(path.read_bytes(), password=None)
+    except (OSError, ValueError):
+        return None
+    return key if isinstance(key, ec.EllipticCurvePrivateKey) else None
+
+
+def _of_key(
+    key: ec.EllipticCurvePrivateKey | None, certificates: Sequence[x509.Certificate]
+) -> x509.Certificate | None:
+    """The certificate of a key."""
+    public = key and key.public_key()
+    return next((each for each in certificates if each.public_key() == public), None)
+
+
+def _has_signed(issuer: x509.Certificate, certificate: x509.Certificate) -> bool:
+    try:
+        certificate.verify_directly_issued_by(issuer)
+    except (ValueError, TypeError, InvalidSignature):
+        return False
+    return True
+
+
 def _builder(
     subject: x509.Name,
     issuer: x509.Name,
     key: ec.EllipticCurvePublicKey,
-    days: float,
+    days: datetime.timedelta,
     latest: datetime.datetime | None = None,
 ) -> x509.CertificateBuilder:
-    now = datetime.datetime.now(datetime.UTC)
-    end = now + datetime.timedelta(days=days)
+    now = _now()
+    end = now + days
     return (
         x509.CertificateBuilder()
         .subject_name(subject)

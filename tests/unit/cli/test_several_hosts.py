@@ -25,6 +25,7 @@ from paceline.cli.main import main
 from paceline.config.load import load
 from paceline.launch.planning.hosts import Hosts
 from paceline.service.identity.credentials import TlsFiles
+from paceline.service.process import write_atomically
 from paceline.sizing.machine import free_port
 from support.byte_tokenizer import save_tokenizer
 from support.cli_configs import config
@@ -94,6 +95,7 @@ def test_one_command_serves_redis_to_who_has_certificate_and_password_and_renews
                     assert time.monotonic() < deadline
                     time.sleep(0.01)
                 seen["after"] = own.ping()
+            seen["of the next authority"] = is_served_once_its_authority_is_trusted(tmp_path, port, password)
             refuses_others(folder, port, password)
             (server,) = [child for child in psutil.Process().children() if child.pid not in others]
             listening = [each.laddr for each in server.net_connections() if each.status == "LISTEN"]
@@ -108,7 +110,7 @@ def test_one_command_serves_redis_to_who_has_certificate_and_password_and_renews
         code = main(["redis", str(folder), "--host", "127.0.0.1", "--port", str(port)])
     finally:
         user.join()
-    assert seen == {"pong": True, "after": True, "done": True}
+    assert seen == {"pong": True, "after": True, "of the next authority": True, "done": True}
     assert code == 0
     said = capfd.readouterr().out
     assert f"PACELINE_REDIS_PASSWORD_FILE={folder}/redis_password\n" in said
@@ -131,6 +133,29 @@ def test_the_server_ends_with_the_command(tmp_path: Path, monkeypatch: pytest.Mo
     assert servers[0].wait(120) is not None
 
 
+@pytest.mark.redis
+def test_the_server_ends_when_the_command_is_killed(tmp_path: Path) -> None:
+    need_redis_with_tls()
+    words = ["redis", str(tmp_path), "--host", "127.0.0.1", "--port", str(free_port())]
+    command = [sys.executable, "-m", "paceline.cli.main", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        # Redis' own line: it is the program now that the kernel ends with its parent.
+        assert any("Ready to accept connections" in line for line in process.stdout)
+        (server,) = psutil.Process(process.pid).children()
+        process.kill()
+        deadline = time.monotonic() + 120
+        try:
+            while psutil.pid_exists(server.pid) and server.status() != psutil.STATUS_ZOMBIE:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+        except psutil.NoSuchProcess:
+            pass  # it has ended in between
+        except AssertionError:
+            server.kill()
+            raise
+
+
 def test_a_renewal_that_fails_is_tried_again_and_the_server_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,6 +163,7 @@ def test_a_renewal_that_fails_is_tried_again_and_the_server_stays(
     certificate, looks, loads = tmp_path / "redis" / "tls.crt", [], []
     certificate.parent.mkdir()
     certificate.write_text("old")
+    (certificate.parent / "ca.pem").touch()
     monkeypatch.setattr(redis_command, "CERTIFICATE_FILE", certificate.name)
 
     class Server:
@@ -161,6 +187,25 @@ def test_a_renewal_that_fails_is_tried_again_and_the_server_stays(
     assert redis_command._tend(Server(), tmp_path, "127.0.0.1", 6380, "secret") == 0  # type: ignore[arg-type]
     assert loads == [1, 2]
     assert "Redis keeps its former certificate until the next try: no answer" in capsys.readouterr().out
+
+
+def is_served_once_its_authority_is_trusted(folder: Path, port: int, password: str) -> bool:
+    """A client of another authority, which the folder's is told to trust."""
+    authority = Authority.create(folder / "next", days=1)
+    authority.issue(folder / "next" / "client", "client", role="client")
+    both = (folder / "certs" / "ca.pem").read_text() + (folder / "next" / "ca.pem").read_text()
+    (folder / "next" / "client" / "ca.pem").write_text(both)
+    user = folder / "next" / "client", port, "paceline", password
+    with pytest.raises(redis.exceptions.ConnectionError):
+        client(*user).ping()
+    write_atomically(folder / "certs" / "ca.pem", both)
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            return client(*user).ping()
+        except redis.exceptions.ConnectionError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 def refuses_others(folder: Path, port: int, password: str) -> None:

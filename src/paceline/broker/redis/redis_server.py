@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Self
 
@@ -40,8 +41,13 @@ _MEMORY_LIMITS: Final = (
 _DIE_WITH_PARENT: Final = (
     "import ctypes, os, signal, sys\n"
     f"ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, signal.SIGTERM)\n"
-    "os.execv(sys.argv[1], sys.argv[1:])"
+    "if os.getppid() == int(sys.argv[1]): os.execv(sys.argv[2], sys.argv[2:])"
 )
+
+
+def dying_with_parent(command: Sequence[str]) -> list[str]:
+    """The command of a server that gets SIGTERM when the *thread* of this process that starts it ends."""
+    return [sys.executable, "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]
 
 
 def find_server() -> Path:
@@ -252,7 +258,7 @@ class RedisServer:
             ) from error
         command = [str(self._binary), str(self._config_path)]
         if self._die_with_parent:
-            command = [sys.executable, "-c", _DIE_WITH_PARENT, *command]
+            command = dying_with_parent(command)
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

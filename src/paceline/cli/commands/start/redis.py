@@ -12,7 +12,7 @@ import redis
 
 from paceline.broker.address import REDIS_PASSWORD
 from paceline.broker.redis.redis_acl import acl_line, renewer_line
-from paceline.broker.redis.redis_server import find_tls_server
+from paceline.broker.redis.redis_server import dying_with_parent, find_tls_server
 from paceline.cli import certificates
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.service.addresses import is_wildcard, join, to_bind
@@ -62,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
     users = acl_line("paceline", password), renewer_line(_RENEWER, renewer)
     certificates.write_users(folder / "redis", *users)
     (folder / "redis-data").mkdir(exist_ok=True)
-    server = subprocess.Popen([str(binary), *_options(folder, address, args.port, args.max_memory)])
+    command = [str(binary), *_options(folder, address, args.port, args.max_memory)]
+    server = subprocess.Popen(dying_with_parent(command))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.terminate())
     print(f"{REDIS_PASSWORD}_FILE={password_file}", flush=True)
@@ -89,15 +90,16 @@ def _tend(server: subprocess.Popen[bytes], folder: Path, address: str, port: int
 
     What fails is said and tried again at the next look: the run has no other server.
     """
-    certificate, served = folder / "redis" / CERTIFICATE_FILE, 0
+    files = [folder / "redis" / name for name in (CERTIFICATE_FILE, CA_FILE)]
+    served: list[int] = []
     while True:
         try:
             code = server.wait(_LOOKS_EVERY_S)
         except subprocess.TimeoutExpired:
             try:
-                served = served or certificate.stat().st_mtime_ns
+                served = served or [file.stat().st_mtime_ns for file in files]
                 certificates.renew(folder, ["redis"], redis_hosts=[address])
-                issued = certificate.stat().st_mtime_ns
+                issued = [file.stat().st_mtime_ns for file in files]
                 if issued != served:
                     _reload(folder, address, port, password)
                     served = issued
