@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import gc
+import itertools
 import re
 import shutil
 import stat
@@ -225,10 +226,10 @@ def read(folder: Path) -> Files:
     return trusted, x509.load_pem_x509_certificate((folder / "cert.pem").read_bytes())
 
 
-def accepts(one: Files, other: Files, now: datetime.datetime) -> bool:
-    certificate = other[1]
+def accepts(server: Files, caller: Files, now: datetime.datetime) -> bool:
+    certificate = caller[1]
     return now < certificate.not_valid_after_utc and any(
-        now < each.not_valid_after_utc and certificates._has_signed(each, certificate) for each in one[0]
+        now < each.not_valid_after_utc and certificates._has_signed(each, certificate) for each in server[0]
     )
 
 
@@ -241,13 +242,13 @@ def test_an_authority_follows_another_and_nobody_is_ever_refused(
     authority = Authority.create(tmp_path, days=365)
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "ca.pem").write_bytes((tmp_path / "ca.pem").read_bytes())
-    authorities, before = {authority.certificate}, None
+    authorities: set[x509.Certificate] = {authority.certificate}
+    before: list[Files] = []
     for _ in range(2 * 365 // every_days):
         certificates.renew(tmp_path, names, days=days)
         services = [read(tmp_path / name) for name in names]
-        for one in (*services, *(before or ())):
-            for other in (*services, *(before or ())):
-                assert accepts(one, other, calendar.now)
+        for server, caller in itertools.permutations((*services, *before), 2):
+            assert accepts(server, caller, calendar.now)
         before = services
         signer = Authority.load(tmp_path)
         assert len(signer.trusted) <= 2
