@@ -153,6 +153,22 @@ def test_a_rank_that_runs_out_of_memory_catches_up_with_averages_over_copies(fou
         assert outcome == [metrics, bits, after]
 
 
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_a_rank_that_shares_rows_runs_out_of_memory_and_the_step_is_that_of_halves(
+    four: FourRanks, kind: str
+) -> None:
+    for outcomes in four.by_rank:
+        metrics, parameters, disturbed, at_once = outcomes["out of memory, shared rows"][kind]
+        notes, _, *outcome = disturbed
+        assert "on 1 rank(s)" in notes[0]
+        assert "on 4 rank(s)" in at_once[0][0]
+        assert outcome == at_once[2:]
+        halved = {name: value for name, value in outcome[0].items() if name != "guard/out_of_memory"}
+        assert halved == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+        for numbers, undisturbed in zip(outcome[1], parameters, strict=True):
+            assert numbers == pytest.approx(undisturbed, abs=3e-5 * max(0.01, *map(abs, undisturbed)))
+
+
 def test_sizes_that_do_not_divide_the_ranks_are_refused() -> None:
     environment = RankEnvironment.read({})
     for sizes, words in (

@@ -13,6 +13,7 @@ from paceline.core.errors import EnvironmentLackError, NumericsError
 from paceline.learner.batch.halve import Halves
 from paceline.learner.batch.pack import pack
 from paceline.learner.batch.types import TrainingBatch
+from paceline.learner.distributed.catching_up import PassCollectives
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.train.state.learner import Learner
 from paceline.learner.train.state.memory import MemoryRoom
@@ -106,11 +107,14 @@ def test_the_critic_and_resampled_rows_are_halved_too(
     assert metrics == pytest.approx(plain, rel=1e-4, abs=1e-6)
 
 
-def test_ranks_that_share_rows_end_with_what_to_change(model: Path, ranks: Ranks) -> None:
-    """The others wait in an exchange of a size that a filler does not have."""
+def test_a_rank_that_shares_rows_ends_where_not_even_its_exchanges_have_room(
+    model: Path, ranks: Ranks
+) -> None:
     learner = build(replace(ranks, context=ranks.world), str(model), [])
-    words = "Lower the token budget of micro-batches .* or raise learner.context_parallel"
-    with out_of_memory(learner, PLACES[0], {0}), pytest.raises(EnvironmentLackError, match=words):
+    counted = PassCollectives(learner.actor.network, has_replicas=False)
+    learner.actor = replace(learner.actor, collectives=counted)
+    words = "again without this rank's tokens.* Lower the token budget .* or raise learner.context_parallel"
+    with out_of_memory(learner, PLACES[0], {0, 1}), pytest.raises(EnvironmentLackError, match=words):
         take_step(learner, 1)
 
 

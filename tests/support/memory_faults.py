@@ -118,6 +118,23 @@ def one_rank_runs_out(ranks: Ranks, model: str, *places: str, **actor: Any) -> l
     return results
 
 
+def ranks_that_share_rows(ranks: Ranks, model: str, experts: str) -> dict[str, list[Any]]:
+    """`one_rank_runs_out` of a dense model and of one with experts, and the same steps undisturbed."""
+    lean = {"recompute": "full", "keep_gathered": True, "accumulate": False}
+    budget = {"ppo_max_token_len_per_gpu": 48}  # several micro-batches for each group
+    scenarios: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
+        "dense": (model, PLACES[-1:], {"memory": lean, "entropy_coeff": 0.01} | budget),
+        "experts": (experts, PLACES[1:2], {"load_balance_coef": 0.1, "shared_prompts": "on"} | budget),
+    }
+    outcomes = {}
+    for name, (folder, places, actor) in scenarios.items():
+        undisturbed = build(ranks, folder, [], **actor)
+        metrics = [numbers(take_step(undisturbed, step)) for step in (1, 2)]
+        disturbed = one_rank_runs_out(ranks, folder, *places, **actor)
+        outcomes[name] = [metrics[1], bits(undisturbed), *disturbed]
+    return outcomes
+
+
 def knows(inputs: LossInputs) -> LossOutputs:
     """A policy loss whose metrics say which groups and values it was given."""
     assert inputs.group_ids is not None

@@ -92,4 +92,7 @@ def everything(ranks: Ranks, models: str, expected: str, checkpoints: str, small
     actor = {"memory": memory, "ppo_max_token_len_per_gpu": 48}  # several micro-batches for each rank
     place = memory_faults.PLACES[-1]
     outcomes["out of memory"] = memory_faults.one_rank_runs_out(copies, small, place, **actor)
+    experts = str(Path(models, VARIANTS["experts"][0]))
+    shared = remeshed(ranks, "context 2")
+    outcomes["out of memory, shared rows"] = memory_faults.ranks_that_share_rows(shared, small, experts)
     return outcomes

@@ -7,13 +7,19 @@ tokens, and the first k collectives of that stay on this rank: what they would g
 Gathers and reductions are counted apart. Where weights stay gathered from one pass to the next, only the
 first pass gathers. A rank that failed in a later one has lost them, and all its gathers stay on it.
 
+Ranks that share rows exchange tokens and sums, too, whose sizes the micro-batch gives. So the pass is run
+again with the micro-batch's loss; the network computes two masked tokens all the same, and sends zeros of the
+sizes that the others expect (`CountedGroup`).
+
 Where the mesh has replicas, FSDP averages a module's shards over them by an all-reduce of its own, which can
 only be called off: for modules whose shards were averaged before the failure it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from paceline.learner.distributed.mesh import RankGroup
 from paceline.learner.distributed.ranks import Ranks
 
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -37,8 +44,15 @@ class PassCollectives:
         has_replicas: whether several ranks hold the same shards.
     """
 
-    def __init__(self, network: nn.Module, *, has_replicas: bool) -> None:
-        self._gathers, self._scatters = _Gather(), _Scatter()
+    def __init__(self, network: Any, *, has_replicas: bool) -> None:
+        self._gathers, self._scatters, self._exchanges = _Gather(), _Scatter(), Exchanges()
+        if (group := network.context) is not None:
+            network.context = CountedGroup(
+                rank=group.rank,
+                size=group.size,
+                process_group=group.process_group,
+                exchanges=self._exchanges,
+            )
         self._averaged: list[FSDPModule] = []
         for module in network.modules():
             if isinstance(module, FSDPModule):
@@ -57,9 +71,19 @@ class PassCollectives:
         """
         self._scatters.begin(again=again, goes_on=False)
         self._gathers.begin(again=again, goes_on=still_gathered)
+        self._exchanges.begin(again=again, goes_on=False)
         averaged, self._averaged = self._averaged, []
         for module in averaged if again else ():
             module.set_requires_all_reduce(False, recurse=False)
+
+    @contextmanager
+    def without_tokens(self) -> Iterator[None]:
+        """Has the network's passes compute none of the micro-batch's tokens that this rank has a share of."""
+        self._exchanges.is_absent = True
+        try:
+            yield
+        finally:
+            self._exchanges.is_absent = False
 
     def _note_averaged(self, module: FSDPModule, shards: Tensor) -> None:
         self._averaged.append(module)
@@ -161,3 +185,41 @@ class _Scatter(_Comm):
         if self.take_part():
             return _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         return None
+
+
+class Exchanges(_Comm):
+    """Collectives among ranks that share rows.
+
+    Attributes:
+        is_absent: whether this rank computes none of its tokens, and sends zeros in their place.
+        num_tokens: how many tokens it has; set by each pass in which it is absent.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_absent, self.num_tokens = False, 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CountedGroup(RankGroup):
+    """Ranks that share rows, whose collectives are counted, and in which this one may be absent."""
+
+    exchanges: Exchanges
+
+    def all_to_all(self, blocks: Tensor) -> Tensor:
+        """As in any group; absent, this rank keeps its own blocks, and the others get zeros."""
+        is_absent = self.exchanges.is_absent
+        sent = blocks.detach().contiguous()
+        if is_absent:
+            sent = blocks.new_zeros(self.size, self.exchanges.num_tokens, *blocks.shape[2:])
+        received = torch.empty_like(sent)
+        if self.exchanges.take_part():
+            dist.all_to_all_single(received, sent, group=self.process_group)
+        return blocks.detach().clone() if is_absent else received
+
+    def all_sum(self, values: Tensor) -> Tensor:
+        """As in any group; what a pass that is run again has summed before stays as it is on this rank."""
+        total = values.detach().clone()
+        if self.exchanges.take_part():
+            dist.all_reduce(total, op=dist.ReduceOp.SUM, group=self.process_group)
+        return total

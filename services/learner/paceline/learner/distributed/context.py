@@ -16,7 +16,6 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from paceline.learner.distributed.mesh import RankGroup
@@ -90,24 +89,17 @@ def _exchange(blocks: Tensor, group: RankGroup) -> Tensor:
     return exchanged
 
 
-def _all_to_all(blocks: Tensor, group: RankGroup) -> Tensor:
-    sent = blocks.contiguous()
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group.process_group)
-    return received
-
-
 class _AllToAll(torch.autograd.Function):
     """Of equal blocks, it is its own transpose, so the gradient goes the same way."""
 
     @staticmethod
     def forward(ctx: Any, blocks: Tensor, group: RankGroup) -> Tensor:
         ctx.group = group
-        return _all_to_all(blocks, group)
+        return group.all_to_all(blocks)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _all_to_all(gradient, ctx.group), None
+        return ctx.group.all_to_all(gradient), None
 
 
 class _Sum(torch.autograd.Function):

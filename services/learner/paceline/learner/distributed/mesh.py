@@ -51,6 +51,13 @@ class RankGroup:
         dist.all_reduce(total, op=dist.ReduceOp.SUM, group=self.process_group)
         return total
 
+    def all_to_all(self, blocks: Tensor) -> Tensor:
+        """(n, ...): sends block i to rank i; block i of the result is from rank i."""
+        sent = blocks.detach().contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.process_group)
+        return received
+
     def all_max(self, values: Tensor) -> Tensor:
         """The largest values over the group's ranks as a new tensor."""
         largest = values.detach().clone()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from paceline.config.training.memory import KEPT_LOGITS_SHARE
 from paceline.core.errors import ModelError
+from paceline.learner.batch.pack import pack
 from paceline.learner.batch.types import MicroBatch, PackedImages
+from paceline.learner.distributed.catching_up import CountedGroup
 from paceline.learner.distributed.context import put_together
 from paceline.learner.distributed.mesh import RankGroup
 from paceline.learner.logits.log_probs import bounded, chunked_log_probs, token_log_probs
@@ -156,10 +158,21 @@ def hidden_states(
     """Runs the body; each rank of `context` computes an equal run of the tokens.
 
     Where the tokens are no multiple of `token_multiple` on each rank, a sequence that nobody reads makes them
-    one.
+    one. A rank that is absent from its group (`CountedGroup`) computes masked tokens in place of its own.
     """
-    input_ids, position_ids, packed = batch.input_ids, batch.position_ids, batch.packed
     multiple = token_multiple if context is None else token_multiple * context.size
+    if isinstance(context, CountedGroup) and context.exchanges.is_absent:
+        context.exchanges.num_tokens = -(-batch.input_ids.shape[1] // multiple) * token_multiple
+        filler = _own_states(body, pack([], batch.input_ids.device), multiple, context)
+        num_targets = len(batch.score_positions)
+        nowhere = batch.score_positions.new_tensor([num_targets])
+        return replace(filler, num_targets=num_targets, places=nowhere)
+    return _own_states(body, batch, multiple, context)
+
+
+def _own_states(body: nn.Module, batch: MicroBatch, multiple: int, context: RankGroup | None) -> OwnStates:
+    """Runs the body on so many tokens that they are a multiple."""
+    input_ids, position_ids, packed = batch.input_ids, batch.position_ids, batch.packed
     if multiple > 1:
         num_missing = -input_ids.shape[1] % multiple
         input_ids = F.pad(input_ids, (0, num_missing))

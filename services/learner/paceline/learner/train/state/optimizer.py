@@ -368,7 +368,7 @@ class Trainable(Generic[N]):
                     self._recover(ranks)
                 self._begin_pass(again=not failed, still_gathered=goes_on)
                 failed = True
-                self._filler_pass(ranks)
+                self._absent_pass(part_loss, ranks)
             else:
                 total = sums if total is None else total + sums
         if failed:
@@ -390,13 +390,6 @@ class Trainable(Generic[N]):
             torch.autograd.backward(loss * ranks.fsdp.size())
             return sums.double()
         except torch.OutOfMemoryError as error:
-            if ranks.context is not None:
-                reason, lower = str(error).partition(". ")[0], _LOWER.replace("lower", "Lower", 1)
-                raise EnvironmentLackError(
-                    f"out of memory in an update: {reason}. Ranks that share rows cannot go on after that. "
-                    f"{lower} or raise learner.context_parallel, and start the run again: it goes on from "
-                    "its newest checkpoint"
-                ) from error
             log.warning("out of memory in a micro-batch: %s", str(error))  # a kept record keeps its frames
             # The frames hold the activations.
             traceback.clear_frames(error.__traceback__)
@@ -408,6 +401,27 @@ class Trainable(Generic[N]):
         if ranks.device.type == "cuda":
             torch.cuda.empty_cache()
         forget_broken_pass(self.network)
+
+    def _absent_pass(self, part_loss: PartLoss, ranks: Ranks) -> None:
+        """The collectives of a micro-batch without its tokens.
+
+        Raises:
+            EnvironmentLackError: not even what this rank sends to those that share its rows has room.
+        """
+        if ranks.context is None or self.collectives is None:
+            self._filler_pass(ranks)
+            return
+        try:
+            with self.collectives.without_tokens():
+                loss, _ = part_loss()
+                torch.autograd.backward(loss * 0.0)
+        except torch.OutOfMemoryError as error:
+            reason, lower = str(error).partition(". ")[0], _LOWER.replace("lower", "Lower", 1)
+            raise EnvironmentLackError(
+                f"out of memory in an update, and again without this rank's tokens: {reason}. {lower} or "
+                "raise learner.context_parallel, and start the run again: it goes on from its newest "
+                "checkpoint"
+            ) from error
 
     def _filler_pass(self, ranks: Ranks) -> None:
         """The collectives of a micro-batch without one."""
