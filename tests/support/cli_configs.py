@@ -9,6 +9,17 @@ from paceline.config.load import parse
 from paceline.config.run import RunConfig
 from paceline.runs import run_dir as run_dirs
 
+SEVEN = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+}
+"""config.json of Qwen 2.5 7B, as far as sizes go."""
+
 
 def config(**sections: object) -> RunConfig:
     tree: dict[str, object] = {

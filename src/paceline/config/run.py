@@ -154,13 +154,55 @@ class RunConfig(Section):
         """Returns the same with `actor.compile` chosen, where it is left open."""
         if self.actor.compile != "auto":
             return self
-        chosen = self.actor.model_copy(update={"compile": on_gpu and self.learner.context_parallel == 1})
+        chosen = self.actor.model_copy(update={"compile": on_gpu and self.learner.num_context_ranks == 1})
         return self.model_copy(update={"actor": chosen})
+
+    @property
+    def context_sizes(self) -> list[int]:
+        """What `learner.context_parallel` may be so that a row is within the token budget; fewest first.
+
+        A budget that the file leaves out can be a row's share.
+        """
+        learner, is_given = self.learner, "ppo_max_token_len_per_gpu" in self.actor.model_fields_set
+        if learner.context_parallel != "auto":
+            sizes = [learner.context_parallel]
+        else:
+            most = 1 if self.actor.compile is True else learner.world_size
+            sizes = [size for size in range(1, most + 1) if learner.world_size % size == 0]
+        budget = self.actor.ppo_max_token_len_per_gpu if is_given else self.max_model_len
+        return [size for size in sizes if size * budget >= self.max_model_len]
+
+    def with_context(self) -> RunConfig:
+        """Returns the same with `learner.context_parallel` and a token budget, where they are left open.
+
+        Raises:
+            ConfigError: the budget of all ranks together holds no row.
+        """
+        if self.budget_refusal:
+            raise ConfigError(self.budget_refusal)
+        learner, actor, size = self.learner, self.actor, self.context_sizes[0]
+        budget = max(actor.ppo_max_token_len_per_gpu, -(-self.max_model_len // size))
+        if learner.context_parallel == "auto":
+            learner = learner.model_copy(update={"context_parallel": size})
+        if budget != actor.ppo_max_token_len_per_gpu:
+            actor = actor.model_copy(update={"ppo_max_token_len_per_gpu": budget})
+        return self.model_copy(update={"learner": learner, "actor": actor})
+
+    @property
+    def budget_refusal(self) -> str:
+        """Why the token budgets of all ranks together hold no row, and what to change; "" if they do."""
+        if self.context_sizes:
+            return ""
+        return (
+            f"actor.ppo_max_token_len_per_gpu={self.actor.ppo_max_token_len_per_gpu} cannot hold one "
+            "sequence of data.max_prompt_length + data.max_response_length = "
+            f"{self.max_model_len} tokens; raise it, or learner.context_parallel"
+        )
 
     @property
     def micro_batch_tokens(self) -> int:
         """Most tokens of a micro-batch, which the ranks of `learner.context_parallel` share."""
-        return self.actor.ppo_max_token_len_per_gpu * self.learner.context_parallel
+        return self.actor.ppo_max_token_len_per_gpu * self.learner.num_context_ranks
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -441,7 +483,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _has_a_compiled_form(self) -> RunConfig:
-        if self.learner.context_parallel > 1 and self.actor.compiles:
+        if self.learner.num_context_ranks > 1 and self.actor.compiles:
             raise ValueError(
                 "learner.context_parallel has no compiled form; set actor.compile: false or leave it out"
             )
@@ -459,12 +501,10 @@ class RunConfig(Section):
         critic = self.critic.ppo_mini_batch_size
         if critic is not None and batch % critic and self.trainer.dataflow is None:
             raise ValueError(f"critic.ppo_mini_batch_size={critic} must divide data.train_batch_size={batch}")
-        if self.micro_batch_tokens < self.max_model_len:
-            raise ValueError(
-                f"actor.ppo_max_token_len_per_gpu={self.actor.ppo_max_token_len_per_gpu} cannot hold one "
-                "sequence of data.max_prompt_length + data.max_response_length = "
-                f"{self.max_model_len} tokens; raise it, or learner.context_parallel"
-            )
+        # The number of ranks may come from the machine's GPUs, or from the hosts.
+        is_known = self.learner.context_parallel != "auto" or "world_size" in self.learner.model_fields_set
+        if is_known and self.budget_refusal:
+            raise ValueError(self.budget_refusal)
         self._check_warmup()
         if self.rollout.n < 2 and (why := self._compares_samples):
             raise ValueError(f"{why}: rollout.n must be at least 2")

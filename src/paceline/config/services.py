@@ -144,18 +144,20 @@ class LearnerConfig(Section):
     devices: tuple[int, ...] | None = Field(
         None, description="GPU indices of the ranks; null: the first world_size."
     )
-    context_parallel: int = Field(
-        1,
-        gt=0,
+    context_parallel: Literal["auto"] | Annotated[int, Field(gt=0)] = Field(
+        "auto",
         description="Ranks that share the tokens of each row, so that one which is too long for a GPU can "
-        "train; divides world_size and the model's attention heads.",
+        "train; divides world_size and the model's attention heads. auto: as few as rows of the longest "
+        "prompt and response need, by the memory plan, and within actor.ppo_max_token_len_per_gpu where "
+        "the file has it. Trainings on pairs: 1.",
     )
-    fsdp_size: int | None = Field(
-        None,
-        gt=0,
+    fsdp_size: Literal["auto"] | Annotated[int, Field(gt=0)] | None = Field(
+        "auto",
         description="Ranks that share one copy of weights and optimizer; divides world_size. null: all. "
         "Fewer is hybrid sharding (HSDP): each group of so many neighbouring ranks, say those of a host, "
-        "gathers weights within itself, and gradients are averaged over the groups.",
+        "gathers weights within itself, and gradients are averaged over the groups. auto: with "
+        "`paceline up`, the ranks of a host where the memory plan has room for a copy on each host; "
+        "elsewhere all.",
     )
     threads: int | None = Field(
         None, gt=0, description="CPU: torch threads per rank; null: the cores shared out over the ranks."
@@ -175,20 +177,30 @@ class LearnerConfig(Section):
 
     @model_validator(mode="after")
     def _divides_evenly(self) -> Self:
-        for name, size in (("context_parallel", self.context_parallel), ("fsdp_size", self.num_shards)):
+        for name, size in (("context_parallel", self.num_context_ranks), ("fsdp_size", self.num_shards)):
             if self.world_size % size:
                 raise ValueError(f"learner.{name}={size} must divide learner.world_size={self.world_size}")
         return self
 
     @property
+    def num_context_ranks(self) -> int:
+        """Ranks that share the tokens of each row; 1 where nothing has chosen yet."""
+        return 1 if self.context_parallel == "auto" else self.context_parallel
+
+    @property
+    def ranks_per_copy(self) -> int | None:
+        """Ranks that share one copy of weights and optimizer; None for all, and where nothing has chosen."""
+        return None if self.fsdp_size == "auto" else self.fsdp_size
+
+    @property
     def num_shards(self) -> int:
         """Ranks that share one copy of weights and optimizer."""
-        return self.fsdp_size or self.world_size
+        return self.ranks_per_copy or self.world_size
 
     @property
     def num_data_ranks(self) -> int:
         """Ranks, or groups of ranks with context parallelism, that get different rows."""
-        return self.world_size // self.context_parallel
+        return self.world_size // self.num_context_ranks
 
 
 # YAML 1.1 reads a bare off as a boolean.

@@ -148,6 +148,7 @@ class ModelShape:
         num_sinks: scores of tokens without a value in a layer's attention.
         clamps_mlp: an MLP keeps its clamped halves, too.
         has_all_biases: beside queries, keys and values, the other projections, routers and experts have one.
+        num_heads: of attention's queries.
         latent: DeepSeek's attention; None for the usual.
     """
 
@@ -169,6 +170,7 @@ class ModelShape:
     num_sinks: int = 0
     clamps_mlp: bool = False
     has_all_biases: bool = False
+    num_heads: int = 1
     latent: LatentShape | None = None
     tower: TowerShape | None = None
 
@@ -202,6 +204,7 @@ class ModelShape:
                 intermediate=inner or int(tree["intermediate_size"]),
                 num_layers=num_layers,
                 attention_width=attention_width,
+                num_heads=heads,
                 kv_width=kv_width,
                 vocab=int(tree["vocab_size"]),
                 tied=bool(is_tied),

@@ -147,6 +147,8 @@ def _engine_sizes(config: RunConfig, num_gpus: int) -> list[int]:
 
 
 def _weighed(config: RunConfig, machine: Machine, tokens: Mapping[str, int | None]) -> Layout:
+    if config.budget_refusal:
+        return Layout(config=config, settled=config, refusal=config.budget_refusal, time=None)
     settled, _ = settle_update(config, machine)
     shape = ModelShape.of(model_tree(config.model))
     if shape is None:

@@ -34,17 +34,20 @@ class UpdateChoice:
     """What an update keeps, and the tokens of its micro-batches.
 
     Attributes:
+        context: ranks that share the tokens of each row.
         fits: whether the memory plan has room for it; False where nothing is known of GPUs or model.
     """
 
     memory: MemoryConfig
     num_tokens: int
+    context: int = 1
     fits: bool = False
 
     def put_into(self, config: RunConfig) -> RunConfig:
         """The configuration with this choice."""
         update = {"memory": self.memory, "ppo_max_token_len_per_gpu": self.num_tokens}
-        return config.model_copy(update={"actor": config.actor.model_copy(update=update)})
+        learner = config.learner.model_copy(update={"context_parallel": self.context})
+        return config.model_copy(update={"actor": config.actor.model_copy(update=update), "learner": learner})
 
 
 def _forms() -> list[MemoryConfig]:
@@ -72,7 +75,8 @@ def choose_update(
 
     Of what the memory plan has room for, the one with the shortest estimate of an update. A smaller
     micro-batch leaves room to keep more of its activations; a larger one spreads gathers and launches over
-    more tokens. Tokens that the file names stay.
+    more tokens. Tokens that the file names stay. Ranks share rows where nothing else fits, as few as do;
+    so does `learner.context_parallel` where the file has it.
 
     Args:
         config: with the layout settled.
@@ -84,43 +88,64 @@ def choose_update(
             for a checkpoint's copy, and else where nothing else fits.
         card: what the GPUs are.
     """
-    memory, given = config.actor.memory, config.actor.ppo_max_token_len_per_gpu
     known = [gpu for gpu in learner_gpus if gpu in totals]
-    if shape is None or not known:
-        return UpdateChoice(memory=memory.with_rest_of(LEAST), num_tokens=given)
+    sizes = [size for size in config.context_sizes if shape is not None and shape.num_heads % size == 0]
+    if shape is None or not known or not sizes:
+        return least_update(config)
     free = min(
         totals[gpu] - (engine_while_training(config, totals[gpu]) if gpu in engine_gpus else 0)
         for gpu in known
     )
     shared = [totals[gpu] for gpu in known if gpu in engine_gpus and config.rollout.sleep == "always"]
     on_host = (_OFFLOADED + _COPIED) * _num_averaged(config, shape) * len(known) // config.learner.num_shards
-    choices = [
-        UpdateChoice(memory=memory.with_rest_of(form), num_tokens=num_tokens)
-        for form in _forms()
-        for num_tokens in _budgets(config, shape)
-    ]
 
     def seconds(choice: UpdateChoice) -> tuple[bool, float]:
         time = learning_time(choice.put_into(config), shape, card)
         # Equal estimates stay in the order of the forms.
         return on_host > host_bytes and choice.memory.offloads, round(time, 6)
 
-    for choice in sorted(choices, key=seconds):
-        learner = LearnerMemory.of(choice.put_into(config), shape, [totals[gpu] for gpu in known])
-        if learner.most <= USABLE_SHARE * free and _leaves_room(config, learner, shared):
-            return replace(choice, fits=True)
-    return min(choices, key=lambda choice: (_leanness(choice.memory), choice.num_tokens))
+    for context in sizes:
+        for choice in sorted(_choices(config, shape, context), key=seconds):
+            learner = LearnerMemory.of(choice.put_into(config), shape, [totals[gpu] for gpu in known])
+            if learner.most <= USABLE_SHARE * free and _leaves_room(config, learner, shared):
+                return replace(choice, fits=True)
+    leanest = _choices(config, shape, sizes[0])
+    return min(leanest, key=lambda choice: (_leanness(choice.memory), choice.num_tokens))
 
 
-def _budgets(config: RunConfig, shape: ModelShape | None) -> list[int]:
+def least_update(config: RunConfig) -> UpdateChoice:
+    """What an update keeps where nothing is known of model or GPUs.
+
+    Raises:
+        ConfigError: the token budgets of all ranks together hold no row.
+    """
+    settled = config.with_context()
+    return UpdateChoice(
+        memory=config.actor.memory.with_rest_of(LEAST),
+        num_tokens=settled.actor.ppo_max_token_len_per_gpu,
+        context=settled.learner.num_context_ranks,
+    )
+
+
+def _choices(config: RunConfig, shape: ModelShape, context: int) -> list[UpdateChoice]:
+    memory = config.actor.memory
+    return [
+        UpdateChoice(memory=memory.with_rest_of(form), num_tokens=num_tokens, context=context)
+        for form in _forms()
+        for num_tokens in _budgets(config, shape, context)
+    ]
+
+
+def _budgets(config: RunConfig, shape: ModelShape, context: int) -> list[int]:
     """Tokens of a micro-batch to try: the usual number, and whole groups, whose samples share a prompt."""
     given = config.actor.ppo_max_token_len_per_gpu
-    if shape is None or "ppo_max_token_len_per_gpu" in config.actor.model_fields_set:
+    if "ppo_max_token_len_per_gpu" in config.actor.model_fields_set:
         return [given]
     group = config.data.max_prompt_length + config.rollout.n * config.data.max_response_length
-    groups = [number * group for number in range(1, _MOST_TOKENS // group + 1)]
-    least = max(longest_row(config, shape), _LEAST_TOKENS)
-    return [given, *(number for number in (*groups, _LEAST_TOKENS) if least <= number != given)]
+    groups = [-(-number * group // context) for number in range(1, context * _MOST_TOKENS // group + 1)]
+    row = longest_row(config, shape, context)
+    usual, least = max(given, row), max(row, _LEAST_TOKENS)
+    return [usual, *(number for number in (*groups, _LEAST_TOKENS) if least <= number != usual)]
 
 
 def _leanness(form: MemoryConfig) -> tuple[bool, ...]:

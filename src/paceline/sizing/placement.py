@@ -40,8 +40,10 @@ def settle(config: RunConfig, machine: Machine) -> Settled:
     if on_gpus:
         config, chosen = settle_update(choose_layout(config, machine), machine)
         remarks += chosen
-    elif config.placement == "colocated":
-        config = settle_elsewhere(config, on_gpus=False)
+    else:
+        config = config.with_context()
+        if config.placement == "colocated":
+            config = settle_elsewhere(config, on_gpus=False)
     return Settled(config=config, remarks=(*remarks, _layout(config, machine, on_gpus=on_gpus)))
 
 

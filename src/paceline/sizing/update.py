@@ -9,7 +9,7 @@ from paceline.core.errors import ConfigError
 from paceline.models.model_shape import ModelShape
 from paceline.sizing.gpus import share_gpus
 from paceline.sizing.machine import Machine
-from paceline.sizing.memory_choice import LEAST, UpdateChoice, choose_update
+from paceline.sizing.memory_choice import UpdateChoice, choose_update, least_update
 from paceline.sizing.model_files import model_tree
 
 
@@ -18,9 +18,9 @@ def settle_update(config: RunConfig, machine: Machine) -> tuple[RunConfig, list[
 
     Returns the configuration and, in words, what was chosen.
     """
-    actor = config.actor
     chosen = update_choice(config, machine)
-    words = []
+    config, words = _with_context(config, chosen.context)
+    actor = config.actor
     if chosen.num_tokens != actor.ppo_max_token_len_per_gpu:
         words.append(f"actor.ppo_max_token_len_per_gpu={chosen.num_tokens}")
         actor = actor.model_copy(update={"ppo_max_token_len_per_gpu": chosen.num_tokens})
@@ -36,9 +36,7 @@ def update_choice(config: RunConfig, machine: Machine) -> UpdateChoice:
     try:
         learner, engines = share_gpus(config, machine.gpus)
     except ConfigError:  # the checks say what is wrong with the devices
-        return UpdateChoice(
-            memory=config.actor.memory.with_rest_of(LEAST), num_tokens=config.actor.ppo_max_token_len_per_gpu
-        )
+        return least_update(config)
     return choose_update(
         config,
         ModelShape.of(model_tree(config.model)),
@@ -53,6 +51,26 @@ def update_choice(config: RunConfig, machine: Machine) -> UpdateChoice:
 def with_memory(config: RunConfig, memory: MemoryConfig) -> RunConfig:
     """The configuration with this `actor.memory`."""
     return config.model_copy(update={"actor": config.actor.model_copy(update={"memory": memory})})
+
+
+def _with_context(config: RunConfig, size: int) -> tuple[RunConfig, list[str]]:
+    """The configuration with `learner.context_parallel`, and why it is more than 1 where we chose it."""
+    if config.learner.context_parallel != "auto":
+        return config, []
+    learner = config.learner.model_copy(update={"context_parallel": size})
+    settled = config.model_copy(update={"learner": learner})
+    if size == 1:
+        return settled, []
+    row, budget = f"a row of {config.max_model_len:,} tokens", config.actor.ppo_max_token_len_per_gpu
+    is_too_small = "ppo_max_token_len_per_gpu" in config.actor.model_fields_set and (
+        budget < config.max_model_len
+    )
+    why = (
+        f"{row} exceeds actor.ppo_max_token_len_per_gpu={budget}"
+        if is_too_small
+        else f"by the memory plan no rank has room for {row} alone"
+    )
+    return settled, [f"learner.context_parallel={size}: {why}"]
 
 
 def _words(memory: MemoryConfig) -> str:

@@ -13,16 +13,7 @@ from paceline.engines.memory import GIB
 from paceline.models.model_shape import ModelShape
 from paceline.sizing.memory.learner_memory import LearnerMemory
 from paceline.sizing.memory_choice import LEAST, choose_update
-
-SEVEN = {
-    "model_type": "qwen2",
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152064,
-}
+from support.cli_configs import SEVEN
 
 
 def run_of(**actor: Any) -> RunConfig:
@@ -39,6 +30,81 @@ def run_of(**actor: Any) -> RunConfig:
             "rollout": {"n": 8, "gpu_memory_utilization": 0.3},
         },
     )
+
+
+def long_run(response: int, *, actor: dict[str, Any] | None = None, **learner: Any) -> RunConfig:
+    """Rows of 1,024 tokens and a response, on four ranks unless said otherwise."""
+    run = run_of()
+    tree = run.model_dump(mode="json", exclude_unset=True)
+    tree["data"] |= {"max_prompt_length": 1024, "max_response_length": response}
+    return parse(RunConfig, tree | {"actor": actor or {}, "learner": {"world_size": 4, **learner}})
+
+
+def shared(run: RunConfig, gib: int, tree: dict[str, Any] = SEVEN) -> tuple[int, int, bool]:
+    """Ranks that share a row, tokens of a micro-batch on each, and whether it fits."""
+    choice = choose_update(
+        run,
+        ModelShape.of(tree),
+        learner_gpus=(0, 1, 2, 3),
+        engine_gpus=(4,),
+        totals=dict.fromkeys(range(4), gib * GIB),
+    )
+    settled = choice.put_into(run)
+    assert settled.learner.context_parallel == choice.context
+    assert settled.micro_batch_tokens >= run.max_model_len
+    return choice.context, choice.num_tokens, choice.fits
+
+
+@pytest.mark.parametrize(
+    ("response", "gib", "expected"),
+    [
+        (31744, 80, (1, 32768, True)),
+        (31744, 40, (2, 16384, True)),
+        (64512, 40, (4, 16384, True)),
+        (261120, 80, (4, 65536, True)),
+        (130048, 40, (1, 131072, False)),  # nothing fits: not for want of ranks that share
+    ],
+)
+def test_ranks_share_rows_only_as_far_as_one_rank_has_no_room(
+    response: int, gib: int, expected: tuple[int, int, bool]
+) -> None:
+    assert shared(long_run(response), gib) == expected
+
+
+def test_ranks_share_rows_that_exceed_a_budget_of_the_file_where_nothing_else_is_asked_for() -> None:
+    budget = {"ppo_max_token_len_per_gpu": 10_000}
+    assert shared(long_run(31744, actor=budget), 141) == (4, 10_000, True)
+    assert shared(long_run(8976, actor=budget), 141) == (1, 10_000, True)
+    assert shared(long_run(1024, actor=budget, context_parallel=2), 141)[0] == 2
+    # Three ranks can share six heads, and four cannot.
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 128}
+    heads = SEVEN | sizes
+    assert shared(long_run(23976, actor=budget, world_size=12), 141, heads)[0] == 3
+    assert shared(long_run(31744, actor=budget, world_size=12), 141, heads)[0] == 6
+
+
+def test_compiled_layers_of_the_file_leave_rows_on_one_rank() -> None:
+    assert shared(long_run(31744, actor={"compile": True}), 40)[::2] == (1, False)
+    with pytest.raises(ConfigError, match="cannot hold one sequence of"):
+        long_run(31744, actor={"compile": True, "ppo_max_token_len_per_gpu": 16384})
+
+
+def test_without_gpus_a_budget_that_the_file_leaves_out_holds_a_row() -> None:
+    settled = long_run(31744).with_context()
+    assert (settled.learner.context_parallel, settled.micro_batch_tokens) == (1, 32768)
+    settled = long_run(1024).with_context()
+    assert (settled.learner.context_parallel, settled.micro_batch_tokens) == (1, 16384)
+    settled = long_run(31744, context_parallel=4).with_context()
+    assert (settled.learner.context_parallel, settled.micro_batch_tokens) == (4, 65536)
+    settled = long_run(31744, actor={"ppo_max_token_len_per_gpu": 16384}).with_context()
+    assert (settled.learner.context_parallel, settled.micro_batch_tokens) == (2, 32768)
+    # How many ranks there are may come from the machine.
+    open_run = long_run(31744, actor={"ppo_max_token_len_per_gpu": 16384}).model_dump(
+        mode="json", exclude_unset=True
+    )
+    del open_run["learner"]
+    with pytest.raises(ConfigError, match="ppo_max_token_len_per_gpu=16384 cannot hold one sequence"):
+        parse(RunConfig, open_run).with_context()
 
 
 def chosen(gib: int | None, *, shared: bool = False, **actor: Any) -> tuple[Any, ...]:

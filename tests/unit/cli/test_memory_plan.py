@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,17 +18,9 @@ from paceline.engines.memory import CONTEXT, GIB, EngineMemory
 from paceline.models.model_shape import ModelShape
 from paceline.sizing.memory.learner_memory import LearnerMemory, longest_row
 from paceline.sizing.memory.memory_plan import MemoryPlan
+from support.cli_configs import SEVEN
 from support.timed_steps import KEPT, ON_HOST, SHAPES
 
-SEVEN = {
-    "model_type": "qwen2",
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152064,
-}
 HALF = {
     "model_type": "qwen2",
     "hidden_size": 896,
@@ -602,6 +595,26 @@ def test_ranks_of_one_copy_share_its_weights_and_the_plan_says_when_a_copy_needs
     plan_for(run_of(learner={"world_size": 8}), SEVEN, gib=copies.most // GIB).lines()
     with pytest.raises(ConfigError, match=r"set learner\.world_size and fsdp_size to 16, actor\.memory to"):
         plan_for(halved, SEVEN, gib=18).lines()
+
+
+def test_the_plan_says_how_many_ranks_have_to_share_a_row_that_fits_none() -> None:
+    long = {"data": {"train_files": "x.jsonl", "max_prompt_length": 512, "max_response_length": 65_024}}
+    budget = {"ppo_max_token_len_per_gpu": 65_536}
+    config = run_of(learner={"world_size": 8}, actor=budget, **long)
+    words = r"set learner\.context_parallel to (\d), actor\.memory to {recompute: full, accumulate: false, "
+    with pytest.raises(ConfigError, match=words) as refused:
+        plan_for(config, SEVEN, gib=30).lines()
+    context = int(re.search(words, str(refused.value))[1])  # type: ignore[index]
+    assert f"ppo_max_token_len_per_gpu: {65_536 // context}" in str(refused.value)
+    lean = {"memory": {"recompute": "full", "accumulate": False, "keep_gathered": False, "offload": True}}
+    for size, fits in ((context, True), (context // 2, False)):
+        actor = lean | {"ppo_max_token_len_per_gpu": 65_536 // size}
+        learner = {"world_size": 8, "context_parallel": size}
+        plan = plan_for(run_of(learner=learner, actor=actor, **long), SEVEN, gib=30)
+        assert (plan.learner.most <= 30 * GIB) == fits
+    # Compiled layers have no such form.
+    with pytest.raises(ConfigError, match="set learner.world_size to|do not fit"):
+        plan_for(run_of(learner={"world_size": 8}, actor=budget | {"compile": True}, **long), gib=30).lines()
 
 
 def test_rows_are_prompt_and_response_together() -> None:

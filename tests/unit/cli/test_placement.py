@@ -17,7 +17,7 @@ from paceline.sizing import colocation, machine
 from paceline.sizing.gpus import share_gpus
 from paceline.sizing.machine import Machine
 from paceline.sizing.placement import settle
-from support.cli_configs import config
+from support.cli_configs import SEVEN, config
 from support.source import ROOT
 
 # What `on` says of its machine.
@@ -297,7 +297,7 @@ def test_the_data_type_comes_from_model_and_device(
 
 def test_nothing_changes_on_a_cpu_but_what_is_said() -> None:
     settled, said = on(0, learner={"world_size": 2})
-    assert settled.model_dump() == config(learner={"world_size": 2}).model_dump()
+    assert settled.model_dump() == config(learner={"world_size": 2}).with_context().model_dump()
     assert said == "layout: 2 learner ranks and 1 rollout server on 4 CPU cores"
 
 
@@ -423,3 +423,25 @@ def test_micro_batches_are_whole_groups_where_more_is_kept_of_them(
     named, _ = on(2, **sections, actor={"ppo_max_token_len_per_gpu": 16384})
     assert named.actor.ppo_max_token_len_per_gpu == 16384
     assert (named.actor.memory.kept_share, settled.actor.memory.kept_share) == (0.25, 0.9)
+
+
+def test_rows_that_ranks_share_are_told_with_the_reason(folder: Path) -> None:
+    (folder / "model" / "config.json").write_text(json.dumps(SEVEN))
+    given = {"learner": {"world_size": 4}, "rollout": {"replicas": 4}, "placement": "given"}
+    long = {"data": {"train_files": "train.parquet", "max_response_length": 31744}}
+
+    def told(gib: int, **sections: object) -> tuple[object, list[str]]:
+        machine = Machine(num_cores=4, gpus=tuple(range(8)), gpu_bytes=dict.fromkeys(range(8), gib << 30))
+        settled = settle(config(**(given | sections)), machine)
+        words = [words for words in settled.remarks if "context_parallel" in words]
+        return settled.config.learner.context_parallel, words
+
+    assert told(80, **long) == (1, [])
+    tokens = f"{config(**long).max_model_len:,} tokens"
+    by_plan = f"learner.context_parallel=2: by the memory plan no rank has room for a row of {tokens} alone"
+    assert told(40, **long) == (2, [by_plan])
+    actor = {"actor": {"ppo_max_token_len_per_gpu": 16384}}
+    by_budget = f"learner.context_parallel=2: a row of {tokens} exceeds actor.ppo_max_token_len_per_gpu=16384"
+    assert told(141, **long, **actor) == (2, [by_budget])
+    explicit = {"learner": {"world_size": 4, "context_parallel": 4}}
+    assert told(141, **long, **actor, **explicit) == (4, [])

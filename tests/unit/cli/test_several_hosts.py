@@ -242,9 +242,14 @@ def test_two_empty_hosts_get_certificates_and_the_model_and_a_file(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     save_tokenizer(tmp_path / config().model.path)
+    smi = tmp_path / "bin" / "nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text("#!/bin/sh\necho 0, NVIDIA H100 80GB HBM3\necho 1, NVIDIA H100 80GB HBM3\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{smi.parent}:{os.environ['PATH']}")
     a, b = tmp_path / "a", tmp_path / "b"
     first = ["--host", "a", "learner=1", "reward=1", f"folder={a}", "gpus="]
-    second = ["--host", "me@b", "rollout=2", f"folder={b}", "gpus=0,1", "address=127.0.0.1"]
+    second = ["--host", "me@b", "rollout=2", f"folder={b}", "address=127.0.0.1"]
     assert init(tmp_path, *first, *second) == 0, capsys.readouterr().err
     said = capsys.readouterr().out
     hosts = load(Hosts, tmp_path / "HOSTS.yaml")
@@ -253,7 +258,7 @@ def test_two_empty_hosts_get_certificates_and_the_model_and_a_file(
         ("me@b", 0, 2, 0),
     ]
     assert {host.address for host in hosts.hosts} == {"127.0.0.1"}
-    assert [host.gpus for host in hosts.hosts] == [(), (0, 1)]
+    assert [(host.gpus, host.card) for host in hosts.hosts] == [((), None), ((0, 1), "H100")]
     own = set()
     for host in hosts.hosts:
         folder = Path(host.folder) / host.env["PACELINE_TLS_DIR"]

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -24,7 +25,9 @@ from paceline.launch.planning.hosts import Hosts
 from paceline.launch.planning.plan import ProcessSpec, Role
 from paceline.launch.processes.spawn import ManagedProcess, start
 from paceline.sizing.machine import Machine
-from support.cli_configs import config
+from paceline.sizing.memory_choice import LEAST
+from paceline.sizing.update import with_memory
+from support.cli_configs import SEVEN, config
 from support.source import ROOT
 
 SBATCH = ROOT / "deploy/slurm/paceline.sbatch"
@@ -156,6 +159,53 @@ def test_what_cannot_run_is_said_before_anything_starts() -> None:
         specs(two_hosts(), learner={"world_size": 2, "fsdp_size": 2})
     with pytest.raises(ConfigError, match="me@a has 1 GPUs for 2 learner ranks"):
         specs(two_hosts(gpus=[0]))
+
+
+def copies(*, cards: tuple[str | None, ...], ranks: tuple[int, ...] = (8, 8), **sections: Any) -> Any:
+    """What a model of 7B has as `learner.fsdp_size` on hosts with these ranks, and why."""
+    entry = {"folder": "/", "rollout": 1, "reward": 1}
+    tree = {
+        "config": "run.yaml",
+        "address": "10.0.0.1",
+        "hosts": [
+            {"name": f"h{number}", "address": f"10.0.0.{number + 2}", "learner": size, "card": card, **entry}
+            for number, (size, card) in enumerate(zip(ranks, cards, strict=True))
+        ],
+    }
+    hosts = parse(Hosts, tree)
+    run = several.with_hosts(config(broker=REDIS, **sections), hosts)
+    run = with_memory(run, run.actor.memory.with_rest_of(LEAST))
+    settled, words = several.with_copies(run, hosts)
+    assert settled.learner.num_shards == (settled.learner.fsdp_size or sum(ranks))
+    return settled.learner.fsdp_size, " ".join(words)
+
+
+def test_each_host_has_a_copy_of_the_weights_where_its_gpus_have_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(SEVEN))
+    assert copies(cards=("H200", "141xH200")) == (
+        8,
+        "learner.fsdp_size=8: each host has a copy of the weights, which are gathered within it",
+    )
+    one = "learner.fsdp_size: one copy of the weights over all hosts, as "
+    size, why = copies(cards=("H200", "L40S"))
+    assert size is None
+    words = rf"{one}the learner would need \d+\.\d of 45\.0 GiB on each GPU with one per host"
+    assert re.fullmatch(words, why)
+    assert copies(cards=("H200", None)) == (None, f"{one}HOSTS.yaml does not name the card of each")
+    assert copies(cards=("H200", "H200"), ranks=(8, 4)) == (None, f"{one}they have 8, 4 ranks")
+    assert copies(cards=("H200",), ranks=(8,)) == (None, "")
+    given = {"world_size": 16, "fsdp_size": 4}
+    assert copies(cards=("H200", "H200"), learner=given) == (4, "")
+    assert copies(cards=("H200", "H200"), learner={"fsdp_size": None}) == (None, "")
+    # Colocated engines keep a part of the memory.
+    awake = {"placement": "colocated", "rollout": {"sleep": "never", "gpu_memory_utilization": 0.8}}
+    assert copies(cards=("H200", "H200"), **awake)[0] is None
+    with pytest.raises(ConfigError, match="names no GPUs that are known"):
+        copies(cards=("H200", "Z9"))
 
 
 # --- behind the remote shell

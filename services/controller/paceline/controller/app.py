@@ -135,7 +135,8 @@ async def serve(context: ServiceContext, options: Options) -> None:
 
 async def _configured(options: Options) -> tuple[RunConfig, Inputs, Credentials]:
     """The configuration, with what only its data and its environments can say, and the run's inputs."""
-    config = await asyncio.to_thread(pinned_run, load(RunConfig, options.config, options.overrides))
+    given = load(RunConfig, options.config, options.overrides).with_context()
+    config = await asyncio.to_thread(pinned_run, given)
     credentials = _credentials(config)
     config = await with_tasks(config, options.run_dir, credentials)
     inputs = await asyncio.to_thread(load_inputs, config)

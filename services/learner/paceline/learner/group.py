@@ -133,8 +133,8 @@ def lead(environment: RankEnvironment, assignment: RankRegistration, head: Head)
         settings.threads,
         settings.collective_timeout_s,
         silent_s,
-        settings.context_parallel,
-        settings.fsdp_size,
+        settings.num_context_ranks,
+        settings.ranks_per_copy,
     ]
     store.set(_GROUP_KEY, json.dumps(group))
     _serve(environment, store, assignment, head)

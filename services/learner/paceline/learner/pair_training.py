@@ -74,8 +74,8 @@ def form_ranks(settings: LearnerConfig, environment: RankEnvironment) -> Ranks:
         store,
         device,
         settings.collective_timeout_s,
-        context=settings.context_parallel,
-        fsdp_size=settings.fsdp_size,
+        context=settings.num_context_ranks,
+        fsdp_size=settings.ranks_per_copy,
     )
 
 

@@ -12,15 +12,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from paceline.config.base import Section
 from paceline.config.reward import RewardModelConfig
 from paceline.config.run import RunConfig
+from paceline.core.cards import CARDS, read_gpus
 from paceline.core.errors import ConfigError
 from paceline.launch.planning import plan
 from paceline.launch.planning.plan import ProcessSpec, Role
 from paceline.service.addresses import is_loopback, join
+from paceline.sizing.copies import settle_copies
 from paceline.sizing.machine import Machine
 
 
@@ -33,6 +35,10 @@ class Host(Section):
     python: str = Field("python3", description="Interpreter that has Paceline there.")
     env: dict[str, str] = Field({}, description="Further variables of its services, say PACELINE_TLS_DIR.")
     gpus: tuple[int, ...] = Field((), description="GPU indices: the learner's ranks take the first ones.")
+    card: str | None = Field(
+        None,
+        description="What its GPUs are, say H100, for the memory plan; `paceline hosts init` asks the host.",
+    )
     cores: int = Field(8, gt=0, description="CPU cores, which its learner ranks share where there is no GPU.")
     learner: int = Field(0, ge=0, description="Learner ranks.")
     rollout: int = Field(0, ge=0, description="Rollout servers.")
@@ -42,6 +48,11 @@ class Host(Section):
         description="Models of reward.models, by name, whose replicas run here, with device: cuda:N on GPU "
         "N; one that several hosts name has its replicas on each.",
     )
+
+    @field_validator("card")
+    @classmethod
+    def _is_known(cls, card: str | None) -> str | None:
+        return None if card is None else read_gpus(card)[1].name
 
 
 class Hosts(Section):
@@ -79,7 +90,7 @@ def with_hosts(config: RunConfig, hosts: Hosts) -> RunConfig:
     if missing:
         raise ConfigError(f"no host runs {' or '.join(missing)}: give one of them {missing[0]}: 1")
     learner, num_ranks = config.learner, counts["learner"]
-    sizes = {"context_parallel": learner.context_parallel, "fsdp_size": learner.fsdp_size or 1}
+    sizes = {"context_parallel": learner.num_context_ranks, "fsdp_size": learner.ranks_per_copy or 1}
     for name, size in sizes.items():
         if num_ranks % size:
             raise ConfigError(f"learner.{name}={size} must divide the {num_ranks} learner ranks of the hosts")
@@ -109,6 +120,13 @@ def with_hosts(config: RunConfig, hosts: Hosts) -> RunConfig:
             "service": config.service.model_copy(update={"host": hosts.address}),
         }
     )
+
+
+def with_copies(config: RunConfig, hosts: Hosts) -> tuple[RunConfig, list[str]]:
+    """The configuration of `with_hosts` with `learner.fsdp_size` chosen, and why it was."""
+    learners = [host for host in hosts.hosts if host.learner]
+    totals = [CARDS[host.card].num_bytes for host in learners if host.card is not None]
+    return settle_copies(config, [host.learner for host in learners], totals)
 
 
 def members(

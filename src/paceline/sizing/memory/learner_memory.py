@@ -97,7 +97,7 @@ class LearnerMemory:
             num_adapters=0 if lora is None else shape.num_adapters(lora.targets, lora.rank),
             num_adapted=0 if lora is None else shape.num_adapted(lora.targets),
             has_images=has_images(config),
-            context=config.learner.context_parallel,
+            context=config.learner.num_context_ranks,
             gpu_bytes=max(totals, default=0),
         )
 
@@ -290,7 +290,11 @@ def has_images(config: RunConfig) -> bool:
     return config.data.image_key is not None
 
 
-def longest_row(config: RunConfig, shape: ModelShape) -> int:
-    """Tokens of a run's longest row on a rank, with the patches of its images."""
+def longest_row(config: RunConfig, shape: ModelShape, context: int | None = None) -> int:
+    """Tokens of a run's longest row on a rank, with the patches of its images.
+
+    Args:
+        context: ranks that share the row; None: as the configuration has it.
+    """
     patches = shape.num_patches(config.data.max_prompt_length) if has_images(config) else 0
-    return -(-(config.max_model_len + patches) // config.learner.context_parallel)
+    return -(-(config.max_model_len + patches) // (context or config.learner.num_context_ranks))

@@ -170,7 +170,6 @@ class MemoryPlan:
     def _advice(self, total: int) -> str:
         """The first setting that makes the update fit."""
         learner, longest = self.learner, longest_row(self.config, self.learner.shape)
-        world_size = self.config.learner.world_size
         lean = learner.changed(kept_share=0.0, keeps_gathered=False)
 
         def most_tokens(memory: LearnerMemory) -> int | None:
@@ -194,23 +193,42 @@ class MemoryPlan:
             if leanest.most <= total:
                 return f"set actor.memory to {{recompute: full, accumulate: false, {offloads}}} and {least}"
             offloads = f"offload: true, {offloads}"
-        leanest = leanest.changed(offloads=True)
+        return self._with_more_ranks(leanest.changed(offloads=True), total, offloads)
+
+    def _with_more_ranks(self, leanest: LearnerMemory, total: int, offloads: str) -> str:
+        """How many ranks have to share a row, or the weights, where nothing else makes the update fit."""
+        learner, world_size, longest = self.learner, self.config.learner.world_size, leanest.num_tokens
+        lean = f"actor.memory to {{recompute: full, accumulate: false, {offloads}}}"
+        if leanest.most > total and (context := self._context(leanest, total)):
+            row = -(-longest * self.config.learner.num_context_ranks // context)
+            return (
+                f"set learner.context_parallel to {context}, {lean} and "
+                f"actor.ppo_max_token_len_per_gpu: {row}"
+            )
         for num_shards in (learner.num_shards, *(world_size << doubled for doubled in range(4))):
             if leanest.changed(num_shards=num_shards).most <= total:
                 ranks = "" if num_shards == learner.num_shards else f"{self._ranks} to {num_shards}, "
-                return (
-                    f"set {ranks}actor.memory to {{recompute: full, accumulate: false, {offloads}}} and "
-                    f"{least}"
-                )
+                return f"set {ranks}{lean} and actor.ppo_max_token_len_per_gpu: {longest}"
         return (
             f"weights, optimizer and the least that an update keeps do not fit on {8 * world_size} "
             "such GPUs either; use a smaller model or GPUs with more memory"
         )
 
+    def _context(self, leanest: LearnerMemory, total: int) -> int:
+        """How many ranks would have to share a row so that it fits; 0 where that does not help."""
+        world_size, now = self.config.learner.world_size, self.config.learner.num_context_ranks
+        row, most = now * leanest.num_tokens, now if self.config.actor.compile is True else world_size
+        for size in range(now + 1, most + 1):
+            share = leanest.changed(num_tokens=-(-row // size), context=size, compiled=False)
+            fits = share.most <= total
+            if fits and world_size % size == leanest.shape.num_heads % size == 0:
+                return size
+        return 0
+
     @property
     def _ranks(self) -> str:
         """What says how many ranks share the weights."""
-        return "learner.world_size" + ("" if self.config.learner.fsdp_size is None else " and fsdp_size")
+        return "learner.world_size" + ("" if self.config.learner.ranks_per_copy is None else " and fsdp_size")
 
 
 def _largest(low: int, high: int, fits: Any) -> int | None:

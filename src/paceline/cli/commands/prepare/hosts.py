@@ -19,6 +19,7 @@ from paceline.cli import certificates
 from paceline.cli.commands import arguments
 from paceline.config.load import parse
 from paceline.config.run import RunConfig
+from paceline.core.cards import card_of
 from paceline.core.errors import ConfigError, EnvironmentLackError
 from paceline.launch.planning.hosts import Host, Hosts, with_hosts
 from paceline.service.addresses import is_loopback, join, on_route_to
@@ -41,12 +42,13 @@ with socket.socket(family, kind, protocol) as probe:
     probe.connect(address)
     own = probe.getsockname()[0]
 try:
-    words = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+    words = ["nvidia-smi", "--query-gpu=index,name", "--format=csv,noheader"]
     told = subprocess.run(words, capture_output=True, text=True, check=True, timeout=30).stdout
-    gpus = list(map(int, told.split()))
+    gpus = {int(line.partition(",")[0]): line.partition(",")[2].strip() for line in told.splitlines()}
 except (OSError, subprocess.SubprocessError, ValueError):
-    gpus = []
-print(json.dumps({"address": own, "gpus": gpus, "cores": os.cpu_count(), "model": os.path.exists(model)}))
+    gpus = {}
+there = os.path.exists(model)
+print(json.dumps({"address": own, "gpus": gpus, "cores": os.cpu_count(), "model": there}))
 """
 # The second writes the files that its environment brings.
 _WRITE = """
@@ -193,7 +195,10 @@ def _found(wanted: dict[str, Any], host: Host, seen: dict[str, Any]) -> dict[str
     entry = dict(wanted)
     if host.address == _UNKNOWN:
         entry["address"] = seen["address"]
-    entry.setdefault("gpus", seen["gpus"])
+    entry.setdefault("gpus", sorted(map(int, seen["gpus"])))
+    cards = {card_of(seen["gpus"].get(str(gpu), "")) for gpu in entry["gpus"]}
+    if len(cards) == 1 and (card := cards.pop()) is not None:
+        entry["card"] = card.name
     entry["cores"] = seen["cores"] or host.cores
     return entry | {"env": {TLS_DIR: "tls"}}
 

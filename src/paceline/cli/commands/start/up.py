@@ -42,12 +42,15 @@ def run(args: argparse.Namespace) -> int:
     config = several.with_hosts(config, hosts)
     on_gpus = config.learner.device != "cpu" and any(host.gpus for host in hosts.hosts)
     model, words = settle_model(config.model, on_gpus=on_gpus)
-    config = config.model_copy(update={"model": model})
+    remarks = [words] if words else []
+    config = config.model_copy(update={"model": model}).with_context()
     if config.placement == "colocated":
         config = settle_elsewhere(config, on_gpus=on_gpus)
     if on_gpus:
         config = with_memory(config, config.actor.memory.with_rest_of(LEAST))
+        config, copies = several.with_copies(config, hosts)
+        remarks += copies
     quick_check(config, here=False)
     check_hosts(hosts, tls_dir=os.environ.get(TLS_DIR), insecure=config.service.insecure)
     planner = ProcessPlanner(members=functools.partial(several.members, hosts))
-    return train(config, form=args.form, planner=planner, remarks=[*filter(None, [words]), *notes(config)])
+    return train(config, form=args.form, planner=planner, remarks=[*remarks, *notes(config)])
