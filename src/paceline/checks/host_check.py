@@ -11,11 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any
 
 from paceline.core.errors import EnvironmentLackError
+from paceline.core.ports import read_ports
 from paceline.launch import remote
 from paceline.launch.planning.hosts import Host, Hosts, shell_words
 from paceline.service.addresses import is_loopback
 from paceline.service.identity.credentials import CA_FILE, CERTIFICATE_FILE, KEY_FILE, TLS_DIR
 from paceline.service.packages import version
+from paceline.service.ports import kernel_fault
 
 _LIMIT_S = 60.0
 _CERTIFICATES = (
@@ -40,36 +42,45 @@ except metadata.PackageNotFoundError:
 folder = os.environ.get(asked["variable"], "")
 unread = [name for name in asked["files"] if not os.access(os.path.join(folder, name), os.R_OK)]
 meanings = {name: meaning(name) for name in asked["addresses"]}
+try:
+    kernel = list(map(int, open("/proc/sys/net/ipv4/ip_local_port_range").read().split()))
+except (OSError, ValueError):
+    kernel = []
 said = {"missing": missing, "version": version, "folder": folder, "unread": unread, "meanings": meanings}
+said["kernel"] = kernel
 print(json.dumps(said))
 """
 
 
-def check_hosts(hosts: Hosts, *, tls_dir: str | None = None, insecure: bool = False) -> None:
+def check_hosts(
+    hosts: Hosts, *, tls_dir: str | None = None, insecure: bool = False, ports: str | None = None
+) -> None:
     """Asks all hosts at once, over the remote shell that will start their services.
 
     Args:
         hosts: what HOSTS.yaml says.
         tls_dir: this machine's folder of TLS files.
         insecure: whether services may talk in plain text, as `service.insecure` says.
+        ports: `service.ports`.
 
     Raises:
-        EnvironmentLackError: a host cannot be reached, cannot run its services, or has no certificate; one
-            line per host.
+        EnvironmentLackError: a host cannot be reached, cannot run its services, has no certificate, or its
+            kernel gives other ports than a firewall lets pass; one line per host.
     """
     here = None
     if not (insecure or is_loopback(hosts.address) or tls_dir):
         here = f"this machine has no certificate: set {TLS_DIR}, {_CERTIFICATES}"
     with ThreadPoolExecutor(len(hosts.hosts)) as pool:
-        there = pool.map(lambda host: _fault(hosts, host, insecure=insecure), hosts.hosts)
+        there = pool.map(lambda host: _fault(hosts, host, insecure, ports), hosts.hosts)
         faults = [fault for fault in (here, *there) if fault]
     if faults:
         raise EnvironmentLackError("\n".join(faults))
 
 
-def _fault(hosts: Hosts, host: Host, *, insecure: bool) -> str | None:
+def _fault(hosts: Hosts, host: Host, insecure: bool, ports: str | None) -> str | None:
     modules = [f"paceline.{kind}" for kind in ("learner", "rollout", "reward") if getattr(host, kind)]
-    addresses = sorted({hosts.address, *(each.address for each in hosts.hosts)})
+    data = {each.data_address for each in hosts.hosts if each.data_address}
+    addresses = sorted({hosts.address, *(each.address for each in hosts.hosts), *data})
     files = [CA_FILE, CERTIFICATE_FILE, KEY_FILE]
     asked = {"modules": modules, "addresses": addresses, "variable": TLS_DIR, "files": files}
     try:
@@ -82,7 +93,19 @@ def _fault(hosts: Hosts, host: Host, *, insecure: bool) -> str | None:
     if own and answer["version"] and answer["version"] != own:
         return f"{host.name} has Paceline {answer['version']}, this machine {own}; install the same version"
     needs_tls = not (insecure or is_loopback(host.address))
-    return _misled(host, answer["meanings"]) or (_unproven(host, answer) if needs_tls else None)
+    return (
+        _misled(host, answer["meanings"])
+        or (_unproven(host, answer) if needs_tls else None)
+        or (_blocked(host, read_ports(ports), answer["kernel"]) if ports else None)
+    )
+
+
+def _blocked(host: Host, ports: range, kernel: Sequence[int]) -> str | None:
+    """Weights and gradients would take ports that a firewall does not let pass."""
+    if not (host.learner or host.rollout) or not kernel:
+        return None
+    fault = kernel_fault(ports, range(kernel[0], kernel[1] + 1))
+    return f"{host.name}: {fault}" if fault else None
 
 
 def ask_python(

@@ -7,6 +7,8 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from paceline.config.base import Section
+from paceline.core.errors import ConfigError
+from paceline.core.ports import read_ports
 
 
 class ProfileConfig(Section):
@@ -325,6 +327,12 @@ class ServiceConfig(Section):
         description="Port of the first rollout server that `paceline train` starts, for environments that "
         "attach; the next servers have the ports behind it. 0: any free ports.",
     )
+    ports: str | None = Field(
+        None,
+        description="FIRST-LAST, for a firewall: where no other setting names a port, servers and the weight "
+        "group's store take a free one of these. NCCL and gloo take the kernel's "
+        "(net.ipv4.ip_local_port_range), which `paceline up` checks on every host. null: any port.",
+    )
     heartbeat_s: float = Field(1.0, gt=0, description="How often members report.")
     suspect_after_s: float = Field(
         5.0, gt=0, description="Silence after which a member is suspected; five times that while it starts."
@@ -348,6 +356,16 @@ class ServiceConfig(Section):
         20.0, gt=0, description="Time budget of the ordered shutdown, after which processes are killed."
     )
     max_message_mib: int = Field(64, gt=0, description="Largest gRPC message.")
+
+    @field_validator("ports")
+    @classmethod
+    def _is_a_range(cls, ports: str | None) -> str | None:
+        if ports is not None:
+            try:
+                read_ports(ports)
+            except ConfigError as error:
+                raise ValueError(str(error)) from None
+        return ports
 
 
 class TelemetryConfig(Section):

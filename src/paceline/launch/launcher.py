@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.config.run import RunConfig
 from paceline.core.errors import DeadlineError, EnvironmentLackError, PacelineError, exit_code
+from paceline.core.ports import read_ports
 from paceline.core.run_record.run_events import EndEvent
 from paceline.launch.liveness import Liveness
 from paceline.launch.outcome import LaunchOutcome, error_at_start, failed, outcome_of_run
@@ -479,9 +480,9 @@ def _with_ports(config: RunConfig) -> RunConfig:
     reward service's if reward models attach to it. Restarted servers keep them.
     """
     service = config.service
-    ports = {}
+    ports, among = {}, read_ports(service.ports) if service.ports else None
     if not service.controller_port:
-        ports["controller_port"] = free_port()
+        ports["controller_port"] = free_port(among)
     if config.reward.models and not service.reward_port:
-        ports["reward_port"] = free_port()
+        ports["reward_port"] = free_port(among)
     return config.model_copy(update={"service": service.model_copy(update=ports)})

@@ -18,6 +18,8 @@ from paceline.core.errors import ConfigError, EnvironmentLackError
 
 _HOST = "PACELINE_HOST"
 _ADVERTISE = "PACELINE_ADVERTISE"
+DATA_HOST = "PACELINE_DATA_HOST"
+"""The variable of --data-host"""
 
 _WILDCARDS = ("0.0.0.0", "::")
 
@@ -180,6 +182,17 @@ def add_address_arguments(parser: argparse.ArgumentParser) -> None:
         default=from_environment(_ADVERTISE, ""),
         metavar="ADDRESS",
         help=f"address or name under which others reach this process, if it is not --host (or {_ADVERTISE})",
+    )
+
+
+def add_data_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds --data-host, with its form in the environment."""
+    parser.add_argument(
+        "--data-host",
+        default=from_environment(DATA_HOST, ""),
+        metavar="HOST",
+        help="address or interface of this machine, on the network that is to carry weights and what learner "
+        f"ranks exchange, if it is not --host (or {DATA_HOST})",
     )
 
 

@@ -18,9 +18,9 @@ from paceline.core.cards import Card, card_of
 from paceline.engines.registry import ENGINES
 from paceline.service import packages
 from paceline.service.observability.gpu_metrics import visible_gpus
+from paceline.service.ports import kernel_ports
 
 _NVIDIA = Path("/proc/driver/nvidia/gpus")
-_EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 # Kubernetes publishes services on the ports from 30000 on.
 _FIRST_PORT, _LAST_PORT, _PORT_TRIES = 15_000, 29_999, 50
 # Of its own: a seed set somewhere must not give two processes the same ports.
@@ -86,14 +86,15 @@ def num_cores() -> int:
     return cores if quota is None else max(1, min(cores, quota))
 
 
-def free_port() -> int:
+def free_port(among: range | None = None) -> int:
     """A port that nobody uses at this moment, and that this process has not been given before.
 
-    It is none of those that the system gives to connections, and to servers that take any port: whoever the
-    port is meant for may take seconds to bind it.
+    It is one of `among`, where a person has named ports. Else it is none of those that the system gives to
+    connections, and to servers that take any port: whoever the port is meant for may take seconds to bind it.
     """
-    below = _first_ephemeral_port()
-    candidates = range(_FIRST_PORT, min(below, _LAST_PORT + 1))
+    kernel = kernel_ports()
+    candidates = range(_FIRST_PORT, min(kernel[0] if kernel else 0, _LAST_PORT + 1))
+    candidates = among or candidates
     for port in _RANDOM.sample(candidates, min(_PORT_TRIES, len(candidates))):
         if port in _GIVEN:
             continue
@@ -104,13 +105,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _first_ephemeral_port() -> int:
-    try:
-        return int(_EPHEMERAL_PORTS.read_text().split()[0])
-    except (OSError, ValueError, IndexError):  # not Linux, or /proc is hidden
-        return 0
 
 
 def _gpu_indices() -> list[int]:

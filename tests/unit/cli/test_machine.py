@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.service import ports
 from paceline.sizing import machine
 from paceline.sizing.machine import free_port
 
@@ -15,15 +16,15 @@ from paceline.sizing.machine import free_port
 def ephemeral(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The kernel's file, to be written."""
     path = tmp_path / "ip_local_port_range"
-    monkeypatch.setattr(machine, "_EPHEMERAL_PORTS", path)
+    monkeypatch.setattr(ports, "_KERNEL", path)
     return path
 
 
 def test_a_chosen_port_is_none_that_the_system_gives_to_others(ephemeral: Path) -> None:
     ephemeral.write_text("20000\t60999\n")
-    ports = [free_port() for _ in range(200)]
-    assert all(15_000 <= port < 20_000 for port in ports)
-    assert len(set(ports)) == 200
+    chosen = [free_port() for _ in range(200)]
+    assert all(15_000 <= port < 20_000 for port in chosen)
+    assert len(set(chosen)) == 200
 
 
 def test_a_port_in_use_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

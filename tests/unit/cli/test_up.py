@@ -190,13 +190,13 @@ def test_each_host_has_a_copy_of_the_weights_where_its_gpus_have_room(
         8,
         "learner.fsdp_size=8: each host has a copy of the weights, which are gathered within it",
     )
-    one = "learner.fsdp_size: one copy of the weights over all hosts, as "
+    single = "learner.fsdp_size: one copy of the weights over all hosts, as "
     size, why = copies(cards=("H200", "L40S"))
     assert size is None
-    words = rf"{one}the learner would need \d+\.\d of 45\.0 GiB on each GPU with one per host"
+    words = rf"{single}the learner would need \d+\.\d of 45\.0 GiB on each GPU with one per host"
     assert re.fullmatch(words, why)
-    assert copies(cards=("H200", None)) == (None, f"{one}HOSTS.yaml does not name the card of each")
-    assert copies(cards=("H200", "H200"), ranks=(8, 4)) == (None, f"{one}they have 8, 4 ranks")
+    assert copies(cards=("H200", None)) == (None, f"{single}HOSTS.yaml does not name the card of each")
+    assert copies(cards=("H200", "H200"), ranks=(8, 4)) == (None, f"{single}they have 8, 4 ranks")
     assert copies(cards=("H200",), ranks=(8,)) == (None, "")
     given = {"world_size": 16, "fsdp_size": 4}
     assert copies(cards=("H200", "H200"), learner=given) == (4, "")

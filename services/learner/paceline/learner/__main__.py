@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     environment = RankEnvironment.read()
     if environment.rank > 0:
-        return run_follower(environment, options.host)
+        return run_follower(environment, options.host_of_data)
     return run_member(
         lambda session: LearnerApp(session, environment).run(),
         options,

@@ -23,7 +23,7 @@ from paceline.learner.train.state.learner import Learner
 from paceline.rpc.v1 import learner_pb2_grpc
 from paceline.service.addresses import split, to_bind
 from paceline.service.member.bootstrap import MemberSession
-from paceline.service.member.controller_link import MemberReport
+from paceline.service.member.controller_link import MemberReport, Registration
 from paceline.service.member.runtime import EXIT_INTERRUPTED, stop_grace_s
 from paceline.service.observability import telemetry
 from paceline.service.observability.logs import setup_logging
@@ -89,20 +89,12 @@ class LearnerApp:
         Raises:
             PacelineError: the group failed, or has to start again.
         """
-        self._environment.use_interface(self._session.options.host)
+        options = self._session.options
+        self._environment.use_interface(options.host_of_data)
         registration = await self._session.join(
             learner_pb2_grpc.add_LearnerServiceServicer_to_server, self._servicer, self._report
         )
-        assignment = RankRegistration(
-            config=registration.config,
-            broker_url=registration.broker_url,
-            checkpoints=registration.checkpoints,
-            checkpoint_root=registration.checkpoint_root,
-            checkpoint_marker=registration.checkpoint_marker,
-            run_dir=str(registration.run_dir),
-            host=to_bind(self._session.options.host),
-            advertise=split(self._session.link.address)[0],
-        )
+        assignment = self._assignment(registration)
         training = self._start_training(assignment)
         sent_back = self._session.context.spawn("restart wanted", self._servicer.restart_wanted())
         await self._session.context.stopping_or(training, sent_back)
@@ -111,7 +103,21 @@ class LearnerApp:
         else:
             await self._stop(training)
         if sent_back.done():
-            raise PeerLostError(f"starting again: {sent_back.result()}", peer=self._session.options.member_id)
+            raise PeerLostError(f"starting again: {sent_back.result()}", peer=options.member_id)
+
+    def _assignment(self, registration: Registration) -> RankRegistration:
+        """What the ranks need of the run, and where the rollout servers reach rank 0's store."""
+        options = self._session.options
+        return RankRegistration(
+            config=registration.config,
+            broker_url=registration.broker_url,
+            checkpoints=registration.checkpoints,
+            checkpoint_root=registration.checkpoint_root,
+            checkpoint_marker=registration.checkpoint_marker,
+            run_dir=str(registration.run_dir),
+            host=to_bind(options.host_of_data),
+            advertise=to_bind(options.data_host) or split(self._session.link.address)[0],
+        )
 
     def _start_training(self, assignment: RankRegistration) -> asyncio.Future[None]:
         """Starts the only thread that uses torch; a daemon: a hanging collective must not hold it."""

@@ -30,6 +30,7 @@ from paceline.service.addresses import choose_for_nccl, to_advertise, to_bind
 from paceline.service.identity.credentials import Credentials
 from paceline.service.member.bootstrap import MemberSession
 from paceline.service.member.controller_link import MemberReport, Registration
+from paceline.service.ports import warn_of_kernel
 from paceline.service.threads import in_stoppable_thread, in_thread
 from paceline.storage.models import local_model
 
@@ -69,7 +70,8 @@ class RolloutApp:
             self._report,
             on_reregistered=self._reregistered,
         )
-        choose_for_nccl(self._session.options.host)
+        choose_for_nccl(self._session.options.host_of_data)
+        warn_of_kernel(self._session.options.host_of_data)
         engine = await self._load(registration.config)
         if engine is not None:
             await self._serve(engine, registration)

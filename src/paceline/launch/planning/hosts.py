@@ -21,9 +21,9 @@ from paceline.core.cards import CARDS, read_gpus
 from paceline.core.errors import ConfigError
 from paceline.launch.planning import plan
 from paceline.launch.planning.plan import ProcessSpec, Role
-from paceline.service.addresses import is_loopback, join
-from paceline.sizing.copies import settle_copies
+from paceline.service.addresses import DATA_HOST, is_loopback, join
 from paceline.sizing.machine import Machine
+from paceline.sizing.update import settle_copies
 
 
 class Host(Section):
@@ -31,6 +31,11 @@ class Host(Section):
 
     name: str = Field(description="What the remote shell calls it, say USER@HOST.")
     address: str = Field(description="Address that its services listen on and that the others reach.")
+    data_address: str | None = Field(
+        None,
+        description="Its address on the network that is to carry weights and what learner ranks exchange; "
+        "null: address.",
+    )
     folder: str = Field(description="Working directory of its services.")
     python: str = Field("python3", description="Interpreter that has Paceline there.")
     env: dict[str, str] = Field({}, description="Further variables of its services, say PACELINE_TLS_DIR.")
@@ -211,7 +216,7 @@ def _rank(hosts: Hosts, slot: _Slot) -> dict[str, str]:
     return {
         "LOCAL_RANK": str(slot.number),
         "LOCAL_WORLD_SIZE": str(slot.total),
-        "MASTER_ADDR": first.address,
+        "MASTER_ADDR": first.data_address or first.address,
         **threads,
         **_visible(gpus),
     }
@@ -261,5 +266,6 @@ def _there(hosts: Hosts, host: Host, spec: ProcessSpec, env: dict[str, str]) -> 
     words = [host.python, *spec.command[1:]]
     if "--host" in words:
         words[words.index("--host") + 1] = host.address
-    env = {**spec.env, **env, **host.env}
+    data = {DATA_HOST: host.data_address} if host.data_address else {}
+    env = {**spec.env, **env, **data, **host.env}
     return replace(spec, command=tuple(words), env=env, shell=shell_words(hosts, host))

@@ -17,6 +17,7 @@ from paceline.runs.run_dir import START
 from paceline.service.identity.credentials import INSECURE, REWARD_TOKEN, TOKEN
 from paceline.service.member.bootstrap import MAX_MESSAGE_MIB
 from paceline.service.observability import prometheus
+from paceline.service.ports import PORTS
 from paceline.sizing.gpus import joined, share_gpus
 from paceline.sizing.machine import Machine
 from paceline.storage.hub import OFFLINE
@@ -304,6 +305,8 @@ def _common(config: RunConfig, *, num_threads: int | None = None) -> dict[str, s
     if num_threads is not None:
         variables["OMP_NUM_THREADS"] = str(num_threads)
     variables[MAX_MESSAGE_MIB] = str(config.service.max_message_mib)
+    if config.service.ports is not None:
+        variables[PORTS] = config.service.ports
     if config.service.insecure:
         variables[INSECURE] = "1"
     return variables

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from paceline.service.grpc.connection import (
 from paceline.service.grpc.fencing import TermFence
 from paceline.service.grpc.interceptor import CallInterceptor
 from paceline.service.identity.credentials import INSECURE, TLS_DIR, Credentials, server_credentials
+from paceline.service.ports import PORTS, ports_to_try
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +103,6 @@ async def start_server(
     host = to_bind(host)
     credentials = credentials or Credentials()
     _check_reach(host, credentials)
-    check_port(host, port, port_key)
     server = grpc.aio.server(
         interceptors=[CallInterceptor(credentials, fence or TermFence())],
         options=_options(max_message_bytes, has_tls=credentials.tls is not None),
@@ -111,17 +111,35 @@ async def start_server(
     health = health_aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     add(servicer, server)
-    try:
-        where = join(host, port)
-        if credentials.tls is None:
-            bound = server.add_insecure_port(where)
-        else:
-            proof = server_credentials(credentials.tls, asks_callers=credentials.asks_callers)
-            bound = server.add_secure_port(where, proof)
-    except RuntimeError as error:
-        raise _port_taken(host, port, port_key, str(error)) from error
+    bound = _bind(server, host, ports_to_try(port), credentials, port_key)
     await server.start()
     return RunningServer(advertise=to_advertise(host, advertise), port=bound, _server=server, _health=health)
+
+
+def _bind(
+    server: grpc.aio.Server, host: str, ports: Sequence[int], credentials: Credentials, port_key: str
+) -> int:
+    """Has the server listen on the first of the ports that is free; returns it."""
+    for port in ports:
+        try:
+            check_port(host, port, port_key)
+            return _add_port(server, join(host, port), credentials)
+        except RuntimeError as error:
+            fault = _port_taken(host, port, port_key, str(error))
+            fault.__cause__ = error
+        except EnvironmentLackError as error:
+            fault = error
+    if len(ports) > 1:
+        taken = f"of the ports {min(ports)}-{max(ports)} (service.ports, {PORTS}) none is free on {host}"
+        raise EnvironmentLackError(f"{taken}: {fault}; name more of them") from fault
+    raise fault
+
+
+def _add_port(server: grpc.aio.Server, where: str, credentials: Credentials) -> int:
+    if credentials.tls is None:
+        return server.add_insecure_port(where)
+    proof = server_credentials(credentials.tls, asks_callers=credentials.asks_callers)
+    return server.add_secure_port(where, proof)
 
 
 def _options(max_message_bytes: int, *, has_tls: bool) -> list[tuple[str, str | int]]:

@@ -20,7 +20,13 @@ import grpc
 
 from paceline.core.errors import EXIT_FINAL, EXIT_GIVEN, ConfigError, PacelineError, PeerLostError, exit_code
 from paceline.core.members import MemberKind
-from paceline.service.addresses import add_address_arguments, from_environment, to_advertise, to_bind
+from paceline.service.addresses import (
+    add_address_arguments,
+    add_data_argument,
+    from_environment,
+    to_advertise,
+    to_bind,
+)
 from paceline.service.grpc.connection import DEFAULT_MAX_MESSAGE_BYTES
 from paceline.service.grpc.fencing import TermFence
 from paceline.service.grpc.server import RunningServer, start_server
@@ -54,6 +60,7 @@ class MemberOptions:
         host: what it listens on.
         advertise: where others reach it; "": `host`, or for a wildcard the address on the route to the
             controller.
+        data_host: what carries weights and what learner ranks exchange; "": `host`.
     """
 
     controller: str
@@ -61,6 +68,12 @@ class MemberOptions:
     host: str
     port: int
     advertise: str = ""
+    data_host: str = ""
+
+    @property
+    def host_of_data(self) -> str:
+        """The address or interface of weights and of what learner ranks exchange."""
+        return self.data_host or self.host
 
     @classmethod
     def parse(cls, arguments: Sequence[str] | None, *, prog: str, kind: MemberKind, description: str) -> Self:
@@ -81,6 +94,7 @@ class MemberOptions:
             f"need one each (or {_MEMBER_ID}; default: %(default)s)",
         )
         add_address_arguments(parser)
+        add_data_argument(parser)
         parser.add_argument("--port", type=int, default=0, help="port to listen on; 0 takes any free one")
         return cls(**vars(parser.parse_args(arguments)))
 

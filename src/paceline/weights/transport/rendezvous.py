@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -23,6 +25,7 @@ from paceline.core.members import (
     peer_to_plain,
 )
 from paceline.service.addresses import is_wildcard, on_route_to
+from paceline.service.ports import ports_to_try
 from paceline.weights.plan.spec import WeightGroupSpec
 
 _ABANDONED = "abandoned"
@@ -78,13 +81,9 @@ def open_store(host: str, timeout_s: float, *, port: int = 0) -> TCPStore:
     """Opens a store that listens on `host` only; on `port`, or for 0 on a free one (`store.port`).
 
     Raises:
-        OSError: the port is taken, or `host` is not this machine's.
+        OSError: the port is taken, or all that may be used are, or `host` is not this machine's.
     """
-    family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
-        0
-    ]
-    both = is_wildcard(host) and family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-    with socket.create_server(place[:2], family=family, backlog=1024, dualstack_ipv6=both) as listener:
+    with _listener(host, ports_to_try(port)) as listener:
         port = listener.getsockname()[1]
         # Given only a host name, the store would listen on every interface.
         return TCPStore(
@@ -95,6 +94,20 @@ def open_store(host: str, timeout_s: float, *, port: int = 0) -> TCPStore:
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
+
+
+def _listener(host: str, ports: Sequence[int]) -> socket.socket:
+    """Listens on the first of the ports that is free."""
+    info = socket.getaddrinfo(host, ports[0], type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    family, place = info[0], info[4]
+    both = is_wildcard(host) and family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+    for port in ports:
+        try:
+            return socket.create_server((place[0], port), family=family, backlog=1024, dualstack_ipv6=both)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or port == ports[-1]:
+                raise
+    raise AssertionError("no port to try")
 
 
 class Abandonment:

@@ -207,7 +207,7 @@ class CountedGroup(RankGroup):
     exchanges: Exchanges
 
     def all_to_all(self, blocks: Tensor) -> Tensor:
-        """As in any group; absent, this rank keeps its own blocks, and the others get zeros."""
+        """Exchanges blocks; absent, this rank keeps its own, and the others get zeros."""
         is_absent = self.exchanges.is_absent
         sent = blocks.detach().contiguous()
         if is_absent:
@@ -218,7 +218,7 @@ class CountedGroup(RankGroup):
         return blocks.detach().clone() if is_absent else received
 
     def all_sum(self, values: Tensor) -> Tensor:
-        """As in any group; what a pass that is run again has summed before stays as it is on this rank."""
+        """Sums; in a pass that is run again, what it has summed before stays as it is on this rank."""
         total = values.detach().clone()
         if self.exchanges.take_part():
             dist.all_reduce(total, op=dist.ReduceOp.SUM, group=self.process_group)

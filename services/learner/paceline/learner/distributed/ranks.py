@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from paceline.core.errors import ConfigError, EnvironmentLackError
 from paceline.learner.distributed.mesh import RankGroup, form_fsdp_mesh, form_rows_mesh
 from paceline.service.addresses import choose_for_gloo, choose_for_nccl, is_loopback, join
+from paceline.service.ports import warn_of_kernel
 from paceline.weights.transport import rendezvous
 
 WRITE_TIMEOUT_S = 3600.0
@@ -92,6 +93,7 @@ class RankEnvironment:
             )
         choose_for_gloo(host)
         choose_for_nccl(host)
+        warn_of_kernel(host)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

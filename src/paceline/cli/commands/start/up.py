@@ -51,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
         config, copies = several.with_copies(config, hosts)
         remarks += copies
     quick_check(config, here=False)
-    check_hosts(hosts, tls_dir=os.environ.get(TLS_DIR), insecure=config.service.insecure)
+    service = config.service
+    check_hosts(hosts, tls_dir=os.environ.get(TLS_DIR), insecure=service.insecure, ports=service.ports)
     planner = ProcessPlanner(members=functools.partial(several.members, hosts))
     return train(config, form=args.form, planner=planner, remarks=[*remarks, *notes(config)])
