@@ -74,7 +74,7 @@ def _converse(template: str, ends: tuple[str, ...]) -> None:
     rng = random.Random(template)
     for _ in range(NUM_CONVERSATIONS):
         messages: list[dict[str, Any]] = [{"role": "user", "content": text(rng)}]
-        recorder = Recorder(joiner.prompt(messages, [TOOL]))
+        recorder = Recorder(joiner.prompt(messages, [TOOL] if joiner.shows_tools() else []))
         prompt, sampled, spans = recorder.context, [], []
         for _ in range(rng.randint(1, 4)):
             said = text(rng)

@@ -41,6 +41,16 @@ def environment_line(config: RunConfig) -> str:
     return check_environment(config)
 
 
+def _environment_line(config: RunConfig) -> str:
+    """What `environment_line` says, and what became of one episode with the environment."""
+    from paceline.rollout.episodes.check import check_episode
+
+    line, service = environment_line(config), config.rollout.environment
+    if service is None or service.address is None:
+        return line
+    return f"{line}\n      an episode: {check_episode(config)}"
+
+
 def _log_probs_line(config: RunConfig, kept: Path) -> str:
     return engine_log_probs(config, kept)
 
@@ -48,7 +58,7 @@ def _log_probs_line(config: RunConfig, kept: Path) -> str:
 CHECKS = (
     PreflightCheck(name="episodes", run=_episodes_line),
     PreflightCheck(name="engine", run=engine_line),
-    PreflightCheck(name="environment", run=environment_line, needs=CheckNeed.HERE),
+    PreflightCheck(name="environment", run=_environment_line, needs=CheckNeed.HERE),
     PreflightCheck(
         name="engine's log-probs",
         run=_log_probs_line,

@@ -86,7 +86,12 @@ class Environment:
         return Observation()
 
     async def step(self, action: Message) -> Observation:
-        """Answers a turn: by default it makes its tool calls, and ends the episode at a turn without any."""
+        """Answers a turn: by default it makes its tool calls, and ends the episode at a turn without any.
+
+        Args:
+            action: the policy's turn. `content` is its text without special tokens, calls included;
+                `tool_calls` has a `ToolCall` each: `name`, `arguments` (a dict), `call_id`, `problem`.
+        """
         return await self.call_tools(action)
 
     async def run(self, *, base_url: str, token: str, model: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -130,7 +130,7 @@ async def stream(
     phase: str,
     peer: str,
     timeout_s: float | None = None,
-) -> AsyncIterator[_Reply]:
+) -> AsyncGenerator[_Reply, None]:
     """The replies of a server-streaming call; errors as in `call`.
 
     `timeout_s` bounds the duration of the stream. With None only the keep-alive ends it, about 15 s after the

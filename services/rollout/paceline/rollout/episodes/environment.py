@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Protocol, Self, runtime_checkable
 
 from paceline.core.errors import PeerLostError
 from paceline.core.samples.chat import Message, ToolSpec
+from paceline.core.samples.trajectory import PromptGroup
 
 
 class EnvironmentLostError(PeerLostError):
@@ -32,6 +34,25 @@ class EpisodeTask:
     task: Mapping[str, object]
     task_seed: int
     episode_seed: int
+
+    @classmethod
+    def of(cls, group: PromptGroup, index: int, attempt: int) -> Self:
+        """The task of one sample of a prompt group."""
+        context = group.context
+        start = f"{group.step}/{group.prompt_id}/{group.seeds[0]}".encode()
+        return cls(
+            run_id=group.run_id,
+            trajectory_id=str(group.trajectory_id(index)),
+            attempt=attempt,
+            task={
+                "messages": [dict(message) for message in group.messages],
+                "ground_truth": context.ground_truth,
+                "data_source": context.data_source,
+                **context.extra,
+            },
+            task_seed=int.from_bytes(hashlib.blake2b(start, digest_size=8).digest(), "big") >> 33,
+            episode_seed=group.seeds[index],
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
 import logging
 import time
@@ -27,7 +26,7 @@ from paceline.rollout.episodes.environment import (
 )
 from paceline.rollout.episodes.environments.attached import AttachedEnvironment
 from paceline.rollout.episodes.environments.remote import RemoteEnvironment, RemoteEnvironmentOptions
-from paceline.rollout.episodes.joiner import Joiner
+from paceline.rollout.episodes.joiner import TOOLS_NOT_SHOWN, Joiner
 from paceline.rollout.episodes.loop import EpisodeRules, Slot, run_episode
 from paceline.rollout.episodes.recorder import Draw
 from paceline.rollout.episodes.states import EpisodeLimits
@@ -111,7 +110,7 @@ class Episodes:
         self, group: PromptGroup, index: int, serial: str, slot: Slot, admitted: AdmittedConversation
     ) -> Draw:
         for retry in itertools.count():
-            session = self._environment.session(self._task(group, index))
+            session = self._environment.session(EpisodeTask.of(group, index, self._next_attempt()))
             try:
                 drawn = await self._run(group, index, session, slot, f"{serial}.{retry}", admitted)
                 slot.end()
@@ -159,23 +158,6 @@ class Episodes:
         samples = await self._engine.generate([request])
         self._check(group, samples)
         return samples[0]
-
-    def _task(self, group: PromptGroup, index: int) -> EpisodeTask:
-        context = group.context
-        start = f"{group.step}/{group.prompt_id}/{group.seeds[0]}".encode()
-        return EpisodeTask(
-            run_id=group.run_id,
-            trajectory_id=str(group.trajectory_id(index)),
-            attempt=self._next_attempt(),
-            task={
-                "messages": [dict(message) for message in group.messages],
-                "ground_truth": context.ground_truth,
-                "data_source": context.data_source,
-                **context.extra,
-            },
-            task_seed=int.from_bytes(hashlib.blake2b(start, digest_size=8).digest(), "big") >> 33,
-            episode_seed=group.seeds[index],
-        )
 
     def _next_attempt(self) -> int:
         """The time in microseconds: it rises over servers and their restarts, and if the broker is lost."""
@@ -228,7 +210,7 @@ def rules_of(config: RunConfig, tokenizer: Tokenizer, stop_token_ids: tuple[int,
     """What the configuration asks of episodes.
 
     Raises:
-        ModelError: the chat template does not pass the self-test, or shows no tools.
+        ModelError: the chat template does not pass the self-test, or does not show `rollout.tools`.
         ConfigError: there is no such format of calls.
     """
     episode = config.rollout.episode
@@ -241,11 +223,8 @@ def rules_of(config: RunConfig, tokenizer: Tokenizer, stop_token_ids: tuple[int,
         observation_tokens=episode.observation_tokens,
         show_tools=episode.show_tools,
     )
-    if episode.show_tools and not joiner.shows_tools():
-        raise ModelError(
-            "the chat template does not tell the model of its tools: describe them in the prompts, and set "
-            "rollout.episode.show_tools: false to say that this is meant"
-        )
+    if config.rollout.tools and episode.show_tools and not joiner.shows_tools():
+        raise ModelError(TOOLS_NOT_SHOWN)
     return EpisodeRules(
         limits=EpisodeLimits.of(config.rollout, config.data.max_response_length),
         joiner=joiner,

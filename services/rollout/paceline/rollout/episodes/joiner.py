@@ -12,10 +12,15 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.core.errors import ModelError
+from paceline.core.errors import InvalidMessageError, ModelError
 from paceline.core.samples.chat import Message, ToolSpec
 from paceline.core.text import encodable
 from paceline.data.prompts import Tokenizer
+
+TOOLS_NOT_SHOWN = (
+    "the chat template does not tell the model of its tools: describe them in the prompts, and set "
+    "rollout.episode.show_tools: false to say that this is meant"
+)
 
 _MARK = "MARK7Q"
 _QUESTION = "QUESTION7Q"
@@ -67,6 +72,7 @@ class Joiner:
         self._token_chars = _longest_token(tokenizer.get_vocab())
         self.tool_role = "tool"
         self.tool_role = self._self_test()
+        self._can_show_tools = self.shows_tools()
 
     def prompt(
         self,
@@ -79,7 +85,10 @@ class Joiner:
 
         Raises:
             TooManyTokensError: there are more than `most`; a text that is much too long is not tokenized.
+            InvalidMessageError: the template shows no tools, and there are some.
         """
+        if tools and self.show_tools and not self._can_show_tools:
+            raise InvalidMessageError(TOOLS_NOT_SHOWN, reason="tools_not_shown")
         shown = [self.without_control(tool.to_template()) for tool in tools] if self.show_tools else []
         return self._encode_most(self._render(list(messages), tools=shown), most)
 

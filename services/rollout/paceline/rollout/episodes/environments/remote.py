@@ -37,7 +37,7 @@ from paceline.wire.calls.environment import (
     messages_from_proto,
     tool_from_proto,
 )
-from paceline.wire.json_object import write_json_object
+from paceline.wire.json_object import read_json_object, write_json_object
 
 log = logging.getLogger(__name__)
 
@@ -126,6 +126,28 @@ class RemoteEnvironment:
             peer=self._peer,
             wait_for_ready=True,
         )
+
+    async def first_tasks(self, at_most: int) -> list[dict[str, object]]:
+        """The first rows for training of an environment that has rows; it has been started.
+
+        Raises:
+            PacelineError: as `channels.stream`; it serves no rows, for one.
+        """
+        assert self._channel is not None, "the environment has been started"
+        rows: list[dict[str, object]] = []
+        answers = channels.stream(
+            environment_pb2_grpc.EnvironmentServiceStub(self._channel).Tasks,
+            pb.EnvironmentTasksRequest(split="train"),
+            phase="TASKS",
+            peer=self._peer,
+            timeout_s=self._options.call_s,
+        )
+        async with contextlib.aclosing(answers):
+            async for answer in answers:
+                rows.append(read_json_object(answer.task_json, f"task of the {self._peer}"))
+                if len(rows) == at_most:
+                    break
+        return rows
 
     async def close(self) -> None:
         """Closes the connection to the service."""

@@ -27,6 +27,13 @@ def without_calls(text: str, call_format: str) -> str:
     return _TAGGED.sub("", text).strip() if call_format == "tagged" else ""
 
 
+def write_call(name: str, arguments: Mapping[str, object], call_format: str) -> str:
+    """A call as a policy writes it."""
+    if call_format == "json":
+        return json.dumps({"name": name, "parameters": arguments})
+    return f"{_OPEN}{json.dumps({'name': name, 'arguments': arguments})}{_CLOSE}"
+
+
 def format_of(template: str) -> str:
     """The format that a chat template teaches; `tagged` where it teaches none."""
     if _OPEN in template:
