@@ -377,6 +377,7 @@ def test_a_host_that_does_not_answer_is_not_waited_for_long(
 
 PYTHON = """#!/bin/sh
 echo "$PACELINE_TLS_DIR $PACELINE_REDIS_PASSWORD_FILE $@" >> {folder}/calls
+[ "$4" != "$SIGNALLED_AT" ] || kill -TERM $PPID
 case "$3" in
   redis) trap 'echo redis ended >> {folder}/calls; exit 0' TERM; while :; do sleep 0.01; done ;;
   up) cp "$4" {folder}/hosts.yaml; {up} ;;
@@ -480,6 +481,25 @@ def test_a_slurm_job_that_is_to_end_saves_and_is_queued_again(
     assert ("scontrol requeue 42" in calls) is queued
     words = re.findall(r"^#SBATCH (\S+)", SBATCH.read_text(), flags=re.M)
     assert {"--requeue", "--open-mode=append", "--signal=B:TERM@180"} <= set(words)
+
+
+@pytest.mark.parametrize("at", ["init", "issue"])
+def test_a_slurm_job_that_is_to_end_before_it_has_begun_is_queued_again(at: str, tmp_path: Path) -> None:
+    """Its Redis has ended, too, or this would wait for it."""
+    (tmp_path / "scratch").mkdir()
+    done = run_sbatch(tmp_path, 2, SIGNALLED_AT=at, TMPDIR=str(tmp_path / "scratch"))
+    assert done.returncode == 143, done.stderr
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert not any(" up " in call for call in calls)
+    assert calls.count("scontrol requeue 42") == 1
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
+def test_a_signal_to_a_slurm_job_is_not_lost_while_paceline_up_starts(tmp_path: Path) -> None:
+    """Before it listens to SIGINT: this one never does, and would end with 0."""
+    done = run_sbatch(tmp_path, 2, up="kill -TERM $PPID; exec sleep 60")
+    assert done.returncode == 130, done.stderr
+    assert "scontrol requeue 42" in (tmp_path / "calls").read_text().splitlines()
 
 
 @pytest.mark.parametrize(
