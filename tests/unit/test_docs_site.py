@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+from paceline.cli.main import COMMANDS
 from support import source
 
 
@@ -23,3 +25,15 @@ def test_the_site_is_built_and_no_link_is_broken(tmp_path: Path) -> None:
     assert built == {str(page.relative_to(source.ROOT / "docs").with_suffix(".html")) for page in pages}
     start = (tmp_path / "index.html").read_text()
     assert "fonts.googleapis" not in start, "a page asks nobody but its own server"
+
+
+def test_the_operators_page_says_for_each_verb_what_to_type_everywhere() -> None:
+    text = (source.ROOT / "docs" / "operate.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.split(" | ")] for line in text.splitlines() if line[:1] == "|"]
+    assert {len(row) for row in rows[:1] + rows[2:]} == {4}
+    assert all(len(cell) > 3 for row in rows[2:] for cell in row)
+    verbs = {row[0].removeprefix("| ") for row in rows[2:]}
+    assert {"build", "run", "stop", "upgrade", "back up", "monitor", "renew", "remove"} <= verbs
+    named = set(re.findall(r"`paceline ([a-z]+)", text))
+    assert named <= set(COMMANDS)
+    assert {"train", "up", "stop", "status", "verify", "hosts", "certs"} <= named
