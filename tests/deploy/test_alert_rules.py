@@ -57,6 +57,11 @@ CASES: dict[str, tuple[dict[str, str], dict[str, str], int]] = {
         {'paceline_member_silence_seconds{member="r"}': "1x20"},
         3,
     ),
+    "PacelineCertificateEnds": (
+        {'paceline_certificate_life_left_ratio{file="ca.pem",instance="l"}': "0.3 0.2x20"},
+        {'paceline_certificate_life_left_ratio{file="cert.pem",instance="l"}': "0.45x20"},
+        9,
+    ),
     "PacelineRestartsAgainAndAgain": (
         {'paceline_member_restarts_total{member="r"}': "0+1x20"},
         {'paceline_member_restarts_total{member="r"}': "0 0 1x20"},

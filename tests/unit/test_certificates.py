@@ -28,6 +28,7 @@ from paceline.service.grpc import channels
 from paceline.service.grpc.server import RunningServer, start_server
 from paceline.service.identity.credentials import Credentials, LatestTls, TlsFiles
 from paceline.service.identity.tokens import Scope, mint
+from paceline.service.identity.validity import life_left
 from support.fake_controller import FakeController, notice_event
 
 DAY_S = 86_400
@@ -299,6 +300,28 @@ def test_an_authority_that_has_run_out_is_followed_at_once(tmp_path: Path, calen
     (tmp_path / "ca.pem").write_bytes((issue_stranger(tmp_path) / "ca.pem").read_bytes())
     with pytest.raises(EnvironmentLackError, match=r"ca\.key is not the key.*paceline certs init"):
         Authority.load(tmp_path)
+
+
+def test_the_share_of_the_days_that_is_left(tmp_path: Path, calendar: Calendar) -> None:
+    Authority.create(tmp_path, days=360)
+    certificates.renew(tmp_path, ["redis"], days=30)
+    share = (tmp_path / "redis" / "cert.pem").read_text(), (tmp_path / "redis" / "ca.pem").read_text()
+    for days, redis, authority in (
+        (0, 1.0, 1.0),
+        (15, 0.5, 345 / 360),
+        (29, 1 / 30, 331 / 360),
+        (40, 0, 320 / 360),
+    ):
+        now = calendar.now + datetime.timedelta(days=days)
+        assert [life_left(pem, now) for pem in share] == pytest.approx([redis, authority], abs=1e-3)
+    calendar.pass_days(200)
+    certificates.renew(tmp_path, ["redis"])
+    both = (tmp_path / "redis" / "ca.pem").read_text()
+    assert both.count("BEGIN") == 2
+    assert life_left(both, calendar.now) > 0.99
+    assert life_left(both, calendar.now - datetime.timedelta(days=300)) == 1.0
+    with pytest.raises(ValueError, match="no certificate"):
+        life_left((tmp_path / "ca.key").read_text(), calendar.now)
 
 
 def issue_stranger(folder: Path) -> Path:

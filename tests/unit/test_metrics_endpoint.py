@@ -143,3 +143,16 @@ def test_the_document_has_every_refusal() -> None:
     section = DOCS.read_text(encoding="utf-8").partition("## The metrics endpoint\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| ([^|]+) \|", section, flags=re.MULTILINE)
     assert set(rows) == {"caller", *KINDS}
+
+
+def test_the_metrics_say_how_much_of_the_certificates_days_is_left(folder: Path, port: int) -> None:
+    def left() -> dict[str, float]:
+        text = scrape(port, trusting(folder, "prometheus"))
+        series = re.findall(r"^paceline_certificate_life_left_ratio\{(.*)\} (\S+)$", text, re.M)
+        return {re.findall(r'file="([^"]+)"', labels)[0]: float(value) for labels, value in series}
+
+    issue(folder, "prometheus", role="client")
+    assert left() == {"cert.pem": pytest.approx(1.0, abs=0.1), "ca.pem": pytest.approx(1.0, abs=0.1)}
+    # It began five minutes ago, and has one to go.
+    issue(folder, "controller", days=1 / 1440)
+    assert left() == {"cert.pem": pytest.approx(1 / 12, abs=1 / 12), "ca.pem": pytest.approx(1.0, abs=0.1)}

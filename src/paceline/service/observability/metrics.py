@@ -72,6 +72,13 @@ OPEN_FILES = Metric(
 START_TIME = Metric(
     name="paceline_process_start_time_seconds", help="Unix time at which the process started.", services=_ALL
 )
+CERTIFICATE_LIFE = Metric(
+    name="paceline_certificate_life_left_ratio",
+    help="Share of the days that is left of the process's certificate (file=cert.pem), and of the last authority "
+    "that it trusts (file=ca.pem). Both are renewed at half. None without TLS.",
+    labels=("file",),
+    services=_ALL,
+)
 LOOP_LAG = Metric(
     name="paceline_event_loop_lag_seconds",
     help="Largest lag of the event loop in the last 10 s: how late it ran what was due.",

@@ -1,12 +1,17 @@
-"""Memory, CPU time and open files of this process, measured when somebody asks for the metrics."""
+"""Memory, CPU time, open files and certificate of this process, measured when somebody asks for the metrics."""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 
+from paceline.service.identity.credentials import CA_FILE, CERTIFICATE_FILE, TLS_DIR
+from paceline.service.identity.validity import life_left
 from paceline.service.observability import metrics
 from paceline.service.observability.metrics import Observation, Observe
 
@@ -27,6 +32,14 @@ def observe_process(observe: Observe) -> None:
         times = process.cpu_times()
         yield times.user + times.system + times.children_user + times.children_system, {}
 
+    def certificates() -> Iterator[Observation]:
+        folder = os.environ.get(TLS_DIR, "")
+        for name in (CERTIFICATE_FILE, CA_FILE) if folder else ():
+            with contextlib.suppress(OSError, ValueError):  # amid a replacement
+                text = Path(folder, name).read_text(encoding="ascii")
+                yield life_left(text, datetime.datetime.now(datetime.UTC)), {"file": name}
+
+    observe(metrics.CERTIFICATE_LIFE, certificates)
     observe(metrics.MEMORY, memory)
     observe(metrics.CPU, cpu)
     observe(metrics.OPEN_FILES, lambda: [(process.num_fds(), {})])
