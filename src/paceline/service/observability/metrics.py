@@ -74,8 +74,8 @@ START_TIME = Metric(
 )
 CERTIFICATE_LIFE = Metric(
     name="paceline_certificate_life_left_ratio",
-    help="Share of the days that is left of the process's certificate (file=cert.pem), and of the last authority "
-    "that it trusts (file=ca.pem). Both are renewed at half. None without TLS.",
+    help="Share of the days that is left of the process's certificate (file=cert.pem), and of the last "
+    "authority that it trusts (file=ca.pem). Both are renewed at half. None without TLS.",
     labels=("file",),
     services=_ALL,
 )

@@ -1,4 +1,4 @@
-"""Memory, CPU time, open files and certificate of this process, measured when somebody asks for the metrics."""
+"""Memory, CPU time, open files and certificate of this process, measured when the metrics are read."""
 
 from __future__ import annotations
 
