@@ -17,8 +17,8 @@ def life_left(pem: str, now: datetime.datetime) -> float:
     Raises:
         ValueError: there is no certificate whose days can be read.
     """
-    found = [_VALIDITY.search(ssl.PEM_cert_to_DER_cert(block)) for block in _PEM.findall(pem)]
-    spans = [(_time(match[1]), _time(match[2])) for match in found if match]
+    matches = [_VALIDITY.search(ssl.PEM_cert_to_DER_cert(block)) for block in _PEM.findall(pem)]
+    spans = [(_time(match[1]), _time(match[2])) for match in matches if match]
     if not spans:
         raise ValueError("no certificate whose days can be read")
     return max(max(0.0, min(1.0, (end - now) / (end - start))) for start, end in spans)
