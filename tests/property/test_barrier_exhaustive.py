@@ -51,6 +51,7 @@ class Bag:
     verdicts: frozenset[Verdict]
     with_greedy: bool = False
     max_extra: int | None = None
+    policy: PolicyTag = POLICY
 
 
 def good(prompt_id: int, sample_index: int, **fields: Any) -> ScoredHeader:
@@ -67,6 +68,7 @@ def failed(prompt_id: int, sample_index: int, kind: str = "timeout", **fields: A
     return scored(prompt_id, sample_index, reward_error=(kind, f"it was a {kind}"), **fields)
 
 
+OLDER = PolicyTag(version=POLICY.version - 2, digest="00000000000000bb")
 GREEDY = {"purpose": Purpose.GREEDY}
 OTHER = {"server_id": "rollout-1"}
 """A copy from another server has the same tokens, so its blob has the same digest."""
@@ -97,6 +99,28 @@ BAGS = {
                 Verdict.UNKNOWN,
             }
         ),
+    ),
+    "versions around that of a bound": Bag(
+        messages=(
+            *samples(1, policy=OLDER),
+            *samples(2, policy=OLDER),
+            *(good(1, 0, policy=PolicyTag(version=v, digest=OLDER.digest)) for v in (0, 2, 3)),
+            *(failed(2, 1, policy=PolicyTag(version=v, digest=OLDER.digest)) for v in (0, 2)),
+            good(2, 1, policy=POLICY),
+            good(1, 1, policy=PolicyTag(version=OLDER.version, digest="f" * 16)),
+            good(1, 0, policy=OLDER, step=3),
+            good(2, 0, policy=OLDER, **OTHER),
+        ),
+        verdicts=frozenset(
+            {
+                Verdict.ADMITTED,
+                Verdict.DUPLICATE,
+                Verdict.WRONG_VERSION,
+                Verdict.WRONG_DIGEST,
+                Verdict.UNKNOWN,
+            }
+        ),
+        policy=OLDER,
     ),
     "failures and late copies": Bag(
         messages=(
@@ -188,7 +212,7 @@ class Oracle:
         )
 
     def expect(self, arrived: Collection[Message]) -> Expectation:
-        headers = [m for m in arrived if isinstance(m, ScoredHeader) and _counts(m)]
+        headers = [m for m in arrived if isinstance(m, ScoredHeader) and _counts(m, self.bag)]
         rewards = {h.trajectory_id: h.reward for h in headers if h.reward_error is None}
         complete = {p for p, keys in self._keys.items() if all(key in rewards for key in keys)}
         asked, aside = list(FIRST), set[int]()
@@ -225,11 +249,11 @@ class Oracle:
         return {key: min(texts) for key, texts in reasons.items()}
 
 
-def _counts(header: ScoredHeader) -> bool:
+def _counts(header: ScoredHeader, bag: Bag) -> bool:
     """Whether a header is of this collection at all."""
     key = header.trajectory_id
     return (
-        header.policy == POLICY
+        header.policy == bag.policy
         and key.step == 4
         and key.purpose != "validate"
         and key.sample_index < (NUM_SAMPLES if key.purpose == "train" else 1)
@@ -246,7 +270,8 @@ class State:
     def __init__(self, bag: Bag) -> None:
         self.barrier = Barrier(
             step=4,
-            policy=POLICY,
+            policy=bag.policy,
+            max_staleness=bag.policy.staleness_in(4),
             counts={"train": NUM_SAMPLES} | ({"greedy": 1} if bag.with_greedy else {}),
             prompts=FIRST,
         )
@@ -354,20 +379,20 @@ def test_every_state_follows_from_what_has_arrived(name: str) -> None:
         expected, barrier = oracle.expect(messages), state.barrier
         assert barrier.closed == expected.closed
         assert barrier.num_groups == len(expected.asked)
-        assert barrier.num_admitted == len(_admitted(messages, expected.asked, bag.with_greedy))
+        assert barrier.num_admitted == len(_admitted(messages, expected.asked, bag))
         if barrier.closed:
             check_outcome(barrier, expected, bag)
 
 
-def _admitted(messages: Iterable[Message], asked: Collection[int], with_greedy: bool) -> set[TrajectoryId]:
+def _admitted(messages: Iterable[Message], asked: Collection[int], bag: Bag) -> set[TrajectoryId]:
     return {
         m.trajectory_id
         for m in messages
         if isinstance(m, ScoredHeader)
-        and _counts(m)
+        and _counts(m, bag)
         and m.reward_error is None
         and m.trajectory_id.prompt_id in asked
-        and (with_greedy or m.trajectory_id.purpose == "train")
+        and (bag.with_greedy or m.trajectory_id.purpose == "train")
     }
 
 
@@ -375,7 +400,7 @@ def check_outcome(barrier: Barrier, expected: Expectation, bag: Bag) -> None:
     """I1 to I3 for a closed barrier."""
     batch, greedy = barrier.batch(), barrier.beside().get("greedy", [])
     # I1: nothing but the step's policy, under any name.
-    assert {h.policy for h in [*batch, *barrier.aside(), *greedy]} <= {POLICY}
+    assert {h.policy for h in [*batch, *barrier.aside(), *greedy]} <= {bag.policy}
     # I2: each prompt ends in one of three ways, with a reason where it is left out.
     assert {d.prompt_id: d.reason for d in barrier.dropped} == expected.dropped
     assert {h.trajectory_id.prompt_id for h in batch} == expected.trained

@@ -49,6 +49,9 @@ NEEDLESS: dict[str, str] = {
     "paceline.controller.run.work_ahead:WorkAheadDriver.during: await task": (
         "the call under way has learner.command_timeout_s, and no other follows it"
     ),
+    "paceline.controller.run.lookahead:Lookahead.settle: await task": (
+        "barrier.collect_timeout_s bounds each of the collections that it consists of"
+    ),
     "paceline.controller.run.work_ahead:_Shift.run: self._changed.wait": (
         "barrier.collect_timeout_s bounds the collection that it works beside"
     ),

@@ -7,8 +7,6 @@ with the empty server, as they may where another server takes over.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import functools
 import json
 import os
@@ -18,14 +16,12 @@ from typing import Any
 
 import pytest
 
-from paceline.broker.memory import MemoryBroker
 from paceline.controller.batch import collect
 from paceline.controller.run import backoff
 from paceline.controller.verify.check import verify
 from paceline.core.guard import Reading
-from paceline.core.members import LearnerState, MemberKind
-from support.fake_fleet import FakeServices, score_all
-from support.sequencer_run import SequencerRun, config, run_of
+from support.faulty_fleet import FaultyFleet, Killed, nothing
+from support.sequencer_run import SequencerRun, config
 from support.training_run import assert_same_metrics
 
 CHANGES: dict[str, Any] = {
@@ -39,86 +35,6 @@ CHANGES: dict[str, Any] = {
 TRANSPORT = ("barrier/duplicates", "barrier/rejected", "weights/bytes", "weights/relayed_bytes")
 
 
-class Killed(Exception):
-    """The controller's process ends here."""
-
-
-class Fleet:
-    """The parts of a run that outlive its controller."""
-
-    def __init__(self, folder: Path, changes: dict[str, Any] | None = None) -> None:
-        folder.mkdir(exist_ok=True)
-        self.folder, self.changes = folder, {**CHANGES, **(changes or {})}
-        self.services, self.broker, self.restarts = FakeServices(), MemoryBroker(), 0
-        self.services.writes = True
-        self.services.has_blob = lambda key: key in self.broker._store.blobs
-
-    def empty(self) -> None:
-        store = self.broker._store
-        store.streams.clear()
-        store.blobs.clear()
-        store.last_number = 0
-
-    def lose_messages(self, share: str) -> None:
-        """Only the marker, the groups and the blobs stay, and every other message if `share` is half."""
-        for stream in self.broker._store.streams.values():
-            for number in list(stream.entries)[:: 2 if share == "half" else 1]:
-                del stream.entries[number]
-                for group in stream.groups.values():
-                    group.pending.pop(number, None)
-
-    def restart_learner(self, it: SequencerRun, reason: str) -> None:
-        steps = [int(path.parent.name[5:]) for path in self.folder.glob("checkpoints/step_*/manifest.json")]
-        services, self.restarts = self.services, self.restarts + 1
-        services.version = max(steps, default=0)
-        services.source = services.sources.get(services.version, services.version)
-        services.trained.clear()
-        changes = it.supervisor.fleet.register(
-            kind=MemberKind.LEARNER,
-            member_id="learner",
-            incarnation=f"life {self.restarts}",
-            address="learner",
-            num_ranks=1,
-            state=LearnerState.READY,
-        )
-        self.restarting = asyncio.get_running_loop().create_task(it.supervisor.apply(changes))
-
-    async def live(self, at: Callable[[SequencerRun, dict[str, Any]], None]) -> bool:
-        """One life of a controller; `at` is called after each event; returns whether it reached the end."""
-        async with run_of(config(**self.changes), self.folder, self.services, self.broker) as it:
-            self.services.restarted = lambda reason: self.restart_learner(it, reason)
-            record_all, dead = it.journal.record_all, []
-
-            def recording(events: Any) -> None:
-                for event in list(events):
-                    if dead:
-                        raise Killed
-                    record_all([event])
-                    try:
-                        at(it, dict(event))
-                    except Killed:
-                        dead.append(event)
-                        raise
-
-            it.journal.record_all = recording  # type: ignore[method-assign]
-            try:
-                await it.enlist_all()
-                await it.go(score_all)
-            except Killed:
-                return False
-            finally:
-                others = asyncio.all_tasks() - {asyncio.current_task()}
-                for task in others:
-                    task.cancel()
-                with contextlib.suppress(Killed):
-                    await asyncio.gather(*others, return_exceptions=True)
-        return True
-
-
-def nothing(it: SequencerRun, event: dict[str, Any]) -> None:
-    """Disturbs nothing."""
-
-
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collect, "_CHECK_S", 0.03)
@@ -127,7 +43,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda file: None)
 
 
-def check(fleet: Fleet, calm: Fleet, what: str) -> None:
+def check(fleet: FaultyFleet, calm: FaultyFleet, what: str) -> None:
     assert_same_metrics(lines(fleet), lines(calm), without=TRANSPORT)
     (fleet.folder / "config.resolved.yaml").write_text(config(**fleet.changes).model_dump_json())
     findings = verify(fleet.folder)
@@ -135,11 +51,11 @@ def check(fleet: Fleet, calm: Fleet, what: str) -> None:
     assert findings.counts["steps finished"] == 3, what
 
 
-def lines(fleet: Fleet) -> list[dict[str, Any]]:
+def lines(fleet: FaultyFleet) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (fleet.folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def rolled_back(fleet: Fleet) -> Fleet:
+def rolled_back(fleet: FaultyFleet) -> FaultyFleet:
     fleet.services.readings = {2: [Reading(rule="ppo_kl", network="actor", value=0.3)]}
     return fleet
 
@@ -147,8 +63,8 @@ def rolled_back(fleet: Fleet) -> Fleet:
 ROLLBACK = {"guard__ppo_kl": {"rollback": 0.1, "skip": None}}
 
 
-async def calm_run(folder: Path) -> tuple[Fleet, list[dict[str, Any]]]:
-    calm, events = rolled_back(Fleet(folder, ROLLBACK)), list[dict[str, Any]]()
+async def calm_run(folder: Path) -> tuple[FaultyFleet, list[dict[str, Any]]]:
+    calm, events = rolled_back(FaultyFleet(folder, CHANGES | ROLLBACK)), list[dict[str, Any]]()
     assert await calm.live(lambda it, event: events.append(event))
     return calm, events
 
@@ -198,7 +114,7 @@ async def test_redis_comes_back_empty_at_any_event(killed: str, tmp_path: Path) 
     }
     num_sent_back = 0
     for number in moments(events):
-        fleet = rolled_back(Fleet(tmp_path / f"{number}", ROLLBACK))
+        fleet = rolled_back(FaultyFleet(tmp_path / f"{number}", CHANGES | ROLLBACK))
         what = f"{killed}, emptied after {number}: {events[number]}"
         assert await fleet.live(emptying(fleet.empty, number, killed)) is (killed == "never"), what
         assert killed == "never" or await fleet.live(nothing), what
@@ -214,7 +130,7 @@ async def test_redis_loses_messages_at_any_event(killed: str, share: str, tmp_pa
     calm, events = await calm_run(tmp_path / "calm")
     num_restarts = 0
     for number in moments(events):
-        fleet = rolled_back(Fleet(tmp_path / f"{number}", ROLLBACK))
+        fleet = rolled_back(FaultyFleet(tmp_path / f"{number}", CHANGES | ROLLBACK))
         what = f"{killed}, {share} messages lost after {number}: {events[number]}"
         lose = functools.partial(fleet.lose_messages, share)
         assert await fleet.live(emptying(lose, number, killed)) is (killed == "never"), what

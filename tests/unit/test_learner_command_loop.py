@@ -6,6 +6,7 @@ import dataclasses
 import math
 import threading
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,9 @@ from paceline.core.errors import (
 )
 from paceline.core.ids import TrajectoryId
 from paceline.core.policy import PolicyTag
-from paceline.core.training import BatchRow
+from paceline.core.training import BatchRow, TrainOrder
 from paceline.learner.batch.fetch import fetch_rows
+from paceline.learner.commands import Commands
 from paceline.learner.distributed.collectives import CommandError, broadcast_bytes, gather_bytes
 from paceline.learner.distributed.command_loop import STOP, CommandLoop, CommandQueue
 from paceline.learner.distributed.ranks import RankEnvironment, Ranks
@@ -232,3 +234,17 @@ def test_every_rank_knows_whether_the_run_is_over(
     loop = CommandLoop(ranks, dict, queue)
     loop.run()
     assert loop.is_over == is_over
+
+
+@pytest.mark.parametrize(("bound", "oldest"), [(0, 4), (2, 2)])
+def test_rows_are_at_most_as_old_as_the_bound(bound: int, oldest: int) -> None:
+    learner: Any = SimpleNamespace(version=4, config=SimpleNamespace(barrier=SimpleNamespace(bound=bound)))
+    commands: Any = object.__new__(Commands)
+    commands._learner = learner
+    for version in range(6):
+        order = TrainOrder(step=5, policy=PolicyTag(version=version, digest="0" * 16), rows=())
+        if oldest <= version <= 4:
+            commands._require_next(order)
+        else:
+            with pytest.raises(CommandError, match=f"at most {bound} versions older"):
+                commands._require_next(order)

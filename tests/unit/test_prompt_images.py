@@ -99,12 +99,12 @@ async def test_an_image_is_processed_once_a_step_and_goes_when_its_step_is_finis
     # Further prompts of the same step, say of a refill, find what is there.
     await dispatch.dispatch(order(1, {3: [1, 3]}))
     assert (reader.processed, await stored(broker)) == (["1", "2", "3"], ["1", "2", "3"])
-    await dispatch.clean_up(0)
+    await dispatch.clean_up(2)
     assert await stored(broker) == []
     await dispatch.dispatch(order(2, {4: [3]}))
     assert (reader.processed[3:], await stored(broker)) == (["3"], ["3"])
     # What is still needed stays.
-    await dispatch.clean_up(0)
+    await dispatch.clean_up(2)
     assert await stored(broker) == ["3"]
 
 
@@ -116,11 +116,11 @@ async def test_a_controller_that_starts_again_sends_nothing_twice_and_leaves_not
     reader = FakeReader()
     second = dispatcher(broker, reader)
     await second.recall(1)
-    await second.clean_up(0)
+    await second.clean_up(2)
     assert await stored(broker) == ["2", "3"]
     assert await second.dispatch(order(2, {2: [2], 3: [3], 4: [4]})) == [4]
     assert (reader.processed, await stored(broker)) == (["4"], ["2", "3", "4"])
-    await second.clean_up(1)
+    await second.clean_up(3)
     assert await stored(broker) == []
 
 
@@ -138,5 +138,5 @@ async def test_a_run_without_images_stores_none() -> None:
     broker = WatchingBroker()
     dispatch = dispatcher(broker, None)
     await dispatch.dispatch(order(1, {0: [], 1: []}))
-    await dispatch.clean_up(0)
+    await dispatch.clean_up(2)
     assert await stored(broker) == []

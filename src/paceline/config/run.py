@@ -464,6 +464,39 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _can_sample_ahead(self) -> RunConfig:
+        barrier, algorithm = self.barrier, self.algorithm
+        if not barrier.bound:
+            return self
+        takes_turns = self.placement == "colocated" or self.rollout.sleep == "always"
+        refused = {
+            "turns of learner and servers on the same GPUs (placement, rollout.sleep)": takes_turns,
+            "barrier.work_ahead, since batches are complete before the learner is": barrier.work_ahead
+            != "off",
+            "trainer.dataflow, whose samples may follow from the step before": bool(self.trainer.dataflow),
+            "algorithm.dynamic_sampling, which draws prompts late": algorithm.dynamic_sampling.enable,
+            "a function as data.curriculum, which needs the step before": isinstance(
+                self.data.curriculum, str
+            ),
+            "data.image_key, since images are kept for one step": self.data.image_key is not None,
+            "trainer.save_freq=1, since nothing is sampled ahead of a checkpoint": self.trainer.save_freq
+            == 1,
+        }
+        reason = next((reason for reason, is_so in refused.items() if is_so), None)
+        if reason is not None:
+            raise ValueError(
+                f"barrier.max_staleness={barrier.bound} samples later steps while one is trained, which does "
+                f"not go with {reason}; leave one of them out"
+            )
+        if algorithm.rollout_correction.method == "none":
+            raise ValueError(
+                f"barrier.max_staleness={barrier.bound}: samples come from older weights than those that are "
+                "trained, and nothing corrects for that; set algorithm.rollout_correction.method to tis, "
+                "icepop or sequence_mask"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _frozen_networks_have_a_use(self) -> RunConfig:
         if self.actor.memory.offload_reference and not self.frozen_folders:
             raise ValueError(

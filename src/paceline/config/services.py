@@ -215,6 +215,18 @@ WorkAhead = Annotated[
 class BarrierConfig(Section):
     """How a step's batch is collected, and what is done before it is complete."""
 
+    mode: Literal["strict", "bounded"] = Field(
+        "strict",
+        description="strict: every sample of a step comes from the weights that the step trains. bounded: it "
+        "may come from weights that are up to max_staleness versions older, so that servers sample the next "
+        "steps while the learner trains one; docs/decisions/0036-bounded-staleness.md.",
+    )
+    max_staleness: int | None = Field(
+        None,
+        ge=0,
+        description="bounded: how many versions the weights that sampled any token may be older than those "
+        "that the step trains; so many steps are sampled ahead. 0: the same as strict.",
+    )
     work_ahead: WorkAhead = Field(
         "off",
         description="What the learner computes for samples that are there while others are still being "
@@ -243,6 +255,21 @@ class BarrierConfig(Section):
         "mailbox; null: one and a half times rollout.request_timeout_s, so that a group whose time ran out "
         "can be drawn again.",
     )
+
+    @model_validator(mode="after")
+    def _says_how_old(self) -> Self:
+        if self.mode == "bounded" and self.max_staleness is None:
+            raise ValueError("mode=bounded needs max_staleness: how many versions old a sample may be")
+        if self.mode == "strict" and self.max_staleness:
+            raise ValueError(
+                f"max_staleness={self.max_staleness} is for mode=bounded; set that, or leave it out"
+            )
+        return self
+
+    @property
+    def bound(self) -> int:
+        """How many versions the policy that samples may be behind the one that is trained."""
+        return self.max_staleness or 0
 
 
 class BrokerConfig(Section):

@@ -20,6 +20,10 @@ class PolicyTag:
     def __str__(self) -> str:
         return f"v{self.version}@{self.digest}"
 
+    def staleness_in(self, step: int) -> int:
+        """Returns how many versions it is behind the one that `step` trains, which is `step` - 1."""
+        return step - 1 - self.version
+
     @classmethod
     def parse(cls, text: str) -> PolicyTag:
         """Reads the text that `str()` writes; raises ValueError on anything else."""

@@ -60,6 +60,8 @@ def batch_digest(policy: PolicyTag, rows: Iterable[BatchRow]) -> str:
 class TrainOrder:
     """Asks for training step `step`, counted from 1, on rows that were all sampled from `policy`.
 
+    It trains version `step` - 1; strictly on policy that is the policy's.
+
     Attributes:
         rows: ordered by (prompt id, sample index).
         adjustments: what the guard has changed of the configuration.

@@ -110,6 +110,7 @@ def _is_free(config: RunConfig) -> bool:
     return (
         config.placement == "auto"
         and config.barrier.work_ahead == "off"
+        and not config.barrier.bound
         and learner.devices is None
         and rollout.devices is None
         and config.weights.backend in ("auto", "shared")

@@ -39,13 +39,14 @@ class Phase(enum.Enum):
 _BETWEEN_STEPS = {Phase.DISPATCH, Phase.VALIDATE, Phase.CHECKPOINT, Phase.FORMING, Phase.ENDED}
 
 # From every phase of a step a run may go back to FORMING, where a member was lost, and from COLLECT and LEARN
-# to DISPATCH, where the broker has lost the step's data.
+# to DISPATCH, where the broker has lost the step's data. From LEARN it goes to COLLECT, and from there on to
+# PUBLISH, where the weights wait for the samples of later steps.
 _MOVES: dict[Phase, set[Phase]] = {
     Phase.STARTING: {Phase.FORMING},
     Phase.FORMING: {Phase.PUBLISH, Phase.DISPATCH, Phase.FORMING, Phase.ENDED},
     Phase.DISPATCH: {Phase.COLLECT, Phase.FORMING},
-    Phase.COLLECT: {Phase.LEARN, Phase.DISPATCH, Phase.FORMING},
-    Phase.LEARN: {Phase.PUBLISH, Phase.FORMING, Phase.ROLLBACK, Phase.DISPATCH},
+    Phase.COLLECT: {Phase.LEARN, Phase.DISPATCH, Phase.FORMING, Phase.PUBLISH},
+    Phase.LEARN: {Phase.PUBLISH, Phase.FORMING, Phase.ROLLBACK, Phase.DISPATCH, Phase.COLLECT},
     Phase.ROLLBACK: {Phase.PUBLISH, Phase.FORMING},
     Phase.PUBLISH: {Phase.COMMIT, Phase.FORMING},
     Phase.COMMIT: _BETWEEN_STEPS,

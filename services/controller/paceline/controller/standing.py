@@ -1,9 +1,12 @@
 """Where a run stands, from the events of its journal. Pure.
 
     events -> finished step (cursor, guard, log position) + step in progress (prompts, batch digest, phase)
+              + steps dispatched ahead of it
 
 A `rewind` makes every step after its `to_step` void; a `recollect` makes the trajectories of the step in
-progress void. After `lost` the controller that wrote it can still finish the step, but no other can.
+progress void, `withdrawn` those of a step that was dispatched ahead. With any of the first two, and with
+`lost`, all steps ahead are void. After `lost` the controller that wrote it can still finish the step, but no
+other can.
 """
 
 from __future__ import annotations
@@ -55,7 +58,8 @@ class Standing:
         settings: what of the configuration must stay as it is, by key.
         code: the reference and the file's digest of what is the user's own, by key.
         commits: the digest of every version that was committed and is not void.
-        current: the step in progress; None between steps.
+        current: the step in progress; None between steps. It may have been dispatched ahead, and not begun.
+        ahead: the steps after it whose prompts are out, by number (`barrier.mode`: bounded).
         ended: whether the last controller ended in order.
         after_end: whether this controller's predecessor did.
         turn: who may use the memory of shared GPUs (`fleet/turns`); "" before the first turn.
@@ -72,6 +76,7 @@ class Standing:
     guard: Mapping[str, Any] = field(default_factory=dict)
     commits: dict[int, str] = field(default_factory=dict)
     current: StepInProgress | None = None
+    ahead: dict[int, StepInProgress] = field(default_factory=dict)
     ended: bool = False
     after_end: bool = False
     turn: str = ""
@@ -100,8 +105,18 @@ class Standing:
     def in_progress(self, step: int) -> StepInProgress:
         """The step in progress, which is `step`; a new one where the journal has nothing of it yet."""
         if self.current is None or self.current.step != step:
-            self.current = StepInProgress(step=step)
+            self.current = self.ahead.pop(step, None) or StepInProgress(step=step)
         return self.current
+
+    def dispatched(self, step: int) -> StepInProgress | None:
+        """The step in progress or ahead that is `step`; None where the journal has nothing of it."""
+        is_current = self.current is not None and self.current.step == step
+        return self.current if is_current else self.ahead.get(step)
+
+    def dispatched_after(self, step: int) -> list[int]:
+        """The later steps whose prompts are out, ascending."""
+        of_current = [self.current.step] if self.current is not None and self.current.prompts else []
+        return sorted(other for other in (*of_current, *self.ahead) if other > step)
 
     # --- events
 
@@ -117,10 +132,18 @@ class Standing:
             self.in_progress(int(event["step"])).phase = str(event["to"])
 
     def _on_dispatch(self, event: Mapping[str, Any]) -> None:
-        current = self.in_progress(int(event["step"]))
-        current.policy, current.prompts = str(event["policy"]), tuple(event["prompts"])
+        step = int(event["step"])
+        is_ahead = step > self.finished + 1
+        its = self.ahead.setdefault(step, StepInProgress(step=step)) if is_ahead else self.in_progress(step)
+        its.policy, its.prompts = str(event["policy"]), tuple(event["prompts"])
         older = ("train", "greedy") if event.get("greedy") else ("train",)
-        current.purposes = tuple(event["samples"]) if "samples" in event else older
+        its.purposes = tuple(event["samples"]) if "samples" in event else older
+
+    def _on_withdrawn(self, event: Mapping[str, Any]) -> None:
+        step = int(event["step"])
+        self.ahead.pop(step, None)
+        if self.current is not None and self.current.step == step:
+            self.current = None
 
     def _on_sampling(self, event: Mapping[str, Any]) -> None:
         current = self.in_progress(int(event["step"]))
@@ -130,10 +153,15 @@ class Standing:
         current = self.in_progress(int(event["step"]))
         current.num_recollects += 1
         current.samplings.clear()
+        if current.policy != str(self.committed):
+            # It is sampled from the committed policy now, and dispatched again for that.
+            current.policy = ""
         self.log_position = LOG_START
+        self.ahead.clear()
 
     def _on_lost(self, event: Mapping[str, Any]) -> None:
         self.log_position = LOG_START
+        self.ahead.clear()
         if self.current is not None:
             self.current.is_lost = bool(self.current.prompts)
             self.current.samplings.clear()
@@ -149,13 +177,15 @@ class Standing:
         self.commits[int(event["version"])] = str(event["digest"])
 
     def _on_step(self, event: Mapping[str, Any]) -> None:
-        self.finished, self.current = int(event["step"]), None
+        self.finished = int(event["step"])
+        self.current = self.ahead.pop(self.finished + 1, None)
         self.log_position = str(event["log_position"])
         self.cursor, self.guard = event["cursor"], event["guard"]
 
     def _on_rewind(self, event: Mapping[str, Any]) -> None:
         self.finished, self.current = int(event["to_step"]), None
         self.log_position = LOG_START
+        self.ahead.clear()
         self.cursor, self.guard = event["cursor"], event["guard"]
         self.commits = {v: digest for v, digest in self.commits.items() if v <= self.finished}
 
@@ -171,6 +201,7 @@ _HANDLERS: Mapping[str, Callable[[Standing, Mapping[str, Any]], None]] = {
     "phase": Standing._on_phase,
     "dispatch": Standing._on_dispatch,
     "sampling": Standing._on_sampling,
+    "withdrawn": Standing._on_withdrawn,
     "recollect": Standing._on_recollect,
     "lost": Standing._on_lost,
     "batch": Standing._on_batch,

@@ -119,12 +119,13 @@ class Commands:
         )
 
     def _require_next(self, order: TrainOrder | ChunkOrder) -> None:
-        version = self._learner.version
-        if order.step != version + 1 or order.policy.version != version:
+        version, bound = self._learner.version, self._learner.config.barrier.bound
+        if order.step != version + 1 or not 0 <= order.policy.staleness_in(order.step) <= bound:
             raise CommandError(
                 IllegalTransitionError(
                     f"the learner holds version {version} and can train step {version + 1} next; asked for "
-                    f"step {order.step} on rows of version {order.policy.version}"
+                    f"step {order.step} on rows of version {order.policy.version}; they may be at most "
+                    f"{bound} versions older"
                 )
             )
 

@@ -137,6 +137,10 @@ STEP_METRICS: Mapping[str, str] = {
         "`rollout_REASON`."
     ),
     "barrier/wait_s": "Seconds between the first and the last trajectory.",
+    "barrier/staleness": (
+        "`barrier.max_staleness`: versions from the weights that sampled the step's tokens to those that it "
+        "trained."
+    ),
     # --- work ahead of the barrier
     "ahead/scored_share": (
         "`barrier.work_ahead`: share of the trajectories that the learner had scored when the batch was "

@@ -2,13 +2,16 @@
 
     scored headers -> judge -> admitted groups -> (closed) -> batch in (prompt id, sample index) order
 
-With v the step's policy version and d its digest, a header is admitted only if its version is v and its
-digest is d; each trajectory id is admitted at most once. A sample is settled when it is admitted or has
-failed: its reward could not be computed, or its group was refused. The barrier closes when every sample is
-settled; only then are the groups with failed samples dropped. A good copy of a failed sample that comes
-before that is admitted. Groups may be added while the barrier is open. A complete group may be set aside: it
-is not trained, though nothing is wrong with it. The batch does not depend on the order of arrival: of repeats
-of a trajectory the first is kept, and repeats carry the same tokens.
+With v the version that the step samples from and d its digest, a header is admitted only if its version is v
+and its digest is d; each trajectory id is admitted at most once. Step s trains version s - 1: strictly on
+policy v is s - 1, with a bound of k (`barrier.max_staleness`) at least s - 1 - k.
+
+A sample is settled when it is admitted or has failed: its reward could not be computed, or its group was
+refused. The barrier closes when every sample is settled; only then are the groups with failed samples
+dropped. A good copy of a failed sample that comes before that is admitted. Groups may be added while the
+barrier is open. A complete group may be set aside: it is not trained, though nothing is wrong with it. The
+batch does not depend on the order of arrival: of repeats of a trajectory the first is kept, and repeats carry
+the same tokens.
 """
 
 from __future__ import annotations
@@ -56,10 +59,14 @@ class Barrier:
     Args:
         step: which step this is; headers of another are UNKNOWN.
         policy: the only policy whose tokens are admitted.
+        max_staleness: how many versions it may be behind the one that the step trains.
         counts: samples of each prompt by purpose; those of the first purpose are the batch. Headers of
             another purpose are UNKNOWN.
         prompts: the ids of the prompts.
         prompt_counts: what single prompts get in place of `counts`.
+
+    Raises:
+        ProtocolError: the policy is too far behind.
     """
 
     def __init__(
@@ -70,7 +77,14 @@ class Barrier:
         counts: Mapping[str, int],
         prompts: Iterable[int],
         prompt_counts: Mapping[int, Mapping[str, int]] | None = None,
+        max_staleness: int = 0,
     ) -> None:
+        staleness = policy.staleness_in(step)
+        if staleness > max_staleness:
+            raise ProtocolError(
+                f"step {step} samples from {policy}, {staleness} versions behind the one that it trains; the "
+                f"barrier admits at most {max_staleness}"
+            )
         self.step, self.policy = step, policy
         self._counts = {str(purpose): count for purpose, count in counts.items()}
         self._prompt_counts = prompt_counts or {}

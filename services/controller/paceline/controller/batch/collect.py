@@ -84,11 +84,12 @@ class Batch:
 class _Collection:
     """One order's barrier, its refill, and the times of what arrived."""
 
-    def __init__(self, order: Order, refill: Refill | None) -> None:
-        self.order, self.refill = order, refill
+    def __init__(self, order: Order, refill: Refill | None, max_staleness: int, *, ahead: bool) -> None:
+        self.order, self.refill, self.ahead = order, refill, ahead
         self.barrier = Barrier(
             step=order.step,
             policy=order.policy,
+            max_staleness=max_staleness,
             counts=order.counts,
             prompts=order.prompts,
             prompt_counts=order.prompt_counts,
@@ -136,7 +137,8 @@ class Collector:
 
     Attributes:
         position: the last log entry that was read.
-        blob_keys: all blobs that the entries since the last clean-up named, trained on or not.
+        blob_keys: the blobs that the entries named, trained on or not, by step; those of steps that were not
+            cleaned up.
     """
 
     def __init__(
@@ -153,7 +155,7 @@ class Collector:
         self._broker, self._mailboxes, self._dispatcher = broker, mailboxes, dispatcher
         self._wait_for_services, self._count = wait_for_services, count
         self.position = LOG_START
-        self.blob_keys: list[str] = []
+        self.blob_keys: dict[int, list[str]] = {}
 
     # --- the log
 
@@ -172,17 +174,21 @@ class Collector:
         """Removes the run's data from the broker: everything will be sent and collected again."""
         await self._mailboxes.begin_anew()
         self._dispatcher.forget()
-        self.position, self.blob_keys = LOG_START, []
+        self.position, self.blob_keys = LOG_START, {}
 
-    async def clean_up(self, version: int) -> None:
-        """Removes what finished steps left in the broker, with the prompts of `version`.
+    async def clean_up(self, step: int) -> None:
+        """Removes what the steps before `step` left in the broker, all of which are finished.
 
         Raises:
             LostDataError: the broker has lost the run's data.
         """
-        await self._dispatcher.clean_up(version)
-        await self._mailboxes.clean_up(version=version, position=self.position, blob_keys=self.blob_keys)
-        self.blob_keys = []
+        await self._dispatcher.clean_up(step)
+        over = [key for of_step, keys in self.blob_keys.items() if of_step < step for key in keys]
+        # Nothing is sampled any more from the version before the committed one.
+        await self._mailboxes.clean_up(
+            version=step - 2, position=self._journal.standing.log_position, blob_keys=over
+        )
+        self.blob_keys = {of_step: keys for of_step, keys in self.blob_keys.items() if of_step >= step}
 
     async def texts(self, headers: Sequence[ScoredHeader], *, required: bool = False) -> list[str]:
         """The responses' texts; "" where none is stored.
@@ -213,12 +219,16 @@ class Collector:
         order: Order,
         refill: Refill | None = None,
         *,
-        is_trained: bool = False,
+        is_over: Callable[[], bool] = lambda: False,
+        ahead: bool = False,
         watch: Watch | None = None,
     ) -> Batch:
         """Waits for the barrier to close; meanwhile `refill` replaces groups that teach nothing.
 
-        With `is_trained` the learner has trained the step: all of it is in the log, and nobody generates.
+        Args:
+            is_over: whether nobody samples from the order's policy any more: all that there is of it is in
+                the log.
+            ahead: whether the order is of a step that has not begun.
 
         Raises:
             DeadlineError: the barrier made no progress for barrier.stall_timeout_s, or did not close within
@@ -226,7 +236,7 @@ class Collector:
             LostDataError: the broker has lost the run's data, or messages without which the barrier does not
                 close.
         """
-        collection = _Collection(order, refill)
+        collection = _Collection(order, refill, self._config.barrier.bound, ahead=ahead)
         barrier = collection.barrier
         self._count(0, barrier.num_wanted)
         while not barrier.closed:
@@ -239,7 +249,7 @@ class Collector:
                 self._count(barrier.num_admitted, barrier.num_wanted)
                 if watch is not None:
                     watch(barrier)
-            elif is_trained:
+            elif is_over():
                 raise _lost(barrier)
             else:
                 await self._look_around(collection)
@@ -276,12 +286,13 @@ class Collector:
         verdict = barrier.judge(header)
         barrier.apply(header, verdict)
         telemetry.count(metrics.VERDICTS, verdict=verdict.value)
-        self.blob_keys += blob_keys(header)
+        self.blob_keys.setdefault(header.trajectory_id.step, []).extend(blob_keys(header))
         collection.first_arrival = collection.first_arrival or now
         collection.last = header
         if verdict in _PROGRESS:
             collection.last_progress = now
-        return _fate(header, verdict)
+        of_later_step = {"ahead": barrier.step} if collection.ahead else {}
+        return {**_fate(header, verdict), **of_later_step}
 
     def _refuse(self, collection: _Collection, refusal: GroupRefusal) -> Mapping[str, Any]:
         """Notes that the rollout servers have given up a group of this collection."""

@@ -27,8 +27,8 @@ from paceline.data.prompts import Prompt
 from paceline.service.observability.telemetry import current_traceparent
 from paceline.wire import decode_prompt_group, encode_prompt_group
 
-_Key = tuple[int, str, int]
-"""Step, purpose and prompt id of a prompt group."""
+_Key = tuple[int, int, str, int]
+"""Step, version of the policy, purpose and prompt id of a prompt group."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +69,10 @@ class Order:
         return self.prompt_asks.get(prompt_id, self.asks)
 
 
+def _key(group: PromptGroup) -> _Key:
+    return group.step, group.policy.version, group.purpose, group.prompt_id
+
+
 def _counts(asks: Iterable[Ask]) -> dict[str, int]:
     return {str(ask.purpose): ask.num_samples for ask in asks}
 
@@ -91,7 +95,7 @@ class Dispatcher:
         self._sent.clear()
         self._images.forget()
         async for group in self._groups_of(version):
-            self._sent.add((group.step, group.purpose, group.prompt_id))
+            self._sent.add(_key(group))
             self._images.note(group.images, group.step)
         if self._images.expected:
             # Those of the finished step, if it was not cleaned up.
@@ -108,9 +112,10 @@ class Dispatcher:
         self._sent.clear()
         self._images.forget()
 
-    async def clean_up(self, version: int) -> None:
-        """Removes the images of finished steps; the last of them sampled from `version`."""
-        await self._images.drop(before=version + 2)
+    async def clean_up(self, step: int) -> None:
+        """Forgets what the steps before `step` were sent, and removes their images."""
+        self._sent = {key for key in self._sent if key[0] >= step}
+        await self._images.drop(before=step)
 
     async def dispatch(self, order: Order) -> list[int]:
         """Appends one message per prompt and purpose, in the order of `order.prompts` and of its asks.
@@ -125,8 +130,7 @@ class Dispatcher:
             for prompt_id, prompt in order.prompts.items()
             for ask in order.asks_of(prompt_id)
         ]
-        keys = [(group.step, group.purpose, group.prompt_id) for group in groups]
-        missing = [group for group, key in zip(groups, keys, strict=True) if key not in self._sent]
+        missing = [group for group in groups if _key(group) not in self._sent]
         if self._images.expected:
             missing = [await self._with_images(group, order.prompts[group.prompt_id]) for group in missing]
         traceparent = current_traceparent()
@@ -139,7 +143,7 @@ class Dispatcher:
             max_length=self._config.broker.max_stream_length,
             timeout_s=self._config.stall_timeout_s,
         )
-        self._sent = {key for key in self._sent if key[0] >= order.step} | set(keys)
+        self._sent |= {_key(group) for group in missing}
         return list(dict.fromkeys(group.prompt_id for group in missing))
 
     async def _with_images(self, group: PromptGroup, prompt: Prompt) -> PromptGroup:

@@ -84,9 +84,9 @@ class Mailboxes:
         for stream in (names.trajectories(self._run_id), scored):
             await self._broker.trim(stream)
 
-    async def leftovers(self, position: str) -> list[str]:
-        """Keys of the blobs that log entries up to `position` name: those of finished steps."""
-        keys: list[str] = []
+    async def leftovers(self, position: str) -> dict[int, list[str]]:
+        """Keys of the blobs that log entries up to `position` name, by step."""
+        keys: dict[int, list[str]] = {}
         async for entry in read_all(self._broker, names.scored(self._run_id)):
             if is_after(entry.entry_id, position):
                 break
@@ -95,7 +95,7 @@ class Mailboxes:
             except InvalidMessageError:
                 continue
             if isinstance(message, ScoredHeader):
-                keys += blob_keys(message)
+                keys.setdefault(message.trajectory_id.step, []).extend(blob_keys(message))
         return keys
 
     async def texts(self, headers: Sequence[ScoredHeader], *, required: bool = False) -> list[str]:

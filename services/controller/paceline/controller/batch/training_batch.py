@@ -69,20 +69,29 @@ class TrainingBatches:
             raise ConfigError("a sampling names a purpose twice; give each of its asks another purpose")
         is_first = number == 1 and order.prompts.keys() == drawn.keys()
         if number == 1:
-            self._record_dispatch(order, drawn, order.counts if is_first else {})
+            self.record_dispatch(order, drawn, order.counts if is_first else {})
         if is_first:
             return self._refill(order)
         self._record_sampling(order, number)
         return None
 
-    def _record_dispatch(self, order: Order, drawn: Mapping[int, Prompt], counts: Mapping[str, int]) -> None:
-        recorded = self._journal.standing.current
-        if recorded is None or (recorded.step, recorded.prompts) != (order.step, tuple(drawn)):
+    def record_dispatch(self, order: Order, drawn: Mapping[int, Prompt], counts: Mapping[str, int]) -> None:
+        """Journals a step's dispatch, once for each policy that it samples from.
+
+        Args:
+            drawn: the step's prompts.
+            counts: the samples of each; none where they are asked for later.
+
+        Raises:
+            ConfigError: the step asked for something else before.
+        """
+        recorded, policy = self._journal.standing.dispatched(order.step), str(order.policy)
+        if recorded is None or (recorded.prompts, recorded.policy) != (tuple(drawn), policy):
             plain = {str(Purpose.TRAIN): self._config.rollout.n}
             self._journal.record(
                 "dispatch",
                 step=order.step,
-                policy=str(order.policy),
+                policy=policy,
                 prompts=list(drawn),
                 **({} if counts == plain else {"samples": counts}),
             )

@@ -172,7 +172,7 @@ class Guard:
         if bad:
             readings.append(Reading(rule="non_finite", value=float(bad)))
         mismatch = outcome.result.metrics.get("rollout/mismatch_kl", math.nan)
-        if math.isfinite(mismatch):
+        if math.isfinite(mismatch) and not self._is_stale(outcome):
             allowed = ALLOWED_MISMATCH_KL[self._config.model.dtype]
             readings.append(Reading(rule="mismatch_kl", value=mismatch, reference=allowed))
         halved = outcome.result.metrics.get("guard/out_of_memory", 0.0)
@@ -189,6 +189,11 @@ class Guard:
         if reference is not None:
             readings.append(Reading(rule="throughput", value=rate, reference=reference))
         return readings
+
+    def _is_stale(self, outcome: TrainedStep) -> bool:
+        """Whether engine and learner may differ in weights: the samples come from an older version."""
+        ages = {header.policy.staleness_in(outcome.step) for header in outcome.batch.samples}
+        return self._config.barrier.bound > 0 and ages != {0}
 
 
 def _judged(reading: Reading) -> Observation:

@@ -25,6 +25,7 @@ from paceline.controller.fleet.supervisor import Supervisor
 from paceline.controller.guard.report import Guard
 from paceline.controller.phases import Phase
 from paceline.controller.progress import Progress, Run
+from paceline.controller.run.lookahead import Lookahead
 from paceline.controller.run.publication import Publication
 from paceline.controller.run.records import checkpoints
 from paceline.controller.run.records.checkpoints import ControllerState
@@ -73,8 +74,9 @@ class Alignment:
         supervisor: Supervisor,
         guard: Guard,
         metrics_file: MetricsFile,
+        lookahead: Lookahead,
     ) -> None:
-        self._run, self._progress, self._inputs, self._collector = run, progress, inputs, collector
+        self._run, self._progress, self._collector, self._lookahead = run, progress, collector, lookahead
         self._learner, self._publication, self._supervisor = learner, publication, supervisor
         self._guard, self._metrics_file = guard, metrics_file
         self._first_cursor = inputs.cursor.state
@@ -211,7 +213,7 @@ class Alignment:
         """Sets cursor, guard, metrics and progress to the end of the finished step."""
         standing = self._run.journal.standing
         cursor = MixtureState.from_plain(standing.cursor) if standing.cursor else self._first_cursor
-        self._inputs.cursor.restore(cursor)
+        self._lookahead.go_to(cursor)
         self._guard.restore(standing.guard)
         self._metrics_file.cut(standing.finished)
         self._progress.step = max(0, standing.finished)

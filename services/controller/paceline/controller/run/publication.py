@@ -102,7 +102,7 @@ class Publication:
 
     def is_served(self, policy: PolicyTag) -> bool:
         """Whether a server samples from exactly this policy, say one that outlived the last controller."""
-        return any(m.policy == policy and m.state is RolloutState.SERVING for m in self._supervisor.rollouts)
+        return any(self._has(member, policy) for member in self._supervisor.rollouts)
 
     async def to_newcomers(self, policy: PolicyTag, collection: Coroutine[Any, Any, T]) -> T:
         """Awaits `collection`, in the servers' turn; newcomers get `policy` meanwhile.

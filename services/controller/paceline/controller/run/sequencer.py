@@ -1,9 +1,10 @@
-"""The loop of a run, strictly on policy.
+"""The loop of a run, strictly on policy or with a bound on how old samples are.
 
     FORMING -> PUBLISH v0 -> COMMIT -> (VALIDATE) ->
       { DISPATCH -> COLLECT -> LEARN -> (ROLLBACK) -> PUBLISH -> COMMIT -> (VALIDATE) (CHECKPOINT) } -> ENDED
 
-A step is carried out by a dataflow (`run/dataflow`) over its verbs, which may sample several times.
+A step is carried out by a dataflow (`run/dataflow`) over its verbs, which may sample several times. With a
+bound the servers sample later steps beside LEARN (`run/lookahead`).
 
 consumes     prompt ids of the cursor, scored headers
 waits for    the barrier to close, the learner to train, the servers to hold the new digest
@@ -39,6 +40,7 @@ from paceline.controller.run.backoff import MemberLossBackoff
 from paceline.controller.run.curriculum import Curriculum
 from paceline.controller.run.dataflow.dataflow import Dataflow, carry_out, policy_gradient
 from paceline.controller.run.dataflow.verbs import StepParts, Verbs, timer
+from paceline.controller.run.lookahead import Lookahead
 from paceline.controller.run.publication import Publication
 from paceline.controller.run.records.checkpoints import Checkpoints, ControllerState
 from paceline.controller.run.records.metrics import MetricsFile
@@ -82,6 +84,15 @@ class Sequencer:
         self._metrics_file = MetricsFile(run.dir / "metrics.jsonl")
         self._publication = Publication(run, progress, push, learner, supervisor, turns)
         self._validation = Validation(run, progress, inputs, collector, self._publication)
+        batches = TrainingBatches(run, inputs)
+        self._lookahead = Lookahead(
+            run,
+            progress,
+            inputs=inputs,
+            batches=batches,
+            collector=collector,
+            publication=self._publication,
+        )
         self._alignment = Alignment(
             run,
             progress,
@@ -92,12 +103,13 @@ class Sequencer:
             supervisor=supervisor,
             guard=guard,
             metrics_file=self._metrics_file,
+            lookahead=self._lookahead,
         )
         self._parts = StepParts(
             run=run,
             progress=progress,
             inputs=inputs,
-            batches=TrainingBatches(run, inputs),
+            batches=batches,
             collector=collector,
             learner=learner,
             alignment=self._alignment,
@@ -106,6 +118,7 @@ class Sequencer:
             guard=guard,
             turns=turns,
             ahead=WorkAheadDriver(run, learner, lambda: self._alignment.learner),
+            lookahead=self._lookahead,
             write_metrics=self._write_metrics,
         )
         self._curriculum = Curriculum(run.config, inputs.cursor)
@@ -131,6 +144,8 @@ class Sequencer:
                 await self._checkpoints.abandon()
         finally:
             await self._checkpoints.abandon()
+        finished = self._run.journal.standing.finished
+        await self._lookahead.withdraw(finished, f"the run ends with step {finished}")
         self._guard.summarize()
         self.progress.move(Phase.ENDED)
 
@@ -236,33 +251,40 @@ class Sequencer:
         Returns:
             The step's metrics, and whether it was rolled back.
         """
-        began, step, policy = time.monotonic(), self.progress.step, self._policy
+        began, step, committed = time.monotonic(), self.progress.step, self._policy
         if self.progress.lr_scale is not None:
             self._guard.scale_rates(step, self.progress.lr_scale)
             self.progress.lr_scale = None
         with timer() as cleanup:
             await self._clean_up(step)
         while True:
-            cursor = self._inputs.cursor.state
+            cursor = self._lookahead.cursor_after(step - 1)
             verbs = Verbs(
                 self._parts,
                 number=step,
-                policy=policy,
+                policy=self._lookahead.policy(step, committed),
+                committed=committed,
                 began=began,
                 cleanup_s=cleanup.seconds,
                 patience=self._config.collect_timeout_s,
             )
             try:
-                return await carry_out(self._flow, verbs), verbs.rolled_back
+                return await self._carried_out(verbs), verbs.rolled_back
             except LostDataError as error:
                 await self._recollect(step, cursor, error)
+
+    async def _carried_out(self, verbs: Verbs) -> dict[str, float]:
+        try:
+            return await carry_out(self._flow, verbs)
+        finally:
+            await self._lookahead.cancel()
 
     async def _clean_up(self, step: int) -> None:
         """Removes what the last step left in the broker; now, because that step is finished only now."""
         try:
-            await self._collector.clean_up(step - 2)
+            await self._collector.clean_up(step)
         except LostDataError as error:
-            await self._recollect(step, self._inputs.cursor.state, error)
+            await self._recollect(step, self._lookahead.cursor_after(step - 1), error)
 
     async def _recollect(self, step: int, cursor: MixtureState, error: LostDataError) -> None:
         """Forgets the step's trajectories, so that they are collected again.
@@ -280,7 +302,7 @@ class Sequencer:
             self._run.events.notice(f"step {step}: its trajectories are collected again: {error}")
         self._run.journal.record("recollect" if current.prompts else "lost", step=step, reason=str(error))
         await self._collector.begin_anew()
-        self._inputs.cursor.restore(cursor)
+        self._lookahead.go_to(cursor)
 
     @property
     def _policy(self) -> PolicyTag:
@@ -297,7 +319,7 @@ class Sequencer:
             run_id=self._run.id,
             step=self.progress.step,
             policy=str(self._policy),
-            cursor=self._inputs.cursor.state,
+            cursor=self._lookahead.cursor_after(self.progress.step),
             guard=self._guard.state_dict(),
             good=good,
             metrics={**metrics, "timing_s/checkpoint": 0.0},
@@ -310,21 +332,22 @@ class Sequencer:
     def _finish_saved(self, state: ControllerState) -> None:
         """Finishes a step of which only the end was left when its checkpoint was written."""
         self.progress.step = state.step
-        self._inputs.cursor.restore(state.cursor)
+        self._lookahead.go_to(state.cursor)
         self._guard.restore(state.guard)
         self._finish_step(state.metrics)
 
     def _finish_step(self, metrics: Mapping[str, float]) -> None:
-        digest = self._write_metrics(metrics)
+        step, digest = self.progress.step, self._write_metrics(metrics)
         self._run.journal.record(
             "step",
-            step=self.progress.step,
+            step=step,
             metrics=digest,
-            log_position=self._collector.position,
-            cursor=self._inputs.cursor.state.to_plain(),
+            log_position=self._lookahead.log_position_after(step),
+            cursor=self._lookahead.cursor_after(step).to_plain(),
             guard=self._guard.state_dict(),
         )
-        self._run.events.step(self.progress.step, metrics)
+        self._lookahead.finish(step)
+        self._run.events.step(step, metrics)
 
     def _write_metrics(self, metrics: Mapping[str, float]) -> str:
         """Writes a step's metrics; returns the digest of their line."""

@@ -22,7 +22,10 @@ class Invariant(enum.Enum):
         "the record: lines numbered without gaps, terms that increase, one line of metrics per step that "
         "says what the journal does, files that are those that were written"
     )
-    I1 = "I1: every trained token has the version and the digest of the step's policy"
+    I1 = (
+        "I1: every trained token has the version and the digest that its step samples from, which is the one "
+        "that it trains, or as old as barrier.max_staleness allows"
+    )
     I2 = (
         "I2: every prompt of a step is trained once, dropped with a reason, or set aside, and is the one "
         "whose turn it is; no step is lost"

@@ -30,6 +30,7 @@ from paceline.controller.phases import Phase
 from paceline.controller.progress import Progress, Run
 from paceline.controller.run.dataflow.dataflow import Dataflow, carry_out
 from paceline.controller.run.dataflow.verbs import StepParts, Verbs
+from paceline.controller.run.lookahead import Lookahead
 from paceline.core.clock import SystemClock
 from paceline.core.errors import ConfigError
 from paceline.core.ids import TrajectoryId
@@ -75,11 +76,15 @@ async def rehearse(flow: Dataflow, config: RunConfig, inputs: Inputs) -> str:
 def _verbs(run: Run, inputs: Inputs, services: _StandIns) -> Verbs:
     progress, stand_ins = Progress(run, step=1), _any(services)
     progress.phase = Phase.FORMING
+    batches = TrainingBatches(run, inputs)
+    lookahead = Lookahead(
+        run, progress, inputs=inputs, batches=batches, collector=stand_ins, publication=stand_ins
+    )
     parts = StepParts(
         run=run,
         progress=progress,
         inputs=inputs,
-        batches=TrainingBatches(run, inputs),
+        batches=batches,
         collector=stand_ins,
         learner=stand_ins,
         alignment=_any(SimpleNamespace(version=0, resumed=None, learner=None)),
@@ -88,10 +93,19 @@ def _verbs(run: Run, inputs: Inputs, services: _StandIns) -> Verbs:
         guard=Guard(run),
         turns=stand_ins,
         ahead=stand_ins,
+        lookahead=lookahead,
         write_metrics=lambda metrics: None,
     )
     patience = run.config.collect_timeout_s
-    return Verbs(parts, number=1, policy=_POLICY, began=time.monotonic(), cleanup_s=0.0, patience=patience)
+    return Verbs(
+        parts,
+        number=1,
+        policy=_POLICY,
+        committed=_POLICY,
+        began=time.monotonic(),
+        cleanup_s=0.0,
+        patience=patience,
+    )
 
 
 def _any(stand_in: object) -> Any:

@@ -17,7 +17,7 @@ import time
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from paceline.controller.batch.collect import Batch, Collector
@@ -32,6 +32,7 @@ from paceline.controller.guard.report import Guard, TrainedStep
 from paceline.controller.phases import Phase
 from paceline.controller.progress import Progress, Run
 from paceline.controller.run.align import Alignment
+from paceline.controller.run.lookahead import Lookahead
 from paceline.controller.run.publication import Publication
 from paceline.controller.run.records import metrics as step_metrics
 from paceline.controller.run.records.checkpoints import Checkpoints
@@ -63,6 +64,7 @@ class StepParts:
     guard: Guard
     turns: Turns
     ahead: WorkAheadDriver
+    lookahead: Lookahead
     write_metrics: Callable[[Mapping[str, float]], object]
 
 
@@ -70,7 +72,8 @@ class Verbs:
     """One attempt at a step.
 
     Args:
-        policy: the committed one.
+        policy: the one that the step samples from.
+        committed: the one that the learner trains.
         began: when the step began, in monotonic seconds.
         cleanup_s: what the clean-up before it took.
         patience: how many seconds a dataflow may take between two verbs.
@@ -88,11 +91,12 @@ class Verbs:
         *,
         number: int,
         policy: PolicyTag,
+        committed: PolicyTag,
         began: float,
         cleanup_s: float,
         patience: float,
     ) -> None:
-        self._parts, self.number, self._policy = parts, number, policy
+        self._parts, self.number, self._policy, self._committed = parts, number, policy, committed
         self._began, self._cleanup_s, self.patience = began, cleanup_s, patience
         self._drawn: dict[int, Prompt] | None = None
         self._made: dict[int, Prompt] = {}
@@ -116,8 +120,7 @@ class Verbs:
         with self._verb("draw"):
             if self._drawn is not None:
                 raise ConfigError("the dataflow draws prompts twice in a step; call draw() once")
-            inputs = self._parts.inputs
-            self._drawn = {i: inputs.train.prompts[i] for i in sorted(inputs.cursor.take(self.number))}
+            self._drawn = self._parts.lookahead.draw(self.number)
             return list(self._drawn.values())
 
     def prompt(
@@ -194,13 +197,18 @@ class Verbs:
     async def _collected(self, order: Order, refill: Refill | None) -> Batch:
         parts = self._parts
         parts.progress.move(Phase.DISPATCH)
-        with span("dispatch"):
-            await parts.collector.dispatch(order)
+        # What an earlier step dispatched was sampled before the policy that is committed now.
+        is_ahead = order.policy != self._committed
+        if not is_ahead:
+            with span("dispatch"):
+                await parts.collector.dispatch(order)
         parts.progress.move(Phase.COLLECT)
+        if (batch := parts.lookahead.batch(self.number)) is not None:
+            return batch
         with span("collect"):
-            if parts.alignment.version == self.number:
-                # The learner has trained the step: its trajectories are in the log, and the policy is gone.
-                return await parts.collector.collect(order, refill, is_trained=True)
+            if is_ahead or parts.alignment.version == self.number:
+                # Its trajectories are in the log, and the policy is gone.
+                return await parts.collector.collect(order, refill, is_over=lambda: True)
             async with parts.ahead.during(order, parts.guard.adjustments) as watch:
                 collection = parts.collector.collect(order, refill, watch=watch)
                 return await parts.publication.to_newcomers(self._policy, collection)
@@ -263,6 +271,7 @@ class Verbs:
             parts.progress.move(Phase.LEARN)
             try:
                 await parts.turns.take(Turn.LEARNER)
+                parts.lookahead.begin(self.number, self._committed)
                 with span("learn"), timer() as learn:
                     result = await parts.learner.train(parts.alignment.learner, order)
             except IllegalTransitionError as error:
@@ -288,9 +297,12 @@ class Verbs:
                 )
             batch = self._rows.batch
             is_resumed = parts.alignment.resumed == self.number
-            step_s = None if is_resumed else time.monotonic() - self._began
+            # With a bound the first step of several waits for its samples, and the others do not.
+            is_first = parts.run.config.barrier.bound > 0 and parts.lookahead.batch(self.number) is None
+            step_s = None if is_resumed or is_first else time.monotonic() - self._began
             async with saving_trajectories(parts.run, self.number, batch, self._prompts, parts.collector):
                 guarded = await self._judge(result, batch, step_s)
+                batch = replace(batch, gen_s=batch.gen_s + await parts.lookahead.settle())
                 pushed = await parts.publication.publish(self.number)
             self._metrics = step_metrics.assemble(
                 batch,
@@ -301,6 +313,8 @@ class Verbs:
                 step_s=time.monotonic() - self._began,
             )
             self._metrics |= of_origins(batch.samples, self._prompts, parts.inputs)
+            if parts.run.config.barrier.bound:
+                self._metrics["barrier/staleness"] = float(self._policy.staleness_in(self.number))
             self._ended = True
 
     async def _judge(self, result: TrainResult, batch: Batch, seconds: float | None) -> dict[str, float]:
@@ -317,6 +331,7 @@ class Verbs:
         if decision.rollback:
             parts.progress.move(Phase.ROLLBACK)
             with span("rollback"):
+                await parts.lookahead.withdraw(step, f"step {step} is rolled back")
                 metrics |= await parts.checkpoints.roll_back(
                     parts.alignment.learner, step=step, reason=decision.reason
                 )

@@ -113,6 +113,7 @@ def _settings(config: RunConfig) -> dict[str, Any]:
         "rollout.n": rollout.n,
         "rollout.temperature": rollout.temperature,
         "algorithm.dynamic_sampling.enable": sampling.enable,
+        "barrier.max_staleness": config.barrier.bound,
     }
 
 

@@ -2,6 +2,9 @@
 
     run -> { dispatch -> trajectories, refills, drops -> batch -> trained -> commit -> step } -> end
 
+With a bound (`barrier.max_staleness`) steps are dispatched and collected while an earlier one is trained;
+`withdrawn` makes the trajectories of such a step void.
+
 `resume` makes the step's collection begin again, from the same log: each trajectory must come out as before.
 `recollect` makes the step's trajectories void, `rewind` every step after the one it goes back to; a step that
 is dispatched again must ask for the same prompts.
@@ -55,6 +58,7 @@ class History:
         finished: the last of them; -1 before step 0, the start.
         checkpoints: `checkpoint` events by step, but for void ones and those that were removed.
         in_progress: the step that is not finished; None between steps.
+        ahead: the steps after it that are dispatched, by number.
         ended: the last event, if it is the end of the run.
     """
 
@@ -71,6 +75,7 @@ class History:
         self.finished = -1
         self.checkpoints: dict[int, JournalEntry] = {}
         self.in_progress: StepHistory | None = None
+        self.ahead: dict[int, StepHistory] = {}
         self.ended: JournalEntry | None = None
         self._run: JournalEntry | None = None
         self._term: Term | None = None
@@ -84,6 +89,8 @@ class History:
             "phase": self._on_phase,
             "dispatch": self._on_dispatch,
             "sampling": self._on_sampling,
+            "withdrawn": self._on_withdrawn,
+            "lost": self._on_lost,
             "trajectory": self._on_trajectory,
             "refill": self._on_refill,
             "group_dropped": self._on_group_dropped,
@@ -158,16 +165,40 @@ class History:
         self.findings.counts["controller restarts"] += int(before is not None)
 
     def _on_resume(self, entry: JournalEntry) -> None:
-        step = self.in_progress
-        if step is None or step.wanted is None:
-            return
-        step.before = {**(step.before or {}), **step.admitted}
-        self._collect_again(step)
+        for step in (self.in_progress, *self.ahead.values()):
+            if step is not None and step.wanted is not None:
+                step.before = {**(step.before or {}), **step.admitted}
+                self._collect_again(step)
+
+    def _on_withdrawn(self, entry: JournalEntry) -> None:
+        number, step = int(entry["step"]), self.in_progress
+        if step is not None and step.number == number and step.batch is None:
+            self._void(step)
+            self.in_progress = None
+        elif number in self.ahead:
+            self._void(self.ahead.pop(number))
+        else:
+            self.findings.add(Invariant.I2, f"step {number} was withdrawn, and not dispatched ahead", entry)
+        if not entry.get("reason"):
+            self.findings.add(Invariant.I2, f"step {number} was withdrawn without a reason", entry)
+
+    def _on_lost(self, entry: JournalEntry) -> None:
+        self._void_ahead()
+
+    def _void_ahead(self) -> None:
+        for step in self.ahead.values():
+            self._void(step)
+        self.ahead.clear()
+
+    def _void(self, step: StepHistory) -> None:
+        if step.wanted is not None:
+            self._void_asked[step.number] = asked_digest(step.wanted), step.wanted.entry
 
     def _collect_again(self, step: StepHistory) -> None:
         assert step.wanted is not None
         step.collections = self._dispatched(step.wanted)
-        self._order.again(step.number)
+        if step is self.in_progress:
+            self._order.again(step.number)
         if self._term is not None and step.shapes != self._term.shapes:
             step.shapes = None
 
@@ -187,9 +218,9 @@ class History:
             step = self.steps.pop(number, None)
             if step is not None and step.asked:
                 self._void_asked[number] = step.asked, step.entry(number)
-        current = self.in_progress
-        if current is not None and current.wanted is not None and current.number > to_step:
-            self._void_asked[current.number] = asked_digest(current.wanted), current.wanted.entry
+        if self.in_progress is not None and self.in_progress.number > to_step:
+            self._void(self.in_progress)
+        self._void_ahead()
         self.finished = min(self.finished, to_step)
         known = self.steps.get(to_step)
         self._order.rewind(entry, known.cursor if known is not None else None)
@@ -242,7 +273,9 @@ class History:
     def _on_dispatch(self, entry: JournalEntry) -> None:
         term = self._term or Term.read(entry, self._config)
         wanted = Wanted.of(entry, term.num_samples)
-        if wanted.step != self.finished + 1:
+        # One that is dispatched too early trains tokens that are too old, which its batch tells.
+        is_ahead = self.in_progress is not None and wanted.step > self.finished + 1 and term.max_staleness > 0
+        if wanted.step != self.finished + 1 and not is_ahead:
             self.findings.add(
                 Invariant.I2,
                 f"step {wanted.step} was dispatched after step {self.finished}",
@@ -254,7 +287,7 @@ class History:
         if len(set(wanted.prompts)) != len(wanted.prompts):
             self.findings.add(Invariant.I2, f"step {wanted.step} asks for a prompt twice", entry)
         before = self._void_asked.pop(wanted.step, None)
-        step = self.in_progress
+        step = self.ahead.get(wanted.step) if is_ahead else self.in_progress
         if step is not None and step.wanted is not None and step.wanted.step == wanted.step:
             before = asked_digest(step.wanted), step.wanted.entry
             if step.admitted or step.batch:
@@ -264,9 +297,26 @@ class History:
                 Invariant.I2, f"step {wanted.step} asked for other prompts at first", before[1], entry
             )
         if step is None or step.wanted is None or step.wanted.step != wanted.step:
-            self.in_progress = step = StepHistory(wanted=wanted)
+            step = StepHistory()
+            if is_ahead:
+                self.ahead[wanted.step] = step
+            else:
+                self.in_progress = step
+        step.wanted = wanted
         self._order.dispatch(wanted.step, wanted.prompts, entry)
         step.collections, step.shapes = self._dispatched(wanted), term.shapes
+
+    def _check_age(self, wanted: Wanted, entry: JournalEntry) -> None:
+        """I1: what a step trains is no older than the bound allows."""
+        staleness, bound = wanted.tag.staleness_in(wanted.step), self.term.max_staleness
+        if not 0 <= staleness <= bound:
+            self.findings.add(
+                Invariant.I1,
+                f"step {wanted.step} trained tokens of {wanted.policy}, {staleness} versions older than the "
+                f"weights that it trained; barrier.max_staleness is {bound}",
+                wanted.entry,
+                entry,
+            )
 
     def _on_sampling(self, entry: JournalEntry) -> None:
         step = self._current(entry)
@@ -279,14 +329,16 @@ class History:
         verdict = str(entry["verdict"])
         key = TrajectoryId.parse(entry["id"])
         self.findings.counts[f"trajectories {verdict.replace('_', ' ')}"] += 1
-        current = self.in_progress
-        if current is not None and current.collection is not None and self._phase is Phase.COLLECT:
-            current.collection.verdicts[verdict] += 1
+        is_ahead = "ahead" in entry.event
+        step = self.ahead.get(int(entry["ahead"])) if is_ahead else self.in_progress
+        is_collected = self._phase is Phase.COLLECT or (is_ahead and self._phase is Phase.LEARN)
+        if step is not None and step.collection is not None and is_collected:
+            step.collection.verdicts[verdict] += 1
         if verdict != "admitted":
             return
         is_answer = key.purpose == _VALIDATE
         phase = Phase.VALIDATE if is_answer else Phase.COLLECT
-        if self._phase is not phase:
+        if self._phase is not phase and not (is_collected and not is_answer):
             self.findings.add(
                 Invariant.I1, f"{key} was admitted in phase {self._phase.value}, not {phase.value}", entry
             )
@@ -294,7 +346,6 @@ class History:
             self.versions.check_policy(str(entry.get("policy")), f"{key} was admitted of", entry)
             self._admit_answer(key, entry)
             return
-        step = self.in_progress
         if step is None or step.collection is None:
             self.findings.add(Invariant.I1, f"{key} was admitted, but no step is being collected", entry)
             return
@@ -369,12 +420,14 @@ class History:
         self._collect_again(step)
         step.before = step.batch = None
         step.samplings.clear()
+        self._void_ahead()
 
     def _on_batch(self, entry: JournalEntry) -> None:
         step = self._current(entry)
         if step is None or step.wanted is None or step.collection is None:
             return
         rows = rows_of(step.collections, entry, self.findings)
+        self._check_age(step.wanted, entry)
         if entry.get("policy") != step.wanted.policy:
             self.findings.add(
                 Invariant.I1,
@@ -467,8 +520,8 @@ class History:
         self._order.finish(entry)
         self._on_finished(self, step, number, entry)
         # Memory stays small however long the run is.
-        self.steps[number], self.in_progress = step.finished(entry), None
-        self.finished = max(self.finished, number)
+        self.steps[number], self.finished = step.finished(entry), max(self.finished, number)
+        self.in_progress = self.ahead.pop(number + 1, None)
 
     def _on_checkpoint(self, entry: JournalEntry) -> None:
         number = int(entry["step"])

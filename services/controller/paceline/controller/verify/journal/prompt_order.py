@@ -22,6 +22,7 @@ class PromptOrder:
         self._known: PromptMixture | None = None
         self._draw: PromptMixture | None = None
         self._finished: MixtureState | None = None
+        self._after: dict[int, MixtureState] = {}
         self._ends: list[MixtureState] = []
         self._weights_chosen = False
 
@@ -55,7 +56,7 @@ class PromptOrder:
     def again(self, step: int) -> None:
         """The step begins again: the draw goes back to where the step before it ended."""
         if self._draw is not None:
-            self._ends.append(self._draw.state)
+            self._ends.append(self._after.get(step, self._draw.state))
         self._take(step)
 
     def refill(self, prompts: Sequence[int], asked: Collection[int], entry: JournalEntry) -> None:
@@ -63,6 +64,7 @@ class PromptOrder:
         if self._draw is None:
             return
         expected = self._draw.take_more(len(prompts), without=asked)
+        self._after[int(entry["step"])] = self._draw.state
         if list(prompts) != expected:
             self._findings.add(
                 Invariant.I2,
@@ -78,7 +80,8 @@ class PromptOrder:
             self._go_to(stated)
             return
         # A step that a second controller only finished was drawn by the one before it.
-        reached = [self._draw.state, *self._ends]
+        step = int(entry["step"])
+        reached = [self._after.get(step, self._draw.state), *self._ends]
         chosen = _state(stated).chosen
         if _state(stated) not in [self._with_chosen(state, chosen) for state in reached]:
             self._findings.add(
@@ -87,7 +90,9 @@ class PromptOrder:
                 f"{_plain(reached[0])}",
                 entry,
             )
+        ahead = {later: state for later, state in self._after.items() if later > step}
         self._go_to(stated)
+        self._after = ahead
 
     def rewind(self, entry: JournalEntry, finished: Mapping[str, Any] | None) -> None:
         """Checks where the cursor is set to by a rewind, to a step that ended at `finished`."""
@@ -109,13 +114,15 @@ class PromptOrder:
     def _go_to(self, stated: Mapping[str, Any]) -> None:
         self._draw = self._known
         if stated:
-            self._finished, self._ends = _state(stated), []
+            self._finished, self._ends, self._after = _state(stated), [], {}
 
     def _take(self, step: int) -> list[int] | None:
         if self._draw is None or self._finished is None:
             return None
-        self._draw.restore(self._finished)
-        return sorted(self._draw.take(step))
+        self._draw.restore(self._after.get(step - 1, self._finished))
+        prompts = sorted(self._draw.take(step))
+        self._after[step] = self._draw.state
+        return prompts
 
 
 def _state(plain: Mapping[str, Any]) -> MixtureState:

@@ -62,7 +62,7 @@ class StepHistory:
     commit: JournalEntry | None = None
     term: Term | None = None
     rows: Sequence[TrajectoryRow] = ()
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     num_dropped: int = 0
     shapes: Mapping[str, Shape] | None = None
     validation: ValidationCheck | None = None
@@ -136,6 +136,8 @@ class StepHistory:
         self.metrics = recomputed_metrics.of_barrier(verdicts, reasons) | recomputed_metrics.of_rewards(
             groups
         )
+        if term.max_staleness and self.wanted is not None:
+            self.metrics["barrier/staleness"] = float(self.wanted.tag.staleness_in(self.number))
 
     def finished(self, entry: JournalEntry) -> Finished:
         """What is kept of it after its event `step`."""

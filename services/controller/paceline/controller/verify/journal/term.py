@@ -28,6 +28,7 @@ class Term:
         on_cpu: whether the same batch gives the same weights to the bit.
         save_trajectories: whether steps leave files of their trajectories.
         limits: by phase, the longest time in seconds without an event.
+        max_staleness: how many versions older than those that a step trains the weights may be that sampled.
         shapes: of the scorers, by component; empty where a row's own columns weight them.
         schema: of the messages; the digests of trajectories are taken over them. 0: not known.
         cursor: seed, batch size and shuffling of the draw of prompts; None where it is not known.
@@ -42,6 +43,7 @@ class Term:
     on_cpu: bool
     save_trajectories: bool
     limits: Mapping[str, float]
+    max_staleness: int = 0
     shapes: Mapping[str, Shape] = field(default_factory=dict)
     schema: int = 0
     cursor: Mapping[str, Any] | None = None
@@ -130,6 +132,7 @@ def _old(config: RunConfig) -> dict[str, Any]:
         "on_cpu": config.learner.device == "cpu",
         "save_trajectories": config.trainer.save_trajectories,
         "limits": _limits(config),
+        "max_staleness": config.barrier.bound,
     }
 
 

@@ -1,0 +1,207 @@
+"""Samples the steps to come while the learner trains one (`barrier.mode`: bounded).
+
+consumes     prompt ids of the cursor, scored headers
+waits for    each step's barrier to close, one step after the other; each with the deadlines of a collection
+produces     batches of later steps, all of one version each
+
+With a bound of k, step s is sampled from the newest version that leaves learner and servers to work at the
+same time: s - 1 - k, or the version since which nothing was dispatched ahead, if that is newer. It does not
+depend on how fast anybody is. The weights of step s are pushed when the steps up to s + k are collected, so
+that no sample is begun from one version and ended from another.
+
+Nothing is dispatched ahead of a checkpoint that trainer.save_freq asks for: a run that goes on from it draws
+what the first one drew.
+
+docs/decisions/0036-bounded-staleness.md
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from paceline.config.run import RunConfig
+from paceline.controller.batch.collect import Batch, Collector
+from paceline.controller.batch.dispatch import Order
+from paceline.controller.batch.inputs import Inputs
+from paceline.controller.batch.training_batch import TrainingBatches
+from paceline.controller.phases import Phase
+from paceline.controller.progress import Progress, Run
+from paceline.controller.run.publication import Publication
+from paceline.controller.standing import StepInProgress
+from paceline.core.errors import LostDataError
+from paceline.core.policy import PolicyTag
+from paceline.data.mixture import MixtureState
+from paceline.data.prompts import Prompt
+
+
+def steps_ahead(config: RunConfig, step: int) -> Iterator[int]:
+    """Yields the steps that are to be dispatched when `step` is trained, ascending."""
+    for later in range(step + 1, min(step + config.barrier.bound, config.trainer.num_steps) + 1):
+        if config.trainer.saves_after(later - 1):
+            return
+        yield later
+
+
+@dataclass(kw_only=True, slots=True)
+class _Drawn:
+    """A step whose prompts are drawn.
+
+    Attributes:
+        before: where the cursor stood before.
+        dispatched: what the journal has of the dispatch whose batch this is.
+        began: where the log was read when the collection began.
+    """
+
+    prompts: dict[int, Prompt]
+    before: MixtureState
+    dispatched: StepInProgress | None = None
+    batch: Batch | None = None
+    began: str = ""
+
+
+class Lookahead:
+    """Draws the prompts of each step, and samples those of later ones beside the learner."""
+
+    def __init__(
+        self,
+        run: Run,
+        progress: Progress,
+        *,
+        inputs: Inputs,
+        batches: TrainingBatches,
+        collector: Collector,
+        publication: Publication,
+    ) -> None:
+        self._config, self._journal, self._events = run.config, run.journal, run.events
+        self._progress, self._inputs, self._batches = progress, inputs, batches
+        self._collector, self._publication = collector, publication
+        self._drawn: dict[int, _Drawn] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    # --- prompts
+
+    def draw(self, step: int) -> dict[int, Prompt]:
+        """Returns the prompts of a step by id, ascending; steps are drawn in order, each once."""
+        if step not in self._drawn:
+            inputs, before = self._inputs, self._inputs.cursor.state
+            prompts = {i: inputs.train.prompts[i] for i in sorted(inputs.cursor.take(step))}
+            self._drawn[step] = _Drawn(prompts=prompts, before=before)
+        return self._drawn[step].prompts
+
+    def cursor_after(self, step: int) -> MixtureState:
+        """Where the cursor stands after the prompts of a step."""
+        later = self._drawn.get(step + 1)
+        return self._inputs.cursor.state if later is None else later.before
+
+    def log_position_after(self, step: int) -> str:
+        """Where the log is read from when the step is finished."""
+        later = self._known(step + 1)
+        return self._collector.position if later is None else later.began
+
+    def go_to(self, cursor: MixtureState) -> None:
+        """Forgets all steps, and goes to where the prompts of the next one are drawn."""
+        self._inputs.cursor.restore(cursor)
+        self._drawn.clear()
+
+    def finish(self, step: int) -> None:
+        """Forgets the prompts and the batch of a step that is finished."""
+        self._drawn.pop(step, None)
+
+    # --- a step
+
+    def policy(self, step: int, committed: PolicyTag) -> PolicyTag:
+        """The policy that a step samples from."""
+        dispatched = self._journal.standing.dispatched(step)
+        is_older = dispatched is not None and dispatched.policy not in ("", str(committed))
+        return PolicyTag.parse(dispatched.policy) if dispatched is not None and is_older else committed
+
+    def batch(self, step: int) -> Batch | None:
+        """The batch of a step that was collected ahead, for which the step does not wait any more."""
+        known = self._known(step)
+        return None if known is None else known.batch
+
+    def _known(self, step: int) -> _Drawn | None:
+        """A step with its batch; None where it has none, or the trajectories are void."""
+        drawn = self._drawn.get(step)
+        if drawn is None or drawn.batch is None:
+            return None
+        return drawn if drawn.dispatched is self._journal.standing.dispatched(step) else None
+
+    # --- ahead of the learner
+
+    def begin(self, step: int, policy: PolicyTag) -> None:
+        """Samples later steps in a task, from the committed policy, while `step` is trained."""
+        if self._config.barrier.bound:
+            self._task = asyncio.create_task(self._sample(step, policy), name=f"ahead of step {step}")
+
+    async def settle(self) -> float:
+        """Waits for the task of `begin`; returns the seconds.
+
+        Raises:
+            PacelineError: a later step cannot be collected.
+        """
+        began, task = time.monotonic(), self._task
+        if task is not None:
+            if not task.done():
+                self._progress.move(Phase.COLLECT)
+            await task
+            self._task = None
+        return time.monotonic() - began
+
+    async def cancel(self) -> None:
+        """Ends the task of `begin`; steps that are not collected stay dispatched."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def withdraw(self, step: int, reason: str) -> None:
+        """Makes what was sampled for the steps after `step` void."""
+        await self.cancel()
+        self._withdraw_after(step, reason)
+
+    def _withdraw_after(self, step: int, reason: str) -> None:
+        for later in self._journal.standing.dispatched_after(step):
+            self._journal.record("withdrawn", step=later, reason=reason)
+            self._events.notice(f"step {later}: what was sampled ahead is void: {reason}")
+
+    async def _sample(self, step: int, policy: PolicyTag) -> None:
+        for later in steps_ahead(self._config, step):
+            if self._known(later) is not None:
+                continue
+            dispatched = self._journal.standing.dispatched(later)
+            # After a step that ends the run, or that is only finished once more, newer weights are there.
+            if dispatched is None and (self._progress.stop_reason or self._is_committed(step)):
+                return
+            order = Order(
+                step=later,
+                policy=self.policy(later, policy),
+                prompts=self.draw(later),
+                asks=self._batches.asks,
+            )
+            try:
+                await self._collect(order, policy)
+            except LostDataError as error:
+                self._withdraw_after(later - 1, str(error))
+                return
+
+    def _is_committed(self, version: int) -> bool:
+        return version in self._journal.standing.commits
+
+    async def _collect(self, order: Order, policy: PolicyTag) -> None:
+        drawn, collector = self._drawn[order.step], self._collector
+        if order.policy == policy:
+            self._batches.record_dispatch(order, order.prompts, order.counts)
+            await collector.dispatch(order)
+
+        def is_over() -> bool:
+            return order.policy != policy or not self._publication.is_served(policy)
+
+        drawn.began = collector.position
+        batch = await collector.collect(order, is_over=is_over, ahead=True)
+        # The step that trains it does not wait for it.
+        drawn.batch = replace(batch, gen_s=0.0, reward_s=0.0)
+        drawn.dispatched = self._journal.standing.dispatched(order.step)

@@ -1,0 +1,106 @@
+"""A run's services and broker, which outlive its controller and lose things."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+from paceline.broker.memory import MemoryBroker
+from paceline.core.members import LearnerState, MemberKind
+from support.fake_fleet import FakeServices, score_all
+from support.sequencer_run import SequencerRun, config, run_of
+
+
+class Killed(Exception):
+    """The controller's process ends here."""
+
+
+class FaultyFleet:
+    """The parts of a run that outlive its controller."""
+
+    def __init__(self, folder: Path, changes: dict[str, Any]) -> None:
+        folder.mkdir(exist_ok=True)
+        self.folder, self.changes = folder, changes
+        self.services, self.broker, self.restarts = FakeServices(), MemoryBroker(), 0
+        self.services.writes = True
+        self.services.has_blob = lambda key: key in self.broker._store.blobs
+
+    def empty(self) -> None:
+        store = self.broker._store
+        store.streams.clear()
+        store.blobs.clear()
+        store.last_number = 0
+
+    def lose_messages(self, share: str) -> None:
+        """Only the marker, the groups and the blobs stay, and every other message if `share` is half."""
+        for stream in self.broker._store.streams.values():
+            for number in list(stream.entries)[:: 2 if share == "half" else 1]:
+                del stream.entries[number]
+                for group in stream.groups.values():
+                    group.pending.pop(number, None)
+
+    def restart_learner(self, it: SequencerRun, reason: str) -> None:
+        steps = [int(path.parent.name[5:]) for path in self.folder.glob("checkpoints/step_*/manifest.json")]
+        services, self.restarts = self.services, self.restarts + 1
+        services.version = max(steps, default=0)
+        services.source = services.sources.get(services.version, services.version)
+        services.trained.clear()
+        changes = it.supervisor.fleet.register(
+            kind=MemberKind.LEARNER,
+            member_id="learner",
+            incarnation=f"life {self.restarts}",
+            address="learner",
+            num_ranks=1,
+            state=LearnerState.READY,
+        )
+        self.restarting = asyncio.get_running_loop().create_task(it.supervisor.apply(changes))
+
+    def end_servers(self, it: SequencerRun, names: Collection[str]) -> None:
+        """Servers end, and come back without weights."""
+        self.restarts += 1
+        for member in it.supervisor.fleet.members(MemberKind.ROLLOUT):
+            if member.member_id in names:
+                self.services.standings.pop(member.member_id, None)
+                standing = self.services.standings[member.member_id] = self.services.standing(
+                    member.member_id
+                )
+                member.state, member.policy = standing.state, standing.policy
+                member.incarnation = f"life {self.restarts}"
+
+    async def live(self, at: Callable[[SequencerRun, dict[str, Any]], None]) -> bool:
+        """One life of a controller; `at` is called after each event; returns whether it reached the end."""
+        async with run_of(config(**self.changes), self.folder, self.services, self.broker) as it:
+            self.services.restarted = lambda reason: self.restart_learner(it, reason)
+            record_all, dead = it.journal.record_all, []
+
+            def recording(events: Any) -> None:
+                for event in list(events):
+                    if dead:
+                        raise Killed
+                    record_all([event])
+                    try:
+                        at(it, dict(event))
+                    except Killed:
+                        dead.append(event)
+                        raise
+
+            it.journal.record_all = recording  # type: ignore[method-assign]
+            try:
+                await it.enlist_all()
+                await it.go(score_all)
+            except Killed:
+                return False
+            finally:
+                others = asyncio.all_tasks() - {asyncio.current_task()}
+                for task in others:
+                    task.cancel()
+                with contextlib.suppress(Killed):
+                    await asyncio.gather(*others, return_exceptions=True)
+        return True
+
+
+def nothing(it: SequencerRun, event: dict[str, Any]) -> None:
+    """Disturbs nothing."""
