@@ -7,12 +7,15 @@ import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from paceline.broker import names
+from paceline.config.run import BYTES_PER_ROW
 from paceline.core.errors import (
     CheckpointError,
     DeadlineError,
@@ -74,6 +77,18 @@ def request(step: int, *, seed: int = 0) -> learner_pb2.TrainStepRequest:
     rows, _ = make_batch(step=step, num_prompts=2, num_samples=2, seed=seed)
     policy = PolicyTag(version=step - 1, digest="0123456789abcdef")
     return order_to_proto(TrainOrder(step=step, policy=policy, rows=rows))
+
+
+def test_an_order_has_at_most_the_bytes_that_a_configuration_is_checked_for() -> None:
+    """Names of runs and servers are long ones."""
+    (row, *_), _ = make_batch(step=1, num_prompts=2, num_samples=2)
+    own = TrajectoryId(step=1_000_000, purpose="train", prompt_id=10_000_000, sample_index=1023)
+    key = names.blob(f"{'r' * 24}-20261128-050000-abcd", str(own), "rollout-" + "s" * 32, "0" * 16)
+    row = replace(row, trajectory_id=own, blob_key=key, blob_digest="f" * 32, reward=0.1)
+    row = replace(row, num_prompt_tokens=100_000, num_response_tokens=100_000, num_sampled_tokens=100_000)
+    policy = PolicyTag(version=1_000_000, digest="0" * 16)
+    data = order_to_proto(TrainOrder(step=1, policy=policy, rows=(row,) * 1000)).SerializeToString()
+    assert 0.9 * BYTES_PER_ROW < len(data) / 1000 <= BYTES_PER_ROW
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -62,6 +62,10 @@ MINIMAL = {
         ("actor.optim=1e-6", "actor.optim=1e-06: must be a section, say {lr: ...}"),
         ("trainer.loggers=wandb", "trainer.loggers='wandb': must be a list, say [wandb]"),
         ("reward.functions=[]", "no scorer: name at least one"),
+        (
+            "rollout.n=8192",
+            "a step of 524,288 rows (data.train_batch_size x rollout.n) needs messages of up to 128 MiB",
+        ),
         ("learner.context_parallel=2", "learner.context_parallel=2 must divide learner.world_size=1"),
         ("learner={world_size: 6, fsdp_size: 4}", "learner.fsdp_size=4 must divide learner.world_size=6"),
         ("actor.clip_ratio_c=1.1", "must exceed 1 + the upper clip range"),

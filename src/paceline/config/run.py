@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import Field, model_validator
 
@@ -31,6 +31,9 @@ from paceline.core.estimators import Need
 from paceline.core.guard import Action
 
 _SAMPLING = set(ValSamplingConfig.model_fields)
+
+BYTES_PER_ROW: Final = 256
+"""Of the learner's order, at most: ids, the key and digest of a blob, lengths and a score"""
 
 
 class RunConfig(Section):
@@ -519,6 +522,18 @@ class RunConfig(Section):
         if self.learner.num_context_ranks > 1 and self.actor.compiles:
             raise ValueError(
                 "learner.context_parallel has no compiled form; set actor.compile: false or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _fits_into_messages(self) -> RunConfig:
+        """The learner is told of all rows of a step in one message, after they were generated."""
+        num_rows, limit = self.data.train_batch_size * self.rollout.n, self.service.max_message_mib
+        needed = math.ceil(num_rows * BYTES_PER_ROW / 2**20)
+        if needed > limit:
+            raise ValueError(
+                f"a step of {num_rows:,} rows (data.train_batch_size x rollout.n) needs messages of up to "
+                f"{needed} MiB: set service.max_message_mib to so many at least (now {limit})"
             )
         return self
 

@@ -15,7 +15,7 @@ from paceline.sizing.gpus import gpus_to_share
 from paceline.sizing.layouts import choose_layout, many
 from paceline.sizing.machine import Machine
 from paceline.sizing.model_files import model_tree
-from paceline.sizing.update import settle_update
+from paceline.sizing.update import settle_context, settle_update
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +41,8 @@ def settle(config: RunConfig, machine: Machine) -> Settled:
         config, chosen = settle_update(choose_layout(config, machine), machine)
         remarks += chosen
     else:
-        config = config.with_context()
+        config, chosen = settle_context(config)
+        remarks += chosen
         if config.placement == "colocated":
             config = settle_elsewhere(config, on_gpus=False)
     return Settled(config=config, remarks=(*remarks, _layout(config, machine, on_gpus=on_gpus)))

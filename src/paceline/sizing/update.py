@@ -106,6 +106,12 @@ def _with_fsdp_size(config: RunConfig, size: int | None) -> RunConfig:
     return config.model_copy(update={"learner": config.learner.model_copy(update={"fsdp_size": size})})
 
 
+def settle_context(config: RunConfig) -> tuple[RunConfig, list[str]]:
+    """`RunConfig.with_context`, and in words why several ranks share a row."""
+    settled = config.with_context()
+    return settled, _with_context(config, settled.learner.num_context_ranks)[1]
+
+
 def _with_context(config: RunConfig, size: int) -> tuple[RunConfig, list[str]]:
     """The configuration with `learner.context_parallel`, and why it is more than 1 where we chose it."""
     if config.learner.context_parallel != "auto":

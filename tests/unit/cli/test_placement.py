@@ -443,5 +443,7 @@ def test_rows_that_ranks_share_are_told_with_the_reason(folder: Path) -> None:
     actor = {"actor": {"ppo_max_token_len_per_gpu": 16384}}
     by_budget = f"learner.context_parallel=2: a row of {tokens} exceeds actor.ppo_max_token_len_per_gpu=16384"
     assert told(141, **long, **actor) == (2, [by_budget])
+    machine = Machine(num_cores=4, gpus=())
+    assert by_budget in settle(config(**given | long | actor), machine).remarks
     explicit = {"learner": {"world_size": 4, "context_parallel": 4}}
     assert told(141, **long, **actor, **explicit) == (4, [])

@@ -18,6 +18,8 @@ import yaml
 
 from paceline.checks import host_check
 from paceline.checks.host_check import check_hosts
+from paceline.cli.commands.start import up
+from paceline.cli.main import main
 from paceline.config.load import load, parse
 from paceline.core.errors import ConfigError, EnvironmentLackError
 from paceline.launch.planning import hosts as several
@@ -206,6 +208,33 @@ def test_each_host_has_a_copy_of_the_weights_where_its_gpus_have_room(
     assert copies(cards=("H200", "H200"), **awake)[0] is None
     with pytest.raises(ConfigError, match="names no GPUs that are known"):
         copies(cards=("H200", "Z9"))
+
+
+def test_up_trains_with_what_it_chose_and_asks_the_hosts_for_the_ports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(SEVEN))
+    sections = {"broker": REDIS, "service": {"ports": "20000-20999"}}
+    sections |= {"data": {"train_files": ["train.parquet"], "max_response_length": 31744}}
+    run = config(**sections, actor={"ppo_max_token_len_per_gpu": 16384})
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run.model_dump(mode="json", exclude_unset=True)))
+    host = {"folder": "/", "learner": 2, "rollout": 1, "reward": 1, "gpus": [0, 1, 2], "card": "H200"}
+    hosts = [{"name": f"h{number}", "address": f"10.0.0.{number}", **host} for number in (2, 3)]
+    tree = {"config": "run.yaml", "address": "10.0.0.1", "hosts": hosts}
+    (tmp_path / "HOSTS.yaml").write_text(yaml.safe_dump(tree))
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(up, "quick_check", lambda config, here: None)
+    monkeypatch.setattr(up, "check_hosts", lambda hosts, **given: seen.update(given))
+    monkeypatch.setattr(up, "train", lambda config, **given: seen.update(given, config=config) or 0)
+    assert main(["up", "HOSTS.yaml"]) == 0
+    assert seen["ports"] == "20000-20999"
+    learner = seen["config"].learner
+    assert (learner.context_parallel, learner.fsdp_size, learner.world_size) == (2, 2, 4)
+    chosen = ("learner.context_parallel=2: a row of 32,256 tokens", "learner.fsdp_size=2: each host has")
+    for choice in chosen:
+        assert any(words.startswith(choice) for words in seen["remarks"]), seen["remarks"]
 
 
 # --- behind the remote shell

@@ -19,7 +19,7 @@ from paceline.service.identity.credentials import TLS_DIR
 from paceline.sizing.colocation import settle_elsewhere
 from paceline.sizing.memory_choice import LEAST
 from paceline.sizing.placement import settle_model
-from paceline.sizing.update import with_memory
+from paceline.sizing.update import settle_context, with_memory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,8 +42,8 @@ def run(args: argparse.Namespace) -> int:
     config = several.with_hosts(config, hosts)
     on_gpus = config.learner.device != "cpu" and any(host.gpus for host in hosts.hosts)
     model, words = settle_model(config.model, on_gpus=on_gpus)
-    remarks = [words] if words else []
-    config = config.model_copy(update={"model": model}).with_context()
+    config, remarks = settle_context(config.model_copy(update={"model": model}))
+    remarks = [words, *remarks] if words else remarks
     if config.placement == "colocated":
         config = settle_elsewhere(config, on_gpus=on_gpus)
     if on_gpus:
