@@ -7,7 +7,9 @@ real rollout servers (apps, samplers, mailboxes; a few processes share them) ove
 The learner reads its orders and answers. What is left of a step is what the services and the broker cost.
 
 Per step, the median without the first: seconds from dispatch to commit, CPU seconds of the controller, of the
-reward service and of Redis, the most memory that Redis used, and the bytes of the journal.
+reward service and of Redis, the most memory that Redis used, and the bytes of the journal. Before the first
+step: seconds from the controller's start to the first dispatch, when all members are registered and form a
+group, and the controller's CPU seconds until then, its own start included.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,6 +80,8 @@ class Watched:
     redis: psutil.Process
     client: Any
     peak_mib: float = 0.0
+    start_s: float = 0.0
+    start_cpu_s: float = 0.0
     steps: list[Step] = field(default_factory=list)
     _before: tuple[float, float, float, int] = (0.0, 0.0, 0.0, 0)
 
@@ -85,6 +89,16 @@ class Watched:
         """Notes the memory that Redis uses now."""
         used = self.client.info("memory")["used_memory"] / 2**20
         self.peak_mib = max(self.peak_mib, used)
+
+    def note_start(self, journal: Path) -> None:
+        """Takes the time of the first dispatch, once there is one."""
+        if self.start_s or not journal.exists():
+            return
+        events = [json.loads(line) for line in journal.read_text(encoding="utf-8").splitlines()[:5000]]
+        times = {event["event"]: event["time"] for event in reversed(events)}
+        if "dispatch" in times:
+            self.start_s = times["dispatch"] - self.controller.create_time()
+            self.start_cpu_s = _cpu_s(self.controller)
 
     def note(self, metrics: Mapping[str, float], journal: Path) -> None:
         """A step has ended: takes the differences since the one before."""
@@ -154,8 +168,8 @@ def prepare(folder: Path, num_prompts: int) -> Path:
     return folder
 
 
-def measure(size: Size, folder: Path, args: argparse.Namespace) -> list[Step]:
-    """Runs the services at one size; returns its steps without the first."""
+def measure(size: Size, folder: Path, args: argparse.Namespace) -> Watched:
+    """Runs the services at one size."""
     inputs = prepare(folder / "inputs", size.prompts)
     run_dir = folder / "run"
     (run_dir / "logs").mkdir(parents=True)
@@ -171,6 +185,7 @@ def measure(size: Size, folder: Path, args: argparse.Namespace) -> list[Step]:
             "PACELINE_TOKEN": secrets.token_hex(8),
             "PYTHONPATH": os.pathsep.join(paths),
             "OMP_NUM_THREADS": "1",
+            "PACELINE_PAPER_TRAIN_S": str(args.train_s),
         }
 
         def start(name: str, *command: str) -> psutil.Process:
@@ -207,7 +222,7 @@ def measure(size: Size, folder: Path, args: argparse.Namespace) -> list[Step]:
         if args.verify:
             command = [sys.executable, "-m", "paceline.controller.verify", str(run_dir)]
             subprocess.run(command, env=environment, check=True, timeout=args.timeout_s)
-    return watched.steps[2:]
+    return watched
 
 
 def _wait_for_address(file: Path, controller: psutil.Process, log: Path) -> str:
@@ -228,6 +243,7 @@ def follow(watched: Watched, run_dir: Path, num_steps: int, timeout_s: float) ->
             log = (run_dir / "logs" / "controller.log").read_text(errors="replace")
             raise TimeoutError(f"step {num_lines} did not end:\n{log[-3000:]}")
         watched.look()
+        watched.note_start(run_dir / "events.jsonl")
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         for line in lines[num_lines:]:
             watched.note(json.loads(line), run_dir / "events.jsonl")
@@ -245,8 +261,9 @@ def _end(process: psutil.Process) -> None:
             process.kill()
 
 
-def row(size: Size, steps: Sequence[Step]) -> str:
+def row(size: Size, watched: Watched) -> str:
     """A line of the table."""
+    steps = watched.steps[2:]
 
     def median(name: str) -> float:
         return statistics.median(float(getattr(step, name)) for step in steps)
@@ -256,7 +273,7 @@ def row(size: Size, steps: Sequence[Step]) -> str:
         f"| {size.servers} | {size.prompts * size.samples:,} | {size.tokens:,} | {seconds:.2f} "
         f"| {size.prompts * size.samples / seconds:,.0f} | {median('controller_s'):.2f} "
         f"| {median('reward_s'):.2f} | {median('redis_s'):.2f} | {median('redis_mib'):,.0f} "
-        f"| {median('journal_bytes'):,.0f} |"
+        f"| {median('journal_bytes'):,.0f} | {watched.start_s:.1f} | {watched.start_cpu_s:.1f} |"
     )
 
 
@@ -271,6 +288,7 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=8, help="per prompt")
     parser.add_argument("--steps", type=int, default=4, help="of each run; the first warms up")
     parser.add_argument("--processes", type=int, default=4, help="that the rollout servers share")
+    parser.add_argument("--train-s", type=float, default=0.0, help="how long the learner takes to answer")
     parser.add_argument("--no-texts", action="store_true", help="trainer.save_trajectories: false")
     parser.add_argument("--verify", action="store_true", help="check each run with `paceline verify`")
     parser.add_argument("--timeout-s", type=float, default=3600.0, help="longest duration of a run")
@@ -287,9 +305,10 @@ def main() -> int:
     )
     print(
         "| servers | trajectories per step | tokens | seconds per step | trajectories/s | controller CPU s "
-        "| reward CPU s | Redis CPU s | Redis MiB, most | journal bytes per step |"
+        "| reward CPU s | Redis CPU s | Redis MiB, most | journal bytes per step "
+        "| s to the first dispatch | controller CPU s until then |"
     )
-    print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|", flush=True)
     for size in sizes:
         with tempfile.TemporaryDirectory() as folder:
             print(row(size, measure(size, Path(folder), args)), flush=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -167,6 +168,7 @@ class PaperLearner(learner_pb2_grpc.LearnerServiceServicer):
     async def TrainStep(self, request: Any, context: Any) -> Any:
         """Reads the order, as the real one does, and answers."""
         order = order_from_proto(request)
+        await asyncio.sleep(float(os.environ.get("PACELINE_PAPER_TRAIN_S", "0")))
         self.policy = PolicyTag(version=order.step, digest="")
         return result_to_proto(TrainResult(step=order.step, metrics={"actor/ppo_kl": 0.0}))
 
