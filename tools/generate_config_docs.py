@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes what the docs have from code: configuration.md, gpus-and-memory.md, tables of from-verl-and-trl.md.
+"""Writes what the docs have from code: configuration.md, gpus-and-memory.md, keys-of-verl-and-trl.md.
 
 With --check, fails if they differ.
 """
@@ -59,7 +59,7 @@ def main() -> int:
     ]
     pages = {
         DOCS / "configuration.md": "\n".join(parts),
-        DOCS / "from-verl-and-trl.md": comparison(),
+        DOCS / "keys-of-verl-and-trl.md": comparison(),
         DOCS / "gpus-and-memory.md": memory_tables.page(),
     }
     stale = [
@@ -75,12 +75,17 @@ def main() -> int:
 
 
 def comparison() -> str:
-    """The page on verl and TRL, with its tables as the code has them."""
-    text = (DOCS / "from-verl-and-trl.md").read_text(encoding="utf-8")
+    """The page with the keys of verl and TRL, as the converter's tables have them."""
+    text = """# Keys of verl and TRL
+
+*Generated from `src/paceline/cli/convert` by `tools/generate_config_docs.py`; do not edit.*
+
+What `paceline convert-config` makes of each key: [coming from verl or TRL](from-verl-and-trl.md). A key that
+ends in `.*` stands for all below it.
+"""
     for program, rules in TABLES.items():
         name = {"trl": "TRL"}.get(program, program)
-        head, _, rest = text.partition(f"| {name} | its default | for example | here |\n")
-        text = head + table(rules, name) + "\n\n" + rest.partition("\n\n")[2]
+        text += f"\n## {name}\n\n{table(rules, name)}\n"
     return text
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the guard's alert rules, the dashboards and the tables of docs/observability.md; --check: compares.
+"""Writes the guard's alert rules, the dashboards and docs/exported-metrics.md; --check: compares.
 
 The alerts come from the guard's rules and their default bounds, the tables from the catalogue of metrics and
 from what is written in tools/observability: none can differ from the program for long.
@@ -19,7 +19,7 @@ from observability.training import TRAINING
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "deploy" / "observability"
-PAGE = ROOT / "docs" / "observability.md"
+PAGE = ROOT / "docs" / "exported-metrics.md"
 
 
 def main() -> int:

@@ -11,6 +11,7 @@ import pytest
 from support import source
 
 LONGEST = 120
+MOST_WORDS = 1500
 PAGES = sorted(
     path
     for path in source.ROOT.rglob("*.md")
@@ -45,6 +46,16 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
     local = [link for link in links if "://" not in link and not link.startswith("mailto:")]
     assert [link for link in local if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", sorted((source.ROOT / "docs").rglob("*.md")), ids=lambda path: path.stem)
+def test_a_page_is_read_in_one_sitting(page: Path) -> None:
+    """Exempt are pages that a tool writes, whose code names the page."""
+    text = page.read_text(encoding="utf-8")
+    tool = re.match(r"# .*\n\n\*Generated .*?`(tools/\w+\.py)`", text)
+    if tool and page.name in (source.ROOT / tool[1]).read_text(encoding="utf-8"):
+        return
+    assert len(re.findall(r"\S*[A-Za-z0-9]\S*", text)) <= MOST_WORDS
 
 
 def test_the_way_of_the_data_is_written_down() -> None:

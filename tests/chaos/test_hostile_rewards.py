@@ -1,6 +1,6 @@
 """Functions and services that do their worst: the item at fault has a typed error, the others their rewards.
 
-Each row of the tables in docs/security.md is one of these tests.
+Each row of the tables in benchmarks/journal/hostile.md is one of these tests.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from paceline.sdk import RewardServer
 from paceline.service.children.process import ChildLimits
 from support.reward_servers import OddServer, serving
 
-DOCS = Path(__file__).parents[2] / "docs" / "security.md"
+DOCS = Path(__file__).parents[2] / "benchmarks" / "journal" / "hostile.md"
 OBEDIENT = FunctionSpec(name="f", reference="support.reward_functions:obedient")
 # What hangs hangs for an hour; the others are for a machine that has much to do.
 TIMEOUT_S, PATIENCE_S, SOON_S = 2.0, 120.0, 300.0

@@ -30,7 +30,7 @@ POLICY_LOSSES = sorted(OPTIONS_OF_LOSSES.keys() - {"custom"})
 
 
 def test_every_loss_has_its_options_and_every_option_its_loss():
-    """What docs/add-an-algorithm.md asks for: a function and an options model of one name."""
+    """What docs/where-to-change-what.md asks for: a function and an options model of one name."""
     functions = set(policy_losses.__all__) - {"LossInputs", "LossOutputs", "highest_covariance"}
     assert functions == set(POLICY_LOSSES)
 
@@ -97,9 +97,9 @@ def test_options_come_from_the_configuration():
 
 
 def test_the_page_on_adding_an_algorithm_holds():
-    """The estimator of docs/add-an-algorithm.md, in the line that the page gives it."""
+    """The estimator of docs/where-to-change-what.md, in the line that the page gives it."""
 
-    page = (Path(__file__).parents[2] / "docs" / "add-an-algorithm.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "where-to-change-what.md").read_text(encoding="utf-8")
     code = next(part for part in page.split("```python") if "def median(" in part).split("```")[0]
     scope = dict(vars(advantages))
     exec(textwrap.dedent(code), scope)

@@ -1,4 +1,4 @@
-"""What is known of each family of models, by `model_type` of config.json; docs/models.md shows the table.
+"""What is known of each family of models, by `model_type` of config.json; docs/architectures.md has them.
 
 What config.json says itself (experts, windows, softcaps, a tied head) is read from there, not repeated here.
 """

@@ -37,7 +37,7 @@ def _packed_kind(kind: type[nn.Module]) -> type[nn.Module]:
         if packed is None:
             raise ModelError(
                 f"{kind.__name__}'s model does not hand on to its layers where sequences begin; use one of "
-                "the architectures of docs/models.md"
+                "the architectures of docs/architectures.md"
             )
         plain: Any = kind.forward
         return _by_sequence(lambda rows: plain(self, rows), hidden_states, packed)
