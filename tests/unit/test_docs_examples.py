@@ -35,10 +35,10 @@ KINDS = {"sft": SftRunConfig, "rm": RmRunConfig, "dpo": DpoRunConfig}
 
 def blocks(page: Path, *languages: str) -> list[str]:
     """The page's examples in these languages, without the indentation of a list that holds them."""
-    found = re.finditer(
+    fences = re.finditer(
         r"^( *)```(\w*)\n(.*?)^\1```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
     )
-    return [textwrap.dedent(match[3]) for match in found if match[2] in languages]
+    return [textwrap.dedent(match[3]) for match in fences if match[2] in languages]
 
 
 def examples(*languages: str) -> list[Any]:
@@ -63,12 +63,12 @@ def test_a_configuration_is_valid(text: str) -> None:
 
 def completed(tree: dict[str, Any]) -> dict[str, Any]:
     """The example with what it leaves out of a whole configuration."""
-    whole = {**BASE, **tree}
+    config = {**BASE, **tree}
     for section in ("data", "model", "trainer"):
-        whole[section] = {**BASE[section], **tree.get(section, {})}
-    if whole["data"].get("train_sets"):
-        del whole["data"]["train_files"]
-    return whole
+        config[section] = {**BASE[section], **tree.get(section, {})}
+    if config["data"].get("train_sets"):
+        del config["data"]["train_files"]
+    return config
 
 
 @pytest.mark.parametrize("text", examples("python"))
