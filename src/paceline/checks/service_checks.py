@@ -1,4 +1,4 @@
-"""The checks that services do, in a process each: they import torch, an engine or a user's module."""
+"""Checks that services do. Each runs in its own process and imports torch, an engine or a user's module."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _check_of(
     fault: type[ConfigError] | type[ModelError],
     *words: str,
 ) -> str:
-    """The line of a service's check of a configuration."""
+    """Returns the line that a service's check prints about a configuration."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
         file.write(dump_yaml(config))
         file.flush()

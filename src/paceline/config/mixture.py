@@ -67,7 +67,7 @@ class TrainSet:
 
     @property
     def title(self) -> str:
-        """What sentences call it: "training prompts" with a noun behind it."""
+        """Names the set in sentences, before a noun: "training prompts"."""
         return f"training ({self.name})" if self.name else "training"
 
 

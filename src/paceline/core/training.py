@@ -85,7 +85,7 @@ class ChunkOrder:
     Attributes:
         first_row: the place of the first row in the batch, if no group before it is dropped.
         rows: of the chunk, ordered as in the batch.
-        with_gradient: also forward and backward, if the chunks before it had theirs.
+        with_gradient: also computes the gradient, if the chunks before it have theirs.
         adjustments: those that the step will have.
     """
 

@@ -67,5 +67,5 @@ def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> N
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    # Not sys.exit: the thread that reads the input would hold the interpreter's end.
+    # sys.exit would wait for the thread that reads the input.
     os._exit(code)

@@ -204,7 +204,7 @@ async def _contained(function: Callable[[], Awaitable[T]], timeout_s: float) -> 
 
 
 def _harmless(error: BaseException) -> Exception:
-    """An error that a future can carry and that does not end the process: StopIteration and SystemExit do."""
+    """Replaces StopIteration, which a future cannot carry, and SystemExit, which would end the process."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
     return RuntimeError(describe("the function", error))

@@ -95,7 +95,7 @@ class RedisStreamsBroker:
     ) -> list[Entry]:
         """Takes over entries that no consumer has renewed for `min_idle_s` seconds.
 
-        None soon after an outage: consumers that could not renew their leases then are not dead.
+        Takes over nothing soon after an outage, in which living consumers could not renew their leases.
         """
         if not self._client.outage.is_recent(min_idle_s):
             arguments = [group, consumer, round(min_idle_s * 1000), max_entries]

@@ -47,7 +47,7 @@ class TlsFiles:
     folder: Path
 
     def stamp(self) -> Stamp:
-        """Differs as soon as a file is another.
+        """Returns a value that changes as soon as a file is replaced.
 
         Raises:
             EnvironmentLackError: a file is missing.
@@ -131,7 +131,7 @@ class LatestTls:
         self.identity = files.read()
 
     def changed(self) -> bool:
-        """Whether `identity` is another now; amid a replacement the old one serves on."""
+        """Whether the files differ from `identity`; while they are being replaced, the old ones are used."""
         try:
             stamp = self._files.stamp()
             if stamp == self._stamp:
@@ -146,7 +146,7 @@ class LatestTls:
 
 
 def server_credentials(files: TlsFiles, *, asks_callers: bool) -> grpc.ServerCredentials:
-    """Returns credentials for a server; each new connection gets the files of then.
+    """Returns credentials for a server; each new connection uses the files as they are then.
 
     `asks_callers`: every caller must have a certificate of the same authority.
 

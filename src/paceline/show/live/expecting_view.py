@@ -20,7 +20,7 @@ class ExpectingView:
         self.pulse, self.close = view.pulse, view.close
 
     def step(self, step: int, metrics: Metrics) -> None:
-        """Shows a step, and the comparison after the last of those that are compared."""
+        """Shows a step; after the last of the first warm steps also the comparison."""
         self._view.step(step, metrics)
         if sentence := self._expectation.step(metrics):
             self._view.notice(sentence)

@@ -88,7 +88,7 @@ def _finite(value: Any) -> Any:
 
 
 def _json(name: str, value: Any) -> str:
-    """Data that no text in it can break out of."""
+    """Encodes data so that no text in it can end the script that holds it."""
     safe = to_json(value).replace("<", "\\u003c")
     return f'<script type="application/json" id="{name}">{safe}</script>'
 

@@ -42,13 +42,13 @@ class StepTable:
         return list(self._columns)
 
     def points(self, name: str) -> list[tuple[int, float]]:
-        """(step, value) of a metric, where it was measured; a step once."""
+        """Returns (step, value) for each step in which the metric was measured."""
         column = self._columns.get(name, array("d"))
         pairs = zip(self.steps, column, strict=False)
         return sorted({step: value for step, value in pairs if not math.isnan(value)}.items())
 
     def part(self, start: int, limit: int) -> dict[str, Any]:
-        """The lines from `start` on, for JSON; of more than `limit` lines, that many, evenly apart."""
+        """Returns the lines from `start` on, for JSON; at most `limit` of them, evenly apart."""
         places = evenly(start, len(self), limit)
         columns = {name: _picked(column, places) for name, column in self._columns.items()}
         return {

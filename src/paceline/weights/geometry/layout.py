@@ -85,8 +85,8 @@ class RankLayout:
     """All slices that one rank holds or needs, and where it runs.
 
     Attributes:
-        dtype: element type of the rank's parameters, as torch names it ("float32"). Some of a rollout rank's
-            may be float32 all the same: they take what was rounded to this type.
+        dtype: element type of the rank's parameters, as torch names it ("float32"). Some of a rollout
+            rank's may still be float32; they receive numbers that were rounded to this type.
         slices: the slices; no two of them overlap in the rank's memory.
         full_tensors: the rank takes the general path: it needs every tensor in full, in checkpoint form, and
             loads it through the inference engine. `slices` is then empty; `expand_full` fills it.

@@ -160,7 +160,7 @@ class Collector:
     # --- the log
 
     async def recall(self, position: str, version: int) -> None:
-        """Goes to where the journal says that the log was read; learns what the broker holds of the run.
+        """Moves to the log position in the journal, and looks up what the broker holds of the run.
 
         Raises:
             LostDataError: the broker has lost the run's data.

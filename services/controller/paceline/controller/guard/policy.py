@@ -94,7 +94,7 @@ class _Streaks:
     waiting: dict[str, int] = field(default_factory=dict)
 
     def without(self, ends: Callable[[str, str], bool]) -> _Streaks:
-        """Those that go on, as `ends(rule, network)` says."""
+        """Returns the streaks that go on: those for which `ends(rule, network)` is false."""
 
         def go_on(streaks: Mapping[str, int]) -> dict[str, int]:
             return {key: n for key, n in streaks.items() if not ends(*key.split("/")[:2])}
@@ -139,7 +139,7 @@ class GuardPolicy:
     def _judge(
         self, step: int, readings: Sequence[Reading], ends: Callable[[str, str], bool], due: str = ""
     ) -> GuardDecision:
-        """Judges by readings; streaks of the rules for which `ends(rule, network)` go on only with them."""
+        """Judges by readings. A streak for which `ends(rule, network)` holds needs one to go on."""
         before, self._streaks = self._streaks, self._streaks.without(ends)
         waits = bool(self._streaks.waiting)
         limited = [reading for reading in readings if reading.rule in self._limits]

@@ -108,7 +108,7 @@ class _Layout:
         return layout
 
     def position_ids(self) -> Int64Array:
-        """(T,), or (3, T) with images."""
+        """Returns the position ids: (T,), or (3, T) with images."""
         if not self.images:
             return np.concatenate(self.positions).astype(np.int64)
         return np.concatenate([in_three(part) for part in self.positions], axis=1).astype(np.int64)

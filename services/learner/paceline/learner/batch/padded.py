@@ -8,7 +8,7 @@ seen only by queries that nobody asks for:
     keys      . . P P P | S S S .          queries   S S S .
 
 Tokens are taken by their index, all of them at once: a slice per sequence would make a gradient as large as
-the row for each.
+the whole row, for each sequence.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PaddedBatch:
     Attributes:
         num_sequences: N.
         num_queries: L, places of a sequence.
-        num_keys: K, places of its prefix and itself.
+        num_keys: K, places of a sequence together with its prefix.
         mask: (L, K) or (N, 1, L, K) bool, True where a query sees a key; None if there are no prefixes: then
             each sees itself and all before it.
     """
@@ -107,7 +107,7 @@ def causal_mask(num_queries: int, num_keys: int, window: int | None, device: tor
 
 
 def _parts(blocks: Sequence[SequenceBlock]) -> Iterator[tuple[tuple[int, int], Int64Array]]:
-    """The sizes of a batch, of prefix and sequence, and its rows, (N, 4).
+    """Yields batches: the size of the prefix, that of the sequence, and the batch's rows, (N, 4).
 
     A row is where a sequence starts, its length, where its prefix starts, and the length of that.
     """

@@ -1,4 +1,4 @@
-"""Token log-probs and entropy: from logits, or from hidden states in chunks without ever all logits."""
+"""Token log-probs and entropy: from logits, or chunk by chunk from hidden states."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def chunked_log_probs(
         targets: (...), token ids.
         temperature: above 0.
         chunk_size: tokens for each chunk, at least 1.
-        with_entropy: as there.
+        with_entropy: as in `token_log_probs`.
         bias: (V,) or None, added to the logits.
         softcap: bounds the logits, see `bounded`; before the temperature.
 
@@ -111,7 +111,7 @@ def _check(rows: Tensor, targets: Tensor, temperature: float) -> None:
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
-    """`logits_rows` chunk by chunk; nothing of a chunk but its few numbers a row outlives it."""
+    """Calls `logits_rows` chunk by chunk, and keeps only a few numbers per row of each chunk."""
 
     @staticmethod
     def forward(

@@ -80,7 +80,7 @@ def _steer_kl(
 
 
 def _report_metrics(reports: Mapping[str, UpdateReport], *, is_audited: bool) -> dict[str, float]:
-    """The metrics of the networks' updates; of the first mini-batch where its ratio was measured."""
+    """Returns the updates' metrics, with those of the first mini-batch if its ratio was measured."""
     metrics: dict[str, float] = {}
     for name, report in reports.items():
         metrics |= report.summary(f"{name}/")
@@ -113,7 +113,7 @@ def _utilisation(learner: Learner, flops: int, stopwatch: Stopwatch) -> dict[str
 
 
 def _length_metrics(config: RunConfig, rows: Sequence[BatchRow]) -> dict[str, float]:
-    """Of sampled tokens; the limit that clips holds for sampled and other tokens together."""
+    """Returns lengths in sampled tokens; the share at the limit counts other tokens, too."""
     lengths = [row.num_sampled_tokens for row in rows]
     longest = config.data.max_response_length
     return {

@@ -52,7 +52,7 @@ class GradePattern:
         words: the numbers that words stand for.
 
     Raises:
-        ConfigError: the pattern is none, or has no group.
+        ConfigError: the pattern is no regular expression, or has no group.
     """
 
     def __init__(self, pattern: str, words: dict[str, float]) -> None:

@@ -38,7 +38,7 @@ class Cutter:
     by_group: bool = False
 
     def cut(self, items: Sequence[Placed], size: int, *, is_cut: bool = False) -> list[CallItems]:
-        """Parts of at most `size` items, where a group does not have more."""
+        """Returns parts of at most `size` items; a larger group is a part by itself."""
         parts: list[list[Placed]] = []
         chars = self.max_chars + 1
         for unit in self.units(items):

@@ -20,7 +20,7 @@ class Versioned(Protocol):
 
     @property
     def version(self) -> str | None:
-        """Of what it computes, "" if it does not say; None if that is not known now."""
+        """Identifies what the scorer computes: "" if it does not say; None while that is unknown."""
         ...
 
 
@@ -34,7 +34,7 @@ class Cached:
 
     Args:
         scorer: the other one.
-        size: most scores that are kept; those that were not asked for longest go first.
+        size: most scores that are kept; the least recently used go first.
     """
 
     def __init__(self, scorer: Scorer, size: int) -> None:
@@ -70,7 +70,7 @@ class Cached:
         scores = []
         for key, item in zip(keys, items, strict=True):
             score = answers.get(key) or self._scores.get(key)
-            if score is None:  # dropped while another call was waited for
+            if score is None:  # dropped from the cache while this call waited for another one
                 (score,) = await self.scorer.score([item], run_id=run_id, step=step)
             if self._version() == version:
                 self._keep(key, score)

@@ -78,7 +78,7 @@ def failed(trajectory_id: str, kind: RewardErrorKind, message: str, seconds: flo
 def score_of(
     item: ScoreItem, result: ScoreResult | PacelineError, *, name: str, shape: Shape, seconds: float
 ) -> Score:
-    """What somebody outside answered for an item, shaped, as the score of the scorer `name`."""
+    """Makes the score of the scorer `name` from an outside answer about an item, clipped and weighted."""
     try:
         reward, components = _shaped(item, result, name, shape)
         placed = _placed(item, result, shape)
@@ -112,7 +112,7 @@ async def answered(item: ScoreItem, answer: Awaitable[ScoreResult], *, name: str
 def _placed(
     item: ScoreItem, result: ScoreResult | PacelineError, shape: Shape
 ) -> tuple[tuple[int, float], ...]:
-    """The parts with the weight applied; what clipping takes from the sum is taken at the response's end."""
+    """Returns the weighted parts; what clipping changes in their sum is put at the response's end."""
     pairs = () if isinstance(result, PacelineError) else result.placed
     if len(pairs) > MAX_PLACED or any(not 0 < end <= len(item.response) for end, _ in pairs):
         raise RewardError(

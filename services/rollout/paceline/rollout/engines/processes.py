@@ -36,8 +36,8 @@ class EngineProcesses:
     def stopped(self, now: float) -> str | None:
         """Names a process that a signal has stopped for seconds, and nobody continues; None if there is none.
 
-        That is certain, where silence may be long work: of SIGSTOP and its like, not of a debugger. While the
-        engine starts, all that it has started so far is looked at.
+        A process that SIGSTOP has stopped is certainly stopped; one that is silent may be at work. Debuggers
+        do not count. While the engine starts, all that it has started so far is looked at.
         """
         elapsed_s, self._looked = min(now - self._looked, _LONGEST_LOOK_S), now
         before, self._stopped_s = self._stopped_s, {}
@@ -100,7 +100,7 @@ def _title(process: psutil.Process) -> str:
 
 
 def _children() -> list[psutil.Process]:
-    """Of this process, and of multiprocessing's fork server in its place.
+    """Returns the children of this process, with those of multiprocessing's fork server in its place.
 
     The server outlives an engine: the next one is forked from it, too.
     """

@@ -1,4 +1,4 @@
-"""What the environment says, as tokens after those that the policy sampled, which are never made again.
+"""Turns what the environment says into tokens, which follow those that the policy sampled.
 
 The tokens of a tool's answer are those that the chat template writes between the end of one assistant turn
 and the beginning of the next one. They are cut out of a short made-up conversation with that answer in it,
@@ -190,7 +190,7 @@ class Joiner:
         """The role in which the template takes a tool's answer.
 
         Raises:
-            ModelError: it takes it in none.
+            ModelError: the template takes it in no role.
         """
         faults = []
         for role in ("tool", "user"):
@@ -235,7 +235,7 @@ def _broken(text: str, specials: Sequence[str]) -> str:
 
 
 def _longest_token(vocabulary: Mapping[str, int]) -> int:
-    """Most characters of a text that one token stands for; 0: one token may stand for any number.
+    """Returns the largest number of characters that one token can stand for; 0 if there is no limit.
 
     Where every byte has a token, each character is in a token of its own or of a known text. Elsewhere a
     token for what is unknown may stand for a whole word.

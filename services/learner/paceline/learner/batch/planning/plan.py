@@ -107,7 +107,7 @@ def plan_batch(
     Args:
         rows: all rows of the step, samples of one prompt next to each other.
         prompts_per_chunk: divides every mini-batch size.
-        make: makes a chunk of its rows and the place of the first of them, as `plan_chunk` does.
+        make: called with a chunk's rows and the place of the first row; plans the chunk as `plan_chunk` does.
 
     Raises:
         DataError: there are no rows, or samples of one prompt are not next to each other.
@@ -238,7 +238,7 @@ class _Cut:
         return tuple(self.first_row + index for index in indices)
 
     def _num_tokens(self, part: Sequence[int]) -> int:
-        """With one copy of the prompt and its images, which all rows of the part have."""
+        """Counts a part's tokens, with the prompt and its images, which its rows share, once."""
         first = self.rows[part[0]]
         prompt = first.num_prompt_tokens + first.num_patches
         return prompt + sum(self.rows[index].num_response_tokens for index in part)
