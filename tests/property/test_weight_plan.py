@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paceline.weights.digest.agreement import (
@@ -69,6 +69,28 @@ def full_tensors(model: DenseModel) -> Arrays:
     num_servers=st.integers(1, 3),
     round_bytes=st.integers(12, 1 << 14),
     relay=st.sampled_from(RELAY_MODES),
+)
+# Two ranks need different things, but the same of one learner.
+@example(
+    case=(
+        DenseModel(
+            vocab_size=49,
+            hidden=1,
+            heads=8,
+            kv_heads=2,
+            head_dim=1,
+            intermediate=8,
+            layers=1,
+            tied=False,
+            bias=False,
+        ),
+        8,
+    ),
+    num_learners=4,
+    replicas=1,
+    num_servers=1,
+    round_bytes=24,
+    relay="auto",
 )
 def test_the_plan_is_the_one_that_the_naive_planner_makes(
     case: tuple[DenseModel, int],

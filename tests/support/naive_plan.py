@@ -232,6 +232,7 @@ class NaiveFlow:
 
     source: int
     members: Members
+    needs: list[int]
     cargo: list[Cargo] = field(default_factory=list)
 
     @cached_property
@@ -246,8 +247,8 @@ class NaiveFlow:
 
     @cached_property
     def content(self) -> tuple[object, ...]:
-        """Equal for flows of the same boxes from the same source."""
-        return self.source, *((item.need, item.box) for item in self.cargo)
+        """Equal for flows from the same source to members that need the same, whoever else supplies it."""
+        return self.source, *self.needs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,24 +305,30 @@ def naive_flows(
         )
         for part, targets in zip(parts, needed.values(), strict=True)
     ]
+    sets_of: list[list[Members]] = []
+    needs_of: dict[Members, list[int]] = {}
+    for number, sets in enumerate(groups):
+        split = [[several] if common[several] >= least else [(rank,) for rank in several] for several in sets]
+        sets_of.append([members for part in split for members in part])
+        for members in sets_of[number]:
+            needs_of.setdefault(members, []).append(number)
     flows: dict[tuple[int, Members], NaiveFlow] = {}
     for supply in naive_assign(sources, needs):
         targets = list(needed.values())[supply.need]
-        for several in groups[supply.need]:
-            split = [several] if common[several] >= least else [(rank,) for rank in several]
-            for members in split:
-                flow = flows.setdefault(
-                    (supply.source, members), NaiveFlow(source=supply.source, members=members)
+        for members in sets_of[supply.need]:
+            flow = flows.setdefault(
+                (supply.source, members),
+                NaiveFlow(source=supply.source, members=members, needs=needs_of[members]),
+            )
+            flow.cargo.append(
+                Cargo(
+                    order=order[parts[supply.need].name],
+                    need=supply.need,
+                    box=supply.box,
+                    source_slice=supply.source_slice,
+                    targets=tuple(targets[rank] for rank in members),
                 )
-                flow.cargo.append(
-                    Cargo(
-                        order=order[parts[supply.need].name],
-                        need=supply.need,
-                        box=supply.box,
-                        source_slice=supply.source_slice,
-                        targets=tuple(targets[rank] for rank in members),
-                    )
-                )
+            )
     for flow in flows.values():
         flow.cargo.sort(key=lambda item: (item.order, item.need, item.box))
     return [flows[key] for key in sorted(flows)]

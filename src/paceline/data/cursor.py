@@ -97,7 +97,7 @@ class PromptCursor:
     def take_more(self, count: int, *, without: Collection[int]) -> list[int]:
         """The next `count` ids of the walk that are not in `without`; fewer where there are no others.
 
-        Several calls return the same ids as a single call for all of them.
+        Several calls, each without the ids of those before, return what a single one would.
 
         Args:
             without: ids to skip, say those of the step: they come up again if an epoch ends within it.

@@ -147,7 +147,8 @@ class PromptMixture:
     def take_more(self, count: int, *, without: Collection[int]) -> list[int]:
         """The next `count` ids that are not in `without`, by the weights of the step that was taken last.
 
-        Fewer where there are no others. Several calls return the same ids as a single call for all of them.
+        Fewer where there are no others. Several calls, each without the ids of those before, return what a
+        single one would.
         """
         taken: list[int] = []
         passed = [{i for i in without if i in walk} for walk in self._walks]
