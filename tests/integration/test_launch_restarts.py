@@ -96,6 +96,7 @@ def test_a_service_that_failed_after_it_was_ready_is_started_again(tmp_path: Pat
     run.wait_for_pids(1, suffix=".ready", folder=tmp_path)
     run.wait_for_state("running")
     run.tell_states("reward serving\n")
+    run.read_until("reward is ready")
     os.kill(run.pids["reward"], signal.SIGUSR1)
     assert "reward ended unexpectedly (exit code 1)" in run.read_until("starting reward again")
     run.process.send_signal(signal.SIGTERM)
