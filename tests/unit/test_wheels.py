@@ -53,6 +53,7 @@ def requirements(wheel: zipfile.ZipFile) -> set[str]:
 
 def test_the_distribution_has_the_pages_files_and_no_tests(tmp_path: Path) -> None:
     names = build(source.ROOT, tmp_path).namelist()
+    assert any(name.endswith("/licenses/LICENSE") for name in names)
     front = source.ROOT / "src" / "paceline" / "show" / "report" / "front"
     for file in front.iterdir():
         assert f"paceline/show/report/front/{file.name}" in names
@@ -65,6 +66,7 @@ def test_the_distribution_has_the_pages_files_and_no_tests(tmp_path: Path) -> No
 
 def test_a_reward_server_runs_from_the_sdks_wheel_alone(tmp_path: Path) -> None:
     wheel = build(SDK, tmp_path)
+    assert any(name.endswith("/licenses/LICENSE") for name in wheel.namelist())
     wheel.extractall(tmp_path / "site")
     environ = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     done = subprocess.run(
