@@ -448,23 +448,29 @@ def test_pinned_memory_is_given_back_before_it_is_freed(monkeypatch: pytest.Monk
     assert calls == [("register", address), ("unregister", address)]
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_averages_in_host_memory_are_those_beside_the_parameters(
-    model: Path, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    optimizer: str, model: Path, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_averages, "PART_BYTES", 5000)
-    plain = Learner.build(run_config(model), ranks)
-    offloaded = Learner.build(run_config(model, actor={"memory": {"offload": True}}), ranks)
+    beside = run_config(model, actor={"optim": {"type": optimizer}})
+    on_host = run_config(model, actor={"optim": {"type": optimizer}, "memory": {"offload": True}})
+    plain, offloaded = Learner.build(beside, ranks), Learner.build(on_host, ranks)
     for step in (1, 2):
         take_step(plain, step)
         take_step(offloaded, step)
     assert same(tensors(plain), tensors(offloaded))
     save(offloaded, tmp_path / "step_000002", step=2)
     take_step(plain, 3)
-    for config in (run_config(model), run_config(model, actor={"memory": {"offload": True}})):
+    for config in (beside, on_host):
         resumed = Learner.build(config, ranks)
         load(resumed, tmp_path / "step_000002")
         take_step(resumed, 3)
         assert same(tensors(plain), tensors(resumed))
+    other = {"adamw": "muon", "muon": "adamw"}[optimizer]
+    changed = Learner.build(run_config(model, actor={"optim": {"type": other}}), ranks)
+    with pytest.raises(CheckpointError, match="(?s)with the optimizer that is configured: .*actor_optimizer"):
+        load(changed, tmp_path / "step_000002")
 
 
 def test_the_averages_of_policy_and_critic_lie_in_host_memory(model: Path, ranks: Ranks) -> None:

@@ -53,6 +53,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "icepop": {"algorithm": {**GROUPS, "rollout_correction": {"method": "icepop"}}},
     "lora": {"model": {"lora": {"rank": 3, "alpha": 6.0}}},
+    "muon": {"algorithm": GROUPS, "actor": {"optim": {"type": "muon", "lr": 1e-3}}},
     "sequence_mask": {
         "algorithm": {**GROUPS, "rollout_correction": {"method": "sequence_mask", "level": "geometric"}},
     },

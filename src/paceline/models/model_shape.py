@@ -247,6 +247,24 @@ class ModelShape:
         biases += self.hidden if self.has_all_biases else 0
         return projections + biases + self.head_norms + self.num_sinks
 
+    @property
+    def num_in_matrices(self) -> int:
+        """Parameters of the layers' matrices, but for those of experts, which are stored together."""
+        attention = self._attention
+        if self.latent is not None:
+            attention -= self.latent.norms
+        else:
+            attention = 2 * self.hidden * (self.attention_width + self.kv_width)
+        mlp = self.shared * 3 + self.num_experts if self.num_experts else 3 * self.intermediate
+        with_experts = self.num_layers - self.num_dense
+        dense = self.num_dense * (attention + 3 * self.hidden * self.dense)
+        return with_experts * (attention + self.hidden * mlp) + dense
+
+    @property
+    def largest_matrix(self) -> int:
+        """Numbers of the largest matrix of a layer, at most."""
+        return self.hidden * max(self.intermediate, self.dense, self.attention_width, self.hidden)
+
     def activations(self, *, compiled: bool) -> int:
         """Numbers per token that a layer keeps for the backward pass.
 

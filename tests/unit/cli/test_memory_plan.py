@@ -344,6 +344,25 @@ def test_adapters_by_hand() -> None:
     assert "merged" not in plan_for(run_of(actor={"memory": {"recompute": "full"}})).lines()[2]
 
 
+def test_muon_by_hand() -> None:
+    """The layers' matrices have one average in place of two; a rank has one whole at a time."""
+    attention = 2 * 896 * (896 + 128)
+    matrices = 24 * (attention + 3 * 896 * 4864)
+    shape = ModelShape.of(HALF)
+    assert shape is not None
+    assert shape.num_in_matrices == matrices
+    plain, muon = (
+        LearnerMemory.of(run_of(learner={"world_size": 2}, actor={"optim": {"type": name}}), shape)
+        for name in ("adamw", "muon")
+    )
+    assert plain.resident["optimizer"] == 8 * -(-shape.num_parameters // 2)
+    assert plain.resident["optimizer"] - muon.resident["optimizer"] == 4 * matrices // 2
+    assert muon._optimizer_step["matrix"] == 28 * 896 * 4864
+    experts = ModelShape.of(TEN_WITH_EXPERTS)
+    assert experts is not None
+    assert experts.num_in_matrices == 16 * 2048 * (2 * (4096 + 512) + 128)
+
+
 def test_an_engine_by_hand() -> None:
     engine = EngineMemory.of(run_of(rollout={"tensor_model_parallel_size": 2}), shape_of(SEVEN))
     assert engine.weights == 7_615_616_512

@@ -22,8 +22,14 @@ AttentionKernel = Literal["auto", "torch", "flash_attention_4"]
 
 
 class OptimConfig(Section):
-    """AdamW and its schedule; the learning rate changes once per training step."""
+    """The optimizer and its schedule; the learning rate changes once per training step."""
 
+    type: Literal["adamw", "muon"] = Field(
+        "adamw",
+        description="adamw: AdamW. muon: Muon for the matrices of the layers, whose steps are as long as "
+        "AdamW's at the same lr, and which has one average in place of two; AdamW for embeddings, the head, "
+        "vectors, and experts that are stored together.",
+    )
     lr: float = Field(1e-6, gt=0, description="Peak learning rate.")
     lr_scheduler: Literal["constant", "linear", "cosine", "cosine_with_restarts"] = Field(
         "constant", description="Shape after the warm-up, over the rest of trainer.total_steps."
@@ -37,11 +43,14 @@ class OptimConfig(Section):
     min_lr_ratio: float = Field(
         0.0, ge=0, le=1, description="The last learning rate of all shapes that fall, as a share of lr."
     )
-    weight_decay: float = Field(0.01, ge=0, description="AdamW's decoupled decay.")
+    weight_decay: float = Field(0.01, ge=0, description="Decoupled decay.")
     betas: tuple[float, float] = Field(
         (0.9, 0.999), description="AdamW's averages: the share of the past that each keeps, below 1."
     )
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
+    momentum: float = Field(
+        0.95, ge=0, lt=1, description="Muon's average of the gradient: the share of the past that it keeps."
+    )
 
     @field_validator("betas")
     @classmethod

@@ -37,10 +37,10 @@ class MemoryConfig(Section):
 
     offload: bool | None = Field(
         None,
-        description="Keep AdamW's averages in pinned host memory, 8 bytes per parameter and rank's share; "
-        "they visit the GPU in parts in each optimizer step. null: where nothing else fits the memory plan, "
-        "or where it is estimated to be faster than recomputing and the host has 20 bytes of free memory per "
-        "parameter; not on a CPU.",
+        description="Keep the optimizers' averages in pinned host memory, 8 bytes per parameter and rank's "
+        "share, or 4 of Muon's; they visit the GPU in parts in each optimizer step. null: where nothing else "
+        "fits the memory plan, or where it is estimated to be faster than recomputing and the host has 20 "
+        "bytes of free memory per parameter; not on a CPU.",
     )
 
     @property

@@ -19,6 +19,8 @@ from paceline.storage.models import local_folder
 
 OFFLOADED = GIB
 """Averages of parameters that visit the GPU at a time, where they are in host memory"""
+MUON_BYTES = 28
+"""Bytes per number of a matrix that a rank orthogonalizes: as it comes, as it is computed, as it goes."""
 LOGITS = GIB
 """Chunks of logits and the head's gradient; the learner bounds them."""
 
@@ -38,8 +40,10 @@ class LearnerMemory:
         compiled: whether the layers are.
         keeps_gathered: whether weights stay gathered within a mini-batch.
         accumulates: whether a rank adds up whole gradients.
-        offloads: whether AdamW's averages are in host memory.
+        offloads: whether the optimizers' averages are in host memory.
         has_critic: whether a critic trains, too.
+        muon: the policy's matrices have Muon.
+        critic_muon: the critic's have.
         frozen: the shapes of frozen networks with weights of their own, by name.
         offloads_frozen: whether each is in host memory except while it scores.
         num_adapters: numbers of the policy's adapters, which alone train; 0: all its weights do.
@@ -66,6 +70,8 @@ class LearnerMemory:
     has_images: bool = False
     context: int = 1
     gpu_bytes: int = 0
+    muon: bool = False
+    critic_muon: bool = False
 
     @classmethod
     def of(cls, config: RunConfig, shape: ModelShape, totals: Collection[int] = ()) -> LearnerMemory:
@@ -99,11 +105,13 @@ class LearnerMemory:
             has_images=has_images(config),
             context=config.learner.num_context_ranks,
             gpu_bytes=max(totals, default=0),
+            muon=actor.optim.type == "muon",
+            critic_muon=config.critic.optim.type == "muon",
         )
 
     @property
     def resident(self) -> Parts:
-        """What stays: float32 weights and AdamW's two averages, sharded; what is frozen as it computes.
+        """What stays: float32 weights and their averages, sharded; what is frozen as it computes.
 
         With adapters the policy is frozen, and the reference is the policy without them. A vision tower is
         kept as the network around it is, and has no averages.
@@ -116,8 +124,19 @@ class LearnerMemory:
         return {
             "context": CONTEXT,
             "weights": 4 * (trained + critic + (tower if self.has_critic else 0)) + frozen,
-            "optimizer": OFFLOADED if self.offloads else 8 * (trained + critic),
+            "optimizer": OFFLOADED if self.offloads else self._averages,
         }
+
+    @property
+    def _averages(self) -> int:
+        """Of AdamW two, of Muon one; adapters are matrices all."""
+        matrices = self.shape.num_in_matrices
+        of_muon = (self.num_adapters or matrices) if self.muon else 0
+        trained = self._num_trained
+        if self.has_critic:
+            trained += self.shape.num_parameters
+            of_muon += matrices if self.critic_muon else 0
+        return 8 * self._share(trained) - 4 * self._share(of_muon)
 
     @property
     def scoring(self) -> Parts:
@@ -159,6 +178,8 @@ class LearnerMemory:
         if self.offloads and not self.num_adapters:
             # Two parts of them, of a parameter at least: the largest, and the one after it.
             visitors = {"visiting": max(0, 12 * self._share(self.shape.largest) - OFFLOADED)}
+        if self.muon or (self.has_critic and self.critic_muon):
+            visitors["matrix"] = MUON_BYTES * self.shape.largest_matrix
         return {**self.resident, "gradients": 4 * self._share(numbers), **visitors}
 
     @property

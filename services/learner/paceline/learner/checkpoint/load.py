@@ -191,4 +191,6 @@ def fill(state: State, folder: Place, ranks: Ranks) -> None:
     try:
         load_shards(state, storage_reader=reader(Folder.at(folder)), process_group=ranks.control)
     except (CheckpointException, OSError, ValueError) as error:
-        raise CheckpointError(f"{folder} cannot be loaded into this model: {error}") from error
+        raise CheckpointError(
+            f"{folder} cannot be loaded into this model, with the optimizer that is configured: {error}"
+        ) from error

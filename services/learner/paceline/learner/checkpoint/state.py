@@ -57,7 +57,7 @@ def digests_of_frozen(learner: Learner) -> dict[str, str]:
 
 
 def state_of_trainable(name: str, trainable: Trainable[Any]) -> State:
-    """A network's parameters and AdamW's averages."""
+    """A network's parameters and its optimizer's averages."""
     # What is frozen comes from the model's folder, but corrections are part of an export.
     saved: dict[str, Tensor] = {
         key: parameter

@@ -6,7 +6,7 @@ host -- one part --> GPU, AdamW -- the part before --> host, both ways at once
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -19,29 +19,29 @@ from paceline.learner.distributed.host_memory import local_part, pinned_memory, 
 PART_BYTES: Final = 256 << 20
 """Of parameters whose averages are a part; the averages of two parts are on the GPU at a time."""
 
-_AVERAGES: Final = ("exp_avg", "exp_avg_sq")
+AVERAGES: Final = ("exp_avg", "exp_avg_sq")
 
 
-def host_averages(parameters: Sequence[Tensor], mesh: DeviceMesh) -> list[dict[str, Tensor]]:
-    """Averages of zeros in pinned memory, one dict per parameter, sharded as they are.
+def host_averages(names: Mapping[Tensor, Sequence[str]], mesh: DeviceMesh) -> dict[Tensor, dict[str, Tensor]]:
+    """Averages of zeros in pinned memory, by parameter and name, sharded as the parameters are.
 
     Args:
-        parameters: sharded.
+        names: of each parameter's averages; the parameters are sharded.
         mesh: of CPUs, in the shape of theirs.
     """
-    locals_ = [local_part(parameter) for parameter in parameters]
-    total = sum(len(_AVERAGES) * local.numel() for local in locals_)
-    pinned = any(local.is_cuda for local in locals_)
+    locals_ = {parameter: local_part(parameter) for parameter in names}
+    total = sum(len(own) * locals_[parameter].numel() for parameter, own in names.items())
+    pinned = any(local.is_cuda for local in locals_.values())
     buffer = pinned_memory(4 * total) if pinned else torch.zeros(4 * total, dtype=torch.uint8)
     numbers = buffer.view(torch.float32)
-    averages: list[dict[str, Tensor]] = []
+    averages: dict[Tensor, dict[str, Tensor]] = {}
     begin = 0
-    for parameter, local in zip(parameters, locals_, strict=True):
-        averages.append({})
-        for name in _AVERAGES:
+    for parameter, local in locals_.items():
+        averages[parameter] = {}
+        for name in names[parameter]:
             place = numbers[begin : begin + local.numel()].view(local.shape)
             begin += local.numel()
-            averages[-1][name] = sharded_like(parameter, place, mesh)
+            averages[parameter][name] = sharded_like(parameter, place, mesh)
     return averages
 
 
@@ -53,7 +53,7 @@ def step_from_host(optimizer: torch.optim.AdamW) -> None:
         beta1, beta2 = group["betas"]
         for part in _parts([parameter for parameter in group["params"] if parameter.grad is not None]):
             states = [optimizer.state[parameter] for parameter in part]
-            hosts = [[local_part(state[name]) for state in states] for name in _AVERAGES]
+            hosts = [[local_part(state[name]) for state in states] for name in AVERAGES]
             device = local_part(part[0]).device
             way_back.make_room()
             averages, squares = ([host.to(device, non_blocking=True) for host in kind] for kind in hosts)

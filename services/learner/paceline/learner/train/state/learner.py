@@ -83,7 +83,7 @@ class Learner:
 
     @classmethod
     def build(cls, config: RunConfig, ranks: Ranks, notify: Callable[[str], None] = log.warning) -> Learner:
-        """A learner at version 0 that can train: `load` with AdamW's averages."""
+        """A learner at version 0 that can train: `load` with its optimizers' averages."""
         learner = cls.load(config, ranks, notify)
         learner.make_averages()
         return learner
@@ -140,7 +140,7 @@ class Learner:
         return learner
 
     def make_averages(self) -> None:
-        """Creates the averages of AdamW for all networks that train."""
+        """Creates the optimizers' averages for all networks that train."""
         for trainable in (self.actor, self.critic):
             if trainable is not None:
                 trainable.optimizer.make_averages()
@@ -219,6 +219,7 @@ def _trainable(
             betas=optim.betas,
             eps=optim.eps,
             weight_decay=optim.weight_decay,
+            muon_momentum=optim.momentum if optim.type == "muon" else None,
             grad_clip=grad_clip,
             host=host_mesh(ranks) if config.actor.memory.offloads else None,
         ),

@@ -1,4 +1,4 @@
-"""A network that learns: AdamW over sharded parameters, its schedule, gradients of several micro-batches.
+"""A network that learns: its optimizers and schedule, gradients of several micro-batches.
 
 A step whose loss or gradient is not finite is not taken.
 """
@@ -23,7 +23,8 @@ from paceline.learner.batch.pack import pack
 from paceline.learner.distributed.catching_up import PassCollectives, forget_broken_pass
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.loading import as_fsdp, hugging_face_names
-from paceline.learner.train.state.host_averages import host_averages, step_from_host
+from paceline.learner.train.state.host_averages import AVERAGES, host_averages, step_from_host
+from paceline.learner.train.state.muon import MOMENTUM, Muon, is_muons
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +156,7 @@ class StepOutcome:
 
 
 class Optimizer:
-    """AdamW (arXiv:1711.05101) with decoupled weight decay on all parameters that train.
+    """AdamW (arXiv:1711.05101) with decoupled weight decay on all parameters that train, or all but Muon's.
 
     It has no averages until `make_averages`, which comes before the first step and before a checkpoint.
 
@@ -163,7 +164,8 @@ class Optimizer:
         network: sharded; its backward pass leaves the gradients.
         betas: of the two averages.
         eps: AdamW's.
-        weight_decay: AdamW's.
+        weight_decay: decoupled.
+        muon_momentum: the layers' matrices have Muon, with this momentum; None: AdamW has them, too.
         grad_clip: largest global norm of the gradient.
         host: where the averages are, if not with the parameters: a mesh of CPUs.
     """
@@ -175,28 +177,49 @@ class Optimizer:
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
+        muon_momentum: float | None = None,
         grad_clip: float = 1.0,
         host: DeviceMesh | None = None,
     ) -> None:
         self._host = host
         self._network, self._grad_clip = network, grad_clip
         self._parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
+        matrices = {
+            parameter
+            for name, parameter in hugging_face_names(network)
+            if muon_momentum is not None and parameter.requires_grad and is_muons(name, parameter)
+        }
+        self._muon = Muon(
+            [parameter for parameter in self._parameters if parameter in matrices],
+            momentum=muon_momentum or 0.0,
+            weight_decay=weight_decay,
+        )
+        others = [parameter for parameter in self._parameters if parameter not in matrices]
+        # torch refuses to have no parameters, as adapters leave it.
         self._adamw = torch.optim.AdamW(
-            self._parameters, lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay, fused=True
+            others or [{"params": []}], lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay, fused=True
         )
 
     def make_averages(self) -> None:
-        """Creates AdamW's state: averages of zeros, into which a checkpoint can load."""
+        """Creates the state: averages of zeros, into which a checkpoint can load."""
+        of_muon = set(self._muon.parameters)
+        averages: dict[Tensor, dict[str, Tensor]]
+        names: dict[Tensor, Sequence[str]] = {
+            parameter: (MOMENTUM,) if parameter in of_muon else AVERAGES for parameter in self._parameters
+        }
         if self._host is None:
-            averages = [
-                {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
-                for parameter in self._parameters
-            ]
+            averages = {
+                parameter: {name: torch.zeros_like(parameter) for name in own}
+                for parameter, own in names.items()
+            }
         else:
-            averages = host_averages(self._parameters, self._host)
-        for parameter, state in zip(self._parameters, averages, strict=True):
-            steps = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            self._adamw.state[parameter] = {"step": steps, **state}
+            averages = host_averages(names, self._host)
+        for parameter, state in averages.items():
+            if parameter in of_muon:
+                self._muon.state[parameter] = state
+            else:
+                steps = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                self._adamw.state[parameter] = {"step": steps, **state}
 
     def step(
         self, lr: float, *, loss_is_finite: bool, veto: Callable[[float], str] | None = None
@@ -222,11 +245,13 @@ class Optimizer:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self._grad_clip, total_norm)
             for group in self._adamw.param_groups:
                 group["lr"] = lr
+            self._muon.step(lr)
             if self._host is None:
                 self._adamw.step()
             else:
                 step_from_host(self._adamw)
-        self._adamw.zero_grad(set_to_none=True)
+        for parameter in self._parameters:
+            parameter.grad = None
         return StepOutcome(grad_norm=norm, skip_reason=reason, finite=finite)
 
     def scale_gradient(self, factor: float) -> None:
@@ -241,7 +266,8 @@ class Optimizer:
 
     def _entries(self) -> Iterator[tuple[str, str, Tensor]]:
         for name, parameter in hugging_face_names(self._network):
-            for kind, tensor in sorted(self._adamw.state.get(parameter, {}).items()):
+            state = self._muon.state.get(parameter) or self._adamw.state.get(parameter, {})
+            for kind, tensor in sorted(state.items()):
                 yield name, kind, tensor
 
 
