@@ -45,6 +45,7 @@ def train_slowly(it: SequencerRun, last: int) -> None:
     train = it.services.learner.train
 
     async def slow_train(member: Any, order: Any) -> Any:
+        assert None not in await it.broker.get_blobs([row.blob_key for row in order.rows])
         for _ in range(2000):
             admitted = [e for e in events_of(it, "trajectory") if e.get("ahead") == order.step + 1]
             if len(admitted) == 6 or order.step >= last:
