@@ -35,7 +35,7 @@ def test_a_step_goes_round() -> None:
 @pytest.mark.parametrize(
     ("current", "to"),
     [
-        (Phase.COLLECT, Phase.PUBLISH),
+        (Phase.DISPATCH, Phase.PUBLISH),
         (Phase.DISPATCH, Phase.LEARN),
         (Phase.LEARN, Phase.COMMIT),
         (Phase.FORMING, Phase.COLLECT),

@@ -24,13 +24,13 @@ AttentionKernel = Literal["auto", "torch", "flash_attention_4"]
 class OptimConfig(Section):
     """The optimizer and its schedule; the learning rate changes once per training step."""
 
+    lr: float = Field(1e-6, gt=0, description="Peak learning rate.")
     type: Literal["adamw", "muon"] = Field(
         "adamw",
         description="adamw: AdamW. muon: Muon for the matrices of the layers, whose steps are as long as "
         "AdamW's at the same lr, and which has one average in place of two; AdamW for embeddings, the head, "
         "vectors, and experts that are stored together.",
     )
-    lr: float = Field(1e-6, gt=0, description="Peak learning rate.")
     lr_scheduler: Literal["constant", "linear", "cosine", "cosine_with_restarts"] = Field(
         "constant", description="Shape after the warm-up, over the rest of trainer.total_steps."
     )
