@@ -145,6 +145,7 @@ def print_checkpoint(ranks: int) -> None:
     text, written = timed(manifest.to_json)
     _, read = timed(lambda: manifest_fields(text, origin="manifest"))
     plans = [save_plan(rank, ranks) for rank in range(ranks)]
+    # As torch sends plans and writes its metadata.
     sent = len(pickle.dumps(plans[0]))
     (_, metadata), merged = timed(lambda: create_default_global_save_plan(plans))
     data, pickled = timed(lambda: pickle.dumps(metadata))

@@ -285,15 +285,6 @@ def naive_flows(
             times[part.name, part.box] += 1
             key = (part.name, part.box, times[part.name, part.box])
             needed.setdefault(key, {})[rank] = part
-    groups: list[list[Members]] = []
-    common: Counter[Members] = Counter()
-    for targets in needed.values():
-        numbers = dict.fromkeys(together[rank] for rank in targets)
-        sets = [tuple(r for r in targets if together[r] == number) for number in numbers]
-        groups.append(sets)
-        for members in sets:
-            common[members] += next(iter(targets.values())).box.volume
-    least = smallest_share * sum(common.values())
     parts = [next(iter(targets.values())) for targets in needed.values()]
     needs = [
         Need(
@@ -305,12 +296,10 @@ def naive_flows(
         )
         for part, targets in zip(parts, needed.values(), strict=True)
     ]
-    sets_of: list[list[Members]] = []
+    sets_of = sets_of_members(list(needed.values()), together, smallest_share)
     needs_of: dict[Members, list[int]] = {}
-    for number, sets in enumerate(groups):
-        split = [[several] if common[several] >= least else [(rank,) for rank in several] for several in sets]
-        sets_of.append([members for part in split for members in part])
-        for members in sets_of[number]:
+    for number, sets in enumerate(sets_of):
+        for members in sets:
             needs_of.setdefault(members, []).append(number)
     flows: dict[tuple[int, Members], NaiveFlow] = {}
     for supply in naive_assign(sources, needs):
@@ -332,6 +321,25 @@ def naive_flows(
     for flow in flows.values():
         flow.cargo.sort(key=lambda item: (item.order, item.need, item.box))
     return [flows[key] for key in sorted(flows)]
+
+
+def sets_of_members(
+    needed: Sequence[dict[int, TensorSlice]], together: Sequence[int], smallest_share: float
+) -> list[list[Members]]:
+    """Of each need the sets of ranks that get it as one; sets with too small a share are taken apart."""
+    groups: list[list[Members]] = []
+    common: Counter[Members] = Counter()
+    for targets in needed:
+        numbers = dict.fromkeys(together[rank] for rank in targets)
+        groups.append([tuple(r for r in targets if together[r] == number) for number in numbers])
+        for members in groups[-1]:
+            common[members] += next(iter(targets.values())).box.volume
+    least = smallest_share * sum(common.values())
+    split = [
+        [[several] if common[several] >= least else [(rank,) for rank in several] for several in sets]
+        for sets in groups
+    ]
+    return [[members for part in parts for members in part] for parts in split]
 
 
 def cut(flow: NaiveFlow, size: int) -> Iterator[Chunk]:

@@ -232,6 +232,29 @@ async def test_engine_and_learner_are_compared_only_where_they_have_the_same_wei
         assert fired == [1]
 
 
+class _EnoughError(Exception):
+    """Ends a run at an instant."""
+
+
+async def test_a_batch_whose_trajectories_the_broker_has_lost_is_not_trained(tmp_path: Path) -> None:
+    """As in a validation, in which nothing else forgets what was collected ahead."""
+    async with run(tmp_path, **bounded(1, 4)) as it:
+        ahead, publish = it.sequencer._lookahead, it.services.learner.publish
+
+        async def publish_and_lose(member: Any, **kwargs: Any) -> Any:
+            if kwargs["version"] < 2:
+                return await publish(member, **kwargs)
+            assert ahead.batch(3) is not None
+            it.journal.record("lost", step=2, reason="planted")
+            assert ahead.batch(3) is None
+            raise _EnoughError
+
+        it.services.learner.publish = publish_and_lose  # type: ignore[method-assign]
+        await it.enlist_all()
+        with pytest.raises(_EnoughError):
+            await it.go()
+
+
 # --- planted faults
 
 
@@ -248,6 +271,16 @@ async def test_a_token_beyond_the_bound_is_found(tmp_path: Path) -> None:
     assert len(beyond) == 2
     assert "I1" in beyond[0]
     assert "step 3 trained tokens of v0@" in beyond[0]
+
+
+async def test_a_step_that_is_withdrawn_and_was_not_dispatched_is_found(tmp_path: Path) -> None:
+    async with run(tmp_path, **bounded(1, 3)) as it:
+        await it.enlist_all()
+        await it.go()
+        it.journal.record("withdrawn", step=5, reason="planted")
+        (breach,) = it.breaches()
+    assert "I2" in breach
+    assert "step 5 was withdrawn, and not dispatched ahead" in breach
 
 
 async def test_a_sample_of_another_version_than_its_step_is_found(tmp_path: Path) -> None:

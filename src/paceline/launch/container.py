@@ -65,7 +65,7 @@ def ranks(environ: Mapping[str, str]) -> list[dict[str, str]]:
     """The variables of each process; [{}] where no number of ranks is given.
 
     Raises:
-        ConfigError: a number is none, or several hosts have no address of the first.
+        ConfigError: a value is not a number, or several hosts have no address of the first.
     """
     if not environ.get("PET_NPROC_PER_NODE"):
         return [{}]
@@ -95,7 +95,7 @@ def own_gpus(environ: Mapping[str, str]) -> dict[str, str] | None:
     None: the list has no share for it.
 
     Raises:
-        ConfigError: a number is none.
+        ConfigError: a value is not a number.
     """
     if not environ.get(GPU_SHARE):
         return {}

@@ -86,12 +86,7 @@ class Sequencer:
         self._validation = Validation(run, progress, inputs, collector, self._publication)
         batches = TrainingBatches(run, inputs)
         self._lookahead = Lookahead(
-            run,
-            progress,
-            inputs=inputs,
-            batches=batches,
-            collector=collector,
-            publication=self._publication,
+            run, progress, inputs=inputs, batches=batches, collector=collector, publication=self._publication
         )
         self._alignment = Alignment(
             run,

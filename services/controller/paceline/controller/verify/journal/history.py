@@ -20,7 +20,7 @@ from paceline.controller.verify.findings import Findings, Invariant, JournalEntr
 from paceline.controller.verify.journal.chosen_rows import rows_of
 from paceline.controller.verify.journal.collection import Collection, Wanted
 from paceline.controller.verify.journal.prompt_order import PromptOrder
-from paceline.controller.verify.journal.steps import Finished, StepHistory, asked_digest
+from paceline.controller.verify.journal.steps import Finished, OpenSteps, StepHistory
 from paceline.controller.verify.journal.term import Term
 from paceline.controller.verify.journal.validation import ValidationCheck
 from paceline.controller.verify.journal.versions import Versions
@@ -57,8 +57,6 @@ class History:
         steps: the finished steps that no rewind made void.
         finished: the last of them; -1 before step 0, the start.
         checkpoints: `checkpoint` events by step, but for void ones and those that were removed.
-        in_progress: the step that is not finished; None between steps.
-        ahead: the steps after it that are dispatched, by number.
         ended: the last event, if it is the end of the run.
     """
 
@@ -74,13 +72,11 @@ class History:
         self.steps: dict[int, Finished] = {}
         self.finished = -1
         self.checkpoints: dict[int, JournalEntry] = {}
-        self.in_progress: StepHistory | None = None
-        self.ahead: dict[int, StepHistory] = {}
         self.ended: JournalEntry | None = None
         self._run: JournalEntry | None = None
         self._term: Term | None = None
         self._phase = Phase.STARTING
-        self._void_asked: dict[int, tuple[str, JournalEntry]] = {}
+        self._open = OpenSteps(findings)
         self._order = PromptOrder(findings)
         self._handlers: Mapping[str, Callable[[JournalEntry], None]] = {
             "run": self._on_run,
@@ -142,7 +138,7 @@ class History:
         self._term = term = Term.read(entry, self._config)
         self.versions.restart()
         self.versions.repeatable = self.versions.repeatable and term.on_cpu
-        self._order.begin_term(term, in_step=self.in_progress is not None)
+        self._order.begin_term(term, in_step=self._open.current is not None)
         term.note_unseen(self.findings)
         expected = 1 if before is None else int(before["term"]) + 1
         if int(entry["term"]) != expected:
@@ -165,39 +161,24 @@ class History:
         self.findings.counts["controller restarts"] += int(before is not None)
 
     def _on_resume(self, entry: JournalEntry) -> None:
-        for step in (self.in_progress, *self.ahead.values()):
-            if step is not None and step.wanted is not None:
+        for step in self._open.all:
+            if step.wanted is not None:
                 step.before = {**(step.before or {}), **step.admitted}
                 self._collect_again(step)
 
     def _on_withdrawn(self, entry: JournalEntry) -> None:
-        number, step = int(entry["step"]), self.in_progress
-        if step is not None and step.number == number and step.batch is None:
-            self._void(step)
-            self.in_progress = None
-        elif number in self.ahead:
-            self._void(self.ahead.pop(number))
-        else:
-            self.findings.add(Invariant.I2, f"step {number} was withdrawn, and not dispatched ahead", entry)
+        number = int(entry["step"])
+        self._open.withdraw(number, entry)
         if not entry.get("reason"):
             self.findings.add(Invariant.I2, f"step {number} was withdrawn without a reason", entry)
 
     def _on_lost(self, entry: JournalEntry) -> None:
-        self._void_ahead()
-
-    def _void_ahead(self) -> None:
-        for step in self.ahead.values():
-            self._void(step)
-        self.ahead.clear()
-
-    def _void(self, step: StepHistory) -> None:
-        if step.wanted is not None:
-            self._void_asked[step.number] = asked_digest(step.wanted), step.wanted.entry
+        self._open.void_ahead()
 
     def _collect_again(self, step: StepHistory) -> None:
         assert step.wanted is not None
         step.collections = self._dispatched(step.wanted)
-        if step is self.in_progress:
+        if step is self._open.current:
             self._order.again(step.number)
         if self._term is not None and step.shapes != self._term.shapes:
             step.shapes = None
@@ -214,19 +195,13 @@ class History:
                 f"the run went back to step {to_step}, but only step {self.finished} is finished",
                 entry,
             )
-        for number in range(to_step + 1, self.finished + 1):
-            step = self.steps.pop(number, None)
-            if step is not None and step.asked:
-                self._void_asked[number] = step.asked, step.entry(number)
-        if self.in_progress is not None and self.in_progress.number > to_step:
-            self._void(self.in_progress)
-        self._void_ahead()
+        self._open.rewind(to_step, self.steps)
+        self.steps = {number: step for number, step in self.steps.items() if number <= to_step}
         self.finished = min(self.finished, to_step)
         known = self.steps.get(to_step)
         self._order.rewind(entry, known.cursor if known is not None else None)
         self.versions.rewind(to_step)
         self.checkpoints = {number: e for number, e in self.checkpoints.items() if number <= to_step}
-        self.in_progress = None
 
     def _on_end(self, entry: JournalEntry) -> None:
         self.ended = entry
@@ -236,8 +211,8 @@ class History:
             self.findings.add(
                 Invariant.I5, f"the run ended well in phase {self._phase.value}", self._run, entry
             )
-        if self.in_progress is not None:
-            wanted = self.in_progress.wanted
+        if self._open.current is not None:
+            wanted = self._open.current.wanted
             self.findings.add(
                 Invariant.I2,
                 "the run ended well while a step was not finished",
@@ -262,7 +237,7 @@ class History:
 
     def _current(self, entry: JournalEntry) -> StepHistory | None:
         """The step in progress, if an event with a step belongs to it."""
-        step, number = self.in_progress, int(entry["step"])
+        step, number = self._open.current, int(entry["step"])
         if step is not None and step.number == number:
             return step
         self.findings.add(
@@ -274,7 +249,9 @@ class History:
         term = self._term or Term.read(entry, self._config)
         wanted = Wanted.of(entry, term.num_samples)
         # One that is dispatched too early trains tokens that are too old, which its batch tells.
-        is_ahead = self.in_progress is not None and wanted.step > self.finished + 1 and term.max_staleness > 0
+        is_ahead = (
+            self._open.current is not None and wanted.step > self.finished + 1 and term.max_staleness > 0
+        )
         if wanted.step != self.finished + 1 and not is_ahead:
             self.findings.add(
                 Invariant.I2,
@@ -286,23 +263,7 @@ class History:
         self.versions.check_policy(wanted.policy, f"step {wanted.step} was dispatched for", entry)
         if len(set(wanted.prompts)) != len(wanted.prompts):
             self.findings.add(Invariant.I2, f"step {wanted.step} asks for a prompt twice", entry)
-        before = self._void_asked.pop(wanted.step, None)
-        step = self.ahead.get(wanted.step) if is_ahead else self.in_progress
-        if step is not None and step.wanted is not None and step.wanted.step == wanted.step:
-            before = asked_digest(step.wanted), step.wanted.entry
-            if step.admitted or step.batch:
-                self.findings.add(Invariant.I2, f"step {wanted.step} was dispatched twice", before[1], entry)
-        if before is not None and before[0] != asked_digest(wanted):
-            self.findings.add(
-                Invariant.I2, f"step {wanted.step} asked for other prompts at first", before[1], entry
-            )
-        if step is None or step.wanted is None or step.wanted.step != wanted.step:
-            step = StepHistory()
-            if is_ahead:
-                self.ahead[wanted.step] = step
-            else:
-                self.in_progress = step
-        step.wanted = wanted
+        step = self._open.dispatch(wanted, is_ahead=is_ahead)
         self._order.dispatch(wanted.step, wanted.prompts, entry)
         step.collections, step.shapes = self._dispatched(wanted), term.shapes
 
@@ -330,7 +291,7 @@ class History:
         key = TrajectoryId.parse(entry["id"])
         self.findings.counts[f"trajectories {verdict.replace('_', ' ')}"] += 1
         is_ahead = "ahead" in entry.event
-        step = self.ahead.get(int(entry["ahead"])) if is_ahead else self.in_progress
+        step = self._open.ahead.get(int(entry["ahead"])) if is_ahead else self._open.current
         is_collected = self._phase is Phase.COLLECT or (is_ahead and self._phase is Phase.LEARN)
         if step is not None and step.collection is not None and is_collected:
             step.collection.verdicts[verdict] += 1
@@ -372,19 +333,19 @@ class History:
 
     def _validated(self) -> StepHistory:
         """The step that a validation belongs to; step 0 has no dispatch."""
-        if self.in_progress is None:
-            self.in_progress = StepHistory()
-        return self.in_progress
+        if self._open.current is None:
+            self._open.current = StepHistory()
+        return self._open.current
 
     def _admit_answer(self, key: TrajectoryId, entry: JournalEntry) -> None:
-        step = self.in_progress
+        step = self._open.current
         if step is not None and step.validation is not None:
             step.validation.admit(key, entry)
         elif self._term is not None and self._term.is_recorded:
             self.findings.add(Invariant.I2, f"{key} was admitted, but no validation was asked for", entry)
 
     def _on_val_group_dropped(self, entry: JournalEntry) -> None:
-        step = self.in_progress
+        step = self._open.current
         if step is not None and step.validation is not None:
             step.validation.drop(entry)
 
@@ -420,7 +381,7 @@ class History:
         self._collect_again(step)
         step.before = step.batch = None
         step.samplings.clear()
-        self._void_ahead()
+        self._open.void_ahead()
 
     def _on_batch(self, entry: JournalEntry) -> None:
         step = self._current(entry)
@@ -472,7 +433,7 @@ class History:
         self.versions.roll_back(entry)
 
     def _on_commit(self, entry: JournalEntry) -> None:
-        version, step = int(entry["version"]), self.in_progress
+        version, step = int(entry["version"]), self._open.current
         training = step if step is not None and step.number == version else None
         is_new = version > max(self.versions.newest, 0) and version == self.finished + 1
         if is_new and (training is None or training.trained is None):
@@ -491,7 +452,7 @@ class History:
     # --- the ends of steps
 
     def _on_step(self, entry: JournalEntry) -> None:
-        number, step = int(entry["step"]), self.in_progress
+        number, step = int(entry["step"]), self._open.current
         if number != self.finished + 1:
             self.findings.add(
                 Invariant.RECORD,
@@ -521,7 +482,7 @@ class History:
         self._on_finished(self, step, number, entry)
         # Memory stays small however long the run is.
         self.steps[number], self.finished = step.finished(entry), max(self.finished, number)
-        self.in_progress = self.ahead.pop(number + 1, None)
+        self._open.finish(number)
 
     def _on_checkpoint(self, entry: JournalEntry) -> None:
         number = int(entry["step"])
