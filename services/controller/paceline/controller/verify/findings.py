@@ -24,7 +24,7 @@ class Invariant(enum.Enum):
     )
     I1 = (
         "I1: every trained token has the version and the digest that its step samples from, which is the one "
-        "that it trains, or as old as barrier.max_staleness allows"
+        "that it trains, or at most barrier.max_staleness versions older"
     )
     I2 = (
         "I2: every prompt of a step is trained once, dropped with a reason, or set aside, and is the one "
