@@ -531,6 +531,13 @@ def test_a_signal_to_a_slurm_job_is_not_lost_while_paceline_up_starts(tmp_path: 
     assert "scontrol requeue 42" in (tmp_path / "calls").read_text().splitlines()
 
 
+def test_a_run_that_ends_as_its_slurm_job_is_signalled_keeps_its_code(tmp_path: Path) -> None:
+    """A run that ended well is not queued again."""
+    done = run_sbatch(tmp_path, 2, up="trap '' INT; kill -TERM $PPID; exit 0")
+    assert done.returncode == 0, done.stderr
+    assert "scontrol requeue 42" not in (tmp_path / "calls").read_text().splitlines()
+
+
 @pytest.mark.parametrize(
     ("env", "words"),
     [
