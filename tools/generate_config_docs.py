@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes what the docs have from code: configuration.md, gpus-and-memory.md, keys-of-verl-and-trl.md.
+"""Writes three pages of docs from code: configuration, gpus-and-memory, keys-of-verl-and-trl.
 
 With --check, fails if they differ.
 """
@@ -35,7 +35,7 @@ of a list go by number (`reward.functions.0.weight=2`). `paceline train CONFIG -
 force; every run keeps them as `config.resolved.yaml`.
 
 A file may begin with `extends: other.yaml`, a path relative to itself. It then holds only what differs: its
-keys go over those of the other file, section by section, and a list replaces the other's list. The other file
+values replace those of the other file, key by key, and a list replaces the whole list. The other file
 may extend a third one. All other paths in a file are relative to the working directory.
 
 Required are `data.train_files` or `data.train_sets`, `model.path`, `trainer.total_steps` or
@@ -122,7 +122,7 @@ def values(tree: Tree) -> str:
 def sections(
     model: type[BaseModel], prefix: str, values: BaseModel | None = None, shown: dict[Any, str] | None = None
 ) -> list[str]:
-    """A list of the model's own values, then a section for each section below it; refers to lists that exist.
+    """A list of the model's own values, then its sections; refers to a model that was listed before.
 
     Args:
         values: an instance with the defaults, if the section that holds it gives one.
@@ -155,7 +155,7 @@ def sections(
 
 
 def choices(field: FieldInfo) -> list[str]:
-    """A list of the types that a section comes in, and one of their options."""
+    """Two lists: the types that a section can have, and their options."""
     types = section_types(field)
     out = ["Types:\n"]
     holders: dict[str, list[str]] = {}
@@ -184,7 +184,7 @@ def item(path: str, field: FieldInfo, value: str, *, of: str = "") -> str:
 
 
 def wrapped(text: str, *, bullet: str = "") -> str:
-    """The text in lines of WIDTH columns; none begins with the dash of a formula."""
+    """The text in lines of WIDTH columns; none begins with a minus sign, which would be a bullet."""
     words = " ".join(text.split()).replace(" - ", "\0-\0")
     lines = textwrap.wrap(
         words,

@@ -8,7 +8,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 def bare_number(response: str, ground_truth: str) -> dict[str, float]:
-    """1 for the right number alone; 0.5 for words that end with it; 0.2 for another number alone; else 0.
+    """1 for just the right number, 0.5 for words that end with it, 0.2 for just a wrong number, else 0.
 
     `right` and `bare` are reported beside the score: the answer is right, the format is kept.
     """

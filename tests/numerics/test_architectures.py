@@ -99,7 +99,7 @@ def test_layers_that_ignore_where_sequences_begin_are_refused_by_name(
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("stablelm", "StableLmAttention's model does not hand on to its layers where sequences begin"),
+        ("stablelm", "StableLmAttention's model does not tell its layers where sequences begin"),
         ("falcon", "'falcon' is no causal language model with exchangeable attention"),
     ],
 )

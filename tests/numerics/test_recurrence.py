@@ -100,7 +100,7 @@ def test_a_token_changes_what_follows_in_its_row_and_nothing_of_its_neighbours()
 
 def test_layers_that_are_told_nothing_of_sequences_refuse() -> None:
     layer = recurrent_layers(network("qwen3_next"))[0]
-    with pytest.raises(ModelError, match="does not hand on to its layers where sequences begin"):
+    with pytest.raises(ModelError, match="does not tell its layers where sequences begin"):
         layer(torch.zeros(1, 4, 32))
     packed = PackedSequences.of([4], CPU)
     assert layer(torch.ones(1, 4, 32), packed=packed).shape == (1, 4, 32)

@@ -145,7 +145,7 @@ BREACHES: dict[str, tuple[Spoil, str]] = {
     ),
     "validated with another policy": (
         lambda r: r.trajectory("validate:0:9:0").update(policy="v0@ff"),
-        f"I1: validate:0:9:0 was admitted of v0@ff, but v0@{weights(0)} is committed",
+        f"I1: validate:0:9:0 was admitted with v0@ff, but v0@{weights(0)} is committed",
     ),
     "a batch of another policy": (
         lambda r: r.find("batch").update(policy="v1@ff"),
@@ -296,7 +296,7 @@ BREACHES: dict[str, tuple[Spoil, str]] = {
     "trained twice with other rows": (_trained_again_elsewise, "I3: step 2 trained the batch 1111"),
     "another trajectory after a restart": (
         lambda r: r.trajectory("train:2:4:0").update(digest="another blob"),
-        "I3: train:2:4:0 is another after the controller was started again",
+        "I3: train:2:4:0 differs from what it was before the controller was restarted",
     ),
     "rows of a void collection are trained": (
         _train_void_rows,

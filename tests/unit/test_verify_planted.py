@@ -704,7 +704,7 @@ async def test_a_run_that_an_earlier_version_began_can_be_read(tmp_path: Path) -
     findings = verify(tmp_path)
     assert [str(breach) for breach in findings.breaches] == []
     (unseen,) = findings.unseen
-    assert "of a term from before the journal had them" in unseen
+    assert "of a term, which its journal does not record" in unseen
     record = Record(tmp_path)
     record.of("dispatch", 3)["prompts"] = record.of("dispatch", 2)["prompts"]
     record.write()

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Whether Redis answers; while it loads its data it does not. Tells it first when its certificate is another.
+# Succeeds if Redis answers, which it does not while it loads its data. If its certificate has changed, it is told first.
 REDISCLI_AUTH=$(cat /run/secrets/redis_password)
 export REDISCLI_AUTH
 files=/run/tls

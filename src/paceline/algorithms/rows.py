@@ -19,8 +19,8 @@ class SampleRows:
 
     Attributes:
         scores: (B,) from `kl.penalized_scores`.
-        token_rewards: (B, T) from `kl.token_rewards`; their sums are the scores up to rounding, so that
-            samples with equal scores are equal in `scores` alone.
+        token_rewards: (B, T) from `kl.token_rewards`; their sums are the scores only up to rounding: compare
+            samples by `scores`.
         mask: (B, T).
         group_ids: (B,) integers that mean the same on every rank.
         log_probs: (B, T) each, by name: "rollout" as sampled; "old", the policy's before the step's first

@@ -24,8 +24,8 @@ class FaultRecovery:
         time: Unix time of the fault.
         step, phase: where the run was.
         alone: whether the run had recovered from all earlier faults, and no other came before the recovery.
-        step_s: seconds from the fault until a step that had not been finished was, after the fault's end;
-            None: never.
+        step_s: seconds from the fault until, after the fault's end, the run finished a step that it had not
+            finished before; None: never.
         ready_s: seconds until the members that it hit worked again; None: never.
     """
 
@@ -80,7 +80,7 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecoveryTally:
-    """Count and recovery times of faults, in seconds; `longest_alone_s` is of those that met no other."""
+    """Count and recovery times of faults, in seconds; `longest_alone_s` is over faults with `alone` set."""
 
     count: int
     median_s: float | None

@@ -114,7 +114,7 @@ def ask_python(
     """Has a host's interpreter run a program, which prints its answer as JSON in its last line.
 
     Args:
-        hosts: of which the remote shell is used.
+        hosts: give the remote shell.
         host: whose folder is the program's working directory.
         program: source text.
         words: its arguments.

@@ -93,7 +93,7 @@ def _memory_plan(
 ) -> str:
     shape = ModelShape.of(model_config(config))
     if shape is None:
-        return "not planned: config.json names its sizes otherwise"
+        return "not planned: config.json does not have the model's sizes under known names"
     plan = MemoryPlan.of(config, shape, learner_gpus=learner, engine_gpus=engines, totals=totals)
     return "\n      ".join(["the most that each phase takes (an estimate)", *plan.lines()])
 

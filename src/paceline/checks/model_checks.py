@@ -100,7 +100,7 @@ def model_line(config: RunConfig) -> str:
 
 
 def _experts(config: RunConfig, text: Mapping[str, Any]) -> None:
-    """Whether the model has experts where their load is to be balanced; their number has several names."""
+    """Refuses to balance the load of experts in a model without any; their number has several names."""
     has_experts = any("experts" in key and value for key, value in text.items())
     config.actor.require_experts(config.model.path, has_experts=has_experts)
 
@@ -125,7 +125,8 @@ def check_critic_of_images(config: RunConfig) -> None:
     if not family_of(kind).takes_images:
         raise ModelError(
             f"critic.path={folder} ({kind}) takes no images, and data.image_key={config.data.image_key} "
-            "gives some: leave it out, so that the critic begins as the policy, or name such a model"
+            "gives some: leave critic.path out, so that the critic begins as the policy, or name a model "
+            "that takes images"
         )
 
 

@@ -1,4 +1,4 @@
-"""A check of a run before it starts: each room of this package exports its own as `CHECKS`."""
+"""A check of a run before it starts: each module of this package exports its own as `CHECKS`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ _PAUSE_S = 0.2
 
 
 class CheckNeed(enum.Enum):
-    """What a check needs: nothing but the files, a certain machine, or the time of a test of the model.
+    """What a check needs besides the configuration and the files that it names.
 
-    SELF_TEST: time for the learner's self-test, and a folder for what it leaves. HERE: the machine where the
-    run is to start. ELSEWHERE: that the run starts on another one. ENGINE: HERE, time for the engine's test,
-    and the folder of the self-test.
+    NOTHING: no more than these.
+    SELF_TEST: time for the learner's self-test, and a folder for its results.
+    HERE: to be executed on the machine where the run will start.
+    ELSEWHERE: that the run will start on another machine.
+    ENGINE: HERE, time for the engine's test, and the folder with the results of the self-test.
     """
 
     NOTHING = 0
@@ -38,7 +40,7 @@ class PreflightCheck:
     Attributes:
         run: returns a line of facts on a configuration; raises a PacelineError that says what is wrong. With
             SELF_TEST and ENGINE it takes the folder as `kept`.
-        wait: what takes seconds; said before the check.
+        wait: names what takes seconds; it is printed before the check.
     """
 
     name: str

@@ -4,8 +4,8 @@ DIR/ca.pem, DIR/ca.key               the authority; the key signs, and no servic
 DIR/next.key                         its successor's, while ca.pem has both certificates and the former signs
 DIR/NAME/{ca,cert,key}.pem           what PACELINE_TLS_DIR of the service NAME points to
 
-An authority is followed by another without a stop: from half of its days on everybody trusts both, so that
-nobody is surprised by what the second one signs, a quarter later; the first is dropped when it has expired.
+An authority is replaced without a stop. After half of its lifetime everybody trusts a second one, too; after
+three quarters the second one signs, which everybody knows by then. The first is dropped when it has expired.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class Authority:
 
 
 def is_fresh(authority: Authority, folder: Path, hosts: Sequence[str]) -> bool:
-    """Whether a folder has the authority's certificate for these hosts, with over half of its days to go."""
+    """Whether a folder has the authority's certificate for these hosts, with half of its lifetime left."""
     try:
         certificate = x509.load_pem_x509_certificate((folder / CERTIFICATE_FILE).read_bytes())
         if not any(_has_signed(issuer, certificate) for issuer in authority.trusted):

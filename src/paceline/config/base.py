@@ -20,13 +20,13 @@ def _as_list(value: object) -> object:
 
 
 Files = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
-"""Places of data files; one may stand without a list."""
+"""Places of data files; a single one may be written without a list."""
 
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """Annotates a value that must be one of these names, which a table elsewhere holds; `or_own`: or
-    the path of what is the user's own."""
+    """Annotates a value that must be one of these names, which a table elsewhere holds, or, with `or_own`,
+    the path of a user's own function or class."""
 
     names: tuple[str, ...]
     or_own: bool = False
@@ -46,12 +46,12 @@ class OneOf:
 
 
 OwnOptions = dict[str, bool | int | float | str | None]
-"""Keyword arguments of what is the user's own."""
+"""Keyword arguments of a user's own function or class."""
 
 
 def own_path(path: str) -> str:
-    """Returns the path of what is the user's own, if it has both parts."""
+    """Returns the path of a user's own function or class; raises ValueError if it lacks file or name."""
     place, _, name = path.rpartition(":")
     if not place or not name:
-        raise ValueError("write path/to/file.py:function or module:function; of an algorithm, its class")
+        raise ValueError("write path/to/file.py:function or module:function; for an algorithm, its class")
     return path

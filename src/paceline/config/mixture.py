@@ -21,7 +21,7 @@ class TrainSetConfig(Section):
         description="Its share of each step's prompts is this over the sum of all sets' weights, however "
         "many rows it has; 0: none, until data.curriculum gives it a weight.",
     )
-    max_prompts: int | None = Field(None, gt=0, description="Take the first so many rows; null: all.")
+    max_prompts: int | None = Field(None, gt=0, description="Take only this number of first rows; null: all.")
 
 
 TrainSets = dict[

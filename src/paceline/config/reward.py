@@ -14,7 +14,7 @@ NUMBER = r"(-?\d+(?:\.\d+)?)"
 """Finds a judge's grade where it is a number."""
 
 TOTALS = frozenset({"reward", "response_length", "greedy_answers"})
-"""Names that metrics have for more than a component: `val/reward/mean` is the mean of the sums."""
+"""Names that metrics use for more than one component: `val/reward/mean` is the mean of the weighted sums."""
 
 
 class ShapedConfig(Section):
@@ -30,20 +30,20 @@ class ShapedConfig(Section):
     )
     normalize: Literal["batch"] | None = Field(
         None,
-        description="batch: in training its value enters the sum, after clipping and before weighting, in "
-        "standard deviations from the mean over the samples of the step's batch. null: as it is.",
+        description="batch: in training its clipped value is normalised before it is weighted: minus the "
+        "mean over the samples of the step's batch, divided by their standard deviation. null: as it is.",
     )
     data_sources: tuple[str, ...] = Field(
-        (), description="It scores rows of these data sources alone; none: all rows."
+        (), description="It scores only rows of these data sources; empty: all rows."
     )
     where: dict[str, tuple[str, ...]] = Field(
         {},
-        description="It scores rows alone whose columns have one of these values, as text: {level: [hard, "
-        "harder]}; the columns are of data.extra_keys.",
+        description="It scores only rows whose columns have one of these values, as text: {level: [hard, "
+        "harder]}; the columns must be in data.extra_keys.",
     )
     weight_key: str | None = Field(
         None,
-        description="Column of data.extra_keys with a further factor of its value in this row; null: none.",
+        description="Column of data.extra_keys with one more factor of its value for each row; null: none.",
     )
     required: bool = Field(
         True,
@@ -59,7 +59,7 @@ class ShapedConfig(Section):
 
 
 class GroupedConfig(Section):
-    """What scorers have in common that can score the samples of a prompt together."""
+    """The option of scorers that can score the samples of a prompt together."""
 
     group: bool = Field(
         False,
@@ -74,8 +74,8 @@ class OutsideConfig(ShapedConfig):
     cache_size: int = Field(
         0,
         ge=0,
-        description="Most scores that each reward service remembers, by response, prompt and row: what "
-        "comes again is not scored again. 0: none, as for a scorer whose answer is drawn.",
+        description="Most scores that each reward service remembers, by response, prompt and row, so that it "
+        "does not score the same response again. 0: none; keep it for a scorer whose answers are drawn.",
     )
 
 
@@ -104,19 +104,19 @@ class RewardServiceConfig(GroupedConfig, OutsideConfig):
     retry_for_s: float = Field(
         30.0,
         ge=0,
-        description="How long requests are repeated for a response, from when it was delivered: those that "
-        "do not reach the service, that it is too busy for, or that take too long. 0: never.",
+        description="How long a request is repeated, from the delivery of its responses on, if it does not "
+        "reach the service, finds it too busy, or takes too long. 0: never.",
     )
     token_file: str | None = Field(
         None,
-        description="A file with the token that the service asks for, on the hosts of the reward service "
-        "of the run. null: the run's own token is sent.",
+        description="A file with the token that the service asks for, on the hosts of the run's reward "
+        "services. null: the run's own token is sent.",
     )
     tls: bool | None = Field(
         None,
-        description="Whether it is called over TLS. null: where the run's reward services have TLS files "
-        "(PACELINE_TLS_DIR). false: in plain text; with a token only on this machine, unless "
-        "service.insecure is set.",
+        description="Whether it is called over TLS. null: if the run's reward services have TLS files "
+        "(PACELINE_TLS_DIR). false: in plain text; then a token is sent only to addresses of this machine, "
+        "unless service.insecure is set.",
     )
     tls_dir: str | None = Field(
         None,
@@ -147,7 +147,7 @@ class AttachedConfig(GroupedConfig, OutsideConfig):
     timeout_s: float | None = Field(
         None,
         gt=0,
-        description="A response that a client has had for longer goes to another one; null: "
+        description="A client that has had a response for longer loses it to another client; null: "
         "reward.timeout_s.",
     )
     wait_for_s: float = Field(
@@ -163,15 +163,15 @@ class RewardModelConfig(OutsideConfig):
     kind: Literal["sequence_classification", "process", "generative"] = Field(
         "sequence_classification",
         description="sequence_classification: a model with one label, whose value at the end of the "
-        "conversation is the score. process: a model for token classification with one label, whose value "
-        "at the end of each step of the response is that step's; the score is their mean, and each step's "
-        "share of it is the reward of the step's last token. generative: a judge, a language model that is "
-        "asked for a grade.",
+        "conversation is the score. process: a model for token classification with one label; its value at "
+        "the end of each step of the response is the step's value. The score is the mean of these, and each "
+        "step's share of it is the reward of the step's last token. generative: a judge, a language model "
+        "that is asked for a grade.",
     )
     engine: Literal["transformers", "vllm"] = Field(
         "transformers",
-        description="sequence_classification: what computes the scores. vllm: its pooling runner, in the "
-        "model's own process; with device: cpu, of vLLM's build for CPUs.",
+        description="sequence_classification: what computes the scores. vllm: vLLM's pooling runner, in the "
+        "model's own process; device: cpu needs vLLM's build for CPUs.",
     )
     step_separator: str = Field("\n", min_length=1, description="process: what ends a step of a response.")
     prompt_file: str | None = Field(
@@ -202,14 +202,14 @@ class RewardModelConfig(OutsideConfig):
     timeout_s: float = Field(
         120.0,
         gt=0,
-        description="A response that a replica has had for longer goes to another one; a replica that works "
-        "on a batch for longer ends, and is started again.",
+        description="A replica that has had a response for longer loses it to another replica; one that "
+        "works on a batch for longer ends, and is started again.",
     )
     wait_for_s: float = Field(
         600.0,
         gt=0,
-        description="How long a response waits for a replica, which may have to load the model, and how long "
-        "that may take.",
+        description="How long a response waits for a replica to take it; also the longest time that loading "
+        "the model may take.",
     )
 
     @model_validator(mode="after")
@@ -267,7 +267,7 @@ class JudgeConfig(OutsideConfig):
 
     name: str = Field(description="What its component is called in metrics.")
     address: str = Field(
-        pattern=r"^https?://", description="URL up to and with the version: http://127.0.0.1:8000/v1."
+        pattern=r"^https?://", description="URL with the version at its end: http://127.0.0.1:8000/v1."
     )
     model: str = Field(description="The model, as its server calls it.")
     prompt_file: str = Field(
@@ -282,14 +282,14 @@ class JudgeConfig(OutsideConfig):
         {}, description="Grades of words that the group may match: {yes: 1, no: 0}, in any case."
     )
     key_env: str | None = Field(
-        None, description="Environment variable of the reward service with the key of the address."
+        None, description="Environment variable of the reward service that holds the API key."
     )
     max_tokens: int = Field(256, gt=0, description="Longest answer.")
     temperature: float = Field(0.0, ge=0, description="At which answers are drawn.")
     concurrency: int = Field(16, gt=0, description="Calls at once.")
     per_minute: float | None = Field(None, gt=0, description="Most calls per minute; null: no limit.")
     attempts: int = Field(
-        4, gt=0, description="Most calls for a response: those that find the address too busy or away."
+        4, gt=0, description="Most calls for a response; those that find the judge busy or away are repeated."
     )
     timeout_s: float = Field(60.0, gt=0, description="Longest time for one call.")
 
@@ -352,8 +352,8 @@ class RewardConfig(Section):
     max_deliveries: int = Field(
         4,
         gt=0,
-        description="Times that a response is given to the reward services before a timeout, a crash or an "
-        "unreachable service is its final error.",
+        description="How often a response is given to the reward services, before a timeout, a crash or an "
+        "unreachable service counts as its error.",
     )
     min_reward: float = Field(-1e6, description="Smaller sums are errors.")
     max_reward: float = Field(1e6, description="Larger sums are errors.")
@@ -375,9 +375,8 @@ class RewardConfig(Section):
     def function_names(self) -> list[str]:
         """The names of the functions' components.
 
-        The component of a built-in has its name, that of a user's function the name after the colon; one
-        that metrics use already gets a suffix (`reward_function`). A name that occurs again is numbered
-        (`gsm8k_2`).
+        A built-in's component has its name, a user's function's the name after the colon. A name that metrics
+        already use gets a suffix (`reward_function`), and one that occurs again a number (`gsm8k_2`).
         """
         seen, names = Counter[str](), []
         for function in self.functions:

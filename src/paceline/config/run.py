@@ -533,7 +533,7 @@ class RunConfig(Section):
         if needed > limit:
             raise ValueError(
                 f"a step of {num_rows:,} rows (data.train_batch_size x rollout.n) needs messages of up to "
-                f"{needed} MiB: set service.max_message_mib to so many at least (now {limit})"
+                f"{needed} MiB: set service.max_message_mib to at least that (now {limit})"
             )
         return self
 

@@ -42,9 +42,9 @@ class TrainerConfig(Section):
     total_epochs: float | None = Field(
         None,
         gt=0,
-        description="Passes over the training prompts, over those of all sets together; an epoch has as many "
-        "steps as they fill with data.train_batch_size. With total_steps, too, the run ends with the first "
-        "of both. null: total_steps says.",
+        description="Passes over the training prompts, of all sets together; an epoch has as many full steps "
+        "of data.train_batch_size as there are prompts for. If total_steps is set, too, the run ends with "
+        "whichever comes first. null: total_steps says.",
     )
     seed: int = Field(
         0, ge=0, description="Governs prompt order, sampling, model and value-head initialisation."
@@ -52,15 +52,15 @@ class TrainerConfig(Section):
     test_freq: int | None = Field(
         None,
         ge=0,
-        description="Validate after every so many steps and after the last; null: only after the last; "
+        description="Steps between validations; there is one more after the last step. null: only that; "
         "0: never after a step.",
     )
     val_before_train: bool = Field(True, description="Validate the starting model, before step 1.")
     save_freq: int = Field(
         50,
         ge=0,
-        description="Checkpoint every so many steps, which a lost learner goes back to, beside those at the "
-        "end, after Ctrl-C and after a rollback; 0: only those.",
+        description="Steps between checkpoints, to which a lost learner goes back. There is always one at "
+        "the end, after Ctrl-C and after a rollback; 0: only these.",
     )
     checkpoint_url: str | None = Field(
         None,
@@ -127,7 +127,7 @@ class TrainerConfig(Section):
         """Returns whether a validation follows a step; 0 is the start.
 
         Args:
-            every: of the validations between the first and the last, one in so many counts.
+            every: k takes only every k-th validation between the first and the last.
         """
         if step == 0:
             return self.val_before_train
@@ -149,9 +149,9 @@ class LearnerConfig(Section):
     context_parallel: Literal["auto"] | Annotated[int, Field(gt=0)] = Field(
         "auto",
         description="Ranks that share the tokens of each row, so that one which is too long for a GPU can "
-        "train; divides world_size and the model's attention heads. auto: as few as rows of the longest "
-        "prompt and response need, by the memory plan, and within actor.ppo_max_token_len_per_gpu where "
-        "the file has it. Trainings on pairs: 1.",
+        "train; divides world_size and the model's attention heads. auto: the fewest with which rows of the "
+        "longest prompt and response fit into memory, by the plan, and into actor.ppo_max_token_len_per_gpu, "
+        "if the file sets it. Training on pairs takes only 1.",
     )
     fsdp_size: Literal["auto"] | Annotated[int, Field(gt=0)] | None = Field(
         "auto",
@@ -224,13 +224,13 @@ class BarrierConfig(Section):
     max_staleness: int | None = Field(
         None,
         ge=0,
-        description="bounded: how many versions the weights that sampled any token may be older than those "
-        "that the step trains; so many steps are sampled ahead. 0: the same as strict.",
+        description="bounded: the most versions by which the weights that sampled a token may be older than "
+        "those that the step trains; also how many steps are sampled ahead. 0: the same as strict.",
     )
     work_ahead: WorkAhead = Field(
         "off",
-        description="What the learner computes for samples that are there while others are still being "
-        "generated, for learners and servers on GPUs of their own; strictly on policy all the same. off: "
+        description="What the learner computes for finished samples while others are still being generated, "
+        "if learner and servers have GPUs of their own. Training stays strictly on policy. off: "
         "nothing. scores: old and reference log-probs and values. gradients: also forward and backward of "
         "the step's first mini-batch, prompt by prompt in order, with grpo, dr_grpo, rloo, opo, pass_at_k "
         "and remax. The numbers do not depend on how much was done ahead.",
@@ -239,8 +239,8 @@ class BarrierConfig(Section):
         None,
         gt=0,
         description="work_ahead: how many prompts the learner takes at a time; divides every mini-batch "
-        "size. null: the smallest such number whose samples, with responses of half the length that they may "
-        "have, fill a micro-batch of every learner rank.",
+        "size. null: the smallest such number whose samples fill a micro-batch of every learner rank, if "
+        "responses have half of their greatest length.",
     )
     collect_timeout_s: float | None = Field(
         None,
@@ -286,7 +286,9 @@ class BrokerConfig(Section):
         "trusted wholly.",
     )
     lease_s: float = Field(
-        5.0, gt=0, description="A message whose taker has not renewed it for so long goes to another."
+        5.0,
+        gt=0,
+        description="A message whose taker has not renewed its lease for so long goes to another taker.",
     )
     outage_timeout_s: float = Field(
         300.0,
@@ -311,9 +313,9 @@ class WeightsConfig(Section):
     backend: Literal["auto", "gloo", "nccl", "shared"] = Field(
         "auto",
         description="auto: nccl between GPUs; gloo on CPUs and where learner and rollout share a GPU; with "
-        "placement: colocated, shared. shared: a learner rank and a rollout rank on one GPU (or the CPU of a "
-        "machine) have the memory between them open; they must see each other's processes, as in one "
-        "container.",
+        "placement: colocated, shared. shared: a learner rank and a rollout rank on one GPU (or the CPU of "
+        "one machine) exchange weights through memory that both can access; they must see each other's "
+        "processes, as in one container.",
     )
     staging_mib: int = Field(
         1024,

@@ -20,7 +20,7 @@ class EstimatorTraits:
 
     Attributes:
         options: its options that `algorithm.*` sets, by their names in `AlgorithmConfig.estimator_arguments`.
-        needs: of a run, as an `Algorithm` says of itself.
+        needs: what a run must have for it, as in `Algorithm.needs`.
         of_group: its advantages follow from the samples of their own prompt alone.
     """
 

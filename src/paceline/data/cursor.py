@@ -30,8 +30,8 @@ class PromptCursor:
         ids: the prompt ids, in any order.
         seed: of the order.
         shuffle: False walks in ascending order.
-        stream: tells the orders of several sets with one seed apart.
-        ranks: by id, where it comes in every epoch: those of a lower rank first. None: all are the same.
+        stream: a number of each set, so that sets with the same seed have different orders.
+        ranks: the rank of each id; every epoch takes ids of lower rank first. None: all ranks are equal.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class PromptCursor:
         """The runs of consecutive ids with the same rank: first and last id, and the rank."""
         runs = []
         for rank, level in self._levels.items():
-            # Within a run, ids and their places differ by the same.
+            # Within a run, an id minus its place is constant.
             for _, run in groupby(enumerate(level), lambda placed: placed[1] - placed[0]):
                 ids = [i for _, i in run]
                 runs.append((ids[0], ids[-1], rank))
@@ -87,7 +87,7 @@ class PromptCursor:
         self._order = self._epoch_order()
 
     def take(self, count: int) -> list[int]:
-        """The next batch, of `count` ids; there are as many."""
+        """The next batch of `count` ids; `count` must not exceed the number of ids."""
         if self._position + count > len(self._order):
             self._next_epoch()
         batch = self._order[self._position : self._position + count]

@@ -63,9 +63,9 @@ _ASK_AGAIN_S = 2.0
 # A terminal signals its whole group, and what runs this command (uv, make) may pass the same signal on.
 _SAME_SIGNAL_S = 0.5
 
-# How long after its peers noticed a killed process may still be seen as running; and how long ago it may have
-# been killed for the controller's error to come from that.
+# A killed process may still be seen as running for so long after its peers noticed its loss.
 _LATE_DEATH_S = 1.0
+# A process that was killed at most so long before the controller's error is taken for its cause.
 _RECENT_S = 30.0
 
 
@@ -121,7 +121,7 @@ class _Launcher:
         )
         self._note = run_dirs.new_note(run_dir, self._credentials.token)
         self._scratch = Scratch()
-        # What ends the services here has told the controller before, or is the launcher's death.
+        # No grace period: the controller was told before services are ended here, or the launcher has died.
         self._tree = ProcessTree(run_dir / "logs", env={**self._scratch.env, STOP_GRACE: "0"})
         rule = RestartRule(max_restarts=config.service.max_restarts, window_s=config.service.restart_window_s)
         self._services = Services(
@@ -173,7 +173,7 @@ class _Launcher:
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
-        """SIGINT ends the run after the step in progress, other signals in order; a second one at once."""
+        """SIGINT ends the run after the step in progress, others end it in order; again: at once."""
         loop = asyncio.get_running_loop()
         for number in _STOP_SIGNALS:
             loop.add_signal_handler(number, self._on_signal, signal.Signals(number))
@@ -283,7 +283,7 @@ class _Launcher:
         return end.where
 
     def _has_worked(self, role: Role) -> bool:
-        """Whether a step was finished, or a prompt answered; of reward models nobody says it."""
+        """Whether a step was finished, or a prompt answered; for reward models this is not known."""
         answered = role is Role.ROLLOUT and self._view.has_answers
         return answered or role is Role.REWARD_MODEL or self._view.finished >= 0
 
@@ -388,7 +388,7 @@ class _Launcher:
         # The controller, which declares the others dead, gets more time itself.
         silence_s = service.dead_after_s * (2 if role is Role.CONTROLLER else 1)
         presence = Presence(startup_s=service.startup_timeout_s, silence_s=silence_s)
-        presence.was_ready = role is Role.REWARD_MODEL  # nobody says when one is
+        presence.was_ready = role is Role.REWARD_MODEL  # a reward model does not report when it is ready
         history = RestartHistory(self._services.rule)
         return Unit(
             name, role, member_id=member_id, plan=plan, secrets=secrets, history=history, presence=presence
@@ -429,7 +429,7 @@ class _Launcher:
         return failed(f"{outcome.message} ({loss})") if loss else outcome
 
     def _with_full_disk(self, outcome: LaunchOutcome) -> LaunchOutcome:
-        """The outcome with what may have caused it: a process says nothing whose log lies on a full disk."""
+        """The outcome with the full disk that may have caused it: there a process cannot log why it ended."""
         full = "" if outcome.ok or DISK_IS_FULL in outcome.message else full_disk(self._run_dir)
         return replace(outcome, message=f"{outcome.message} ({full})") if full else outcome
 

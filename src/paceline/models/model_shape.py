@@ -30,7 +30,7 @@ class TowerShape:
         What may be left out there is as transformers has it.
 
         Raises:
-            KeyError, TypeError, ValueError: it names its sizes otherwise.
+            KeyError, TypeError, ValueError: it has other names for its sizes.
         """
         channels = int(tree.get("in_channels") or tree.get("in_chans") or 3)
         patch_size = int(tree.get("patch_size", 14))
@@ -94,7 +94,7 @@ class LatentShape:
         """Reads the sizes from a model's config.json.
 
         Raises:
-            KeyError, TypeError, ValueError: it names its sizes otherwise.
+            KeyError, TypeError, ValueError: it has other names for its sizes.
         """
         return cls(
             num_heads=int(tree["num_attention_heads"]),
@@ -176,7 +176,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, tree: Mapping[str, Any]) -> ModelShape | None:
-        """Reads the shape from config.json; None if it names its sizes otherwise, or by layer."""
+        """Reads the shape from config.json; None if it has other names for its sizes, or by layer."""
         vision = tree.get("vision_config")
         if vision and not family_of(tree.get("model_type")).takes_images:
             return None

@@ -166,7 +166,7 @@ class LoopThread:
             raise TimeoutError(f"not done within {timeout_s:g} s, and it blocks its event loop")
 
     def close(self) -> None:
-        """Ends the loop; one that is blocked ends when it is not."""
+        """Ends the loop; a blocked one ends when its function returns."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._loop = None

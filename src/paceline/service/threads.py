@@ -1,4 +1,4 @@
-"""Blocking calls beside the event loop, of which none goes on unseen after its caller was cancelled."""
+"""Blocking calls beside the event loop; if the caller is cancelled, it waits until its call has returned."""
 
 from __future__ import annotations
 

@@ -38,9 +38,10 @@ def headlines(names: Iterable[str]) -> dict[str, str]:
 
 
 def before_and_after(name: str, values: Sequence[float]) -> tuple[float, float, int]:
-    """What a headline compares: means of the first and of the last values, and of how many each.
+    """What a headline compares: the mean of the first values, the mean of the last, and how many each is of.
 
-    Validations are single. Of the training's reward it is up to five steps: single batches differ by chance.
+    Of validations that is one value each, of the training's reward up to five: single batches differ by
+    chance.
 
     Args:
         name: of the metric.

@@ -115,7 +115,7 @@ def with_fair_share(config: RunConfig) -> RunConfig:
 
 
 def with_shared_memory(config: RunConfig) -> RunConfig:
-    """Pushes go through memory that both sides have open, unless the file says otherwise."""
+    """Has pushes go through memory that both sides can access, unless the file says otherwise."""
     if config.weights.backend != "auto":
         return config
     return config.model_copy(update={"weights": config.weights.model_copy(update={"backend": "shared"})})

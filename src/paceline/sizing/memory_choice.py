@@ -84,7 +84,7 @@ def choose_update(
 
     Args:
         config: with the layout settled.
-        shape: of the model; None if config.json names its sizes otherwise.
+        shape: of the model; None if config.json has other names for its sizes.
         learner_gpus: of the ranks.
         engine_gpus: of the rollout servers; an engine beside a rank keeps its share.
         totals: bytes of each GPU, as far as they are known.

@@ -12,7 +12,7 @@ from paceline.storage.models import local_model
 
 
 def model_tree(model: ModelConfig) -> Mapping[str, Any]:
-    """Returns the model's config.json; {} where there is none that can be read, of which the checks tell."""
+    """Returns the model's config.json; {} if it cannot be read, which the checks report."""
     folder = Path(local_model(model, "controller").path)
     try:
         tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))

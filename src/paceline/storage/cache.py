@@ -72,8 +72,8 @@ def cache_dir() -> Path:
 def keep_kernels() -> None:
     """Has torch and FlashAttention 4 keep compiled kernels in this cache; call it before they are imported.
 
-    Left alone, torch's compiler puts them below TMPDIR as it is imported, which a run's end removes, and
-    FlashAttention keeps none.
+    Otherwise torch's compiler would choose a folder below TMPDIR when it is imported, which the run removes
+    at its end, and FlashAttention would keep none.
     """
     os.environ.setdefault(KERNEL_CACHE, str(cache_dir() / "kernels"))
     os.environ.setdefault(ATTENTION_CACHE, str(cache_dir() / "kernels" / "attention"))

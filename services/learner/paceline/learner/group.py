@@ -77,7 +77,7 @@ class RankRegistration:
     advertise: str
 
     def to_bytes(self) -> bytes:
-        """Bytes for the other ranks; with the broker's password, so for the group and not for its store."""
+        """Bytes for the other ranks. Keep them out of the group's store: they hold the broker's password."""
         fields = dataclasses.asdict(self) | {"config": self.config.model_dump_json()}
         return json.dumps(fields).encode()
 
@@ -201,7 +201,7 @@ def _serve(
 
 
 def _note_sigterm(heartbeats: Heartbeats) -> None:
-    """Has rank 0 hear of it where there is time: the process may be on another host."""
+    """Tells rank 0, which may be on another host, if there is a grace period in which it can act."""
     log.info("SIGTERM: rank 0 will end the group")
     if stop_grace_s():
         heartbeats.is_told.set()
@@ -217,10 +217,10 @@ def _end_follower(error: PeerLostError) -> None:
 def _localise(
     assignment: RankRegistration, ranks: Ranks, store: Store, head: Head | None
 ) -> RankRegistration:
-    """The assignment with model folders of this host, where the checkpoints' folder is seen, too.
+    """The assignment with this host's paths of the models; checks that the checkpoints' folder is seen here.
 
-    A host's first rank copies what a URL names; the others wait in the group's store, which has no part in
-    `collective_timeout_s`: a large model takes long.
+    A host's first rank copies what a URL names. The others wait in the group's store, not in a collective,
+    whose `collective_timeout_s` a large model would exceed.
 
     Raises:
         ConfigError: a rank does not see the checkpoints' folder.

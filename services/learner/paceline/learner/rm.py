@@ -1,8 +1,8 @@
 """`python -m paceline.learner.rm --config resolved.yaml`: trains a reward model on pairs of answers.
 
-One process per rank. The network is the critic's without a bias, its value after a conversation's last token
-the score; packing, micro-batches and optimizer are those of reinforcement learning. The loss is that of the
-Bradley-Terry model: -log sigmoid(score of the better answer - score of the worse - margin).
+One process per rank. The network is the critic's without a bias; its value after a conversation's last token
+is the score. Packing, micro-batches and optimizer are those of reinforcement learning. The loss is that of
+the Bradley-Terry model: -log sigmoid(score of the better answer - score of the worse - margin).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RmProgress:
-    """One optimizer step: mean loss and share of pairs that are ordered right, before it."""
+    """One optimizer step; `loss` (mean) and `accuracy` (share of pairs ordered right) are those before it."""
 
     step: int
     loss: float
@@ -149,7 +149,7 @@ class RmTrainer:
         )
 
     def _loss(self, batch: MicroBatch, pairs: Sequence[Comparison]) -> tuple[Tensor, Tensor]:
-        """A micro-batch's share of the loss; it, and how many of its pairs are ordered right."""
+        """A micro-batch's share of the loss; then, detached, that share and the number of right pairs."""
         chosen, rejected = self._scores(batch)
         margins = [pairs[index].margin for index in batch.rows[::2]]
         margin = torch.tensor(margins, dtype=chosen.dtype, device=chosen.device)
@@ -159,7 +159,7 @@ class RmTrainer:
         return share, torch.stack([share.detach().double(), (chosen > rejected).sum().double()])
 
     def _scores(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """The scores of a micro-batch's better and of its worse answers; of a filler none."""
+        """The scores of a micro-batch's better answers, and of its worse ones; a filler row has no score."""
         values = self._network(batch)
         own = values[: len(batch.rows)]
         # A filler's number stays in the graph: every rank takes part in the backward pass.

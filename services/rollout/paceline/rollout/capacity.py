@@ -15,7 +15,7 @@ class SamplerLimits:
     """How much is under way at once, and for how long.
 
     Args:
-        num_samples: as many as the engine decodes at once. While so many have not ended, or so many wait for
+        num_samples: as many as the engine decodes at once. While this number has not ended, or waits for
             room in the mailbox, no group is begun: what waits in one server's engine could be decoded by
             another server.
         num_groups: most groups, of any size.
@@ -109,7 +109,7 @@ class Capacity:
         self._drawing += group.num_samples
 
     def samples_ended(self, num_samples: int) -> None:
-        """The engine is done with so many samples."""
+        """Notes that the engine is done with this many samples."""
         self._drawing -= num_samples
         self._changed.set()
 

@@ -48,7 +48,7 @@ def sample_requests(
 
 
 def check_samples(group: PromptGroup, samples: Sequence[Sample]) -> None:
-    """Lets nothing leave this server that the barrier would have to refuse.
+    """Raises for samples that the barrier would have to refuse, so that none leaves this server.
 
     Raises:
         PeerLostError: the engine aborted a sample without being told to.

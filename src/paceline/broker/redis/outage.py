@@ -32,7 +32,7 @@ class Trouble:
         remedy: what a person can do about it.
         silent_s: how long the server had already been silent when this was noticed.
         may_move: whether another server may take over the address meanwhile, so that clients connect anew.
-        needs_help: whether a person has to end it, so that it is said at once.
+        needs_help: whether a person has to end it; then it is announced at once.
     """
 
     state: str
@@ -45,11 +45,11 @@ class Trouble:
 class Outage:
     """What one client knows about its server's outages; all its commands share it.
 
-    An outage begins when a command fails with a `Trouble` and is over when a command that waited gets
-    through, or when any command does while none waits. A full server still answers readers: their success
-    does not end the outage of the writers that wait for room.
+    An outage begins when a command fails with a `Trouble`, and ends when a command gets through: if commands
+    wait, it must be one of these. A full server still answers readers: their success does not end the outage
+    of the writers that wait for room.
 
-    After `timeout_s` seconds it is given up: commands that wait raise BrokerError, later ones at their first
+    After `timeout_s` seconds commands that wait raise BrokerError. Later ones raise it at their first
     failure, until a command gets through.
 
     Args:
@@ -81,7 +81,7 @@ class Outage:
 
     @property
     def is_on(self) -> bool:
-        """Whether the last that was heard of the server was a failure."""
+        """Whether an outage has begun and is not over."""
         return self._since_s is not None
 
     def is_recent(self, seconds: float) -> bool:
@@ -116,7 +116,7 @@ class Outage:
         self._counted_s = now
 
     def _is_worth_a_word(self, trouble: Trouble, seconds: float) -> bool:
-        """Whether the outage is announced now; what a person has to end is, even after another cause."""
+        """Whether to announce the outage now: a first time, or again because it now needs a person."""
         if self._announced is None:
             return trouble.needs_help or seconds >= ANNOUNCED_AFTER_S
         return trouble.needs_help and not self._announced.needs_help

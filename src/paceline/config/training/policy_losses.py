@@ -10,9 +10,9 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from paceline.config.base import OwnOptions, Section, own_path
 
 GSPO_CLIP_BOUND = 0.05
-"""A larger range on a sequence's mean log-ratio is a token's range by mistake."""
+"""A larger clip range on a sequence's mean log-ratio must be one that was meant for a token's ratio."""
 GEO_MEAN_CLIP_BOUND = 0.01
-"""A smaller range on a token's log-ratio is a sequence's range by mistake."""
+"""A smaller clip range on a token's log-ratio must be one that was meant for a sequence's ratio."""
 
 
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -31,7 +31,7 @@ class PolicyLossOptions(Section):
     """What every policy loss has."""
 
     aggregation: ClassVar[Aggregation] = "token-mean"
-    """How the loss's tokens become one number where actor.loss_agg_mode does not say."""
+    """How the losses of tokens become one number if actor.loss_agg_mode is not set."""
 
     @property
     def scalable_options(self) -> tuple[str, ...]:
@@ -69,7 +69,7 @@ class ClippedLoss(PolicyLossOptions):
 
 
 class CovarianceLoss(PolicyLossOptions):
-    """A loss that treats the tokens with the highest covariance of log-prob and advantage apart."""
+    """A loss with a rule of its own for the tokens with the highest covariance of log-prob and advantage."""
 
     cov_fraction: float = Field(
         2e-4, ge=0, le=1, description="Share of a mini-batch's tokens that are selected."

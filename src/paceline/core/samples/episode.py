@@ -1,4 +1,4 @@
-"""Episodes: what a conversation of several turns with tools or an environment ended in."""
+"""Records of episodes, which are conversations of several turns with tools or an environment."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 OVER_CODE = "episode_over"
-"""Of a refused question: a limit has ended the episode."""
+"""The code with which a request is refused once a limit has ended the episode."""
 OVER_MESSAGE = "this episode is over"
 """Begins what such a refusal says."""
 
@@ -38,7 +38,8 @@ class Play:
 
     Attributes:
         task: the prompt's row, plain data.
-        task_seed, episode_seed: equal in a prompt group; different in it.
+        task_seed: the same for all samples of a prompt group.
+        episode_seed: different for each of them.
         base_url, token, model: where the policy answers this attempt.
     """
 
@@ -55,7 +56,7 @@ class Play:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Played:
-    """What became of it; `error`: it could not be played, "" if it could."""
+    """The result of a `Play`; `error` says why it could not be played, and is "" if it could."""
 
     stop_reason: str = ""
     reward: float | None = None

@@ -21,7 +21,7 @@ IMPORTS: Final[Mapping[str, tuple[str, ...]]] = {
     "paceline.reward": (),
     "paceline.reward.check": (),
     "paceline.rollout": (),
-    # All ranks have these, so the server imports them once, when it has forked the services before.
+    # All ranks import these, so the server does it once for them, after it has forked the services before.
     "paceline.learner": ("paceline.learner.app",),
     "paceline.learner.check": (),
 }
@@ -40,7 +40,7 @@ class Forking:
 
     @classmethod
     def begun(cls) -> Forking | None:
-        """Over the server that this command has begun; None without one."""
+        """Starts services through the fork server that this command has begun; None if it has begun none."""
         server = fork_server.begun()
         return None if server is None else cls(server)
 

@@ -111,8 +111,8 @@ class FreeMemoryRequest(_message.Message):
     """What an engine took of a GPU when it was last awake. 0: not measured, ranks judge by the configuration."""
     @_builtins.property
     def parts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Parts of an engine, "weights" and "kv_cache": a rank gives memory back only where its GPU has no room for them. None:
-        it gives all of it back.
+        """Parts of an engine, "weights" and "kv_cache": a rank gives memory back only if its GPU has no room for them. If the
+        list is empty, every rank gives back all of it.
         """
 
     def __init__(
@@ -269,7 +269,7 @@ Global___AbandonPushResponse: _TypeAlias = AbandonPushResponse  # noqa: Y015
 
 @_typing.final
 class TokenReward(_message.Message):
-    """A trajectory of the batch: the key of its arrays, and its reward."""
+    """A part of a trajectory's reward that belongs to one token."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -294,6 +294,8 @@ Global___TokenReward: _TypeAlias = TokenReward  # noqa: Y015
 
 @_typing.final
 class BatchRow(_message.Message):
+    """A trajectory of the batch: the key of its arrays, and its reward."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TRAJECTORY_ID_FIELD_NUMBER: _builtins.int

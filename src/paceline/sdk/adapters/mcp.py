@@ -14,10 +14,10 @@ _START_S = 30.0
 
 
 def mcp_environment(server: Any, *, timeout_s: float = 30.0) -> Callable[[], Environment]:
-    """What `serve_environment` takes, from an MCP server. An episode has a connection of its own.
+    """Makes environments for `serve_environment` whose tools are the server's; each episode has a connection.
 
     Args:
-        server: as of `mcp.Client`: a URL, `StdioServerParameters` (a process per episode), or a server.
+        server: what `mcp.Client` takes: a URL, `StdioServerParameters` (a process per episode), or a server.
         timeout_s: of each call of a tool.
     """
 

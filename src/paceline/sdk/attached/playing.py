@@ -28,7 +28,7 @@ Ask = Callable[[Play, Mapping[str, object]], Awaitable[dict[str, Any]]]
 
 
 async def play(environment: Environment, episode: Play, ask: Ask) -> Played:
-    """Plays one episode to its end, and releases the environment. What that raises is the answer's error."""
+    """Plays one episode to its end, and releases the environment; returns what playing raised as `error`."""
     try:
         opening = await environment.open(
             episode.task, task_seed=episode.task_seed, episode_seed=episode.episode_seed

@@ -135,7 +135,7 @@ class Sessions:
                 raise
 
     async def close(self, key: Key, attempt: int, stop_reason: str, *, graded: bool) -> Outcome | None:
-        """Grades an episode, unless it is given up, and frees it; again, it says the same.
+        """Grades an episode, unless it is given up, and frees it; a repeated call gets the same answer.
 
         Raises:
             ProtocolError: the episode is not open in this attempt, and was not closed in it.

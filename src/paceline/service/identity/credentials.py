@@ -197,7 +197,7 @@ class Credentials:
         )
 
     def for_outside_callers(self) -> Self:
-        """Returns the credentials of a reward service: its callers prove a token, no certificate."""
+        """Returns the credentials of a reward service: its callers present a token, no certificate."""
         return replace(self, asks_callers=False)
 
     def for_own_machine(self) -> Self:

@@ -17,7 +17,7 @@ from paceline.service.process import die_with_parent
 _log = logging.getLogger(__name__)
 
 ServiceChecks = Mapping[str, Callable[..., str]]
-"""By name; each takes the words behind it and returns a line of facts, or raises a PacelineError."""
+"""Checks by name; each takes the words that follow and returns a line of facts, or raises a PacelineError."""
 
 
 def run_check(service: str, checks: ServiceChecks, arguments: Sequence[str] | None = None) -> int:

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 PEER = "controller"
 _PARTING_S = 3.0
-# A register call that is not answered is repeated after so long, and the first time this is said.
+# A register call without an answer is repeated after this time; the first repeat is logged.
 _TELL_AFTER_S = 10.0
 # The longest time between two failed heartbeats that counts as the controller's absence.
 _LONGEST_ATTEMPT_S = 10.0

@@ -97,7 +97,7 @@ class HttpServer(socketserver.ThreadingMixIn, WSGIServer):
             super().finish_request(secured, client_address)
 
     def _now(self) -> ssl.SSLContext | None:
-        """With the files as they are now."""
+        """The TLS context, made anew if the files have changed; None for plain text."""
         if self._files is not None and self._latest is not None and self._latest.changed():
             self._context = _context(self._files, self._asks_callers)
         return self._context

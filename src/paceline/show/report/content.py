@@ -114,7 +114,7 @@ class RunContent:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder holds a run, of which there may be little yet."""
+    """Whether a folder holds a run, even one that has only begun."""
     return any((folder / name).is_file() for name in (METRICS, JOURNAL, CONFIG, START))
 
 
@@ -145,10 +145,7 @@ def _count(number: object, noun: str) -> str:
 
 
 def _before_and_after(table: StepTable, name: str) -> list[float] | None:
-    """Means of the first and the last steps, and of how many: single batches differ by chance.
-
-    Validations are single.
-    """
+    """What `before_and_after` returns, as a list; None where there are no values."""
     values = [value for _, value in table.points(name)]
     return [*before_and_after(name, values)] if values else None
 

@@ -18,9 +18,9 @@ from paceline.sizing.compiled_layers import kept_bytes
 from paceline.storage.models import local_folder
 
 OFFLOADED = GIB
-"""Averages of parameters that visit the GPU at a time, where they are in host memory"""
+"""Bytes of averages that are on the GPU at a time, if they are kept in host memory"""
 MUON_BYTES = 28
-"""Bytes per number of a matrix that a rank orthogonalizes: as it comes, as it is computed, as it goes."""
+"""Bytes per number of a matrix that a rank orthogonalizes: what it receives, computes and sends."""
 LOGITS = GIB
 """Chunks of logits and the head's gradient; the learner bounds them."""
 
@@ -111,7 +111,7 @@ class LearnerMemory:
 
     @property
     def resident(self) -> Parts:
-        """What stays: float32 weights and their averages, sharded; what is frozen as it computes.
+        """What stays: sharded float32 weights and averages, and frozen weights in the type they compute in.
 
         With adapters the policy is frozen, and the reference is the policy without them. A vision tower is
         kept as the network around it is, and has no averages.
@@ -129,7 +129,7 @@ class LearnerMemory:
 
     @property
     def _averages(self) -> int:
-        """Of AdamW two, of Muon one; adapters are matrices all."""
+        """Bytes of the averages: AdamW keeps two per number, Muon one; all adapters are matrices."""
         matrices = self.shape.num_in_matrices
         of_muon = (self.num_adapters or matrices) if self.muon else 0
         trained = self._num_trained
@@ -140,9 +140,10 @@ class LearnerMemory:
 
     @property
     def scoring(self) -> Parts:
-        """Old log-probs, frozen networks and values, one after the other, whichever needs more.
+        """Old log-probs, frozen networks and values are computed in turn; the one that needs most counts.
 
-        A layer at a time; compiled, policy and critic with the update's graph.
+        Activations are those of one layer; of policy and critic, if they are compiled, those of the update's
+        graph.
         """
         activations = self._activations if self.compiled else self._layer
         visiting = self._frozen if self.offloads_frozen else {}
@@ -172,11 +173,12 @@ class LearnerMemory:
 
     @property
     def _optimizer_step(self) -> Parts:
-        """Whole gradients have become float32 shards; averages in host memory visit."""
+        """Gradients are float32 shards by now; averages that are kept in host memory come in parts."""
         numbers = self.shape.num_parameters if self.has_critic else self._num_trained
         visitors = {}
         if self.offloads and not self.num_adapters:
-            # Two parts of them, of a parameter at least: the largest, and the one after it.
+            # Two parts are there at a time. A part is at least one parameter, so the largest may exceed
+            # OFFLOADED.
             visitors = {"visiting": max(0, 12 * self._share(self.shape.largest) - OFFLOADED)}
         if self.muon or (self.has_critic and self.critic_muon):
             visitors["matrix"] = MUON_BYTES * self.shape.largest_matrix
@@ -184,13 +186,13 @@ class LearnerMemory:
 
     @property
     def push(self) -> Parts:
-        """Adapters are merged in place: the bits that come back afterwards are kept."""
+        """Adapters are merged in place; the weights before that are kept, to be put back."""
         merged = {"merged": self.bytes_per_number * self._share(self.num_adapted)}
         return {**self.resident, **(merged if self.num_adapters else {})}
 
     @property
     def start(self) -> Parts:
-        """While layers are compiled, a few at a time, before there are averages; as `resident` if eager."""
+        """While layers are compiled, a few at a time, before there are averages; uncompiled: `resident`."""
         if not self.compiled:
             return self.resident
         numbers = self._in_flight
@@ -234,7 +236,7 @@ class LearnerMemory:
 
     @property
     def _gradients(self) -> int:
-        """Whole ones, or this rank's share and those of the layers that are being reduced."""
+        """Bytes of whole gradients, or of this rank's share and of the layers that are being reduced."""
         numbers, in_flight = self.shape.num_parameters, self._in_flight
         if not self.has_critic and self.num_adapters:
             numbers, in_flight = self.num_adapters, 2 * self.num_adapters // self.shape.num_layers
@@ -254,7 +256,7 @@ class LearnerMemory:
 
     @property
     def _of_images(self) -> int:
-        """The tower's activations, before the layers have any: of a micro-batch that is images all over.
+        """The tower's activations, before the layers have any, in a micro-batch that consists of images.
 
         Each of its tokens stands for `patches_per_token` patches, and both count in the budget.
         """
@@ -267,13 +269,13 @@ class LearnerMemory:
 
     @property
     def _logits(self) -> int:
-        """Of all tokens, where they are kept; of a chunk elsewhere."""
+        """Bytes of logits: of a chunk, and of all tokens where the learner keeps them."""
         logits = self.num_tokens * self.shape.vocab * self.bytes_per_number
         return LOGITS + (logits if logits <= KEPT_LOGITS_SHARE * self.gpu_bytes else 0)
 
     @property
     def _activations(self) -> int:
-        """Of all layers: the inputs of those that recompute, one of them at work, and what others keep."""
+        """Bytes in all layers: inputs of those that recompute, one of them at work, and what others keep."""
         if self.compiled and self.kept_share:
             return round(kept_bytes(self.kept_share) * self.shape.num_layers * self._layer)
         recomputed = round((1.0 - self.kept_share) * self.shape.num_layers)
@@ -282,14 +284,14 @@ class LearnerMemory:
 
     @property
     def _layer(self) -> int:
-        """Of one layer that keeps them."""
+        """Bytes of activations of one layer that keeps them."""
         return self.num_tokens * self.bytes_per_number * self.shape.activations(compiled=self.compiled)
 
 
 def frozen_shapes(config: RunConfig, shape: ModelShape) -> dict[str, ModelShape]:
     """The shapes of a run's frozen networks with weights of their own, by name.
 
-    Where a config.json is not here, or names its sizes otherwise, the shape is taken to be the policy's.
+    Where a config.json is not here, or has other names for its sizes, the shape is taken to be the policy's.
     """
     networks = config.algorithm.networks
     return {

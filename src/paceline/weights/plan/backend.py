@@ -17,8 +17,8 @@ class Wire:
 
     Attributes:
         backend: between ranks that exchange messages.
-        shared: whether a rollout rank gets its weights from a learner rank at its own place, through memory
-            that both have open.
+        shared: whether a rollout rank gets its weights from a learner rank on the same GPU (on a CPU: the
+            same host), through memory that both can access.
     """
 
     backend: Literal["gloo", "nccl"]

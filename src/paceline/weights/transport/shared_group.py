@@ -1,7 +1,7 @@
 """A weight group in which learner ranks stand in for the rollout ranks at their places.
 
 A rollout rank that shares a GPU with a learner rank exchanges no messages with others: its learner rank
-receives what it needs into staging that both have open, and each tells the other how far it is.
+receives what it needs into staging that both can access, and each tells the other how far it is.
 
     learner     pack round k; wait until the rollout rank has scattered k - 2; copy its own part, receive that
                 of other learners; when all has arrived: "ready k"

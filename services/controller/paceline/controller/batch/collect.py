@@ -36,7 +36,7 @@ from paceline.wire import decode_scored
 
 _TAKE = 512
 _BLOCK_S = 0.5
-# After so many seconds without an entry the broker is asked whether the run's data is still there.
+# Seconds without an entry after which the broker is asked whether the run's data is still there.
 _CHECK_S = 3.0
 _PROGRESS = (Verdict.ADMITTED, Verdict.REWARD_ERROR)
 

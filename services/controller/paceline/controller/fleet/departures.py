@@ -1,7 +1,7 @@
 """Departures: members whose processes were told to end, and which of them the step in progress needs.
 
-A stack that is shut down stops its members together, and often before the controller. Who is needed stays
-until the step is finished and saved; who can be spared leaves soon, and others take over its prompts.
+A stack that is shut down stops its members together, and often before the controller. Members that the step
+needs stay until it is finished and saved; the others leave soon, and those that stay take over their prompts.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from paceline.controller.fleet.membership import Fleet, Member
 from paceline.core.clock import Clock
 from paceline.core.members import MemberKind
 
-# Those that are told together are heard within so long; until then nobody can be spared for the others' sake.
+# Members that are told together ask within this time; none is let go before, since the others may be leaving
+# too.
 _TOGETHER_S = 3.0
 
 
@@ -43,13 +44,13 @@ class Departures:
         return [m for m in self._fleet.members(kind) if m.usable and _key(m) in self._asked_at]
 
     def release(self) -> list[Member]:
-        """Lets all go that are `waiting`; returns them."""
+        """Lets all `waiting` members go; returns them."""
         leaving = self.waiting
         self._released.update(map(_key, leaving))
         return leaving
 
     def end(self) -> None:
-        """Lets everybody go, also who asks later: this controller ends."""
+        """Lets all members go, those that ask later too: this controller ends."""
         self._is_over = True
 
     def _nobody_is_left(self) -> bool:

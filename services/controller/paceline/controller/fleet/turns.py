@@ -1,12 +1,12 @@
 """Learner and rollout servers take turns where they share GPUs: who may use the memory, and the orders.
 
-    any --> ROLLOUT   every server is awake; the learner has given back what it only caches, if that lacks
+    any --> ROLLOUT   every server is awake; the learner has given back memory that it only caches, if needed
     any --> LEARNER   every server is asleep
     any --> PUSH      servers have memory for weights, and no KV cache; the learner as in ROLLOUT
 
-A turn is in the journal before its first order. Orders may be repeated, and are at each grant: a member that
-has done its part answers at once, and one that came back has missed some. An engine takes its memory when it
-starts. So in the learner's turn no server starts its engine, and the turn begins when those that do are up.
+A turn is in the journal before its first order. Each grant sends all orders, even if it is a repeat: a member
+that has done its part answers at once, and one that came back has missed some. An engine takes its memory
+when it starts. So the learner's turn begins when no engine is starting, and none is started in it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from paceline.service.observability.telemetry import span
 log = logging.getLogger(__name__)
 
 KINDS: Final = ("sleep", "free", "wake_weights", "wake_kv_cache")
-"""Of orders, for metrics."""
+"""The kinds of orders, as metrics name them."""
 
 
 class Turn(enum.Enum):
@@ -70,7 +70,7 @@ class _Clock:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """`timing_s/turns`, of it the kinds, and gibibytes."""
+        """`timing_s/turns`, its share of each kind, and `perf/freed_gib`."""
         total, sleep, free, weights, cache = (self._seconds.get(kind, 0.0) for kind in ("", *KINDS))
         return {
             "timing_s/turns": total,
@@ -116,7 +116,7 @@ class Turns:
         return self._turn
 
     def may_start(self, member: Member) -> bool:
-        """Whether a member may take the memory that it needs from its start on; once said, it stays so."""
+        """Whether a member may start, and take memory for it; once allowed, it stays allowed."""
         if not self._are_taken or member.kind is not MemberKind.ROLLOUT:
             return True
         name = member.member_id, member.incarnation
@@ -202,7 +202,7 @@ class Turns:
 
     @property
     def _lacking(self) -> Sequence[EnginePart]:
-        """What servers that wake may have no memory for."""
+        """The parts for which servers that wake may lack memory."""
         asleep = any(member.state is RolloutState.ASLEEP for member in self._servers)
         return tuple(EnginePart) if asleep else (EnginePart.KV_CACHE,)
 

@@ -4,10 +4,11 @@ consumes     prompt ids of the cursor, scored headers
 waits for    each step's barrier to close, one step after the other; each with the deadlines of a collection
 produces     batches of later steps, all of one version each
 
-With a bound of k, step s is sampled from the newest version that leaves learner and servers to work at the
-same time: s - 1 - k, or the version since which nothing was dispatched ahead, if that is newer. It does not
-depend on how fast anybody is. The weights of step s are pushed when the steps up to s + k are collected, so
-that no sample is begun from one version and ended from another.
+With a bound of k, step s is sampled from version s - 1 - k, the newest one with which learner and servers can
+work at the same time. If no step was dispatched ahead before (at the start, after a checkpoint), the next
+k + 1 steps are all sampled from the version that is committed then. Neither depends on anybody's speed. The
+weights of step s are pushed when the steps up to s + k are collected, so that no sample is begun from one
+version and ended from another.
 
 Nothing is dispatched ahead of a checkpoint that trainer.save_freq asks for: a run that goes on from it draws
 what the first one drew.
@@ -51,7 +52,7 @@ class _Drawn:
 
     Attributes:
         before: where the cursor stood before.
-        dispatched: what the journal has of the dispatch whose batch this is.
+        dispatched: the dispatch of `batch`, as the journal has it.
         began: where the log was read when the collection began.
     """
 
@@ -102,7 +103,7 @@ class Lookahead:
         return self._collector.position if later is None else later.began
 
     def go_to(self, cursor: MixtureState) -> None:
-        """Forgets all steps, and goes to where the prompts of the next one are drawn."""
+        """Forgets all steps, and sets the cursor to where the next step draws its prompts."""
         self._inputs.cursor.restore(cursor)
         self._drawn.clear()
 
@@ -173,7 +174,7 @@ class Lookahead:
             if self._known(later) is not None:
                 continue
             dispatched = self._journal.standing.dispatched(later)
-            # After a step that ends the run, or that is only finished once more, newer weights are there.
+            # The run ends after `step`, or `step` was committed before a restart and newer weights are there.
             if dispatched is None and (self._progress.stop_reason or self._is_committed(step)):
                 return
             order = Order(

@@ -1,4 +1,4 @@
-"""`paceline verify`: checks a run directory against the invariants, by what it holds alone.
+"""`paceline verify`: checks a run directory against the invariants; reads nothing outside of it.
 
 events.jsonl -> entries -> history of the steps -> findings
                                  |                    ^

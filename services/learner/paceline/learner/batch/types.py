@@ -323,5 +323,5 @@ class TrainingBatch:
         return TrainingBatch(batch=batch, **{name: picked(value) for name, value in tables.items()})
 
     def positive_mask(self, above: float) -> Tensor:
-        """The mask of the policy's tokens, of sequences with a score above this alone."""
+        """The mask of the policy's tokens in sequences with a score above this; False in all others."""
         return self.batch.mask & (self.scores > above).unsqueeze(-1)

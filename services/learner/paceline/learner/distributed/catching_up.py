@@ -1,18 +1,18 @@
 """Lets a rank that failed in the middle of a pass go on, and catch up with the others' collectives.
 
-The ranks of a sharded network run the same collectives in the same order. One that runs out of memory has
-taken part in the first k of a pass; the others wait for it in the next. It runs the pass again on two masked
-tokens, and the first k collectives of that stay on this rank: what they would gather is not used.
+The ranks of a sharded network run the same collectives in the same order. If a rank runs out of memory after
+the first k collectives of a pass, the others wait for it in the next one. It runs the pass again on two
+masked tokens and does not communicate in the first k collectives: what they would gather is not used.
 
-Gathers and reductions are counted apart. Where weights stay gathered from one pass to the next, only the
-first pass gathers. A rank that failed in a later one has lost them, and all its gathers stay on it.
+Gathers and reductions are counted apart. If weights stay gathered from one pass to the next, only the first
+pass gathers. A rank that failed in a later pass has lost them, and none of its gathers communicates.
 
-Ranks that share rows exchange tokens and sums, too, whose sizes the micro-batch gives. So the pass is run
-again with the micro-batch's loss; the network computes two masked tokens all the same, and sends zeros of the
-sizes that the others expect (`CountedGroup`).
+Ranks that share rows also exchange tokens and sums, whose sizes depend on the micro-batch. So the pass is run
+again with the micro-batch's loss; the network still computes two masked tokens, and sends zeros of the sizes
+that the others expect (`CountedGroup`).
 
-Where the mesh has replicas, FSDP averages a module's shards over them by an all-reduce of its own, which can
-only be called off: for modules whose shards were averaged before the failure it is.
+If the mesh has replicas, FSDP averages a module's shards over them with an all-reduce of its own. It can only
+be switched off, which is done for modules whose shards were averaged before the failure.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class PassCollectives:
         Args:
             again: the one that failed last, with all weights sharded. The gradient is unusable after it, and
                 FSDP may keep a part: `forget_broken_pass` drops it.
-            still_gathered: what the passes before have gathered was kept.
+            still_gathered: weights that earlier passes have gathered are still there.
         """
         self._scatters.begin(again=again, goes_on=False)
         self._gathers.begin(again=again, goes_on=still_gathered)
@@ -139,13 +139,13 @@ def _put(part_of_torch: Any, **values: object) -> None:
 
 
 class _Comm:
-    """Collectives of one kind, of which those that this rank took part in before are left out."""
+    """Counts collectives of one kind, and leaves out those that this rank took part in before it failed."""
 
     def __init__(self) -> None:
         self._num_taken, self._num_skipped = 0, 0
 
     def begin(self, *, again: bool, goes_on: bool) -> None:
-        """A pass begins; with `again` the last one once more, with `goes_on` those before still count."""
+        """Begins a pass: with `again` the failed one once more; with `goes_on` the count goes on."""
         if again:
             self._num_taken, self._num_skipped = 0, self._num_taken
         elif not goes_on:
@@ -218,7 +218,7 @@ class CountedGroup(RankGroup):
         return blocks.detach().clone() if is_absent else received
 
     def all_sum(self, values: Tensor) -> Tensor:
-        """Sums; in a pass that is run again, what it has summed before stays as it is on this rank."""
+        """Sums over the ranks; a sum that this rank took part in before its pass failed is left out."""
         total = values.detach().clone()
         if self.exchanges.take_part():
             dist.all_reduce(total, op=dist.ReduceOp.SUM, group=self.process_group)

@@ -26,7 +26,7 @@ class ReleasedMemory:
 
 
 class GpuMemory:
-    """The memory of a rank's GPU; of a CPU, of which there is enough."""
+    """The memory of a rank's GPU; on a CPU it always says that there is enough."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None

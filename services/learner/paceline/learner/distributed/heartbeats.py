@@ -54,7 +54,7 @@ class Silence:
         return self.silent_for(self._limit)
 
     def silent_for(self, turns: int) -> int | None:
-        """The lowest rank that has been silent for so many turns."""
+        """The lowest rank that has been silent for at least `turns` turns; None if none has."""
         return min((rank for rank, silent in self._turns.items() if silent >= turns), default=None)
 
 

@@ -31,7 +31,7 @@ _STORE_TIMEOUT_S = 60.0
 
 
 class WeightPublisher:
-    """The sending end of weight pushes on one learner rank; used from the training thread alone.
+    """The sending end of weight pushes on one learner rank; only the training thread uses it.
 
     Args:
         model: a Hugging Face model under `fully_shard` (or not sharded at all), the same on every rank.

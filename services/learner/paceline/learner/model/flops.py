@@ -24,12 +24,12 @@ from paceline.learner.model.networks import (
 def arithmetic_of(network: PolicyNetwork | ValueNetwork) -> Arithmetic:
     """Operations of one forward and backward pass, without activation recomputation.
 
-    Six per token and parameter that it uses in the layers, six per parameter of the head and response token,
-    and twelve per layer, attention channel and pair of tokens, half of which causal attention leaves out: as
-    many for keys as for values, whose heads are of another size in latent attention.
-    Four per parameter that is frozen, which has no gradient of its own, and of an adapter, which tokens meet
-    on the way back alone. Two per patch and parameter of a frozen vision tower, through which nothing goes
-    back.
+    Each token takes 6 operations per parameter of the layers that it uses, and each response token 6 per
+    parameter of the head. Attention takes 12 per layer, channel and pair of tokens, half of them for keys and
+    half for values (whose heads have another size in latent attention); causal attention halves the pairs. A
+    frozen parameter takes 4, since it has no gradient of its own; an adapter's parameter 4, since only the
+    backward pass goes through it. A frozen vision tower takes 2 per patch and parameter: it has no backward
+    pass.
     """
     body: Any = body_of(network.lm) if isinstance(network, PolicyNetwork) else network.body
     head = output_head(network.lm).weight if isinstance(network, PolicyNetwork) else network.value_head.weight
@@ -48,7 +48,8 @@ def arithmetic_of(network: PolicyNetwork | ValueNetwork) -> Arithmetic:
 def _by_layer(config: Any, num_layers: int) -> Sequence[Any]:
     """The configuration of each layer with attention.
 
-    transformers has several only of models whose layers differ. A layer with a state has no pairs of tokens.
+    They differ only in models whose layers do. Layers with a state are left out: they have no pairs of
+    tokens.
     """
     if getattr(config, "is_heterogeneous", False):
         return list(config.per_layer_config)
@@ -64,7 +65,7 @@ def _channels(config: Any) -> int:
 
 
 def _of_tower(tower: Any) -> tuple[int, int]:
-    """Per patch, and per pair of patches in layers that look at whole images; others look at windows."""
+    """Operations per patch, and per pair of an image's patches in layers that see all pairs, not windows."""
     if tower is None:
         return 0, 0
     config = tower.config

@@ -43,7 +43,7 @@ COMPANIONS = (
 )
 
 FILE_BYTES: Final = 2 << 30
-"""A file of weights is written when it has so many; it is in memory then, twice, and so is a layer."""
+"""A file of weights is written when it has this size; before, it is in memory twice, and so is a layer."""
 
 ADAPTERS = "adapter"
 """The folder beside merged weights that has the adapters by themselves."""
@@ -79,7 +79,7 @@ def write_folder(
         tokenizer_source: folder of the tokenizer, if it is not in `source`.
         dtype: of the weights written.
         is_reward_model: a model for sequence classification with one label, whose head is `score`.
-        file_bytes: after so many bytes a file of weights ends.
+        file_bytes: the size at which a file of weights ends.
 
     Raises:
         ModelError: `out` is not empty, or the tensors do not fit the model of config.json.

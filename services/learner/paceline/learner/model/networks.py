@@ -171,7 +171,7 @@ def hidden_states(
 
 
 def _own_states(body: nn.Module, batch: MicroBatch, multiple: int, context: RankGroup | None) -> OwnStates:
-    """Runs the body on so many tokens that they are a multiple."""
+    """Runs the body, with filler tokens up to a multiple of `multiple`; returns the states of the others."""
     input_ids, position_ids, packed = batch.input_ids, batch.position_ids, batch.packed
     if multiple > 1:
         num_missing = -input_ids.shape[1] % multiple

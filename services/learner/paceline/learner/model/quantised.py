@@ -29,7 +29,7 @@ def block_fp8(name: str, values: Any, scales: Any, block: tuple[int, int]) -> Ca
         block: its rows and columns.
 
     Raises:
-        ModelError: the factors are not as many as the blocks.
+        ModelError: the number of factors is not that of the blocks.
     """
     height, width = values.get_shape()
     rows, columns = block
@@ -69,8 +69,8 @@ def mxfp4(name: str, blocks: Any, scales: Any, shape: torch.Size) -> Callable[[i
     stored = tuple(blocks.get_shape()), tuple(scales.get_shape())
     if inner % _NUMBERS_PER_SCALE or stored != ((*expected, _NUMBERS_PER_SCALE // 2), expected):
         raise ModelError(
-            f"{name}: blocks of shape {stored[0]} and scales of shape {stored[1]} are no MXFP4 of the "
-            f"{tuple(shape)} that the model needs: download it again, or take one in bfloat16"
+            f"{name}: the model needs shape {tuple(shape)}, which MXFP4 blocks of shape {stored[0]} with "
+            f"scales of shape {stored[1]} do not hold: download it again, or take one in bfloat16"
         )
 
     def read(start: int, stop: int) -> Tensor:

@@ -145,7 +145,7 @@ class ModelFiles:
             )
 
     def _alias(self, name: str) -> str:
-        """The name in the files: Mixtral's call a block of experts otherwise, Qwen VL's do not nest."""
+        """The name in the files: Mixtral's name a block of experts differently, Qwen VL's do not nest."""
         for live, stored in _NESTED:
             flat = stored + name.removeprefix(live)
             if name.startswith(live) and name not in self and flat in self:

@@ -23,7 +23,7 @@ _FORM = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CodeTest:
-    """One test: what is read, and what must be printed; `is_json`: as JSON, whose last line counts."""
+    """One test: what the program reads, and what it must print; `is_json`: as JSON in its last line."""
 
     stdin: str
     expected: object

@@ -30,7 +30,7 @@ class ScoreCall:
 class Job:
     """What a process scores in one piece: an item of a request, or the items of a group, with their places.
 
-    A suspect is scored by itself: it, or another of its batch, forged results.
+    A suspect is scored by itself, because it or another job of its batch has forged results.
     """
 
     request: ScoreCall
@@ -45,7 +45,7 @@ class Job:
 
     @property
     def num_chars(self) -> int:
-        """Of its prompts and responses."""
+        """The characters of its prompts and responses."""
         return sum(len(item.response) + len(item.prompt) for item in self.items)
 
     def settle(self, scores: Sequence[Score]) -> None:
@@ -86,7 +86,7 @@ def parse_row(row: Any, jobs: dict[int, Job]) -> tuple[int, list[Score]]:
         The job's number and the scores of its items.
 
     Raises:
-        ProtocolError: it is not what `paceline.reward.functions.child` writes, or for no job of these.
+        ProtocolError: it is not what `paceline.reward.functions.child` writes, or not for one of `jobs`.
     """
     try:
         number, seconds, *results = row

@@ -247,7 +247,7 @@ class FunctionPool:
         _log.info("%d reward processes, with %d items in the queue", len(self._children), len(self._queue))
 
     async def _serve_slot(self, slot: int, idle_s: float | None) -> None:
-        """Gives a process its work; one with `idle_s` ends after so long without any."""
+        """Gives a process its work; ends it after `idle_s` seconds without any, unless that is None."""
         while True:
             try:
                 async with asyncio.timeout(idle_s):

@@ -12,7 +12,7 @@ import httpx
 from paceline.core.errors import RewardError, RewardErrorKind
 from paceline.core.text import one_line
 
-# Statuses that a later call may not get: too busy, or on its way up.
+# Statuses after which a later call may succeed: the server is too busy, or starting.
 _PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _MAX_ANSWER_BYTES = 4 * 2**20
 _SHOWN_CHARS = 300
@@ -23,7 +23,7 @@ class JudgeOptions:
     """How a judge is asked.
 
     Args:
-        address: URL up to and with the version, http://127.0.0.1:8000/v1 say.
+        address: URL with the version at its end, http://127.0.0.1:8000/v1 say.
         model: as its server calls it.
         key: sent as a bearer token; "" for none.
         max_tokens, temperature: of its answer.

@@ -39,8 +39,8 @@ class RankReceiver:
         model: the live model.
         device: where its parameters are.
         describe: which slices the model needs; `full_tensors` instead if the model takes the general way.
-        load_full: loads full tensors under their names in the learner's state dict; called on the general way
-            alone.
+        load_full: loads full tensors under their names in the learner's state dict; called only on the
+            general path.
 
     `rank_ref` is this rank's place in its group, from the first join on.
     """

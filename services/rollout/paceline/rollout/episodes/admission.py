@@ -41,7 +41,7 @@ class Ledger:
         return self._admit()
 
     def grow(self, key: int, num_tokens: int) -> list[int]:
-        """A conversation that is in has so many tokens now; the keys that enter for it."""
+        """Notes the tokens of a conversation that is inside; returns the keys of those that may enter now."""
         self._inside[key] = num_tokens
         return self._admit()
 

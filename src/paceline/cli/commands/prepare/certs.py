@@ -24,11 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "action",
         choices=tuple(_DAYS),
         help="init: make a certificate authority in DIR, or keep the one that is there; issue: write a "
-        f"certificate for NAME into DIR/NAME, for {TLS_DIR}; renew: both, for each service of a run, "
-        "Redis and each NAME, where there is none or half of its days are over, and Redis' users.acl; token: "
-        f"print a token for a caller from outside, signed with {TOKEN}; acl: "
-        "print the line of Redis' ACL file for the run's user, with the hash of "
-        f"{REDIS_PASSWORD}",
+        f"certificate for NAME into DIR/NAME, for {TLS_DIR}; renew: write what is missing or past half of "
+        "its lifetime: the authority, certificates of all services, Redis and each NAME, and Redis' "
+        f"users.acl; token: print a token for a caller from outside, signed with {TOKEN}; acl: print the "
+        f"line of Redis' ACL file for the run's user, with the hash of {REDIS_PASSWORD}",
     )
     parser.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="folder of the authority")
     parser.add_argument("names", nargs="*", metavar="NAME", help="the service's name: rollout-0, say")

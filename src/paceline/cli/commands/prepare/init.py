@@ -255,8 +255,8 @@ reward:
 trainer:
   name: {_name(answers["file"])}
   total_steps: {steps}
-  test_freq: {max(1, steps // 20):<18}# with val_files: validate every so many steps
-  save_freq: {max(1, steps // 4):<18}# checkpoint every so many steps; Ctrl-C saves one, too
+  test_freq: {max(1, steps // 20):<18}# with val_files: steps between validations
+  save_freq: {max(1, steps // 4):<18}# steps between checkpoints; Ctrl-C saves one, too
 """
 
 

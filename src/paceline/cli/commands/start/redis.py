@@ -86,7 +86,7 @@ def _options(folder: Path, address: str, port: int, max_memory: str) -> list[str
 
 
 def _tend(server: subprocess.Popen[bytes], folder: Path, address: str, port: int, password: str) -> int:
-    """Renews the server's certificate where half of its days are over, until the server ends.
+    """Renews the server's certificate whenever half of its lifetime is over, until the server ends.
 
     What fails is said and tried again at the next look: the run has no other server.
     """

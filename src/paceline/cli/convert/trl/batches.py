@@ -132,7 +132,7 @@ def batch_sizes(value: Any, tree: Tree) -> Tree | Changed:
 
 
 def length(value: Any, tree: Tree) -> Tree | Changed:
-    """The length of the run: epochs, or training steps for so many updates."""
+    """The length of the run: epochs, or the training steps that make this number of updates."""
     if int(value or -1) <= 0 and Batches.of(tree).generations == 1:
         return {"trainer.total_epochs": float(tree["num_train_epochs"])}
     return _in_steps("trainer.total_steps", total_updates(tree), tree)

@@ -1,4 +1,4 @@
-"""The arguments of TRL's GRPO scripts, GRPOConfig's and those that name model and data, and ours."""
+"""What becomes of the arguments of TRL's GRPO scripts: GRPOConfig's, and those that name model and data."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _bound(value: Any, tree: Tree) -> Tree:
 def _experts(value: Any, tree: Tree) -> Tree | Changed:
     if not value:
         return {}
-    return Changed({}, "counts for a mixture of experts alone: there, write actor.load_balance_coef")
+    return Changed({}, "has an effect only in a mixture of experts: for one, write actor.load_balance_coef")
 
 
 def _decay(value: Any, tree: Tree) -> Tree | Changed:
@@ -164,8 +164,8 @@ RULES: tuple[ConversionRule, ...] = (
     renamed("num_generations", "rollout.n", 4, default=8),
     rule(
         "max_steps",
-        "`trainer.total_steps`, over the updates per step; where it is not set, `trainer.total_epochs` for "
-        "`num_train_epochs`",
+        "`trainer.total_steps`, divided by the updates per step; if it is not set, `trainer.total_epochs` "
+        "for `num_train_epochs`",
         length,
         ({"num_train_epochs": 2.5}, {"trainer.total_epochs": 2.5}),
         ({"max_steps": 70}, {"trainer.total_steps": 70}),
@@ -375,7 +375,7 @@ RULES: tuple[ConversionRule, ...] = (
     rule("dtype", "nothing: masters of the weights are float32", stored, ({"dtype": "bfloat16"}, {})),
     rule(
         "use_peft",
-        "`model.lora`; `lora_target_modules` left out is PEFT's choice for most models",
+        "`model.lora`; without `lora_target_modules`, PEFT's choice for most models",
         lora,
         (
             {"use_peft": True, "lora_r": 8, "lora_dropout": 0.0, "lora_target_modules": "all-linear"},
@@ -416,7 +416,7 @@ RULES: tuple[ConversionRule, ...] = (
     part("eval_on_start", "eval_strategy", default=False),
     rule(
         "save_strategy",
-        "`trainer.save_freq`, over the updates per step",
+        "`trainer.save_freq`, divided by the updates per step",
         _saves,
         ({"save_steps": 20, "save_strategy": "steps"}, {"trainer.save_freq": 20}),
         ({"save_strategy": "no"}, {"trainer.save_freq": 0}),

@@ -170,7 +170,8 @@ class Verbs:
 
         Args:
             prompts: drawn or made ones; a None is left out.
-            asks: samples per prompt, or a purpose alone; none: what the configured estimator needs.
+            asks: purposes with their samples per prompt, or only purposes; none: what the configured
+                estimator needs.
             texts: whether samples get their texts.
 
         Returns:
@@ -346,7 +347,7 @@ class Verbs:
         self._parts.progress.stop_reason = reason
 
     def allow(self, seconds: float) -> None:
-        """Lets the dataflow take so long between two verbs."""
+        """Lets the dataflow take `seconds` between two verbs."""
         self.patience = seconds
         self._wait(seconds)
 

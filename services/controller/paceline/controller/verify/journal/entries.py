@@ -73,6 +73,6 @@ def parse(line: bytes) -> dict[str, Any] | None:
 def _check_age(path: Path, has_term: bool) -> None:
     if not has_term:
         raise DataError(
-            f"{path} cannot be verified: a start of the controller has no term, so the run is from before "
-            "Paceline recorded what verify reads"
+            f"{path} cannot be verified: a start of the controller has no term, so the run is from a version "
+            "of Paceline that did not record what verify reads"
         )

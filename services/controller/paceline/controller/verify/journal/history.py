@@ -49,7 +49,7 @@ class History:
     """The state of a run after the events so far.
 
     Args:
-        config: settings of terms whose start does not name them.
+        config: has the settings of terms whose event `run` does not record them.
         on_finished: called with each step that is finished, its number and its event `step`.
 
     Attributes:
@@ -184,7 +184,7 @@ class History:
             step.shapes = None
 
     def _dispatched(self, wanted: Wanted) -> list[Collection]:
-        """The collection of a dispatch that samples its prompts, too."""
+        """A new collection, if the dispatch also has its prompts sampled; else none."""
         return [Collection(wanted, self.findings)] if wanted.counts else []
 
     def _on_rewind(self, entry: JournalEntry) -> None:
@@ -248,7 +248,7 @@ class History:
     def _on_dispatch(self, entry: JournalEntry) -> None:
         term = self._term or Term.read(entry, self._config)
         wanted = Wanted.of(entry, term.num_samples)
-        # One that is dispatched too early trains tokens that are too old, which its batch tells.
+        # A dispatch that is too early shows at its batch: the step would train tokens that are too old.
         is_ahead = (
             self._open.current is not None and wanted.step > self.finished + 1 and term.max_staleness > 0
         )
@@ -304,7 +304,7 @@ class History:
                 Invariant.I1, f"{key} was admitted in phase {self._phase.value}, not {phase.value}", entry
             )
         if is_answer:
-            self.versions.check_policy(str(entry.get("policy")), f"{key} was admitted of", entry)
+            self.versions.check_policy(str(entry.get("policy")), f"{key} was admitted with", entry)
             self._admit_answer(key, entry)
             return
         if step is None or step.collection is None:
@@ -314,7 +314,10 @@ class History:
         before = (step.before or {}).get(key)
         if before is not None and any(before.get(f) != entry.get(f) for f in ("digest", "reward", "policy")):
             self.findings.add(
-                Invariant.I3, f"{key} is another after the controller was started again", before, entry
+                Invariant.I3,
+                f"{key} differs from what it was before the controller was restarted",
+                before,
+                entry,
             )
 
     # --- validations

@@ -1,4 +1,4 @@
-"""Whether a run asks for the prompts that seed and data put next: the controller's draw, once more."""
+"""Repeats the controller's draw of prompts from seed and data, and compares what the run asked for."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class PromptOrder:
         """A controller begins, with the same prompts as those before.
 
         Args:
-            in_step: whether a step is in progress. It is not followed where no controller before named them.
+            in_step: whether a step is in progress. Its draw is not checked if no controller before this one
+                named the prompts.
         """
         if self._known is None:
             self._known = term.mixture()
@@ -79,7 +80,7 @@ class PromptOrder:
         if self._draw is None or not stated:
             self._go_to(stated)
             return
-        # A step that a second controller only finished was drawn by the one before it.
+        # If a controller only finished a step, the one before it had drawn the prompts.
         step = int(entry["step"])
         reached = [self._after.get(step, self._draw.state), *self._ends]
         chosen = _state(stated).chosen
@@ -95,7 +96,7 @@ class PromptOrder:
         self._after = ahead
 
     def rewind(self, entry: JournalEntry, finished: Mapping[str, Any] | None) -> None:
-        """Checks where the cursor is set to by a rewind, to a step that ended at `finished`."""
+        """Checks where a rewind sets the cursor; the step that it goes back to had ended at `finished`."""
         stated = entry.get("cursor") or {}
         if self._draw is None or not stated:
             self._go_to(stated)

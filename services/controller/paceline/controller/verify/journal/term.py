@@ -14,7 +14,7 @@ from paceline.core.samples.trajectory import SCHEMA_VERSION
 from paceline.data.mixture import PromptMixture
 
 Shape = tuple[float, float | None, float | None]
-"""A scorer's weight in the reward, and the range that its value is clipped to before."""
+"""A scorer's weight in the reward, and the bounds to which its value is clipped before (None: no bound)."""
 
 _MOST_RANGES = 20_000
 
@@ -24,17 +24,19 @@ class Term:
     """The settings of one term.
 
     Attributes:
-        num_samples: of each prompt.
+        num_samples: the samples of each prompt.
         on_cpu: whether the same batch gives the same weights to the bit.
         save_trajectories: whether steps leave files of their trajectories.
         limits: by phase, the longest time in seconds without an event.
-        max_staleness: how many versions older than those that a step trains the weights may be that sampled.
+        max_staleness: the most policy versions that a batch may be older than the weights that its step
+            trains.
         shapes: of the scorers, by component; empty where a row's own columns weight them.
-        schema: of the messages; the digests of trajectories are taken over them. 0: not known.
+        schema: the schema version of the messages, whose bytes enter the digests of trajectories; 0: not
+            known.
         cursor: seed, batch size and shuffling of the draw of prompts; None where it is not known.
         prompt_sets: of each training set its name and its runs of prompt ids without gaps: first id, last
             id and rank.
-        schedule: from which step on the sets have which weights.
+        schedule: pairs of a step and the weights that the sets have from it on.
         weights_chosen: whether a function of the user's chooses the weights after each step.
         is_recorded: whether the journal says all this; if not, the configuration does.
     """
@@ -75,7 +77,7 @@ class Term:
 
     @classmethod
     def read(cls, entry: JournalEntry, config: RunConfig) -> Self:
-        """The settings in an event `run`; those of the configuration where it is from before it had any."""
+        """The settings in an event `run`; those of `config` if the event is from before it recorded any."""
         plain = entry.get("verify")
         if plain is None:
             return cls(**_old(config))
@@ -96,19 +98,20 @@ class Term:
         unseen = findings.unseen
         if not self.is_recorded:
             unseen[
-                "validations, prompts' order and files' digests of a term from before the journal had them"
+                "validations, the order of prompts and digests of files of a term, which its journal does "
+                "not record"
             ] += 1
             return
         if self.cursor is None:
             unseen["the order of the prompts, whose ids have too many gaps to be in the journal"] += 1
         elif self.weights_chosen:
             unseen[
-                "how data.curriculum chose the weights; under these weights, the prompts were followed"
+                "how data.curriculum chose the weights; the prompts drawn with these weights were checked"
             ] += 1
         if not self.save_trajectories:
             unseen["tokens and components of a term with trainer.save_trajectories: false"] += 1
         if not self.shapes:
-            unseen["components against rewards of a term whose rows weight them (weight_key)"] += 1
+            unseen["whether components add up to rewards in a term whose rows weight them (weight_key)"] += 1
 
     def mixture(self) -> PromptMixture | None:
         """The draw of prompts, at its beginning; None where it is not known."""

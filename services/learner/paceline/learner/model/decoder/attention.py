@@ -4,12 +4,12 @@ A micro-batch is one row of tokens, its sequences side by side without padding. 
 they begin; it is computed once and passed through the model as the keyword argument `packed`, so no layer
 derives it from position ids and transformers builds no mask. On CUDA in half precision
 `flash_attention` beside this file does the work. Elsewhere, sequences of about the same length run as padded
-batches of scaled dot products. With sinks, or a softcap for which no kernel does, the scores of such a batch
+batches of scaled dot products. With sinks, or a softcap that no kernel supports, the scores of such a batch
 are computed by their formula, in slices of queries.
 
 Responses may share a prompt, which is then their prefix: its states, keys and values are computed once. Each
-response's queries run against the prompt's keys and its own, side by side; with fewer queries than keys, all
-ways align them at the end.
+response's queries run against the prompt's keys and its own, side by side. With fewer queries than keys, the
+last query goes with the last key, in kernels and formula alike.
 
 Where ranks share the tokens, each computes the attention of some heads, as
 `paceline.learner.distributed.context` says.
@@ -48,7 +48,8 @@ def register() -> None:
 def keep_out_of_graphs() -> None:
     """Lets compiled layers call the attention as it is from now on, and know how wide its output is.
 
-    Left alone, the compiler takes heads and their size there for unknown, as it does the number of tokens.
+    Otherwise the compiler would take the number of heads and their size for dynamic, like the number of
+    tokens.
     """
     from torch import _dynamo
     from transformers import AttentionInterface
@@ -91,7 +92,7 @@ def packed_attention(
         dropout: must be 0; otherwise old and new log-probs could not be compared.
         sliding_window: number of tokens that a token sees, itself included.
         softcap: c, of scores that become c tanh(scores / c) (Gemma 2).
-        s_aux: (H,), a score per head of a token without a value, the sink (GPT-OSS).
+        s_aux: (H,), per head the score of the sink, a token without a value (GPT-OSS).
         others: further arguments of the layer, which change nothing here.
 
     Returns:
@@ -102,7 +103,7 @@ def packed_attention(
     """
     if packed is None:
         raise ModelError(
-            f"{type(module).__name__}'s model does not hand on to its layers where sequences begin; use one "
+            f"{type(module).__name__}'s model does not tell its layers where sequences begin; use one "
             "of the architectures of docs/architectures.md"
         )
     _require_plain(module, dropout, attention_mask)

@@ -19,7 +19,7 @@ BACKEND: Any = "inductor"
 MAX_VARIANTS = 32
 """Compilations of one piece of a layer: with and without gradients, by kind of layer, by network."""
 TOKEN_MULTIPLE = 64
-"""Passes through compiled layers have a multiple of so many tokens.
+"""Passes through compiled layers have a multiple of this number of tokens.
 
 The compiler makes kernels for any number of tokens, but asks whether it is a multiple of small powers of two
 and of vector widths, and compiles anew when the answer changes.

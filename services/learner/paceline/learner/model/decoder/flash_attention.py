@@ -27,9 +27,9 @@ from paceline.learner.batch.padded import causal_mask
 log = logging.getLogger(__name__)
 
 PACKAGE = "flash_attn.cute"
-"""Of flash-attn-4; flash-attn has the parent, too, without this."""
+"""The module of flash-attn-4; the older package flash-attn has `flash_attn` without it."""
 TOLERANCE = 0.02
-"""Of the relative difference in bfloat16 of two kernels that compute the same; 0.003 was measured."""
+"""Largest relative difference, in bfloat16, of two kernels that compute the same; 0.003 was measured."""
 
 _TRIED_LENGTHS = ((96, 96), (40, 136), (1, 97), (1000, 1000), (256, 4000))
 """Queries and keys of the drawn sequences: within a tile of the kernel, and over many."""
@@ -40,7 +40,7 @@ _chosen: list[AttentionKernel] = ["auto"]
 
 
 def choose(kernel: AttentionKernel) -> None:
-    """Sets what this process takes from now on.
+    """Sets the kernels that this process uses from now on.
 
     Raises:
         EnvironmentLackError: flash_attention_4 is asked for and not installed.
@@ -77,10 +77,10 @@ def takes(dtype: torch.dtype, width: int) -> bool:
 
 
 def kinds_of(config: Any, dtype: torch.dtype, device: torch.device) -> list[Kind]:
-    """What layers with these sizes and windows ask `attend` for.
+    """The kinds of calls of `attend` that layers with these sizes and windows make.
 
-    Nothing where sizes have other names or differ from layer to layer: these kernels are compiled when they
-    are needed.
+    Empty if sizes have other names or differ from layer to layer: then kernels are compiled when they are
+    needed.
     """
     if getattr(config, "is_heterogeneous", False):
         return []
@@ -193,7 +193,7 @@ class Kind:
 
 @lru_cache
 def _kernel_of(kind: Kind, chosen: AttentionKernel) -> Kernel | None:
-    """None for scores with a softcap where FlashAttention 4 does not do: torch has no kernel for them."""
+    """The kernel to use; None for a softcap if FlashAttention 4 cannot be used, as torch has none for it."""
     other: Kernel | None = by_torch if kind.softcap is None else None
     instead = "torch's kernel" if other else "the formula"
     if chosen == "torch" or torch.cuda.get_device_capability(kind.device)[0] < _MIN_CAPABILITY:
@@ -229,7 +229,7 @@ def _is_installed() -> bool:
 def _difference(kind: Kind) -> float:
     """The largest relative difference of a sequence's outputs or gradients, on drawn numbers.
 
-    Sequence by sequence: in a norm over all of them a short one, or the end of a long one, is lost.
+    Sequences are compared one by one: in a norm over all of them, errors in a short one would not show.
     """
     queries, keys = (sum(counts) for counts in zip(*_TRIED_LENGTHS, strict=True))
     generator = torch.Generator(kind.device).manual_seed(0)

@@ -36,7 +36,7 @@ def _packed_kind(kind: type[nn.Module]) -> type[nn.Module]:
     ) -> Tensor:
         if packed is None:
             raise ModelError(
-                f"{kind.__name__}'s model does not hand on to its layers where sequences begin; use one of "
+                f"{kind.__name__}'s model does not tell its layers where sequences begin; use one of "
                 "the architectures of docs/architectures.md"
             )
         plain: Any = kind.forward

@@ -105,7 +105,7 @@ class Sharing:
         return [max(0, min(each, num_rows - rank * each)) for rank in range(self.size)]
 
     def _exchanged(self, values: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
-        """What the ranks have sent to this one: so many numbers to each, so many from each."""
+        """Exchanges values: `sends` and `receives` say how many go to each rank, and come from each."""
         received = values.new_empty(sum(receives))
         dist.all_to_all_single(received, values, list(receives), list(sends), group=self._group)
         return received

@@ -66,8 +66,8 @@ class VllmEngine(Engine):
         """Starts the engine's processes, off the event loop: heartbeats go on meanwhile.
 
         Args:
-            load_format: vLLM's; weights come by push, so that none are read but in tests and benchmarks of
-                the engine alone.
+            load_format: vLLM's. Weights come by push, so only tests and benchmarks of the engine read any
+                from files.
             worker_extension: class that is mixed into the workers.
 
         Raises:

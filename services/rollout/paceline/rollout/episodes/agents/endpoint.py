@@ -86,7 +86,7 @@ class EpisodeInbox:
         return await self._requests.get()
 
     def close(self) -> None:
-        """Takes no more requests of the agent, and leaves those that nobody has begun to answer."""
+        """Takes no more requests of the agent, and hands out none of those that are queued."""
         if not self._is_closed:
             self._is_closed = True
             while not self._requests.empty():
@@ -230,7 +230,7 @@ class AgentEndpoint:
         inbox = self._inboxes.get(token.strip())
         if scheme.lower() != "bearer" or inbox is None:
             raise RefusedRequestError(
-                401, "invalid_api_key", "the api key is none of an episode that is open here"
+                401, "invalid_api_key", "the api key belongs to no episode that is open on this server"
             )
         return inbox
 

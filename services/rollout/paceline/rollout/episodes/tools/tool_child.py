@@ -20,7 +20,7 @@ from paceline.service.children import frames, pipes
 from paceline.service.children.progress import ItemProgress
 
 MAX_RESULT_CHARS = 1_000_000
-"""Of a result; the rest does not even leave the process."""
+"""A longer result is cut off before it leaves the process."""
 
 
 def _load(references: list[str]) -> tuple[dict[str, Callable[..., object]], dict[str, ToolSpec]]:

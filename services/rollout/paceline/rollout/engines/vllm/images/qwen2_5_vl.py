@@ -25,7 +25,7 @@ class ProcessingInfo(qwen2_5_vl.Qwen2_5_VLProcessingInfo):  # type: ignore[misc]
         return {"image": None}
 
     def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Any) -> dict[str, int]:
-        """Returns the tokens of the largest image that the image processor makes, or a sequence holds."""
+        """Returns the tokens of the largest image: what the image processor makes, at most a sequence."""
         processor = AutoImageProcessor.from_pretrained(
             self.ctx.model_config.model, backend="pil", local_files_only=True
         )

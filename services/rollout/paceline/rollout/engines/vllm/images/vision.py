@@ -44,7 +44,7 @@ def arguments(*, on_cpu: bool) -> dict[str, Any]:
         "mm_processor_cache_gb": KEPT_GIB,
         "limit_mm_per_prompt": {"video": 0},
     }
-    # The profile makes an image with the processor, to see what memory it takes: of use on a GPU alone.
+    # The profile makes an image with the processor, to see what memory it takes: of use only on a GPU.
     return chosen | ({"skip_mm_profiling": True} if on_cpu else {})
 
 

@@ -24,8 +24,8 @@ class _Ended:
 
 
 Fetch = Callable[[list[str], list[int], list[int], list[str]], Awaitable[bytes]]
-"""Float32 values of requests, from a position on, so many of each: one after the other; and the requests
-whose values nobody wants"""
+"""Takes requests, the position of the first value and the number of values of each, and requests whose values
+nobody wants; returns the float32 values, request after request."""
 
 
 class LogProbs:

@@ -119,7 +119,7 @@ def latent_attention_on_cpu(folder: Path) -> dict[str, Any]:
 
 
 def layers_with_states(folder: Path) -> dict[str, Any]:
-    """Arguments for a model of which some layers have a state of each sequence; {} for others.
+    """Arguments for a model some of whose layers have a state for each sequence; {} for others.
 
     The state is in float32, as the learner has it: rounded at every token, it would give other log-probs. A
     sequence that begins where another's tokens are cached would need the state after them, which vLLM keeps

@@ -1,4 +1,4 @@
-"""Which slices of the learner's tensors a live model needs, and where they land: from its loading's trace."""
+"""Finds, from the trace of a model's loading, which slices of the learner's tensors it needs, and where."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def describe_model(model: nn.Module) -> RankLayout:
         The layout; without slices and with `full_tensors` set if some parameter cannot be pushed in place.
 
     Raises:
-        ModelError: the parameters are of several short types, or of one that cannot be sent (quantized
+        ModelError: the parameters have several types besides float32, or one that cannot be sent (quantized
             weights).
     """
     dtype = _sent_dtype(model)
@@ -34,7 +34,8 @@ def describe_model(model: nn.Module) -> RankLayout:
     if trace is None or reasons:
         name, reason = next(iter(reasons.items()))
         logger.warning(
-            "weights take the general path, full tensors through vLLM's loader: %s: %s (%d such)",
+            "weights take the general path (full tensors through vLLM's loader) because of %s: %s (%d in "
+            "all)",
             name or type(model).__name__,
             reason,
             len(reasons),
@@ -65,5 +66,5 @@ def _sent_dtype(model: nn.Module) -> str:
     raise ModelError(
         f"the engine keeps parameters of types {examples} (type: an example); weights are pushed only "
         f"into a model whose parameters have one type out of {', '.join(ITEM_SIZES)}, "
-        "or one of the short ones and float32: choose it with `dtype`, without quantization"
+        "or one of these and float32: choose it with `dtype`, without quantization"
     )
