@@ -1,7 +1,8 @@
-"""For mkdocs: the navigation has every page, and links that lead out of docs/ become plain text."""
+"""For mkdocs: a navigation with every page, outward links as plain text, the theme's licences."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import posixpath
 import re
 from pathlib import Path
@@ -32,3 +33,13 @@ def on_page_markdown(markdown: str, *, page: Any, **_: object) -> str:
         return f"{link[1]} (`{target.removeprefix('../')}` in the repository)"
 
     return _LINK.sub(plain, markdown)
+
+
+def on_post_build(config: Any) -> None:
+    """Called by mkdocs at the end: writes licenses/PACKAGE/PART.txt, the texts of what the site brings."""
+    for package in ("mkdocs", "mkdocs-material"):
+        for file in importlib.metadata.files(package) or ():
+            if file.name.startswith("LICENSE"):
+                text = Path(config.site_dir, "licenses", package, f"{file.parent.name}.txt")
+                text.parent.mkdir(parents=True, exist_ok=True)
+                text.write_text(file.read_text(), encoding="utf-8")

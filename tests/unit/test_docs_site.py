@@ -25,6 +25,8 @@ def test_the_site_is_built_and_no_link_is_broken(tmp_path: Path) -> None:
     assert built == {str(page.relative_to(source.ROOT / "docs").with_suffix(".html")) for page in pages}
     start = (tmp_path / "index.html").read_text()
     assert "fonts.googleapis" not in start, "a page asks nobody but its own server"
+    for licence in ("mkdocs/licenses", "mkdocs-material/licenses", "mkdocs-material/material"):
+        assert (tmp_path / "licenses" / f"{licence}.txt").read_text().strip(), licence
 
 
 def test_the_operators_page_says_for_each_verb_what_to_type_everywhere() -> None:

@@ -11,20 +11,26 @@ from paceline.config.validation import HeldOutSet
 from paceline.core.errors import DataError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from paceline.data.images import ImageReader
     from paceline.data.prompts import PromptSet, Tokenizer
 
 
 def check_data_files(config: RunConfig) -> None:
     """Raises DataError if a data file is not there."""
+    for part in (*config.data.training_sets, *config.held_out_sets):
+        _files(part)
+
+
+def _files(of: TrainSet | HeldOutSet) -> list[Path]:
     from paceline.data.hub import local_files
 
-    places = [(part.files, "train", part.key) for part in config.data.training_sets]
-    places += [(held_out.files, "val", held_out.key) for held_out in config.held_out_sets]
-    for names, split, key in places:
-        for file in local_files(names, split):
-            if not file.is_file():
-                raise DataError(f"data file {file} does not exist; {how_to_make(file) or f'correct {key}'}")
+    files = local_files(of.files, "train" if isinstance(of, TrainSet) else "val")
+    for file in files:
+        if not file.is_file():
+            raise DataError(f"data file {file} does not exist; {how_to_make(file) or f'correct {of.key}'}")
+    return files
 
 
 def first_prompt_is_text(config: RunConfig) -> bool:
@@ -88,14 +94,13 @@ def _asked_for(config: RunConfig) -> str:
 
 
 def _load(config: RunConfig, of: TrainSet | HeldOutSet) -> tuple[PromptSet, Tokenizer, ImageReader | None]:
-    from paceline.data.hub import local_files
     from paceline.data.reading.prompt_reader import PromptReader
     from paceline.data.rows import StoredRows
 
-    data, split = config.data, "train" if isinstance(of, TrainSet) else "val"
+    data = config.data
     # Before the tokenizer: a missing file or column is reported even without a model.
     required = [data.prompt_key, data.ground_truth_key, *data.extra_keys]
-    StoredRows(local_files(of.files, split), required)[:1]
+    StoredRows(_files(of), required)[:1]
     reader = PromptReader.of(config)
     return reader.read(of), reader.tokenizer, reader.images
 

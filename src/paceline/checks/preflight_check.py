@@ -51,8 +51,11 @@ class PreflightCheck:
 
 def how_to_make(path: Path) -> str:
     """The command that makes an input of the demo, which the recipes use too; "" for any other path."""
-    made = (Path("examples/arithmetic") / name for name in ("data", "model", "start"))
-    return "`make demo-start` makes it" if any(path.is_relative_to(folder) for folder in made) else ""
+    example = Path("examples/arithmetic")
+    prepare, warm_up = f"python {example}/prepare.py", f"paceline sft {example}/sft.yaml"
+    made = {"data": prepare, "model": prepare, "start": warm_up}
+    commands = [command for name, command in made.items() if path.is_relative_to(example / name)]
+    return f"`{commands[0]}` makes it" if commands else ""
 
 
 def reach(key: str, address: str, what: str, remedy: str, *, patience_s: float = 0.0) -> None:

@@ -26,6 +26,7 @@ _ROOMS: dict[str, dict[str, str]] = {
     },
     "prepare": {
         "init": "write a commented configuration from a few flags or questions",
+        "examples": "write the examples and lock files that the wheel brings",
         "convert-config": "write a configuration of verl or TRL as ours",
         "check": "validate configuration, data and model without starting anything",
         "plan": "compare the layouts that a run may have on GPUs, with an estimate of their steps",

@@ -102,7 +102,7 @@ def _read(source: Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
         named = f", which {below[-1]} extends" if below else ""
         where = "give the path of a YAML file, or write one with `paceline init FILE.yaml`"
         if source.parts[0] == "examples" and not Path("examples").is_dir():
-            where = f"the examples are in a clone of the repository: change to its folder, or {where}"
+            where = "change to the folder of the clone, or let `paceline examples` write the examples here"
         raise ConfigError(f"cannot read configuration {source}{named}: {error.strerror}; {where}") from error
     tree = parse_yaml(text, source)
     if not isinstance(tree, dict):

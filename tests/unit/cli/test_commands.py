@@ -299,11 +299,11 @@ def test_an_example_outside_a_clone_says_where_the_examples_are(
     monkeypatch.chdir(tmp_path)
     assert main(["train", "examples/arithmetic/ppo.yaml"]) == 2
     said = capsys.readouterr().err
-    assert "the examples are in a clone of the repository: change to its folder, or" in said
+    assert "let `paceline examples` write the examples here" in said
     (tmp_path / "examples").mkdir()
     assert main(["train", "examples/arithmetic/pop.yaml"]) == 2
     said = capsys.readouterr().err
-    assert "clone" not in said
+    assert "paceline examples" not in said
     assert "write one with `paceline init FILE.yaml`" in said
 
 

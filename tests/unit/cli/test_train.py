@@ -39,11 +39,11 @@ from support.forked import run
         (["run.yaml", "model.path=gone"], "model folder gone does not exist; set model.path"),
         (
             ["run.yaml", "model.path=examples/arithmetic/start"],
-            "model folder examples/arithmetic/start does not exist; `make demo-start` makes it",
+            "start does not exist; `paceline sft examples/arithmetic/sft.yaml` makes it",
         ),
         (
             ["run.yaml", "data.val_files=examples/arithmetic/data/val.parquet"],
-            "data file examples/arithmetic/data/val.parquet does not exist; `make demo-start` makes it",
+            "val.parquet does not exist; `python examples/arithmetic/prepare.py` makes it",
         ),
         (["run.yaml", "data.max_prompt_length=60"], "exceed the model's max_position_embeddings=64"),
         (

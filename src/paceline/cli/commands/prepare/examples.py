@@ -1,0 +1,47 @@
+"""`paceline examples`: writes the examples and lock files that the wheel brings, for work without a clone."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+
+from paceline.core.errors import ConfigError, EnvironmentLackError
+
+# In the wheel alone; pyproject.toml says what goes there.
+SHIPPED = Path(__file__).parents[3] / "shipped"
+
+_NEXT = """\
+The first example takes some minutes on two cores, without a GPU:
+{cd}
+  pip install --no-deps -r requirements/cpu.txt --extra-index-url https://download.pytorch.org/whl/cpu
+  python examples/arithmetic/prepare.py
+  paceline sft examples/arithmetic/sft.yaml
+  paceline train examples/arithmetic/ppo.yaml
+On a machine with NVIDIA GPUs, the first of these is instead
+  pip install --no-deps -r requirements/cuda.txt"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
+    parser.add_argument(
+        "folder", type=Path, nargs="?", default=Path(), help="folder to write into (default: this one)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the folders and prints the commands of the first example; returns the exit code."""
+    if not SHIPPED.is_dir():
+        raise EnvironmentLackError(
+            "this Paceline was not installed from a wheel, and only wheels bring the examples; "
+            "take those of the clone, in its folder examples"
+        )
+    folders = sorted(path.name for path in SHIPPED.iterdir())
+    if there := [str(path) for name in folders if (path := args.folder / name).exists()]:
+        raise ConfigError(
+            f"nothing was written, because {there[0]} exists; name an empty folder: paceline examples FOLDER"
+        )
+    shutil.copytree(SHIPPED, args.folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    print(f"wrote {', '.join(str(args.folder / name) for name in folders)}")
+    print(_NEXT.format(cd=f"  cd {args.folder}").replace("  cd .\n", ""))
+    return 0
