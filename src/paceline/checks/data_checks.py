@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 def check_data_files(config: RunConfig) -> None:
     """Raises DataError if a data file is not there."""
-    for part in (*config.data.training_sets, *config.held_out_sets):
+    parts: list[TrainSet | HeldOutSet] = [*config.data.training_sets, *config.held_out_sets]
+    for part in parts:
         _files(part)
 
 
