@@ -14,7 +14,10 @@ from hypothesis import HealthCheck, settings
 from paceline.service.imports import without_collections
 
 # Examples have no deadline and may be slow to draw: a busy machine is no failure. pytest bounds each test.
-settings.register_profile("paceline", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# All runs draw the same ones, so that a failure is the commit's; `--hypothesis-profile=search` draws others.
+SAME = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+settings.register_profile("paceline", SAME)
+settings.register_profile("search", SAME, derandomize=False)
 settings.load_profile("paceline")
 
 LOGGERS = (None, "paceline", "opentelemetry")
