@@ -58,7 +58,7 @@ venv-cpu:
 	$(MAKE) venv BUILD=cpu
 
 $(VENV)/.installed: requirements/$(BUILD).txt requirements/dev.txt pyproject.toml
-	@test "$$(uname -s)" = Linux || { echo "Paceline runs on Linux, not on $$(uname -s); docs/install.md has the way through Docker" >&2; exit 1; }
+	@test "$$(uname -s)" = Linux || { echo "Paceline runs on Linux, not on $$(uname -s); docs/start.md has the way through Docker" >&2; exit 1; }
 	@test -n "$(PYTHON)" || { echo "Paceline needs Python 3.11 or 3.12, and the PATH has neither. On Debian 12 or Ubuntu 24.04:" \
 	  "apt-get install python3 python3-venv; with a Python elsewhere: make PYTHON=/path/to/python3.12 ..." >&2; exit 1; }
 	@test "$(BUILD)" = "$$(cat $(VENV)/.build 2>/dev/null || echo $(BUILD))" || { echo "$(VENV) holds the other build; run: rm -r $(VENV)" >&2; exit 1; }

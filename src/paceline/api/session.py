@@ -6,7 +6,7 @@
             await step.train(samples)
             await step.publish()
 
-The verbs are those of docs/write-your-own-dataflow.md, each awaited. They are carried out by the run's
+The verbs are those of docs/python.md, each awaited. They are carried out by the run's
 controller, as safely as in a dataflow of its own; a controller that was started again in the middle of a step
 gets the step's verbs once more, and answers as before.
 """

@@ -26,7 +26,7 @@ from paceline.service.confinement.confined import why_not_confined
 from paceline.sizing.machine import free_port, is_cpu_build, num_cores
 
 _GIB = 2**30
-_INSTALL = "make venv in a clone, or the extra cpu or cuda (docs/install.md)"
+_INSTALL = "make venv in a clone, or the extra cpu or cuda (docs/start.md)"
 _MIN_FILES = 4096
 # Certificates and tokens are judged by the clock.
 _EARLIEST = 1_750_000_000

@@ -35,7 +35,7 @@ def require_packages(config: RunConfig, *, engine: bool = True) -> None:
     if lacking:
         raise EnvironmentLackError(
             f"not installed in this environment: {', '.join(lacking)}; `make venv` in a clone installs all, "
-            "a wheel needs its extra cpu or cuda (docs/install.md)"
+            "a wheel needs its extra cpu or cuda (docs/start.md)"
         )
     if facts and (library := facts.lacking_library):
         raise EnvironmentLackError(

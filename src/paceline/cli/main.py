@@ -94,7 +94,7 @@ def _run_installed(name: str, words: Sequence[str]) -> int:
             raise
         print(
             f"paceline {name}: the package {package} is not installed in this environment; `paceline doctor` "
-            "says what else a run needs, docs/install.md how to install it",
+            "says what else a run needs, docs/start.md how to install it",
             file=sys.stderr,
         )
         return EXIT_GIVEN

@@ -71,7 +71,7 @@ class TrainerConfig(Section):
     dataflow: str | None = Field(
         None,
         description="path/to/file.py:function or module:function: what each training step does, over the "
-        "verbs draw, sample, train and publish (docs/write-your-own-dataflow.md); null: samples the step's "
+        "verbs draw, sample, train and publish (docs/python.md); null: samples the step's "
         "prompts and trains on all samples.",
     )
     resume: Literal["auto", "never"] = Field(

@@ -37,7 +37,7 @@ def load_dataflow(config: RunConfig) -> Dataflow:
     if not inspect.iscoroutinefunction(function) or not _takes_one(function):
         raise ConfigError(
             f"trainer.dataflow={reference} is no dataflow; write `async def flow(step)`, which awaits verbs "
-            "of its argument (docs/write-your-own-dataflow.md)"
+            "of its argument (docs/python.md)"
         )
     return function
 

@@ -67,7 +67,7 @@ async def rehearse(flow: Dataflow, config: RunConfig, inputs: Inputs) -> str:
         raise ConfigError(
             f"trainer.dataflow={config.trainer.dataflow} trained something else when the same step was "
             "carried out again on the same samples: what it does in a step must follow from its samples "
-            "alone, without clocks and random numbers (docs/write-your-own-dataflow.md)"
+            "alone, without clocks and random numbers (docs/python.md)"
         )
     sampled = ", then ".join(first.sampled)
     return f"{config.trainer.dataflow}, which sampled {sampled} and trained {first.num_rows} of them"
