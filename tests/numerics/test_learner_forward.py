@@ -278,7 +278,7 @@ def test_attention_with_dropout_or_without_the_sequences_is_refused() -> None:
     packed = PackedSequences.of([3], CPU)
     with pytest.raises(ModelError, match="Identity asks for attention with dropout"):
         packed_attention(torch.nn.Identity(), x, x, x, None, packed=packed, dropout=0.1)
-    with pytest.raises(ModelError, match="Identity's model does not hand on"):
+    with pytest.raises(ModelError, match="Identity's model does not tell its layers"):
         packed_attention(torch.nn.Identity(), x, x, x, None)
 
 

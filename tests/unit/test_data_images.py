@@ -309,7 +309,9 @@ def test_a_critic_that_takes_no_images_is_refused_before_the_run(tmp_path: Path)
         "data": {"train_files": ["x.jsonl"], "image_key": "images"},
         "algorithm": {"adv_estimator": "gae"},
     }
-    with pytest.raises(ModelError, match=r"critic.path=.* \(qwen2\) takes no images, .* leave it out"):
+    with pytest.raises(
+        ModelError, match=r"critic.path=.* \(qwen2\) takes no images, .* leave critic.path out"
+    ):
         model_checks.check_critic_of_images(config(**sections))
     model_checks.check_critic_of_images(config(**sections | {"algorithm": {"adv_estimator": "grpo"}}))
     model_checks.check_critic_of_images(config(**sections | {"data": {"train_files": ["x.jsonl"]}}))

@@ -129,7 +129,7 @@ def test_a_stranger_with_the_wheel_alone_gets_to_a_run(
         command.run(argparse.Namespace(folder=Path()))
 
     printed = [line.strip() for line in said.splitlines() if line.startswith("  ")]
-    page = (source.ROOT / "docs" / "install.md").read_text().splitlines()
+    page = (source.ROOT / "docs" / "start.md").read_text().splitlines()
     assert [line for line in printed if line not in page and "cuda" not in line] == []
     files = [
         word for line in printed for word in line.split() if word.startswith(("examples/", "requirements/"))
