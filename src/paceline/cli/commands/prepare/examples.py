@@ -8,7 +8,7 @@ from pathlib import Path
 
 from paceline.core.errors import ConfigError, EnvironmentLackError
 
-# In the wheel alone; pyproject.toml says what goes there.
+# Only wheels have it; pyproject.toml says what goes there.
 SHIPPED = Path(__file__).parents[3] / "shipped"
 
 _NEXT = """\
