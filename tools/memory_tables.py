@@ -24,7 +24,7 @@ reference in the loss, bfloat16, prompts of 512 and responses of 1,024 tokens, A
 of 16,384 tokens. They are estimates. Measured peaks of a 7B model on one and on four GPUs, and of a
 Mixture of Experts of 10.6 billion parameters on one, are within a twentieth of it.
 """
-_LEARNER = """## A learner rank
+_LEARNER = """## How many GPUs: learner ranks
 
 The most that it takes in a step, in GiB, by the number of ranks. The first number is of the fast form that
 still recomputes all activations, the second of the leanest: `actor.memory` with `recompute: full`,
