@@ -147,7 +147,8 @@ def test_passes_that_differ_by_rounding_alone_do_not_refuse_a_model(
     nats: float, is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a machine whose second pass adds up in another order, which one start on a machine with 16 cores did."""
-    plain, added = self_test._packed, iter((0.0, nats))
+    plain = self_test._packed
+    added = iter((0.0, nats))
     monkeypatch.setattr(self_test, "_packed", lambda lm, rows: plain(lm, rows) + next(added))
     if is_refused:
         with pytest.raises(ModelError, match=r"differ by up to 0\.0002 nats"):
