@@ -146,7 +146,7 @@ def test_a_model_that_draws_random_numbers_is_refused(
 def test_passes_that_differ_by_rounding_alone_do_not_refuse_a_model(
     nats: float, is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a machine whose second pass adds up in another order, which one start on a machine with 16 cores did."""
+    """One start, on a machine with 16 cores, added up in another order the second time."""
     plain = self_test._packed
     added = iter((0.0, nats))
     monkeypatch.setattr(self_test, "_packed", lambda lm, rows: plain(lm, rows) + next(added))
