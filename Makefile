@@ -28,22 +28,24 @@ TESTS := tests/architecture $(subst +, ,$(join $(addsuffix +,$(WAIT)),$(COMPUTE)
   $(filter-out $(APART:%=tests/%/),$(wildcard tests/*/))
 RUNS = tests/integration/test_training_run.py \
   $(shell grep -rlE --include='test_*.py' --exclude-dir=chaos --exclude-dir=deploy 'mark\.(e2e|vllm)\b' tests)
-TEST_PROCESSES ?= 4
+MORE = $(shell grep -rlE --include='test_*.py' --exclude-dir=chaos --exclude-dir=deploy 'mark\.more|import more' tests)
+TEST_PROCESSES ?= 3
 RUN_PROCESSES ?= $(if $(filter 0,$(TEST_PROCESSES)),0,2)
 # Without bytecode on disk every process of every test run compiles all tests again, for 15 s of a core.
 unexport PYTHONDONTWRITEBYTECODE
 # Runs under faults wait for restarts as well.
 CHAOS_PROCESSES ?= $(if $(filter 0,$(TEST_PROCESSES)),0,3)
 
-.PHONY: help venv venv-cuda venv-cpu docs demo demo-grpo demo-start test test-fast test-chaos test-deploy lint format generate clean
+.PHONY: help venv venv-cuda venv-cpu docs demo demo-grpo demo-start test test-fast test-more test-chaos test-deploy lint format generate clean
 
 help:
 	@echo "make venv       install into $(VENV) from the lock files, for GPUs if nvidia-smi finds one, else for CPUs"
 	@echo "make venv-cuda  install for NVIDIA GPUs; make venv-cpu for CPUs"
 	@echo "make demo       prepare data and a small model, train it with PPO through the four services (SEED=0)"
 	@echo "make demo-grpo  the same with GRPO, no critic"
-	@echo "make test       all tests but those of test-chaos; starts Redis by itself"
+	@echo "make test       the tests, but for those of test-more, test-chaos and test-deploy; starts Redis by itself"
 	@echo "make test-fast  the tests without a real engine or a whole run"
+	@echo "make test-more  further cases of what make test looks at in a few: meshes, estimators, whole runs"
 	@echo "make test-chaos runs under faults: less than half an hour"
 	@echo "make test-deploy  the deployed forms: hosts, containers, Prometheus, chart; skips what lacks a program, and says which"
 	@echo "make docs       the docs as a site, in .cache/site"
@@ -95,10 +97,15 @@ demo-start: venv
 	$(BIN)/paceline sft examples/arithmetic/sft.yaml seed=$(SEED)
 
 test: test-fast
-	$(BIN)/python -m pytest -n $(RUN_PROCESSES) --dist loadfile --no-loadscope-reorder -m "e2e or vllm" $(RUNS)
+	$(BIN)/python -m pytest -n $(RUN_PROCESSES) --dist loadfile --no-loadscope-reorder -m "(e2e or vllm) and not more" $(RUNS)
 
 test-fast: venv
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not e2e and not vllm" $(TESTS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not e2e and not vllm and not more" $(TESTS)
+
+# Whole runs first, as they take longest.
+test-more: venv
+	$(BIN)/python -m pytest -n $(RUN_PROCESSES) --dist loadfile --no-loadscope-reorder -m more \
+	  $(filter $(RUNS),$(MORE)) $(filter-out $(RUNS),$(MORE))
 
 # Each process has a share of the tests, and takes from the others' when it has done its own.
 test-chaos: venv

@@ -12,7 +12,7 @@ from support import forked
 from support.tiny_vl import drawn_image, save_tiny_vl
 from support.training_run import assert_sound, tiny_config, training
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.more, pytest.mark.timeout(900)]
 
 NUM_STEPS, NUM_PROMPTS, NUM_SAMPLES = 2, 4, 4
 

@@ -20,7 +20,7 @@ from support.notebook import run_notebook
 from support.training_rewards import WAITS_AT_MOST_S
 from support.training_run import ENGINE, REWARDS, ROOT, read_jsonl
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.more, pytest.mark.timeout(600)]
 
 NUM_STEPS, NUM_PROMPTS = 8, 8
 LAST = 6

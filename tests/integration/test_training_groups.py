@@ -9,7 +9,7 @@ import pytest
 
 from support.training_run import REWARDS, assert_sound, only, tiny_config, training
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.more, pytest.mark.timeout(1200)]
 
 NUM_PROMPTS = 16  # of each step
 

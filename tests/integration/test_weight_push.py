@@ -84,6 +84,7 @@ async def test_a_push_makes_the_engine_the_learners_policy(
         learners.close()
 
 
+@pytest.mark.more
 async def test_experts_that_a_kernel_repacks_take_the_general_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ Imports of what needs a process group wait until a test asks for it: most tests 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,8 @@ def pytest_configure(config: pytest.Config) -> None:
         import torch
 
         torch.set_num_threads(1)
+        # pytest listens to loggers that do not propagate; for a listener torch writes out what it compiles.
+        logging.getLogger("torch.__trace").propagate = True
 
 
 @pytest.fixture(scope="module")

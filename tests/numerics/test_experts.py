@@ -28,6 +28,7 @@ from paceline.weights import corrections
 from support.architectures import tiny_config
 from support.learner_fakes import VOCAB_SIZE, run_config
 from support.learner_scenarios import numbers, save, take_step
+from support.more import more
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ranks")]
 
@@ -266,7 +267,10 @@ def test_the_loss_grows_with_the_imbalance(
     assert balanced - plain == pytest.approx(10 * balance, rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    ["mixtral", "deepseek_v3", *more(*(kind for kind in KINDS if kind not in ("mixtral", "deepseek_v3")))],
+)
 def test_activations_that_are_recomputed_change_nothing(kind: str, ranks: Ranks, tmp_path: Path) -> None:
     write_model(tmp_path, kind)
     results = []

@@ -46,6 +46,7 @@ from support.learner_fakes import POLICY, DictBlobs, write_model
 from support.learner_ranks import run_ranks
 from support.learner_scenarios import save
 from support.live_bytes import LiveBytes
+from support.more import more
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ranks")]
 
@@ -62,7 +63,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     ]
 
 
-@pytest.fixture(scope="module", params=[0, 1], ids=["own head", "tied head"])
+@pytest.fixture(scope="module", params=[0, *more(1)], ids=["own head", "tied head"])
 def number(request: pytest.FixtureRequest) -> int:
     """The model's, among `folders`."""
     return int(request.param)

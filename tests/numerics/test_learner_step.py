@@ -23,6 +23,7 @@ from paceline.learner.train.updating import update
 from paceline.learner.train.updating.update_guard import UpdateGuard
 from support.learner_fakes import make_batch, run_config
 from support.learner_scenarios import numbers, save, take_step, train
+from support.more import more
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ranks")]
 
@@ -119,7 +120,8 @@ def test_the_same_seed_gives_the_same_bits(model: Path, ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    "mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+    "mode",
+    ["token-mean", "seq-mean-token-mean", *more("seq-mean-token-sum", "seq-mean-token-sum-norm")],
 )
 def test_losses_and_gradients_do_not_depend_on_the_cut_into_micro_batches(
     model: Path, ranks: Ranks, mode: str
@@ -153,13 +155,9 @@ def test_the_first_gradient_norm_is_that_of_one_forward_pass_over_everything(
     "estimator",
     [
         "grpo",
-        "dr_grpo",
         "rloo",
         "reinforce_plus_plus",
-        "reinforce_plus_plus_baseline",
-        "opo",
-        "gpg",
-        "pass_at_k",
+        *more("dr_grpo", "reinforce_plus_plus_baseline", "opo", "gpg", "pass_at_k"),
     ],
 )
 def test_every_estimator_without_a_critic_trains(model: Path, ranks: Ranks, estimator: str) -> None:

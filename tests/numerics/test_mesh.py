@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from paceline.learner.distributed.ranks import (
     open_store,
 )
 from support.learner_ranks import WAIT_S, alone, run_ranks
-from support.mesh_ranks import CASES, RESUMED, VARIANT
-from support.mesh_steps import VARIANTS, against_one_rank, steps, write_models
+from support.mesh_ranks import EVERY_TIME, GRID, VARIANT
+from support.mesh_steps import against_one_rank, steps, write_models
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
 
@@ -28,29 +29,60 @@ EVERYONE = [0, 1, 2, 3]
 
 
 class FourRanks:
-    """What four ranks computed, `by_rank`, and one rank's run of every variant.
+    """What four ranks computed, `by_rank`, and one rank's run of each of their variants.
 
     Attributes:
         models, checkpoints, expected: folders: of models by kind, of checkpoints, of parameters by variant.
     """
 
-    def __init__(self, folder: Path, small: Path) -> None:
+    def __init__(self, function: str, cases: Sequence[tuple[str, str]], folder: Path, small: Path) -> None:
         self.models = write_models(folder / "models")
         self.checkpoints, self.expected = folder / "checkpoints", folder / "expected"
         self.expected.mkdir()
         self.metrics: dict[str, list[dict[str, float]]] = {}
         with alone() as ranks:
-            for variant in VARIANTS:
+            for variant in {VARIANT, *(variant for _, variant in cases)}:
                 writes = {"checkpoint": str(self.checkpoints / "by one rank")} if variant == VARIANT else {}
                 self.metrics[variant], parameters = steps(ranks, self.models, variant, **writes)
                 torch.save(parameters, self.expected / f"{variant}.pt")
         folders = map(str, (self.models, self.expected, self.checkpoints, small))
-        self.by_rank = run_ranks("support.mesh_ranks:everything", 4, *folders, context=2, fsdp_size=2)
+        self.by_rank = run_ranks(f"support.mesh_ranks:{function}", 4, *folders, context=2, fsdp_size=2)
+
+    def assert_steps_are_those_of_one_rank(self, mesh: str, variant: str) -> None:
+        for outcomes in self.by_rank:
+            outcome = outcomes["steps"][f"{mesh}: {variant}"]
+            assert outcome["difference"] <= 1e-5
+            for step, (own, others) in enumerate(zip(outcome["metrics"], self.metrics[variant], strict=True)):
+                assert own == pytest.approx(others, rel=1e-4, abs=1e-6), step
+
+    def assert_went_on(self, *outcomes: dict[str, Any]) -> None:
+        """The second step, after a checkpoint, is that of the run that did not end."""
+        for outcome in (*outcomes, *(outcomes["resumed"] for outcomes in self.by_rank)):
+            assert outcome["difference"] <= 1e-5
+            (last,) = outcome["metrics"]
+            assert last == pytest.approx(self.metrics[VARIANT][-1], rel=1e-4, abs=1e-6)
+
+    def assert_the_step_is_that_of_halves(self) -> None:
+        for outcomes in self.by_rank:
+            metrics, parameters, disturbed, at_once = outcomes["out of memory, shared rows"]
+            notes, _, *outcome = disturbed
+            assert "on 1 rank(s)" in notes[0]
+            assert "on 4 rank(s)" in at_once[0][0]
+            assert outcome == at_once[2:]
+            halved = {name: value for name, value in outcome[0].items() if name != "guard/out_of_memory"}
+            assert halved == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+            for numbers, undisturbed in zip(outcome[1], parameters, strict=True):
+                assert numbers == pytest.approx(undisturbed, abs=3e-5 * max(0.01, *map(abs, undisturbed)))
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory, model: Path) -> FourRanks:
-    return FourRanks(tmp_path_factory.mktemp("four"), model)
+    return FourRanks("every_time", EVERY_TIME, tmp_path_factory.mktemp("four"), model)
+
+
+@pytest.fixture(scope="module")
+def grid(tmp_path_factory: pytest.TempPathFactory, model: Path) -> FourRanks:
+    return FourRanks("grid", GRID, tmp_path_factory.mktemp("grid"), model)
 
 
 def group_of(ranks: list[int], rank: int) -> dict[str, Any]:
@@ -113,27 +145,28 @@ def test_attention_by_heads_and_numbers_of_all_tokens_are_those_of_one_rank(
             assert difference < (1e-12 if "64" in name else 1e-5), name
 
 
-@pytest.mark.parametrize(("mesh", "variant"), CASES)
+@pytest.mark.parametrize(("mesh", "variant"), EVERY_TIME)
 def test_steps_move_the_parameters_as_on_one_rank(four: FourRanks, mesh: str, variant: str) -> None:
     """The models have two key heads; on four ranks that share rows each is on two of them."""
-    for outcomes in four.by_rank:
-        outcome = outcomes["steps"][f"{mesh}: {variant}"]
-        assert outcome["difference"] <= 1e-5
-        for step, (own, others) in enumerate(zip(outcome["metrics"], four.metrics[variant], strict=True)):
-            assert own == pytest.approx(others, rel=1e-4, abs=1e-6), step
+    four.assert_steps_are_those_of_one_rank(mesh, variant)
 
 
-def test_a_run_goes_on_from_a_checkpoint_on_any_mesh(four: FourRanks) -> None:
-    """Of one rank on four copies, of two copies on one with shared rows, and of two copies on one rank."""
+@pytest.mark.more
+@pytest.mark.parametrize(("mesh", "variant"), GRID)
+def test_steps_on_every_other_mesh_are_those_of_one_rank(grid: FourRanks, mesh: str, variant: str) -> None:
+    grid.assert_steps_are_those_of_one_rank(mesh, variant)
+
+
+def test_a_run_of_two_copies_goes_on_with_shared_rows_and_on_one_rank(four: FourRanks) -> None:
     with alone() as ranks:
         resume = str(four.checkpoints / "by 2 copies")
         single = against_one_rank(ranks, four.models, four.expected, VARIANT, resume=resume)
-    resumed = [outcome for outcomes in four.by_rank for outcome in outcomes["resumed"].values()]
-    assert len(resumed) == 4 * len(RESUMED)
-    for outcome in (single, *resumed):
-        assert outcome["difference"] <= 1e-5
-        (last,) = outcome["metrics"]
-        assert last == pytest.approx(four.metrics[VARIANT][-1], rel=1e-4, abs=1e-6)
+    four.assert_went_on(single)
+
+
+@pytest.mark.more
+def test_a_run_of_one_rank_goes_on_with_four_copies(grid: FourRanks) -> None:
+    grid.assert_went_on()
 
 
 def test_one_of_several_ranks_with_the_same_shards_writes_them(four: FourRanks) -> None:
@@ -145,28 +178,24 @@ def test_one_of_several_ranks_with_the_same_shards_writes_them(four: FourRanks) 
     assert sizes["by 2 copies"] < 1.5 * sizes["by one rank"]
 
 
-def test_a_rank_that_runs_out_of_memory_catches_up_with_averages_over_copies(four: FourRanks) -> None:
-    for outcomes in four.by_rank:
+@pytest.mark.more
+def test_a_rank_that_runs_out_of_memory_catches_up_with_averages_over_copies(grid: FourRanks) -> None:
+    for outcomes in grid.by_rank:
         disturbed, (_, _, metrics, bits, after) = outcomes["out of memory"]
         notes, _, *outcome = disturbed
         assert "on 1 rank(s)" in notes[0]
         assert outcome == [metrics, bits, after]
 
 
-@pytest.mark.parametrize("kind", ["dense", "experts"])
-def test_a_rank_that_shares_rows_runs_out_of_memory_and_the_step_is_that_of_halves(
-    four: FourRanks, kind: str
+def test_a_rank_with_experts_and_shared_rows_runs_out_of_memory_and_the_step_is_that_of_halves(
+    four: FourRanks,
 ) -> None:
-    for outcomes in four.by_rank:
-        metrics, parameters, disturbed, at_once = outcomes["out of memory, shared rows"][kind]
-        notes, _, *outcome = disturbed
-        assert "on 1 rank(s)" in notes[0]
-        assert "on 4 rank(s)" in at_once[0][0]
-        assert outcome == at_once[2:]
-        halved = {name: value for name, value in outcome[0].items() if name != "guard/out_of_memory"}
-        assert halved == pytest.approx(metrics, rel=1e-4, abs=1e-6)
-        for numbers, undisturbed in zip(outcome[1], parameters, strict=True):
-            assert numbers == pytest.approx(undisturbed, abs=3e-5 * max(0.01, *map(abs, undisturbed)))
+    four.assert_the_step_is_that_of_halves()
+
+
+@pytest.mark.more
+def test_a_rank_of_a_dense_model_that_shares_rows_runs_out_of_memory(grid: FourRanks) -> None:
+    grid.assert_the_step_is_that_of_halves()
 
 
 def test_sizes_that_do_not_divide_the_ranks_are_refused() -> None:

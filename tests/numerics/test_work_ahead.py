@@ -27,6 +27,7 @@ from paceline.learner.train.work_ahead import work_ahead
 from paceline.wire import blob_digest, decode_trajectory, encode_trajectory
 from support.learner_fakes import POLICY, DictBlobs, make_batch, run_config
 from support.learner_scenarios import numbers
+from support.more import more
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("ranks")]
 
@@ -138,7 +139,7 @@ def plain(model: Path, ranks: Ranks) -> list[Any]:
     return steps_of(build(model, ranks), NOTHING, NOTHING)
 
 
-@pytest.mark.parametrize("chunks", [SOME, IN_ANY_ORDER, EVERYTHING])
+@pytest.mark.parametrize("chunks", [IN_ANY_ORDER, *more(SOME, EVERYTHING)])
 def test_the_same_bits_however_much_was_done_ahead(
     model: Path, ranks: Ranks, plain: list[Any], chunks: Chunks
 ) -> None:
@@ -149,8 +150,14 @@ def test_the_same_bits_however_much_was_done_ahead(
     "sections",
     [
         pytest.param({"actor": {"memory": {"accumulate": False}}}, id="reduced per micro-batch"),
-        pytest.param({"actor": {"memory": {"accumulate": True, "keep_gathered": True}}}, id="gathered"),
-        pytest.param({"actor": {"ppo_epochs": 2, "ratio_audit_freq": 1}}, id="epochs, audit"),
+        pytest.param(
+            {"actor": {"memory": {"accumulate": True, "keep_gathered": True}}},
+            id="gathered",
+            marks=pytest.mark.more,
+        ),
+        pytest.param(
+            {"actor": {"ppo_epochs": 2, "ratio_audit_freq": 1}}, id="epochs, audit", marks=pytest.mark.more
+        ),
         pytest.param({"actor": {"shared_prompts": "on", "ratio_audit_freq": 50}}, id="shared prompts"),
         pytest.param(
             {
@@ -158,6 +165,7 @@ def test_the_same_bits_however_much_was_done_ahead(
                 "algorithm": {"overlong": {"enable": True, "buffer_length": 4}},
             },
             id="sequence mean, overlong",
+            marks=pytest.mark.more,
         ),
         pytest.param({"model": {"lora": {"rank": 2, "alpha": 4}}}, id="adapters"),
     ],
@@ -170,7 +178,7 @@ def test_the_same_bits_in_every_kind_of_run(model: Path, ranks: Ranks, sections:
     assert steps_of(build(model, ranks, **sections), EVERYTHING, IN_ANY_ORDER) == expected
 
 
-@pytest.mark.parametrize("estimator", ["dr_grpo", "rloo", "opo", "pass_at_k", "remax"])
+@pytest.mark.parametrize("estimator", ["rloo", "remax", *more("dr_grpo", "opo", "pass_at_k")])
 def test_every_estimator_that_compares_a_groups_samples(model: Path, ranks: Ranks, estimator: str) -> None:
     algorithm = {"adv_estimator": estimator, "overlong": {"enable": True, "buffer_length": 4}}
     greedy = {"with_greedy": estimator == "remax"}
@@ -181,7 +189,8 @@ def test_every_estimator_that_compares_a_groups_samples(model: Path, ranks: Rank
 
 
 @pytest.mark.parametrize(
-    "mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+    "mode",
+    ["token-mean", "seq-mean-token-mean", *more("seq-mean-token-sum", "seq-mean-token-sum-norm")],
 )
 def test_a_gradient_with_counts_of_the_configuration_is_that_of_the_mini_batch(
     model: Path, ranks: Ranks, mode: str

@@ -71,11 +71,11 @@ def out_of_memory(learner: Learner, place: str, passes: set[int]) -> Iterator[li
         learner.actor.network.register_forward_pre_hook(count),
         layer.mlp.register_forward_hook(fail),
     ]
-    gc.freeze()  # what exists already need not be looked at in each collection
+    gc.collect()
+    gc.freeze()  # what exists by now is not looked at again, neither here nor in later collections
     try:
         yield sizes
     finally:
-        gc.unfreeze()
         for hook in hooks:
             hook.remove()
 
@@ -96,8 +96,10 @@ def bits(learner: Learner) -> list[list[float]]:
     ]
 
 
-def one_rank_runs_out(ranks: Ranks, model: str, *places: str, **actor: Any) -> list[Any]:
-    """By place: notes, sizes of both steps' passes, metrics and bits after the second, disturbed step.
+def one_rank_runs_out(
+    ranks: Ranks, model: str, *places: str, with_third: bool = True, **actor: Any
+) -> list[Any]:
+    """By place: notes, sizes of passes, the disturbed second step's metrics and bits, a third's metrics.
 
     The last entry is of a run in which each rank fails at once, before any pass has left a trace.
     """
@@ -112,27 +114,26 @@ def one_rank_runs_out(ranks: Ranks, model: str, *places: str, **actor: Any) -> l
         with out_of_memory(learner, PLACES[0] if everywhere else place, passes) as sizes:
             metrics = numbers(take_step(learner, 2))
         after_step = bits(learner)
-        with out_of_memory(learner, PLACES[0], set()) as later_sizes:
-            later = numbers(take_step(learner, 3))
+        later, later_sizes = {}, []
+        if with_third:
+            with out_of_memory(learner, PLACES[0], set()) as later_sizes:
+                later = numbers(take_step(learner, 3))
         results.append([notes, [sizes, later_sizes], metrics, after_step, later])
     return results
 
 
-def ranks_that_share_rows(ranks: Ranks, model: str, experts: str) -> dict[str, list[Any]]:
-    """`one_rank_runs_out` of a dense model and of one with experts, and the same steps undisturbed."""
+def ranks_that_share_rows(ranks: Ranks, kind: str, folder: str) -> list[Any]:
+    """Metrics and bits of two undisturbed steps, then `one_rank_runs_out`, of a dense model or experts."""
     lean = {"recompute": "full", "keep_gathered": True, "accumulate": False}
-    budget = {"ppo_max_token_len_per_gpu": 48}  # several micro-batches for each group
-    scenarios: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
-        "dense": (model, PLACES[-1:], {"memory": lean, "entropy_coeff": 0.01} | budget),
-        "experts": (experts, PLACES[1:2], {"load_balance_coef": 0.1, "shared_prompts": "on"} | budget),
-    }
-    outcomes = {}
-    for name, (folder, places, actor) in scenarios.items():
-        undisturbed = build(ranks, folder, [], **actor)
-        metrics = [numbers(take_step(undisturbed, step)) for step in (1, 2)]
-        disturbed = one_rank_runs_out(ranks, folder, *places, **actor)
-        outcomes[name] = [metrics[1], bits(undisturbed), *disturbed]
-    return outcomes
+    place, actor = {
+        "dense": (PLACES[-1], {"memory": lean, "entropy_coeff": 0.01}),
+        "experts": (PLACES[1], {"load_balance_coef": 0.1, "shared_prompts": "on"}),
+    }[kind]
+    actor |= {"ppo_max_token_len_per_gpu": 48}  # several micro-batches for each group
+    undisturbed = build(ranks, folder, [], **actor)
+    metrics = [numbers(take_step(undisturbed, step)) for step in (1, 2)]
+    disturbed = one_rank_runs_out(ranks, folder, place, with_third=False, **actor)
+    return [metrics[1], bits(undisturbed), *disturbed]
 
 
 def knows(inputs: LossInputs) -> LossOutputs:

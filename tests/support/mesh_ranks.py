@@ -1,7 +1,8 @@
-"""What the learner's meshes of four ranks are and compute; `run_ranks` calls `everything` in each of them."""
+"""What the learner's meshes of four ranks are and compute; `run_ranks` calls a function in each of them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,19 @@ from paceline.learner.model.loading import Precision, load_policy
 from support import context_ranks, memory_faults
 from support.mesh_steps import VARIANTS, against_one_rank, remeshed
 
-CASES = (
+EVERY_TIME = (
     ("2 copies", "shared prompts"),
-    ("4 copies", "lean"),
     ("context 2, 2 copies", "adapters"),
-    ("context 4", "windows"),
     ("context 4, 2 copies", "experts"),
+)
+"""Meshes and variants that `make test` compares with one rank."""
+GRID = (
+    ("4 copies", "lean"),
+    ("context 4", "windows"),
     ("context 2", "images"),
 )
-"""Meshes and variants that are compared with one rank; each mesh and each variant at least once."""
+"""What `make test-more` compares beside them; with these there is each mesh and each variant."""
 
-RESUMED = {"by one rank": "4 copies", "by 2 copies": "context 2"}
-"""By a checkpoint's folder, the mesh that goes on from it."""
 VARIANT = "shared prompts"
 """Of the resumed runs"""
 
@@ -66,33 +68,62 @@ def shards(ranks: Ranks, model: Path) -> dict[str, Any]:
     return said
 
 
-def everything(ranks: Ranks, models: str, expected: str, checkpoints: str, small: str) -> dict[str, Any]:
-    """All scenarios in one set of processes, which begins on the mesh "context 2, 2 copies"."""
+def every_time(ranks: Ranks, models: str, expected: str, checkpoints: str, small: str) -> dict[str, Any]:
+    """What `make test` looks at, in one set of processes, which begins on the mesh "context 2, 2 copies"."""
     begun, meshes = groups(ranks), {mesh: remeshed(ranks, mesh) for mesh in ("one copy", "context 4")}
-    outcomes = {"groups": {"begun": begun, **{mesh: groups(other) for mesh, other in meshes.items()}}}
     copies = remeshed(ranks, "2 copies")
-    outcomes["shards"] = shards(copies, Path(models, VARIANTS[VARIANT][0]))
-    outcomes["collectives"] = {
-        name: context_ranks.collectives(group)
-        for name, group in (("2", ranks.context), ("4", meshes["context 4"].context))
-        if group is not None
+    return {
+        "groups": {"begun": begun, **{mesh: groups(other) for mesh, other in meshes.items()}},
+        "shards": shards(copies, Path(models, VARIANTS[VARIANT][0])),
+        "collectives": {
+            name: context_ranks.collectives(group)
+            for name, group in (("2", ranks.context), ("4", meshes["context 4"].context))
+            if group is not None
+        },
+        "steps": compared(ranks, EVERY_TIME, models, expected, checkpoints),
+        "resumed": against_one_rank(
+            remeshed(ranks, "context 2"),
+            Path(models),
+            Path(expected),
+            VARIANT,
+            resume=f"{checkpoints}/by 2 copies",
+        ),
+        "out of memory, shared rows": memory_faults.ranks_that_share_rows(
+            remeshed(ranks, "context 2"), "experts", str(Path(models, VARIANTS["experts"][0]))
+        ),
     }
-    outcomes["steps"] = {}
-    for mesh, variant in CASES:
-        writes = {"checkpoint": f"{checkpoints}/by {mesh}"} if variant == VARIANT else {}
-        outcome = against_one_rank(remeshed(ranks, mesh), Path(models), Path(expected), variant, **writes)
-        outcomes["steps"][f"{mesh}: {variant}"] = outcome
-    outcomes["resumed"] = {
-        f"{mesh}, from a checkpoint {name}": against_one_rank(
-            remeshed(ranks, mesh), Path(models), Path(expected), VARIANT, resume=f"{checkpoints}/{name}"
-        )
-        for name, mesh in RESUMED.items()
-    }
+
+
+def grid(ranks: Ranks, models: str, expected: str, checkpoints: str, small: str) -> dict[str, Any]:
+    """What `make test-more` looks at beside that."""
     memory = {"recompute": "full", "keep_gathered": True, "accumulate": False}
     actor = {"memory": memory, "ppo_max_token_len_per_gpu": 48}  # several micro-batches for each rank
-    place = memory_faults.PLACES[-1]
-    outcomes["out of memory"] = memory_faults.one_rank_runs_out(copies, small, place, **actor)
-    experts = str(Path(models, VARIANTS["experts"][0]))
-    shared = remeshed(ranks, "context 2")
-    outcomes["out of memory, shared rows"] = memory_faults.ranks_that_share_rows(shared, small, experts)
+    return {
+        "steps": compared(ranks, GRID, models, expected, checkpoints),
+        "resumed": against_one_rank(
+            remeshed(ranks, "4 copies"),
+            Path(models),
+            Path(expected),
+            VARIANT,
+            resume=f"{checkpoints}/by one rank",
+        ),
+        "out of memory": memory_faults.one_rank_runs_out(
+            remeshed(ranks, "2 copies"), small, memory_faults.PLACES[-1], with_third=False, **actor
+        ),
+        "out of memory, shared rows": memory_faults.ranks_that_share_rows(
+            remeshed(ranks, "context 2"), "dense", small
+        ),
+    }
+
+
+def compared(
+    ranks: Ranks, cases: Sequence[tuple[str, str]], models: str, expected: str, checkpoints: str
+) -> dict[str, Any]:
+    """By mesh and variant, steps against one rank's; those of `VARIANT` write a checkpoint."""
+    outcomes = {}
+    for mesh, variant in cases:
+        writes = {"checkpoint": f"{checkpoints}/by {mesh}"} if variant == VARIANT else {}
+        outcomes[f"{mesh}: {variant}"] = against_one_rank(
+            remeshed(ranks, mesh), Path(models), Path(expected), variant, **writes
+        )
     return outcomes

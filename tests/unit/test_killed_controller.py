@@ -21,6 +21,7 @@ from support.fake_fleet import FakeServices
 from support.killed_sequencer import TRANSPORT, breaches_of, kills
 from support.killed_sequencer import journal_events as events
 from support.killed_sequencer import metrics_lines as lines
+from support.more import more
 from support.sequencer_run import config
 from support.training_run import assert_same_metrics
 
@@ -68,7 +69,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("written", [True, False])
+@pytest.mark.parametrize("written", [False, *more(True)])
 async def test_a_controller_killed_at_any_event_goes_on(
     undisturbed: Path, tmp_path: Path, written: bool
 ) -> None:

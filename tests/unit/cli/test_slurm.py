@@ -57,7 +57,8 @@ def run_sbatch(tmp_path: Path, nodes: int, *, up: str = ":", **env: str) -> subp
         **env,
     }
     return subprocess.run(
-        ["bash", str(SBATCH), "trainer.seed=7"],
+        # As Slurm starts it, whoever runs the tests: what is ignored stays ignored in a shell.
+        ["env", "--default-signal=INT,TERM", "bash", str(SBATCH), "trainer.seed=7"],
         env=variables,
         cwd=tmp_path,
         capture_output=True,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import grpc
 
@@ -36,6 +37,7 @@ from paceline.core.errors import (
 )
 from paceline.core.members import Peer, peer_from_plain, peer_to_plain
 from paceline.core.text import encodable, one_line, printable
+from paceline.wire.json_object import read_json_object
 
 ERROR_KEY = "paceline-error-bin"
 # gRPC drops headers above 8 KiB, and with them the error's class.
@@ -82,10 +84,11 @@ def from_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> Pacelin
     if raw is None:
         return None
     try:
-        body = json.loads(raw)
+        text = raw if isinstance(raw, str) else raw.decode()
+        body: dict[str, Any] = read_json_object(text, "error of a peer")
         kind = _class_named(str(body["class"]))
         return _make(kind, clip(str(body["message"])), dict(body["fields"]))
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         return ProtocolError(f"a peer sent an error that cannot be read: {one_line(str(error))}")
 
 
