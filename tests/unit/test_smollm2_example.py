@@ -1,11 +1,14 @@
-"""The SmolLM2 example: which prompts are held out, what its reward pays, and how it shows the calculator."""
+"""The SmolLM2 example: what is held out, what its reward pays, how it shows the calculator, its tasks."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -93,3 +96,60 @@ def test_the_prompts_show_a_call_that_the_calculator_answers_and_the_reward_pays
     answers = (right, f"It is {right}.", f"{right}1", call["content"])
     pays = [gsm8k(given, row["ground_truth"], **function.kwargs) for given in answers]
     assert pays == [1.0, 1.0, 0.0, 0.0]
+
+
+def rows_of(numbers: Iterable[int]) -> list[dict[str, Any]]:
+    return [{"prompt": [{"role": "user", "content": f"{number}?"}], "number": number} for number in numbers]
+
+
+def test_no_question_is_trained_on_and_held_out() -> None:
+    split = _module("tasks").split
+    training, held_out = split(rows_of([1, 2, 2, 3, 9, 4, 5]), rows_of([7, 7, 3, 9, 8]), 4, 3)
+    assert [row["number"] for row in held_out] == [7, 3, 9]
+    assert [row["number"] for row in training] == [1, 2, 4, 5]
+    with pytest.raises(SystemExit, match="4 different questions instead of 5"):
+        split(rows_of([1, 2, 2, 3, 9, 4, 5]), rows_of([7, 7, 3, 9, 8]), 5, 3)
+
+
+def test_the_tasks_that_the_library_draws_are_graded_by_the_reward(tmp_path: Path) -> None:
+    pytest.importorskip("reasoning_gym", reason="pip install reasoning-gym")
+    tasks, config = _module("tasks"), load(RunConfig, FOLDER / "tasks.yaml")
+    assert tasks.main(["--output", str(tmp_path)]) == 0
+    training, held_out = (
+        [json.loads(line) for line in (tmp_path / f"tasks_{part}.jsonl").read_text().splitlines()]
+        for part in ("train", "val")
+    )
+    assert len(training) == tasks.NUM_TRAINING * len(tasks.TASKS)
+    assert len(held_out) == tasks.NUM_HELD_OUT * len(tasks.TASKS)
+    assert [one.name for one in config.reward.functions] == ["examples/smollm2/tasks.py:last_number"]
+    right_above = config.rollout.val.right_above
+    for row in held_out[:: tasks.NUM_HELD_OUT // 4]:
+        kept = {"data_source": row["data_source"], "entry": row["entry"]}
+        right = int(row["ground_truth"])
+        assert tasks.last_number(f"Not 12345 but {right}.", "", **kept) > right_above
+        assert tasks.last_number(f"{right}, so {right + 1}", "", **kept) <= right_above
+        assert tasks.last_number("I do not know.", "", **kept) == 0
+
+
+def test_the_tables_of_what_was_learned() -> None:
+    learn = _module("learn")
+
+    def measured(value: float) -> dict[str, Any]:
+        estimate = {"value": value, "low": value - 0.05, "high": value + 0.05}
+        votes = {"1": estimate, "8": {"value": 0.9, "low": 0.8, "high": 1.0}}
+        return {
+            "val": {"right": estimate, "pass_at": votes, "length": {"value": 6.4}, "cut": {"value": 0.02}}
+        }
+
+    assert learn.table({"before": measured(0.1), "seed 0": measured(0.5)}).splitlines()[2:] == [
+        "| val | avg@8 | 10.0 [5.0, 15.0] | 50.0 [45.0, 55.0] |",
+        "| val | pass@8 | 90.0 [80.0, 100.0] | 90.0 [80.0, 100.0] |",
+        "| val | tokens, cut off | 6, 2.0% | 6, 2.0% |",
+    ]
+    steps = [
+        {"timing_s/step": seconds, "perf/tokens_per_s": 100.0, "reward/mean": reward}
+        for seconds, reward in ((60.0, 0.1), (2.0, 0.2), (3.0, 0.5), (4.0, 0.6))
+    ]
+    assert learn.costs({"seed 0": steps}).splitlines()[2:] == [
+        "| seed 0 | 4 | 3.00 | 100 | 0.100, 0.200, 0.500, 0.600 |"
+    ]

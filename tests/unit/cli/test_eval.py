@@ -81,6 +81,36 @@ def test_a_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (config.model.path, config.data.max_response_length) == ("my/model", 20000)
 
 
+def test_a_configuration(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = {
+        "data": {
+            "train_files": "t.jsonl",
+            "val_files": "easy.jsonl",
+            "val_max_prompts": 1,
+            "extra_keys": ["e"],
+        },
+        "model": {"path": "start"},
+        "actor": {"use_kl_loss": True},
+        "rollout": {"val": {"n": 2, "temperature": 1.0}},
+        "reward": {"functions": [{"name": "gsm8k", "kwargs": {"method": "flexible"}}]},
+        "trainer": {"total_steps": 9},
+    }
+    (folder / "base.yaml").write_text(yaml.safe_dump(base))
+    (folder / "mine.yaml").write_text("extends: base.yaml\nmodel: {dtype: bfloat16}\n")
+    assert main(["eval", "mine.yaml"]) == 0
+    (config,) = ASKED
+    assert (config.model.path, config.model.dtype, config.actor.use_kl_loss) == ("start", "bfloat16", False)
+    assert [(f.name, f.kwargs) for f in config.reward.functions] == [("gsm8k", {"method": "flexible"})]
+    assert [(s.files, s.n, s.max_prompts) for s in config.held_out_sets] == [(("easy.jsonl",), 2, None)]
+    assert (config.trainer.total_steps, config.data.extra_keys) == (0, ("e",))
+    assert (folder / "runs/evaluations/mine/evaluation.json").is_file()
+    assert "val" in capsys.readouterr().out
+    assert main(["eval", "mine.yaml", "--data", "hard=hard.jsonl", "--out", "other", "model.path=o"]) == 0
+    assert ([s.name for s in ASKED[-1].held_out_sets], ASKED[-1].model.path) == (["hard"], "o")
+    assert main(["eval", "none.yaml"]) == 2
+    assert "cannot read configuration none.yaml" in capsys.readouterr().err
+
+
 def test_a_run_at_a_step(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

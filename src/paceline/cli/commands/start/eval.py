@@ -18,7 +18,7 @@ from paceline.cli.commands.arguments import Form, add_offline
 from paceline.cli.commands.results.export import chosen_step, export_step
 from paceline.cli.commands.start.train import train
 from paceline.config.data import DataConfig
-from paceline.config.load import parse, with_overrides
+from paceline.config.load import load, parse, with_overrides
 from paceline.config.run import RunConfig
 from paceline.config.training.actor import ActorConfig
 from paceline.config.validation import HeldOutSet
@@ -40,15 +40,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
     parser.add_argument(
         "target",
-        metavar="MODEL|RUN[@STEP]",
-        help="a model's folder or name on the hub, or a run, at its newest checkpoint or that of STEP",
+        metavar="MODEL|CONFIG|RUN[@STEP]",
+        help="a model's folder or name on the hub; a configuration's file, for the model that its run "
+        "would start with; or a run, at its newest checkpoint or that of STEP",
     )
     parser.add_argument(
         "overrides",
         nargs="*",
         default=[],
         metavar="dotted.key=value",
-        help="values as in a run's configuration; those of RUN hold where nothing is said",
+        help="values as in a run's configuration; those of CONFIG or RUN hold where nothing is said",
     )
     parser.add_argument(
         "--data",
@@ -76,9 +77,11 @@ def run(args: argparse.Namespace) -> int:
     die_with_parent()
     sets = _sets(args.data)
     folder, step = _run_of(args.target)
-    tree: dict[str, Any] = _tree_of_run(folder) if folder else {}
+    is_config = folder is None and args.target.endswith((".yaml", ".yml"))
+    tree: dict[str, Any] = _tree_of_run(folder) if folder else _tree_of(args.target) if is_config else {}
     tree["data"] = _data(tree.get("data", {}), sets, args)
-    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", args.target.strip("/").rpartition("/")[2]) or "model"
+    last = Path(args.target).stem if is_config else args.target.strip("/").rpartition("/")[2]
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", last) or "model"
     out = Path(args.out or run_dirs.RUNS / "evaluations" / name)
     tree = with_overrides(_tree(tree, args, out), args.overrides)
     _make_room(tree)
@@ -121,7 +124,15 @@ def _run_of(target: str) -> tuple[Path | None, str]:
 
 def _tree_of_run(folder: Path) -> dict[str, Any]:
     """What a run's configuration says of data, rewards and servers."""
-    tree = yaml.safe_load((folder / run_dirs.RESOLVED).read_text(encoding="utf-8"))
+    return _without_training(yaml.safe_load((folder / run_dirs.RESOLVED).read_text(encoding="utf-8")))
+
+
+def _tree_of(config: str) -> dict[str, Any]:
+    """The same of a configuration that no run has settled."""
+    return _without_training(load(RunConfig, config).model_dump(mode="json"))
+
+
+def _without_training(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {section: values for section, values in tree.items() if section not in _OF_TRAINING}
 
 

