@@ -26,6 +26,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 PACELINE = (sys.executable, "-m", "paceline.cli.main")
 MADE = (("prepare.py", HERE / "model/config.json"), ("tasks.py", HERE / "data/tasks_train.jsonl"))
+OF_TRAINING = ("trainer.", "actor.", "algorithm.", "data.train_")
 STEP_DONE = "timing_s/step"
 
 
@@ -87,7 +88,8 @@ def evaluated(args: argparse.Namespace, name: str, target: Path) -> dict[str, An
     out: Path = args.out / f"eval-{name}"
     if not (out / "evaluation.json").is_file():
         words = ["--out", str(out), "--n", str(args.n), "--temperature", "1"]
-        command = [*PACELINE, "eval", str(target), *words, *args.overrides]
+        own = [word for word in args.overrides if not word.startswith(OF_TRAINING)]
+        command = [*PACELINE, "eval", str(target), *words, *own]
         run(f"evaluation {name}", command, args.out / f"eval-{name}.log")
     found: dict[str, Any] = json.loads((out / "evaluation.json").read_text(encoding="utf-8"))
     return found
@@ -96,12 +98,10 @@ def evaluated(args: argparse.Namespace, name: str, target: Path) -> dict[str, An
 def trained(args: argparse.Namespace, seed: int) -> Path:
     """The folder of the seed's run, which goes on where it has begun."""
     folder: Path = args.out / f"seed-{seed}"
-    command = [*PACELINE, "train", str(args.config), "--plain", f"trainer.run_dir={folder}"]
-    run(
-        f"training, seed {seed}",
-        [*command, f"trainer.seed={seed}", *args.overrides],
-        args.out / f"seed-{seed}.log",
-    )
+    if not (folder / "model").is_dir():  # what a run leaves when it has ended
+        words = ["--plain", f"trainer.run_dir={folder}", f"trainer.seed={seed}", *args.overrides]
+        command = [*PACELINE, "train", str(args.config), *words]
+        run(f"training, seed {seed}", command, args.out / f"seed-{seed}.log")
     return folder
 
 
@@ -148,7 +148,7 @@ def costs(runs: dict[str, list[dict[str, float]]]) -> str:
         rate = statistics.median(step["perf/tokens_per_s"] for step in later)
         size = max(1, len(steps) // 4)
         rewards = [
-            statistics.fmean(step["reward/mean"] for step in steps[begin : begin + size])
+            statistics.fmean(step["critic/rewards/mean"] for step in steps[begin : begin + size])
             for begin in range(0, 4 * size, size)
             if steps[begin : begin + size]
         ]

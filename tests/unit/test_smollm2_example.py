@@ -147,7 +147,7 @@ def test_the_tables_of_what_was_learned() -> None:
         "| val | tokens, cut off | 6, 2.0% | 6, 2.0% |",
     ]
     steps = [
-        {"timing_s/step": seconds, "perf/tokens_per_s": 100.0, "reward/mean": reward}
+        {"timing_s/step": seconds, "perf/tokens_per_s": 100.0, "critic/rewards/mean": reward}
         for seconds, reward in ((60.0, 0.1), (2.0, 0.2), (3.0, 0.5), (4.0, 0.6))
     ]
     assert learn.costs({"seed 0": steps}).splitlines()[2:] == [

@@ -107,6 +107,8 @@ def test_a_configuration(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "val" in capsys.readouterr().out
     assert main(["eval", "mine.yaml", "--data", "hard=hard.jsonl", "--out", "other", "model.path=o"]) == 0
     assert ([s.name for s in ASKED[-1].held_out_sets], ASKED[-1].model.path) == (["hard"], "o")
+    assert main(["eval", "mine.yaml", "trainer.total_steps=3"]) == 2
+    assert "an evaluation trains nothing" in capsys.readouterr().err
     assert main(["eval", "none.yaml"]) == 2
     assert "cannot read configuration none.yaml" in capsys.readouterr().err
 

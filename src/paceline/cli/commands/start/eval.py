@@ -84,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", last) or "model"
     out = Path(args.out or run_dirs.RUNS / "evaluations" / name)
     tree = with_overrides(_tree(tree, args, out), args.overrides)
+    if tree["trainer"]["total_steps"]:
+        raise ConfigError("an evaluation trains nothing: leave out trainer.total_steps")
     _make_room(tree)
     if folder is not None:
         tree["model"]["path"] = str(_exported(folder, step, out))
