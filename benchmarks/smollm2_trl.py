@@ -125,14 +125,14 @@ def main() -> int:
     logged = [line for line in trainer.state.log_history if "completions/mean_length" in line]
     tokens = statistics.fmean(line["completions/mean_length"] for line in logged[1:] or logged) * batch
     median = statistics.median(seconds[1:] or seconds)
-    found = {
+    measured = {
         "start_s": round(ends[0] - BEGAN, 1),
         "step_s": round(median, 2),
         "sampled_tokens_per_s": round(tokens / median),
         "samples": batch * steps,
         "rewards": [round(one, 3) for one in rewards],
     }
-    print(json.dumps(found))
+    print(json.dumps(measured))
     return 0
 
 

@@ -52,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with ThreadPoolExecutor(args.jobs) as pool:
         runs = list(pool.map(lambda seed: trained(args, seed), args.seeds))
         names = [f"seed {seed}" for seed in args.seeds]
-        found = pool.map(lambda name, run: evaluated(args, name.replace(" ", "-"), run), names, runs)
-        results |= dict(zip(names, found, strict=True))
+        measured = pool.map(lambda name, run: evaluated(args, name.replace(" ", "-"), run), names, runs)
+        results |= dict(zip(names, measured, strict=True))
     print(table(results))
     print(costs({name: metrics(run) for name, run in zip(names, runs, strict=True)}))
     return 0
@@ -91,8 +91,8 @@ def evaluated(args: argparse.Namespace, name: str, target: Path) -> dict[str, An
         own = [word for word in args.overrides if not word.startswith(OF_TRAINING)]
         command = [*PACELINE, "eval", str(target), *words, *own]
         run(f"evaluation {name}", command, args.out / f"eval-{name}.log")
-    found: dict[str, Any] = json.loads((out / "evaluation.json").read_text(encoding="utf-8"))
-    return found
+    measured: dict[str, Any] = json.loads((out / "evaluation.json").read_text(encoding="utf-8"))
+    return measured
 
 
 def trained(args: argparse.Namespace, seed: int) -> Path:
@@ -130,10 +130,10 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 def interval(result: dict[str, Any], path: Sequence[str]) -> str:
     """An estimate as value [low, high], in percent."""
-    found: Any = result
+    estimate: Any = result
     for key in path:
-        found = found[key]
-    return f"{100 * found['value']:.1f} [{100 * found['low']:.1f}, {100 * found['high']:.1f}]"
+        estimate = measured[key]
+    return f"{100 * estimate['value']:.1f} [{100 * measured['low']:.1f}, {100 * measured['high']:.1f}]"
 
 
 def costs(runs: dict[str, list[dict[str, float]]]) -> str:

@@ -84,8 +84,10 @@ def main(argv: list[str] | None = None) -> int:
             rows(task, size=5 * size, seed=seed, **settings)
             for size, seed in ((NUM_TRAINING, TRAINING_SEED), (NUM_HELD_OUT, HELD_OUT_SEED))
         )
-        for part, found in zip(files.values(), split(drawn, others, NUM_TRAINING, NUM_HELD_OUT), strict=True):
-            part.extend(found)
+        for part, chosen in zip(
+            files.values(), split(drawn, others, NUM_TRAINING, NUM_HELD_OUT), strict=True
+        ):
+            part.extend(chosen)
     given.output.mkdir(parents=True, exist_ok=True)
     for name, part in files.items():
         lines = "".join(f"{json.dumps(row)}\n" for row in part)
