@@ -132,8 +132,8 @@ def interval(result: dict[str, Any], path: Sequence[str]) -> str:
     """An estimate as value [low, high], in percent."""
     estimate: Any = result
     for key in path:
-        estimate = measured[key]
-    return f"{100 * estimate['value']:.1f} [{100 * measured['low']:.1f}, {100 * measured['high']:.1f}]"
+        estimate = estimate[key]
+    return f"{100 * estimate['value']:.1f} [{100 * estimate['low']:.1f}, {100 * estimate['high']:.1f}]"
 
 
 def costs(runs: dict[str, list[dict[str, float]]]) -> str:
