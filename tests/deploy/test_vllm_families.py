@@ -60,6 +60,8 @@ def test_a_push_into_each_family_writes_what_its_export_holds() -> None:
         "mixtral",
         "olmoe",
         "qwen2_moe",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
         "qwen3_moe",
         "qwen3_next",
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from paceline.learner.model.architectures import (
     require_compilable,
     require_shared_tokens,
 )
+from paceline.learner.model.decoder import recurrence_kernel
 from paceline.learner.model.flops import arithmetic_of
 from paceline.learner.model.loading import draw_normal, empty_lm, give_storage
 from paceline.learner.model.networks import PolicyNetwork
@@ -30,7 +32,7 @@ from support.cli_configs import config as run_config
 pytestmark = pytest.mark.torch
 
 CPU = torch.device("cpu")
-KINDS = ["qwen3_next", "qwen3_5_text"]
+KINDS = ["qwen3_next", "qwen3_5_text", "qwen3_5"]
 # Prompts with the lengths of their answers: in one padded batch, with free places before the prefix, within
 # one chunk of the recurrence and over several, and longer than what is padded.
 FAMILIES = ((5, (3, 9, 4)), (20, (7, 7)), (70, (80, 200)))
@@ -86,6 +88,50 @@ def test_rows_have_the_same_numbers_with_shared_prompts_without_and_alone(kind: 
         torch.testing.assert_close(others[name], gradient, rtol=0.0, atol=2e-5 * float(gradient.abs().max()))
     alone = torch.cat([run(policy, [row], share=False)[0] for row in rows])
     torch.testing.assert_close(apart, alone, rtol=0.0, atol=2e-5)
+
+
+def rule_by_sequence(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """flash-linear-attention's function on a CPU: transformers' code, a sequence at a time."""
+    from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
+
+    states, cu_seqlens = options.get("initial_state"), options["cu_seqlens"]
+    assert torch.equal(cu_seqlens, options["cu_seqlens_cpu"])
+    assert cu_seqlens[-1] == query.shape[1]
+    repeat = value.shape[2] // query.shape[2]
+    parts = []
+    for index, (start, stop) in enumerate(pairwise(cu_seqlens.tolist())):
+        own = [part[:, start:stop] for part in (query, key, value, g, beta)]
+        own[:2] = (part.repeat_interleave(repeat, dim=2) for part in own[:2])
+        parts.append(
+            torch_chunk_gated_delta_rule(
+                *own[:3],
+                g=own[3],
+                beta=own[4],
+                initial_state=None if states is None else states[index : index + 1],
+                output_final_state=True,
+                use_qk_l2norm_in_kernel=options["use_qk_l2norm_in_kernel"],
+            )
+        )
+    out, last = zip(*parts, strict=True)
+    return torch.cat(out, 1), torch.cat(last)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("share", [False, True])
+def test_a_kernel_that_starts_from_states_gives_what_padded_rows_give(
+    monkeypatch: pytest.MonkeyPatch, kind: str, share: bool
+) -> None:
+    policy, rows = network(kind), rows_of(((1, (1, 2)), *FAMILIES, (2, (5, 1))))
+    padded, gradients = run(policy, rows, share=share)
+    monkeypatch.setattr(recurrence_kernel, "rule_for", lambda device: rule_by_sequence)
+    chained, others = run(policy, rows, share=share)
+    torch.testing.assert_close(chained, padded, rtol=0.0, atol=2e-5)
+    assert not torch.equal(chained, padded)
+    assert gradients.keys() == others.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(others[name], gradient, rtol=0.0, atol=1e-4 * float(gradient.abs().max()))
 
 
 def test_a_token_changes_what_follows_in_its_row_and_nothing_of_its_neighbours() -> None:

@@ -54,15 +54,48 @@ _HYBRID: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
+_HYBRID_WITH_IMAGES: dict[str, Any] = {
+    **_HYBRID,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+        "partial_rotary_factor": 1.0,
+    },
+}
+
 _TEXT: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
         "tie_word_embeddings": False,
     },
+    "qwen3_5": _HYBRID_WITH_IMAGES,
+    "qwen3_5_moe": _HYBRID_WITH_IMAGES,
 }
 """Of the language model inside one that takes images, beside `_SIZES`."""
 
+_TOWER: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "patch_size": 4,
+    "num_position_embeddings": 16,
+    "initializer_range": 0.2,
+}
+
+_IMAGE_TOKENS: dict[str, Any] = {
+    "image_token_id": 90,
+    "video_token_id": 91,
+    "vision_start_token_id": 92,
+    "vision_end_token_id": 93,
+    "tie_word_embeddings": False,
+}
+
 _VISION: dict[str, dict[str, Any]] = {
+    "qwen3_5": _TOWER,
+    "qwen3_5_moe": _TOWER,
     "qwen2_5_vl": {
         "depth": 2,
         "fullatt_block_indexes": [1],
@@ -142,13 +175,9 @@ _OWN: dict[str, dict[str, Any]] = {
         "mamba_n_groups": 1,
         "mamba_d_state": 8,
     },
-    "qwen2_5_vl": {
-        "image_token_id": 90,
-        "video_token_id": 91,
-        "vision_start_token_id": 92,
-        "vision_end_token_id": 93,
-        "tie_word_embeddings": False,
-    },
+    "qwen2_5_vl": _IMAGE_TOKENS,
+    "qwen3_5": _IMAGE_TOKENS,
+    "qwen3_5_moe": _IMAGE_TOKENS,
     "gpt_oss": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "minimax_m2": {"rotary_dim": 4},
 }
@@ -182,7 +211,7 @@ def features(model_type: str) -> str:
     config = tiny_config(model_type)
     with torch.device("meta"):
         lm = model_class(config).from_config(config)
-    windows = getattr(config, "layer_types", None) or ()
+    windows = getattr(config.get_text_config(), "layer_types", None) or ()
     special = {
         "logit scale": logit_scale(config) != 1.0,
         "logit softcap": logit_softcap(config) is not None,

@@ -121,12 +121,12 @@ FAMILIES: Final[Mapping[str, ModelFamily]] = {
     ),
     "qwen3": ModelFamily(name="Qwen 3", has_head_norms=True, has_uniform_cache=True),
     "qwen3_moe": ModelFamily(name="Qwen 3 MoE", has_head_norms=True, has_uniform_cache=True),
-    "qwen3_5_moe_text": ModelFamily(
-        name="Qwen 3.5 MoE, text", is_tested=False, has_layers_of_own_sizes=True, has_states=True
+    "qwen3_5": ModelFamily(name="Qwen 3.5", takes_images=True, has_layers_of_own_sizes=True, has_states=True),
+    "qwen3_5_moe": ModelFamily(
+        name="Qwen 3.5 MoE", takes_images=True, has_layers_of_own_sizes=True, has_states=True
     ),
-    "qwen3_5_text": ModelFamily(
-        name="Qwen 3.5, text", is_tested=False, has_layers_of_own_sizes=True, has_states=True
-    ),
+    "qwen3_5_moe_text": ModelFamily(name="Qwen 3.5 MoE, text", has_layers_of_own_sizes=True, has_states=True),
+    "qwen3_5_text": ModelFamily(name="Qwen 3.5, text", has_layers_of_own_sizes=True, has_states=True),
     "qwen3_next": ModelFamily(name="Qwen 3 Next", has_layers_of_own_sizes=True, has_states=True),
     "seed_oss": ModelFamily(name="Seed-OSS"),
     "smollm3": ModelFamily(name="SmolLM3"),

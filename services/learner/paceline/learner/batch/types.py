@@ -18,6 +18,7 @@ from torch import Tensor
 
 from paceline.core.samples.trajectory import Float32Array, Int32Array, UInt8Array
 from paceline.learner.batch.blocks import SequenceBlock
+from paceline.learner.batch.chained import ChainedSequences
 from paceline.learner.batch.padded import PaddedSequences
 from paceline.learner.batch.row_index import RowIndex
 from paceline.learner.distributed.mesh import RankGroup
@@ -100,7 +101,7 @@ class PackedSequences:
         context: the ranks that share these tokens, of which each is given its part; None for one rank.
     """
 
-    __slots__ = ("_padded", "blocks", "context", "cu_seqlens", "keys", "max_length")
+    __slots__ = ("_chained", "_padded", "blocks", "context", "cu_seqlens", "keys", "max_length")
 
     def __init__(
         self,
@@ -114,6 +115,7 @@ class PackedSequences:
         self.cu_seqlens, self.max_length, self.blocks = cu_seqlens, max_length, blocks
         self.keys, self.context = keys, context
         self._padded: PaddedSequences | None = None
+        self._chained: ChainedSequences | None = None
 
     @property
     def padded(self) -> PaddedSequences:
@@ -121,6 +123,16 @@ class PackedSequences:
         if self._padded is None:
             self._padded = PaddedSequences.of(self.blocks, self.cu_seqlens.device)
         return self._padded
+
+    def chained(self, taps: int) -> ChainedSequences:
+        """The sequences for layers with a state, made when they are first asked for.
+
+        Args:
+            taps: of the layers' convolutions, the same in all of them.
+        """
+        if self._chained is None:
+            self._chained = ChainedSequences.of(self.blocks, taps, self.cu_seqlens.device)
+        return self._chained
 
     def for_pass(self, context: RankGroup | None) -> PackedSequences:
         """The same sequences for one pass through the model, after which their padded batches are freed."""

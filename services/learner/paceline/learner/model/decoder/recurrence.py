@@ -3,11 +3,13 @@
 Such a layer knows nothing of where sequences begin: run over a packed row, it would carry one's state into
 the next. So it runs over padded batches, a sequence per row, from an empty state. What follows a sequence in
 its row changes nothing before it. A prefix, such as a shared prompt, is run again for each sequence that has
-it; the free places before it go to the row's end.
+it; the free places before it go to the row's end. On a GPU with flash-linear-attention nothing is padded, or
+run again (`recurrence_kernel`).
 """
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from typing import Any
 
@@ -18,7 +20,11 @@ from paceline.core.errors import ModelError
 from paceline.learner.batch.padded import PaddedBatch
 from paceline.learner.batch.types import PackedSequences
 from paceline.learner.model.architectures import recurrent_layers
+from paceline.learner.model.decoder import recurrence_kernel
 from paceline.learner.model.decoder.rows import take_rows
+
+_FUNCTIONS = ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")
+"""Of transformers' modules; each may be another package's function"""
 
 
 def use_packed_recurrence(lm: nn.Module) -> None:
@@ -26,6 +32,21 @@ def use_packed_recurrence(lm: nn.Module) -> None:
     for module in recurrent_layers(lm):
         kind: Any = type(module)
         module.__class__ = _packed_kind(kind)
+        _without_kernels(kind.__module__)
+
+
+@cache
+def _without_kernels(module_name: str) -> None:
+    """Has transformers' own code of these layers run anywhere.
+
+    Where flash-linear-attention or causal-conv1d is installed, transformers calls them on a CPU, too, where
+    they do not run.
+    """
+    module = sys.modules[module_name]
+    for name in _FUNCTIONS:
+        plain = getattr(getattr(module, name, None), "__wrapped__", None)
+        if plain is not None:
+            setattr(module, name, plain)
 
 
 # One class for all layers.
@@ -39,6 +60,8 @@ def _packed_kind(kind: type[nn.Module]) -> type[nn.Module]:
                 f"{kind.__name__}'s model does not tell its layers where sequences begin; use one of "
                 "the architectures of docs/architectures.md"
             )
+        if (rule := recurrence_kernel.rule_for(hidden_states.device)) is not None:
+            return recurrence_kernel.run_layer(self, hidden_states, packed, rule)
         plain: Any = kind.forward
         return _by_sequence(lambda rows: plain(self, rows), hidden_states, packed)
 

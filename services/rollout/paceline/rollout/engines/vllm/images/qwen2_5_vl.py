@@ -17,8 +17,10 @@ from vllm.model_executor.models import qwen2_5_vl  # noqa: E402
 from vllm.multimodal import MULTIMODAL_REGISTRY  # noqa: E402
 
 
-class ProcessingInfo(qwen2_5_vl.Qwen2_5_VLProcessingInfo):  # type: ignore[misc]
+class ImagesAlone:
     """Says how many tokens an image may have; nothing is processed here, and videos are not taken."""
+
+    ctx: Any
 
     def get_supported_mm_limits(self) -> dict[str, int | None]:
         """Allows as many images as a prompt has room for."""
@@ -31,6 +33,10 @@ class ProcessingInfo(qwen2_5_vl.Qwen2_5_VLProcessingInfo):  # type: ignore[misc]
         )
         token_pixels = (processor.patch_size * processor.merge_size) ** 2
         return {"image": min(seq_len, processor.size["longest_edge"] // token_pixels)}
+
+
+class ProcessingInfo(ImagesAlone, qwen2_5_vl.Qwen2_5_VLProcessingInfo):  # type: ignore[misc]
+    """Says how many tokens an image may have."""
 
 
 @MULTIMODAL_REGISTRY.register_processor(

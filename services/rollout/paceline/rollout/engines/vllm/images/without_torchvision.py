@@ -1,4 +1,4 @@
-"""Has vLLM build Qwen2.5-VL where torchvision is not installed.
+"""Has vLLM build Qwen2.5-VL and Qwen 3.5 where torchvision is not installed.
 
 The packages of torchvision on the index are built for CUDA and break the build for the CPU. vLLM needs it for
 two things that are not needed here: the processing of images, which come processed already, and videos.
@@ -7,17 +7,26 @@ two things that are not needed here: the processing of images, which come proces
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from typing import Final
 
-ARCHITECTURE: Final = "Qwen2_5_VLForConditionalGeneration"
-_MODEL: Final = "paceline.rollout.engines.vllm.images.qwen2_5_vl:Qwen25VL"
+_HERE: Final = "paceline.rollout.engines.vllm.images"
+MODELS: Final[Mapping[str, str]] = {
+    "Qwen2_5_VLForConditionalGeneration": f"{_HERE}.qwen2_5_vl:Qwen25VL",
+    "Qwen3_5ForCausalLM": f"{_HERE}.qwen3_5:Text",
+    "Qwen3_5ForConditionalGeneration": f"{_HERE}.qwen3_5:Qwen35",
+    "Qwen3_5MoeForCausalLM": f"{_HERE}.qwen3_5:MoeText",
+    "Qwen3_5MoeForConditionalGeneration": f"{_HERE}.qwen3_5:Qwen35Moe",
+}
+"""Our classes, by the names of vLLM's."""
 
 
 def register() -> None:
-    """Registers `qwen2_5_vl` for the model in this process; does nothing where torchvision is installed."""
+    """Registers our classes in this process; does nothing where torchvision is installed."""
     if importlib.util.find_spec("torchvision") is not None:
         return
     from vllm.model_executor.models.registry import ModelRegistry
 
-    if _MODEL.partition(":")[0] not in str(ModelRegistry.models.get(ARCHITECTURE)):
-        ModelRegistry.register_model(ARCHITECTURE, _MODEL)
+    for architecture, place in MODELS.items():
+        if _HERE not in str(ModelRegistry.models.get(architecture)):
+            ModelRegistry.register_model(architecture, place)

@@ -1,0 +1,109 @@
+"""The sequences of a packed row for layers with a state: one with a prefix begins with its last state.
+
+    tokens    P P P | S S | S S S | Q Q        first: P, Q        then: both S, from the state after P
+
+A short convolution looks back over a few tokens. Of those that begin a sequence, `begins` and `looked_at` say
+which tokens that is: the last of the prefix, or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.learner.batch.blocks import SequenceBlock
+from paceline.learner.batch.row_index import RowIndex
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SequenceRun:
+    """Sequences that are computed together.
+
+    Attributes:
+        tokens: (m,) int64, their tokens in the row, one sequence after another.
+        cu_seqlens: (num_sequences + 1,) int64, where each begins among the m; on the model's device.
+        cu_seqlens_on_host: the same on the CPU.
+    """
+
+    tokens: Tensor
+    cu_seqlens: Tensor
+    cu_seqlens_on_host: Tensor
+
+    @classmethod
+    def of(cls, spans: Sequence[tuple[int, int]], device: torch.device) -> SequenceRun:
+        """Sequences from their starts in the row and their lengths."""
+        lengths = torch.tensor([length for _, length in spans])
+        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        tokens = torch.cat([torch.arange(start, start + length) for start, length in spans])
+        return cls(
+            tokens=tokens.to(device, non_blocking=True),
+            cu_seqlens=offsets.to(device, non_blocking=True),
+            cu_seqlens_on_host=offsets,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ChainedSequences:
+    """All sequences of a packed row of T tokens.
+
+    Attributes:
+        first: those without a prefix.
+        then: those with one; None if there are none.
+        prefixes: by sequence of `then`, which of `first` is its prefix.
+        order: (T,), the place of each token among those of `first` and `then`.
+        begins: (b,), the tokens that begin a sequence, as many as a convolution looks back over.
+        looked_at: (b * taps,), for each of them the tokens that end with itself; T for none.
+    """
+
+    first: SequenceRun
+    then: SequenceRun | None
+    prefixes: RowIndex | None
+    order: Tensor
+    begins: Tensor
+    looked_at: RowIndex
+
+    @classmethod
+    def of(cls, blocks: Sequence[SequenceBlock], taps: int, device: torch.device) -> ChainedSequences:
+        """Takes the sequences of all runs; a convolution has `taps` taps, its own token's among them."""
+        num_tokens = max(block.stop for block in blocks)
+        spans = [
+            (start, block.length, block.prefix_start, block.prefix_length)
+            for block in blocks
+            for start in range(block.start, block.stop, block.length)
+        ]
+        alone = [(start, length) for start, length, _, size in spans if not size]
+        places = {start: place for place, (start, _) in enumerate(alone)}
+        prefixed = [span for span in spans if span[3]]
+        first, then, prefixes = SequenceRun.of(alone, device), None, None
+        if prefixed:
+            then = SequenceRun.of([span[:2] for span in prefixed], device)
+            prefixes = RowIndex.of(torch.tensor([places[span[2]] for span in prefixed]), len(alone))
+        order = torch.empty_like(tokens := torch.cat([run.tokens for run in (first, then) if run]))
+        order[tokens] = torch.arange(num_tokens, device=device)
+        begins, looked_at = _look_back(spans, taps, num_tokens)
+        return cls(
+            first=first,
+            then=then,
+            prefixes=prefixes.to(device) if prefixes else None,
+            order=order,
+            begins=begins.to(device, non_blocking=True),
+            looked_at=RowIndex.of(looked_at, num_tokens + 1).to(device),
+        )
+
+
+def _look_back(
+    spans: Sequence[tuple[int, int, int, int]], taps: int, num_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """The tokens that begin sequences, and for each of them the tokens that end with itself."""
+    begins, looked_at = [], []
+    for start, length, prefix_start, prefix_length in spans:
+        inside = np.arange(min(length, taps - 1))[:, None]
+        place = inside + np.arange(1 - taps, 1)  # in the sequence; before it the prefix ends
+        before = np.where(place + prefix_length >= 0, prefix_start + prefix_length + place, num_tokens)
+        begins.append(start + inside[:, 0])
+        looked_at.append(np.where(place >= 0, start + place, before).reshape(-1))
+    return torch.from_numpy(np.concatenate(begins)), torch.from_numpy(np.concatenate(looked_at))
