@@ -12,7 +12,7 @@ Text = qwen3_5.Qwen3_5ForCausalLM
 MoeText = qwen3_5.Qwen3_5MoeForCausalLM
 
 
-class ProcessingInfo(ImagesAlone, qwen3_5.Qwen3_5ProcessingInfo):  # type: ignore[misc]
+class DenseProcessingInfo(ImagesAlone, qwen3_5.Qwen3_5ProcessingInfo):  # type: ignore[misc]
     """Says how many tokens an image may have."""
 
 
@@ -22,7 +22,7 @@ class MoeProcessingInfo(ImagesAlone, qwen3_5.Qwen3_5MoeProcessingInfo):  # type:
 
 @MULTIMODAL_REGISTRY.register_processor(
     qwen3_vl.Qwen3VLMultiModalProcessor,
-    info=ProcessingInfo,
+    info=DenseProcessingInfo,
     dummy_inputs=qwen3_vl.Qwen3VLDummyInputsBuilder,
 )
 class Qwen35(qwen3_5.Qwen3_5ForConditionalGeneration):  # type: ignore[misc]
