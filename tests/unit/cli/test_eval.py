@@ -91,6 +91,7 @@ def test_a_configuration(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
         },
         "model": {"path": "start"},
         "actor": {"use_kl_loss": True},
+        "algorithm": {"adv_estimator": "rloo"},
         "rollout": {"val": {"n": 2, "temperature": 1.0}},
         "reward": {"functions": [{"name": "gsm8k", "kwargs": {"method": "flexible"}}]},
         "trainer": {"total_steps": 9},
@@ -103,6 +104,7 @@ def test_a_configuration(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert [(f.name, f.kwargs) for f in config.reward.functions] == [("gsm8k", {"method": "flexible"})]
     assert [(s.files, s.n, s.max_prompts) for s in config.held_out_sets] == [(("easy.jsonl",), 2, None)]
     assert (config.trainer.total_steps, config.data.extra_keys) == (0, ("e",))
+    assert config.algorithm.adv_estimator != "rloo", "what only training needs is left out"
     assert (folder / "runs/evaluations/mine/evaluation.json").is_file()
     assert "val" in capsys.readouterr().out
     assert main(["eval", "mine.yaml", "--data", "hard=hard.jsonl", "--out", "other", "model.path=o"]) == 0
