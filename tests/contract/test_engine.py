@@ -46,6 +46,7 @@ from support.engine_contract import (
     fake_subject,
     vllm_subject,
 )
+from support.fake_engine import FakeEngine
 from support.rollout_bench import LIMITS, RUN, V0, group
 
 SUBJECTS = {"fake": fake_subject, "vllm": vllm_subject}
@@ -302,6 +303,69 @@ async def test_a_receive_beside_running_requests_is_refused(subject: Subject) ->
     # Aborted, they do not stand in the way of the next push.
     _, received = await subject.learner.push(subject.engine, version=8)
     assert received.version == 8
+
+
+async def in_mid_answer(subject: Subject, tag: str, seed: int, recompute: bool) -> list[Sample]:
+    """The samples of `LONG` requests of which a push of these weights finds some half drawn."""
+    engine, version = subject.engine, next(VERSIONS)
+    for attempt in range(20):
+        drawing = asyncio.create_task(engine.generate(requests(f"{tag}:{attempt}", LONG)))
+        await asyncio.sleep(0.02 * (attempt + 2))
+        await engine.pause(recompute=recompute)
+        paused_at = [len(sample.token_ids) for sample in drawing.result()] if drawing.done() else []
+        await subject.learner.push_seed(engine, seed, version)
+        await engine.resume()
+        samples = await drawing
+        if not paused_at and all(len(sample.versions) == 2 for sample in samples):
+            return samples
+        await subject.learner.push_seed(engine, 0, next(VERSIONS))
+    raise AssertionError("no push came in mid-answer")
+
+
+VERSIONS = itertools.count(1000)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
+async def test_a_push_in_mid_answer_changes_the_tokens_after_it_alone(
+    subject: Subject, recompute: bool
+) -> None:
+    engine, tag = subject.engine, f"mid:{recompute}"
+    await subject.learner.push_seed(engine, 0, next(VERSIONS))
+    unbroken = await engine.generate(requests(f"{tag}:whole", LONG))
+    assert {len(sample.versions) for sample in unbroken} == {1}
+    # The same weights: the samples are those without a push, and only their versions tell.
+    check_same(await in_mid_answer(subject, f"{tag}:same", 0, recompute), unbroken)
+    mixed = await in_mid_answer(subject, f"{tag}:other", 1, recompute)
+    for request, sample, before in zip(requests(tag, LONG), mixed, unbroken, strict=True):
+        (first, old), (end, new) = sample.versions
+        assert (first, old < new) == (0, True)
+        assert sample.token_ids[:end].tolist() == before.token_ids[:end].tolist()
+        np.testing.assert_allclose(sample.log_probs[:end], before.log_probs[:end], rtol=1e-5, atol=1e-5)
+        assert np.isfinite(sample.log_probs).all()
+        if recompute and not isinstance(engine, FakeEngine):
+            # What goes on from the same tokens with the new weights alone.
+            begun = [*request.prompt_token_ids, *sample.token_ids[:end].tolist()]
+            rest = replace(LONG, max_tokens=LONG.max_tokens - end)
+            (drawn,) = await engine.generate([replace(request, prompt_token_ids=begun, sampling=rest)])
+            assert sample.token_ids[end:].tolist() == drawn.token_ids.tolist()
+            np.testing.assert_allclose(sample.log_probs[end:], drawn.log_probs, rtol=1e-5, atol=1e-5)
+    assert tokens(mixed) != tokens(unbroken)
+    await subject.learner.push_seed(engine, 0, next(VERSIONS))
+
+
+async def test_a_paused_engine_draws_nothing_and_requests_can_be_aborted(subject: Subject) -> None:
+    engine = subject.engine
+    await engine.pause(recompute=False)
+    await engine.pause(recompute=False)  # may be repeated
+    drawing = asyncio.create_task(engine.generate(requests("paused")))
+    await asyncio.sleep(0.3)
+    assert not drawing.done()
+    drawing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await drawing
+    await engine.resume()
+    await engine.resume()
+    assert len(await engine.generate(requests("after"))) == 12
 
 
 async def test_a_receive_that_the_learner_does_not_serve_names_it_and_the_next_group_works(

@@ -207,17 +207,47 @@ def test_the_rows_of_aborted_requests_go_to_others_once_the_worker_knows() -> No
         places.take(["running"], [0], [1])
 
 
+def test_a_requests_log_probs_and_versions_outlive_a_push_in_mid_answer() -> None:
+    """Request a is half drawn when weights come, b has its prompt in part, c begins after that."""
+    running = {"a", "b", "c"}
+    places = Places(4, 8, CPU, running.__contains__)
+    places.begin_version(7, mid_answer=False)
+    places.rows_of({"a": 1, "b": 2})
+    rows = places.rows_of({"a": 1, "b": 2})
+    places.log_probs[rows[0], 3:5] = torch.tensor([-1.0, -2.0])  # a prompt of 3 tokens
+    places.log_probs[rows[1], 2] = -9.0  # drawn at the end of a part of b's prompt of 4 tokens
+    places.begin_version(8, mid_answer=True)
+    # Keys and values are computed again, and what is drawn on the way is written over the first.
+    places.log_probs[rows[0], 3:7] = torch.tensor([-5.0, -6.0, -3.0, -4.0])
+    places.log_probs[rows[1], 4:6] = torch.tensor([-1.5, -2.5])
+    places.log_probs[places.rows_of({"c": 3})[0], 1] = -0.5
+    asked = (["a", "b", "c"], [3, 4, 1], [4, 2, 1])
+    assert places.versions(*asked) == [[(0, 7), (2, 8)], [(0, 8)], [(0, 8)]]
+    assert places.take(*asked).tolist() == [-1.0, -2.0, -3.0, -4.0, -1.5, -2.5, -0.5]
+
+
+def test_the_same_version_twice_is_one_range_and_a_third_adds_one() -> None:
+    places = Places(2, 8, CPU, {"a"}.__contains__)
+    places.begin_version(3, mid_answer=False)
+    row = places.rows_of({"a": 1})[0]
+    for position, version in ((1, 3), (2, 3), (3, 4), (4, 5)):
+        places.begin_version(version, mid_answer=True)
+        places.log_probs[row, position] = -float(position)
+    assert places.versions(["a"], [1], [4]) == [[(0, 3), (2, 4), (3, 5)]]
+    assert places.versions(["a"], [1], [2]) == [[(0, 3)]]
+    assert places.take(["a"], [1], [4]).tolist() == [-1.0, -2.0, -3.0, -4.0]
+
+
 async def test_samples_that_end_during_a_call_share_the_next_one() -> None:
     calls: list[Any] = []
 
-    async def fetch(ids: list[str], starts: list[int], counts: list[int], aborted: list[str]) -> bytes:
+    async def fetch(ids: list[str], starts: list[int], counts: list[int], aborted: list[str]) -> Any:
         calls.append((ids, starts, counts, aborted))
         await asyncio.sleep(0.01)
         if "broken" in ids:
             raise WeightSyncError("no such request")
-        return np.concatenate(
-            [np.arange(s, s + c, dtype=np.float32) for s, c in zip(starts, counts, strict=True)]
-        ).tobytes()
+        values = [np.arange(s, s + c, dtype=np.float32) for s, c in zip(starts, counts, strict=True)]
+        return np.concatenate(values).tobytes(), [[(0, 7)] for _ in ids]
 
     subject = LogProbs(fetch)
 
@@ -228,14 +258,15 @@ async def test_samples_that_end_during_a_call_share_the_next_one() -> None:
     results = await asyncio.gather(
         subject.take("first", 10, 2), late("second", 20, 3), late("third", 30, 1), subject.take("none", 0, 0)
     )
-    assert [result.tolist() for result in results] == [[10, 11], [20, 21, 22], [30], []]
+    assert [list(told) for _, told in results] == [[(0, 7)], [(0, 7)], [(0, 7)], []]
+    assert [result.tolist() for result, _ in results] == [[10, 11], [20, 21, 22], [30], []]
     assert calls == [(["first"], [10], [2], []), (["second", "third"], [20, 30], [3, 1], [])]
     async with asyncio.timeout(120):  # what came during a call that failed is fetched all the same
         failed, fetched = await asyncio.gather(
             subject.take("broken", 0, 1), late("fourth", 1, 1), return_exceptions=True
         )
     assert isinstance(failed, WeightSyncError)
-    assert fetched.tolist() == [1]
+    assert fetched[0].tolist() == [1]
     calls.clear()
     subject.forget(["aborted"])
     await subject.take("fifth", 1, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from paceline.controller.batch.barrier import Barrier, Verdict
 from paceline.core.errors import ProtocolError
 from paceline.core.ids import Purpose
-from paceline.core.policy import PolicyTag
+from paceline.core.policy import PolicyRange, PolicyTag
 from paceline.core.samples.trajectory import FinishReason, ScoredHeader
 from support.headers import POLICY, scored
 
@@ -148,3 +149,29 @@ def test_a_refused_group_is_settled_at_once_and_a_good_copy_before_the_end_wins(
         (2, "rollout:engine", "out of memory")
     ]
     assert [h.trajectory_id.prompt_id for h in barrier.batch()] == [1, 1, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("versions", "verdict"),
+    [
+        ((3, 5), Verdict.ADMITTED),
+        ((4,), Verdict.ADMITTED),
+        ((2, 3), Verdict.WRONG_VERSION),
+        ((3, 6), Verdict.WRONG_VERSION),
+        ((3, -5), Verdict.WRONG_DIGEST),
+        ((-4, 5), Verdict.WRONG_DIGEST),
+    ],
+)
+def test_in_mid_answer_every_range_is_of_a_committed_version_within_the_bound(
+    versions: tuple[int, ...], verdict: Verdict
+) -> None:
+    """Step 6 trains version 5, and was dispatched for version 3; a negative version has another digest."""
+    commits = {v: f"{v:016x}" for v in range(7)}
+    tags = [PolicyTag(version=abs(v), digest=commits[v] if v > 0 else "f" * 16) for v in versions]
+    ranges = tuple(PolicyRange(tag, i, i + 1) for i, tag in enumerate(tags))
+    header = replace(scored(1, step=6, policy=tags[0]), ranges=ranges if len(tags) > 1 else ())
+    due = PolicyTag(version=3, digest=commits[3])
+    mixing = Barrier(step=6, policy=due, counts={"train": 1}, prompts=[1], max_staleness=2, commits=commits)
+    assert mixing.judge(header) is verdict
+    waiting = Barrier(step=6, policy=due, counts={"train": 1}, prompts=[1], max_staleness=2)
+    assert waiting.judge(header) in (Verdict.WRONG_VERSION, Verdict.WRONG_DIGEST)

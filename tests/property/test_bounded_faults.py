@@ -21,6 +21,7 @@ import pytest
 from paceline.controller.batch import collect
 from paceline.controller.run import backoff
 from paceline.controller.verify.check import verify
+from paceline.core.samples.trajectory import PromptGroup
 from support.faulty_fleet import FaultyFleet, Killed
 from support.sequencer_run import SequencerRun, config
 
@@ -33,8 +34,9 @@ QUIET = ("trajectory", "dispatch", "batch", "trained")
 """Events at which no call to a fake member is under way; such a call does not break off."""
 
 
-def changes(k: int) -> dict[str, Any]:
+def changes(k: int, in_flight: str) -> dict[str, Any]:
     return {
+        "rollout__in_flight": in_flight,
         "trainer__total_steps": STEPS,
         "trainer__save_freq": 5,
         "trainer__test_freq": 3,
@@ -88,9 +90,17 @@ def faults(fleet: FaultyFleet, rng: random.Random) -> dict[str, Strike]:
     return {strike.__name__: strike for strike in strikes}
 
 
-async def faulty_run(k: int, seed: int, folder: Path, struck: Counter[str]) -> None:
+async def faulty_run(k: int, in_flight: str, seed: int, folder: Path, struck: Counter[str]) -> None:
     """One run, from its beginning to its end."""
-    rng, fleet = random.Random(f"{k}/{seed}"), FaultyFleet(folder, changes(k))
+    rng, fleet = random.Random(f"{k}/{seed}"), FaultyFleet(folder, changes(k, in_flight))
+    waiting = random.Random(seed)
+
+    def may_end(group: PromptGroup) -> bool:
+        """New weights find about half of the later steps' groups half drawn."""
+        return group.step <= fleet.services.version + 1 or waiting.random() < 0.05
+
+    if in_flight != "wait":
+        fleet.services.may_end = may_end
     due = sorted(rng.sample(range(20, MOST_EVENTS), 3))
     known, told, number = faults(fleet, rng), list[str](), [0]
 
@@ -112,6 +122,7 @@ async def faulty_run(k: int, seed: int, folder: Path, struck: Counter[str]) -> N
     except Exception as error:
         raise AssertionError(f"k={k}, seed={seed}: {', '.join(told)}") from error
     check(fleet, k, f"k={k}, seed={seed}: {', '.join(told)}")
+    struck["mixed"] += (folder / "events.jsonl").read_text().count('"ranges"')
 
 
 def check(fleet: FaultyFleet, k: int, what: str) -> None:
@@ -126,9 +137,13 @@ def check(fleet: FaultyFleet, k: int, what: str) -> None:
     assert findings.counts["rows trained"] == STEPS * ROWS, what
 
 
+@pytest.mark.parametrize("in_flight", ["wait", "keep"])
 @pytest.mark.parametrize("k", [1, 4])
-async def test_random_faults_leave_every_step_whole_and_within_its_bound(k: int, tmp_path: Path) -> None:
+async def test_random_faults_leave_every_step_whole_and_within_its_bound(
+    k: int, in_flight: str, tmp_path: Path
+) -> None:
     struck = Counter[str]()
     for seed in range(NUM_SEEDS):
-        await faulty_run(k, seed, tmp_path / f"{seed}", struck)
+        await faulty_run(k, in_flight, seed, tmp_path / f"{seed}", struck)
+    assert (struck.pop("mixed") > 0) == (in_flight == "keep")
     assert struck

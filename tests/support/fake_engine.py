@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -106,6 +107,11 @@ class FakeEngine(Engine):
         self._open.set()
         self._stirred = asyncio.Event()
         self._failed: set[str] = set()
+        self._version = -1
+        self._going = asyncio.Event()
+        self._going.set()
+        self._drawn: dict[str, int] = {}
+        self._draws: dict[str, list[tuple[int, int, int]]] = {}
         self.asleep: set[EnginePart] = set()
         self.freed_bytes = 0
 
@@ -159,11 +165,26 @@ class FakeEngine(Engine):
         if EnginePart.WEIGHTS in self.asleep:
             raise WeightSyncError(f"version {version} arrived while the engine was asleep")
         receipts = await _on_all(lambda rank=rank: rank.receive(version, timeout_s) for rank in self._ranks)
-        if self._under_way:
+        if self._under_way and self._going.is_set():
             raise WeightSyncError(f"version {version} arrived while requests were running")
         receipt = PushReceipt.merge(receipts)
-        self._weights = model_digest(receipt.reports)
+        self._weights, self._version = model_digest(receipt.reports), version
+        for request_id, draws in self._draws.items():
+            if draws[-1][0] == self._drawn[request_id]:
+                draws.pop()
+            if not draws or draws[-1][1] != version:
+                draws.append((self._drawn[request_id], version, self._weights))
         return receipt
+
+    async def pause(self, *, recompute: bool) -> None:
+        self._check_alive()
+        self.events.append(("pause", recompute))
+        self._going.clear()
+
+    async def resume(self) -> None:
+        self._check_alive()
+        self.events.append(("resume", None))
+        self._going.set()
 
     async def digest(self, version: int) -> tuple[DigestReport, ...]:
         self._check_alive()
@@ -192,34 +213,61 @@ class FakeEngine(Engine):
         self._under_way += len(requests)
         self.max_under_way = max(self.max_under_way, self._under_way)
         try:
-            samples = [self.sample(request) for request in requests]
+            ids = {request.request_id for request in requests}
+            for request_id in ids:
+                self._drawn[request_id], self._draws[request_id] = 0, [(0, self._version, self._weights)]
+            lengths = [len(self.sample(request).token_ids) for request in requests]
             await self._open.wait()
             if prompt in self.stuck:
                 await asyncio.Event().wait()
             if prompt in self.errors:
                 raise self.errors[prompt]
-            ids = {request.request_id for request in requests}
-            await self._pass_time(max(len(sample.token_ids) for sample in samples), ids)
+            await self._pass_time(max(lengths), ids)
             self._check_alive()
+            samples = [self._composed(request) for request in requests]
         except asyncio.CancelledError:
             self.events.append(("abort", prompt))
             raise
         finally:
             self._under_way -= len(requests)
+            for request in requests:
+                self._drawn.pop(request.request_id, None)
+                self._draws.pop(request.request_id, None)
         for _ in requests:
             ended()
         return samples
 
     async def _pass_time(self, num_tokens: int, request_ids: set[str]) -> None:
+        """Token by token, but in one go where tokens take no time."""
         await asyncio.sleep(0)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._token_s * num_tokens if self._token_s else -1):
-                while self.failure is None and not self._failed & request_ids:
-                    self._stirred.clear()
-                    await self._stirred.wait()
+        for drawn in range(1, num_tokens + 1) if self._token_s else ():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._token_s):
+                    while self.failure is None and not self._failed & request_ids:
+                        self._stirred.clear()
+                        await self._stirred.wait()
+            await self._going.wait()
+            self._drawn.update(dict.fromkeys(request_ids, drawn))
+            if self.failure is not None or self._failed & request_ids:
+                break
+        await self._going.wait()
         for request_id in self._failed & request_ids:
             self._failed.remove(request_id)
             raise PacelineError(f"the engine has ended request {request_id} with an error")
+
+    def _composed(self, request: SampleRequest) -> Sample:
+        """The first weights' sample; after a push in mid-answer with the tokens that later weights draw."""
+        draws, weights = self._draws[request.request_id], self._weights
+        samples = []
+        for _, _, self._weights in draws:
+            samples.append(self.sample(request))
+        self._weights = weights
+        token_ids = samples[0].token_ids.copy()
+        begins = [(first, version) for first, version, _ in draws if first < len(token_ids)]
+        for (first, _), later in zip(begins[1:], samples[1:], strict=False):
+            end = min(len(later.token_ids), len(token_ids) - 1)
+            token_ids[first:end] = later.token_ids[first:end]
+        return replace(samples[0], token_ids=token_ids, versions=tuple(begins))
 
     def sample(self, request: SampleRequest) -> Sample:
         """What the engine draws for a request now."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from paceline.broker import names
-from paceline.broker.base import Broker, Outgoing
+from paceline.broker.base import Broker, Entry, Outgoing
 from paceline.broker.mailbox import Mailbox
 from paceline.controller.fleet.clients import FreedMemory, LearnerWeights
 from paceline.controller.fleet.membership import Member
@@ -26,7 +26,7 @@ from paceline.core.errors import (
 )
 from paceline.core.guard import Adjustments, Reading
 from paceline.core.members import EnginePart
-from paceline.core.policy import PolicyTag
+from paceline.core.policy import PolicyRange, PolicyTag
 from paceline.core.run_record.manifest import MANIFEST, manifest_text
 from paceline.core.samples.trajectory import FinishReason, GroupRefusal, PromptGroup, ScoredHeader, Trajectory
 from paceline.core.training import TrainOrder, TrainResult
@@ -78,6 +78,8 @@ class FakeServices:
         sources: the step whose weights each checkpoint has, by its step.
         restarted: called with the reason when the learner is told to start again.
         has_blob: whether the broker has the blob with this key.
+        may_end: whether a group that is begun may end, or waits for new weights; None without
+            `rollout.in_flight`.
     """
 
     def __init__(self) -> None:
@@ -100,6 +102,7 @@ class FakeServices:
         self.sources: dict[int, int] = {}
         self.restarted: Callable[[str], None] = lambda reason: None
         self.has_blob: Callable[[str], bool] = lambda key: True
+        self.may_end: Callable[[PromptGroup], bool] | None = None
         self.learner, self.rollout = FakeLearner(self), FakeRollout(self)
 
     @property
@@ -315,6 +318,8 @@ async def answer_prompts(
     may_answer: Callable[[], bool] = lambda: True,
 ) -> None:
     """Answers the prompts of the newest version that a server samples from with scored headers."""
+    if services.may_end is not None:
+        await answer_in_flight(broker, run_id, services, services.may_end, answer, may_answer)
     while True:
         version = max((policy.version for policy in services.policies.values()), default=None)
         if version is None or not may_answer():
@@ -332,12 +337,43 @@ async def answer_prompts(
             await box.done(entries)
 
 
-def _drawn(run_id: str, group: PromptGroup, index: int) -> Trajectory:
+async def answer_in_flight(
+    broker: Broker,
+    run_id: str,
+    services: FakeServices,
+    may_end: Callable[[PromptGroup], bool],
+    answer: Answer,
+    may_answer: Callable[[], bool],
+) -> None:
+    """Answers prompts for any version: a sample's second token is of the weights at its end."""
+    begun: list[tuple[Entry, PolicyTag]] = []
+    async with Mailbox(broker, names.prompts(run_id, None), names.ROLLOUT_GROUP, "fake", block_s=0.0) as box:
+        while True:
+            await asyncio.sleep(0.002)
+            policy = max(services.policies.values(), key=lambda tag: tag.version, default=None)
+            if policy is None or not may_answer():
+                continue
+            # A server that ended has left its groups to one that begins them anew, say with older weights.
+            begun = [(entry, first if first.version <= policy.version else policy) for entry, first in begun]
+            begun += [(entry, policy) for entry in await box.take()]
+            for entry, first in list(begun):
+                group = decode_prompt_group(entry.payload)
+                if group.policy.version > policy.version or (first == policy and not may_end(group)):
+                    continue
+                begun.remove((entry, first))
+                policies = (first, policy) if first != policy else (policy,)
+                samples = reversed(range(group.num_samples))
+                await broker.append([_message(run_id, group, i, answer, policies) for i in samples])
+                await box.done([entry])
+
+
+def _drawn(run_id: str, group: PromptGroup, index: int, policies: Sequence[PolicyTag]) -> Trajectory:
     """Two tokens that follow from the seed, as an engine's do."""
     return Trajectory(
         run_id=run_id,
         trajectory_id=group.trajectory_id(index),
-        policy=group.policy,
+        policy=policies[0],
+        ranges=_ranges(policies),
         prompt_token_ids=group.prompt_token_ids,
         response_token_ids=np.array([group.seeds[index] % 97, 0], dtype=np.int32),
         response_log_probs=np.array([-0.5, -0.25], dtype=np.float32),
@@ -348,16 +384,25 @@ def _drawn(run_id: str, group: PromptGroup, index: int) -> Trajectory:
     )
 
 
-def _message(run_id: str, group: PromptGroup, index: int, answer: Answer) -> Outgoing:
+def _ranges(policies: Sequence[PolicyTag]) -> tuple[PolicyRange, ...]:
+    """One token each, where there are two."""
+    return tuple(PolicyRange(tag, i, i + 1) for i, tag in enumerate(policies)) if len(policies) > 1 else ()
+
+
+def _message(
+    run_id: str, group: PromptGroup, index: int, answer: Answer, policies: Sequence[PolicyTag] = ()
+) -> Outgoing:
+    policies = policies or (group.policy,)
     stream, answered = names.scored(run_id), answer(group, index)
     if isinstance(answered, GroupRefusal):
         return Outgoing(stream=stream, payload=encode_group_refusal(answered))
     key = names.blob(run_id, str(group.trajectory_id(index)), "fake", "0")
-    blob = encode_trajectory(_drawn(run_id, group, index))
+    blob = encode_trajectory(_drawn(run_id, group, index, policies))
     header = ScoredHeader(
         run_id=run_id,
         trajectory_id=group.trajectory_id(index),
-        policy=group.policy,
+        policy=policies[0],
+        ranges=_ranges(policies),
         blob_key=key,
         blob_digest=blob_digest(blob),
         num_prompt_tokens=len(np.asarray(group.prompt_token_ids)),

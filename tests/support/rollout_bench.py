@@ -98,7 +98,7 @@ class Bench:
         assert data is not None
         return decode_trajectory(data)
 
-    async def left_over(self, version: int) -> int:
+    async def left_over(self, version: int | None) -> int:
         """Prompt groups of a version that nobody has acknowledged; takes them away."""
         stream = names.prompts(RUN, version)
         await self.broker.ensure_group(stream, names.ROLLOUT_GROUP)

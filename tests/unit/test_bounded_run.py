@@ -73,7 +73,7 @@ async def test_how_old_samples_are_follows_from_the_step(
         await it.enlist_all()
         await it.go()
         assert ages(it) == expected
-        assert [line.get("barrier/staleness", 0) for line in it.lines()][1:] == expected
+        assert [line.get("barrier/staleness/max", 0) for line in it.lines()][1:] == expected
         assert [line["barrier/rejected"] for line in it.lines()[1:]] == [0.0] * 6
         assert it.breaches() == []
 

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import threading
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ from paceline.core.errors import (
     VersionMismatchError,
 )
 from paceline.core.ids import TrajectoryId
-from paceline.core.policy import PolicyTag
+from paceline.core.policy import PolicyRange, PolicyTag
 from paceline.core.training import BatchRow, TrainOrder
 from paceline.learner.batch.fetch import fetch_rows
 from paceline.learner.commands import Commands
@@ -29,7 +30,7 @@ from paceline.learner.distributed.collectives import CommandError, broadcast_byt
 from paceline.learner.distributed.command_loop import STOP, CommandLoop, CommandQueue
 from paceline.learner.distributed.ranks import RankEnvironment, Ranks
 from paceline.learner.train.state.optimizer import Schedule
-from paceline.wire import decode_trajectory, encode_trajectory
+from paceline.wire import blob_digest, decode_trajectory, encode_trajectory
 from support.learner_fakes import POLICY, DictBlobs, make_batch
 from support.learner_ranks import alone
 
@@ -219,6 +220,44 @@ def test_a_blob_that_was_drawn_again_after_it_was_scored_is_not_trained_on() -> 
         LostDataError, match=r"trajectory train:1:1:0 holds another sample than the one that was scored"
     ):
         fetch_rows(store, rows, [0, 2], policy=POLICY, vocab_size=48)
+
+
+@pytest.mark.parametrize(
+    ("versions", "newest", "is_trained"),
+    [
+        ((2, 4), 4, True),
+        ((3, 4), 4, True),
+        ((4,), 4, True),
+        ((2, 5), 4, False),
+        ((1, 4), 4, False),
+        ((2, 3), None, False),
+        ((3,), None, False),
+    ],
+)
+def test_ranges_of_tokens_within_the_bound_are_trained_on(
+    versions: tuple[int, ...], newest: int | None, is_trained: bool
+) -> None:
+    """A step that was dispatched for version 2, with a learner at version 4."""
+    rows, blobs = make_batch(num_prompts=2, num_samples=2)
+    tags = [PolicyTag(version=v, digest=f"{v:016x}") for v in versions]
+    sample = decode_trajectory(blobs[rows[2].blob_key])
+    ends = [*range(1, len(tags)), len(sample.response_token_ids)]
+    ranges = tuple(PolicyRange(tag, *part) for tag, part in zip(tags, pairwise([0, *ends]), strict=True))
+    blob = encode_trajectory(
+        dataclasses.replace(sample, policy=tags[0], ranges=ranges if len(ranges) > 1 else ())
+    )
+    blobs[rows[2].blob_key] = blob
+    changed = (*rows[:2], dataclasses.replace(rows[2], blob_digest=blob_digest(blob)), rows[3])
+    due = PolicyTag(version=2, digest=f"{2:016x}")
+
+    def fetch() -> Any:
+        return fetch_rows(DictBlobs(blobs), changed, [2], policy=due, vocab_size=48, newest=newest)
+
+    if is_trained:
+        assert list(fetch()) == [2]
+        return
+    with pytest.raises(VersionMismatchError, match="the step trains on v2@"):
+        fetch()
 
 
 def fields(row: BatchRow) -> dict[str, Any]:

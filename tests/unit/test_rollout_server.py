@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from paceline.broker import names
+from paceline.broker import Outgoing, names
 from paceline.broker.memory import MemoryBroker
 from paceline.core.errors import (
     IllegalTransitionError,
@@ -23,10 +23,14 @@ from paceline.core.errors import (
     WeightSyncError,
 )
 from paceline.core.members import EnginePart, RolloutState
+from paceline.core.policy import PolicyTag, range_fault
+from paceline.core.samples.trajectory import PromptGroup
 from paceline.rollout import app
 from paceline.rollout.server import RolloutServer
 from paceline.service.member.runtime import ServiceContext
-from support.rollout_bench import LIMITS, RUN, V0, V1, bench, group, weight_group_spec
+from paceline.wire import encode_prompt_group
+from support.fake_engine import FakeEngine
+from support.rollout_bench import LIMITS, RUN, V0, V1, Bench, bench, group, weight_group_spec
 
 
 async def test_nothing_is_taken_before_a_push_and_everything_of_its_version_after() -> None:
@@ -283,3 +287,111 @@ async def test_a_server_that_sleeps_aborts_what_is_under_way_and_draws_again_aft
         await b.server.commit(V1)
         assert {h.trajectory_id.prompt_id for h in await b.headers(4)} == {2}
         assert b.engine.named("wake") == [EnginePart.WEIGHTS, EnginePart.KV_CACHE]
+
+
+# --- pushes in mid-answer
+
+MIXING = replace(LIMITS, in_flight="keep", max_staleness=1)
+V2 = PolicyTag(version=2, digest="2" * 16)
+
+
+def wanting(prompt_id: int, policy: PolicyTag, step: int) -> PromptGroup:
+    return replace(group(prompt_id, policy), step=step)
+
+
+async def asked(b: Bench, *groups: PromptGroup) -> None:
+    for of in groups:
+        payload = encode_prompt_group(of)
+        await b.broker.append([Outgoing(stream=names.prompts(RUN, None), payload=payload)])
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "recompute"])
+async def test_what_is_under_way_goes_on_with_new_weights_and_says_from_which_token_on(
+    in_flight: str,
+) -> None:
+    async with bench(limits=replace(MIXING, in_flight=in_flight), engine=FakeEngine(token_s=0.02)) as b:
+        await b.push(V0)
+        await asked(b, wanting(1, V0, step=2))
+        await b.quiet(1)
+        await asyncio.sleep(0.05)
+        await b.push(V1)
+        headers = await b.headers(4)
+        assert b.engine.named("pause") == [in_flight == "recompute"]
+        assert b.engine.named("abort") == []
+        kinds = [kind for kind, _ in b.engine.events if kind in ("generate", "pause", "receive", "resume")]
+        assert kinds == ["receive", "generate", "pause", "receive", "resume"]
+        mixed = [header for header in headers if header.ranges]
+        assert mixed
+        for header in mixed:
+            assert [part.policy for part in header.ranges] == [V0, V1]
+            assert range_fault(header.ranges, header.num_response_tokens) == ""
+            trajectory = await b.blob(header)
+            assert (trajectory.policy, trajectory.ranges) == (V0, header.ranges)
+
+
+async def test_what_begins_after_a_push_is_of_its_version_though_it_was_asked_for_before() -> None:
+    async with bench(limits=MIXING) as b:
+        await b.push(V0)
+        await b.push(V1)
+        await asked(b, wanting(1, V0, step=2))
+        headers = await b.headers(4)
+        assert {(header.policy, header.ranges) for header in headers} == {(V1, ())}
+
+
+async def test_what_is_older_than_the_bound_is_not_drawn() -> None:
+    async with bench(limits=MIXING) as b:
+        for policy in (V0, V1, V2):
+            await b.push(policy)
+        await asked(b, wanting(1, V0, step=2), wanting(2, V1, step=3))
+        assert {h.trajectory_id.prompt_id for h in await b.headers(4)} == {2}
+        assert await b.left_over(None) == 0
+
+
+async def test_prompts_for_newer_weights_go_back_until_these_come() -> None:
+    async with bench(limits=MIXING) as b:
+        await b.push(V0)
+        await asked(b, wanting(1, V1, step=3))
+        await asyncio.sleep(0.1)
+        assert b.engine.named("generate") == []
+        await b.push(V1)
+        assert {header.policy for header in await b.headers(4)} == {V1}
+
+
+async def test_a_push_of_older_weights_aborts_what_is_under_way() -> None:
+    async with bench(limits=MIXING) as b:
+        await b.push(V1)
+        b.engine.hold()
+        await asked(b, wanting(1, V1, step=2))
+        await b.quiet(1)
+        await b.push(V0)
+        assert b.engine.named("abort") == [(5, 1)]
+        assert b.engine.named("pause") == []
+
+
+async def test_after_a_push_that_failed_what_is_under_way_waits_for_the_next_one() -> None:
+    async with bench(limits=MIXING, engine=FakeEngine(token_s=0.02)) as b:
+        await b.push(V0)
+        await asked(b, wanting(1, V0, step=2))
+        await b.quiet(1)
+        b.engine.push_failure = WeightSyncError("shapes differ")
+        with pytest.raises(WeightSyncError, match="shapes differ"):
+            await b.server.receive(1, 1)
+        b.engine.push_failure = None
+        await b.server.join(2, weight_group_spec(), 1)
+        await b.push(V1, epoch=2)
+        assert len(await b.headers(4)) == 4
+        assert b.engine.named("abort") == []
+
+
+@pytest.mark.parametrize("order", ["drain", "forget", "sleep"])
+async def test_an_order_while_weights_are_awaited_gives_back_what_is_under_way(order: str) -> None:
+    async with bench(limits=MIXING) as b:
+        await b.push(V0)
+        b.engine.hold()
+        await asked(b, wanting(1, V0, step=2))
+        await b.quiet(1)
+        await b.server.receive(1, 1)
+        await getattr(b.server, order)()
+        assert b.engine.named("abort") == [(5, 1)]
+        assert b.engine.named("resume") == [None]
+        assert await b.left_over(None) == 1

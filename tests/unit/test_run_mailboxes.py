@@ -84,19 +84,19 @@ async def test_mailboxes_are_idle_when_nobody_has_anything_left_to_do() -> None:
     broker = MemoryBroker()
     mailboxes = Mailboxes(broker, RUN, own_server=True)
     await mailboxes.begin_anew()
-    assert await mailboxes.idle(3)
+    assert await mailboxes.idle(names.prompts(RUN, 3))
     for stream, group in ((PROMPTS, names.ROLLOUT_GROUP), (names.trajectories(RUN), names.REWARD_GROUP)):
         await broker.ensure_group(stream, group)
         await broker.append([Outgoing(stream=stream, payload=b"x")])
-        assert not await mailboxes.idle(3)
+        assert not await mailboxes.idle(names.prompts(RUN, 3))
         (entry,) = await broker.read(stream, group, "a", max_entries=1, block_s=0)
-        assert not await mailboxes.idle(3)
+        assert not await mailboxes.idle(names.prompts(RUN, 3))
         await broker.release(stream, group, "a", [entry.entry_id])
-        assert not await mailboxes.idle(3)
+        assert not await mailboxes.idle(names.prompts(RUN, 3))
         await broker.ack(stream, group, [entry.entry_id])
-        assert await mailboxes.idle(3)
+        assert await mailboxes.idle(names.prompts(RUN, 3))
     await broker.append([Outgoing(stream=names.scored(RUN), payload=b"x")])
-    assert await mailboxes.idle(3)
+    assert await mailboxes.idle(names.prompts(RUN, 3))
 
 
 async def test_the_learners_log_probs_are_read_and_cleaned_up() -> None:

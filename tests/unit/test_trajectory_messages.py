@@ -5,17 +5,26 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from paceline.broker.base import Outgoing
+from paceline.core.errors import InvalidMessageError
 from paceline.core.ids import Purpose
-from paceline.core.policy import PolicyTag
+from paceline.core.policy import PolicyRange, PolicyTag
 from paceline.core.samples.images import Image
 from paceline.core.samples.trajectory import FinishReason, PromptGroup, RewardContext, SamplingSpec
 from paceline.rollout.capacity import SamplerLimits
 from paceline.rollout.engines.base import Sample
 from paceline.rollout.episodes.recorder import Draw
 from paceline.rollout.trajectories import sample_requests, trajectory_messages
-from paceline.wire import blob_digest, decode_trajectory, decode_trajectory_header, decode_trajectory_headers
+from paceline.wire import (
+    blob_digest,
+    decode_trajectory,
+    decode_trajectory_header,
+    decode_trajectory_headers,
+    encode_trajectory,
+    encode_trajectory_header,
+)
 from support import cli_configs
 
 
@@ -67,6 +76,72 @@ def test_the_digest_of_a_blob_says_what_was_drawn_not_by_whom_or_when() -> None:
     assert [h.server_id for h in second] == ["rollout-1", "rollout-1"]
     for header, copy in zip(second, copies, strict=True):
         assert header.blob_digest == blob_digest(copy.blobs[header.blob_key])
+
+
+V2, V3 = (PolicyTag(version=v, digest=f"{v:016x}") for v in (2, 3))
+OLD = PolicyTag(version=1, digest="1" * 16)
+
+
+def mixed(versions: tuple[tuple[int, int], ...]) -> Outgoing:
+    drawn = Sample(
+        token_ids=np.arange(5, dtype=np.int32),
+        log_probs=np.full(5, -0.5, np.float32),
+        finish_reason=FinishReason.STOP,
+        versions=versions,
+    )
+    draws = [Draw.single(group().prompt_token_ids, drawn)]
+    known = {2: V2, 3: V3}
+    (message,) = trajectory_messages(
+        replace(group(), policy=OLD), draws, server_id="s", draw="a", seconds=0.1, policies=known
+    )
+    return message
+
+
+def test_a_sample_of_two_versions_says_which_of_them_drew_which_tokens() -> None:
+    message = mixed(((0, 2), (3, 3)))
+    header = decode_trajectory_header(message.payload)
+    assert (header.policy, header.ranges) == (V2, (PolicyRange(V2, 0, 3), PolicyRange(V3, 3, 5)))
+    trajectory = decode_trajectory(message.blobs[header.blob_key])
+    assert (trajectory.policy, trajectory.ranges) == (V2, header.ranges)
+    single = decode_trajectory_header(mixed(((0, 3),)).payload)
+    assert (single.policy, single.ranges) == (V3, ())
+    assert single.policy_ranges == (PolicyRange(V3, 0, 5),)
+
+
+def test_a_sample_of_one_version_has_the_bytes_that_it_had_before_there_were_ranges() -> None:
+    for message in messages("rollout-0", draw="a/1", seconds=0.5):
+        (blob,) = message.blobs.values()
+        assert b"ranges" not in message.payload + blob
+
+
+def test_a_sample_whose_first_version_nobody_knows_any_more_is_not_sent() -> None:
+    with pytest.raises(InvalidMessageError, match="older than the bound allows"):
+        mixed(((0, 1), (3, 3)))
+
+
+@pytest.mark.parametrize(
+    ("ranges", "words"),
+    [
+        ([(V2, 0, 3), (V3, 2, 5)], "overlap at token 2"),
+        ([(V2, 0, 2), (V3, 3, 5)], "leave a hole at token 2"),
+        ([(V2, 1, 3), (V3, 3, 5)], "leave a hole at token 0"),
+        ([(V2, 0, 3), (V3, 3, 4)], "end at 4, and it has 5"),
+        ([(V2, 0, 3), (V2, 3, 5)], "version 2 sampled tokens after version 2"),
+        ([(V2, 0, 0), (V3, 0, 5)], "at 0 ends at 0"),
+        ([(V3, 0, 5)], "which is not `policy`"),
+    ],
+)
+def test_ranges_that_do_not_follow_each_other_are_refused(
+    ranges: list[tuple[PolicyTag, int, int]], words: str
+) -> None:
+    message = mixed(((0, 2), (3, 3)))
+    header = decode_trajectory_header(message.payload)
+    planted = tuple(PolicyRange(*part) for part in ranges)
+    with pytest.raises(InvalidMessageError, match=words):
+        decode_trajectory_header(encode_trajectory_header(replace(header, ranges=planted)))
+    trajectory = decode_trajectory(message.blobs[header.blob_key])
+    with pytest.raises(InvalidMessageError, match=words):
+        decode_trajectory(encode_trajectory(replace(trajectory, ranges=planted)))
 
 
 def test_samples_that_are_scored_together_go_on_in_one_message_with_all_their_blobs() -> None:

@@ -12,9 +12,12 @@ def prefix(run_id: str) -> str:
     return f"paceline:{run_id}:"
 
 
-def prompts(run_id: str, version: int) -> str:
-    """Names the prompt groups for exactly one policy version: a server at another cannot even read them."""
-    return f"{prefix(run_id)}prompts:v{version}"
+def prompts(run_id: str, version: int | None) -> str:
+    """Names the prompt groups for exactly one policy version: a server at another cannot even read them.
+
+    None: those for a version or newer ones, where pushes land in mid-answer.
+    """
+    return f"{prefix(run_id)}prompts" + ("" if version is None else f":v{version}")
 
 
 def trajectories(run_id: str) -> str:

@@ -141,6 +141,13 @@ class RolloutConfig(Section):
         "log-probabilities are fetched when it ends. Faster; other samples from the same seed. auto: batched "
         "where an engine has one GPU, engine with several and with vLLM's build for the CPU.",
     )
+    in_flight: Literal["wait", "keep", "recompute"] = Field(
+        "wait",
+        description="With barrier.mode: bounded, when a server takes new weights. wait: when every sample "
+        "that was begun is complete. keep, recompute: at once; samples under way stop between two tokens "
+        "and go on with the new weights. The keys and values of their tokens are kept, or computed again. "
+        "Which tokens are of which version then depends on speed.",
+    )
     max_groups_in_flight: int | None = Field(
         None,
         gt=0,

@@ -466,6 +466,29 @@ class RunConfig(Section):
             )
         return self
 
+    @property
+    def pushes_in_flight(self) -> bool:
+        """Whether weights reach servers with samples under way, so that several versions sample one."""
+        return self.rollout.in_flight != "wait"
+
+    @model_validator(mode="after")
+    def _can_push_in_flight(self) -> RunConfig:
+        rollout = self.rollout
+        if not self.pushes_in_flight:
+            return self
+        refused = {
+            "barrier.max_staleness of 0: its samples are of one version": not self.barrier.bound,
+            "rollout.sampler: engine, which does not record where a version begins": rollout.sampler
+            == "engine",
+            "rollout.tools and rollout.environment: only single answers": self.has_episodes,
+        }
+        reason = next((reason for reason, is_so in refused.items() if is_so), None)
+        if reason is not None:
+            raise ValueError(
+                f"rollout.in_flight={rollout.in_flight} does not go with {reason}; write in_flight: wait"
+            )
+        return self
+
     @model_validator(mode="after")
     def _can_sample_ahead(self) -> RunConfig:
         barrier, algorithm = self.barrier, self.algorithm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -29,3 +30,50 @@ class PolicyTag:
         """Reads the text that `str()` writes; raises ValueError on anything else."""
         version, _, digest = text.removeprefix("v").partition("@")
         return cls(version=int(version), digest=digest)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyRange:
+    """The response tokens from `first` to before `end`, which `policy` sampled."""
+
+    policy: PolicyTag
+    first: int
+    end: int
+
+    def to_plain(self) -> list[str | int]:
+        """Returns policy, first token and end, as the journal has them."""
+        return [str(self.policy), self.first, self.end]
+
+    @classmethod
+    def from_plain(cls, plain: Iterable[str | int]) -> PolicyRange:
+        """Reads what `to_plain` returns; raises ValueError on anything else."""
+        policy, first, end = plain
+        return cls(PolicyTag.parse(str(policy)), int(first), int(end))
+
+
+def range_fault(ranges: Iterable[PolicyRange], num_tokens: int | None = None) -> str:
+    """Says what is wrong with the ranges of a response; "" if each begins where the one before it ends.
+
+    Args:
+        num_tokens: of the response; None: not known.
+    """
+    end, version = 0, -1
+    for part in ranges:
+        if part.first != end:
+            what = "overlap" if part.first < end else "leave a hole"
+            return f"the ranges of its tokens {what} at token {min(part.first, end)}"
+        if part.end <= part.first:
+            return f"the range of its tokens at {part.first} ends at {part.end}"
+        if part.policy.version <= version:
+            return f"version {part.policy.version} sampled tokens after version {version}"
+        end, version = part.end, part.policy.version
+    if num_tokens is not None and end != num_tokens:
+        return f"the ranges of its tokens end at {end}, and it has {num_tokens}"
+    return ""
+
+
+def token_ages(ranges: Iterable[PolicyRange], step: int) -> tuple[float, float]:
+    """The mean and the greatest age of tokens, in versions behind the one that `step` trains."""
+    counted = [(part.end - part.first, part.policy.staleness_in(step)) for part in ranges]
+    num_tokens = sum(count for count, _ in counted)
+    return sum(count * age for count, age in counted) / num_tokens, float(max(age for _, age in counted))

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from paceline.core.errors import InvalidMessageError
 from paceline.core.ids import TrajectoryId, check_purpose
-from paceline.core.policy import PolicyTag
+from paceline.core.policy import PolicyRange, PolicyTag, range_fault
 from paceline.core.samples.episode import EpisodeOutcome
 from paceline.core.samples.images import Image
 from paceline.core.samples.trajectory import RewardContext, SamplingSpec
@@ -56,7 +56,10 @@ def pack_policy(policy: PolicyTag) -> list[Any]:
 
 def read_policy(fields: Fields) -> PolicyTag:
     """Reads the field `policy` as a tag."""
-    items = fields.items("policy", max_items=2)
+    return _policy_of(fields, fields.items("policy", max_items=2))
+
+
+def _policy_of(fields: Fields, items: Sequence[Any]) -> PolicyTag:
     if len(items) != 2:
         fields.reject("unequal_lengths", f"policy has {len(items)} parts, wanted version and digest")
     version, digest = items
@@ -67,6 +70,30 @@ def read_policy(fields: Fields) -> PolicyTag:
     if not _DIGEST.fullmatch(digest):
         fields.reject("out_of_range", f"digest {digest[:40]!r}, wanted 16 lower-case hexadecimal digits")
     return PolicyTag(version=version, digest=digest)
+
+
+def pack_ranges(ranges: Sequence[PolicyRange]) -> dict[str, Any]:
+    """The field `ranges`, [version, digest, first token, end] each; no field where there are none."""
+    packed = [[*pack_policy(part.policy), part.first, part.end] for part in ranges]
+    return {"ranges": packed} if packed else {}
+
+
+def read_ranges(fields: Fields, num_tokens: int) -> tuple[PolicyRange, ...]:
+    """Reads the field `ranges` of a response of `num_tokens` tokens, if there is one."""
+    if fields.missing("ranges"):
+        return ()
+    ranges = tuple(_read_range(fields, item) for item in fields.items("ranges", max_items=LIMITS.max_items))
+    if fault := range_fault(ranges, num_tokens):
+        fields.reject("inconsistent", f"ranges: {fault}")
+    if ranges[0].policy != read_policy(fields):
+        fields.reject("inconsistent", f"ranges begin with {ranges[0].policy}, which is not `policy`")
+    return ranges
+
+
+def _read_range(fields: Fields, item: Any) -> PolicyRange:
+    if type(item) is not list or len(item) != 4 or any(type(number) is not int for number in item[2:]):
+        fields.reject("wrong_type", f"ranges holds {item!r:.80}, wanted version, digest, first and end")
+    return PolicyRange(_policy_of(fields, item[:2]), *item[2:])
 
 
 def pack_sampling(sampling: SamplingSpec) -> dict[str, Any]:

@@ -92,7 +92,9 @@ async def serve(context: ServiceContext, options: Options) -> None:
     )
     supervisor = Supervisor(fleet, journal, events, clock)
     observe_run(run, progress, fleet, clock)
-    measuring = context.spawn("mailbox lengths", measure_mailboxes(broker, run_id, progress))
+    measuring = context.spawn(
+        "mailbox lengths", measure_mailboxes(broker, run_id, progress, in_flight=config.pushes_in_flight)
+    )
     context.defer("mailbox lengths", lambda: _cancel(measuring))
     stop = asyncio.get_running_loop().create_future()
     channels = Channels(config, credentials, journal.term)

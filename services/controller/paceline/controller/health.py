@@ -100,11 +100,21 @@ def _observe_members(fleet: Fleet, clock: Clock) -> None:
     telemetry.observe(metrics.MEMBER_IN_FLIGHT, in_flight)
 
 
-async def measure_mailboxes(broker: Broker, run_id: str, progress: Progress) -> NoReturn:
-    """Asks for the lengths of the run's mailboxes until cancelled."""
+async def measure_mailboxes(
+    broker: Broker, run_id: str, progress: Progress, *, in_flight: bool = False
+) -> NoReturn:
+    """Asks for the lengths of the run's mailboxes until cancelled.
+
+    Args:
+        in_flight: whether pushes land in mid-answer: one mailbox has the prompts for all versions.
+    """
     while True:
         version = progress.policy.version if progress.policy is not None else 0
-        streams = (names.prompts(run_id, version), names.trajectories(run_id), names.scored(run_id))
+        streams = (
+            names.prompts(run_id, None if in_flight else version),
+            names.trajectories(run_id),
+            names.scored(run_id),
+        )
         try:
             for stream in streams if telemetry.is_measuring() else ():
                 length = await broker.length(stream)

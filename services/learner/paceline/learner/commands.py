@@ -132,6 +132,7 @@ class Commands:
     def _fetch(self, rows: Mapping[int, BatchRow], policy: PolicyTag) -> Fetch:
         """Fetches rows by their places in the batch; their errors are those of every rank."""
         learner = self._learner
+        newest = learner.version if learner.config.pushes_in_flight else None
 
         def fetch(wanted: Sequence[int]) -> dict[int, PackedRow]:
             return attempt(
@@ -143,6 +144,7 @@ class Commands:
                     policy=policy,
                     vocab_size=learner.vocab_size,
                     images=learner.image_spec,
+                    newest=newest,
                 ),
             )
 

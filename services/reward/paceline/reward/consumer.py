@@ -318,6 +318,7 @@ class Consumer:
             run_id=header.run_id,
             trajectory_id=header.trajectory_id,
             policy=header.policy,
+            ranges=header.ranges,
             blob_key=header.blob_key,
             blob_digest=header.blob_digest,
             num_prompt_tokens=header.num_prompt_tokens,

@@ -25,6 +25,9 @@ class SamplerLimits:
         groups_together: whether a group's samples go on in one message.
         lease_s, max_stream_length, append_timeout_s: of the mailboxes.
         probe_timeout_s: longest time for a single token, before the engine counts as hung.
+        in_flight: what becomes of samples under way when new weights come (`rollout.in_flight`).
+        max_staleness: how many versions older than the server's own the one may be that a group is to be
+            drawn from, or from newer ones.
     """
 
     num_samples: int
@@ -37,6 +40,13 @@ class SamplerLimits:
     probe_timeout_s: float = 60.0
     num_open: int = 2**31
     groups_together: bool = False
+    in_flight: str = "wait"
+    max_staleness: int = 0
+
+    @property
+    def mixes_versions(self) -> bool:
+        """Whether samples under way go on with new weights."""
+        return self.in_flight != "wait"
 
     @classmethod
     def of(cls, config: RunConfig) -> SamplerLimits:
@@ -51,6 +61,8 @@ class SamplerLimits:
             append_timeout_s=config.stall_timeout_s,
             max_deliveries=rollout.max_deliveries,
             groups_together=config.reward.has_groups,
+            in_flight=rollout.in_flight,
+            max_staleness=config.barrier.bound if config.pushes_in_flight else 0,
             num_open=max(rollout.episode.max_open or 4 * rollout.max_num_seqs, rollout.max_num_seqs),
         )
 

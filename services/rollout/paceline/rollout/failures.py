@@ -53,7 +53,9 @@ class Admission:
     """Decides which deliveries are worth an attempt.
 
     Args:
-        run_id, policy: the only ones that are served.
+        run_id: the only one that is served.
+        policy: what groups are drawn from.
+        max_staleness: how many versions older the one may be that a group wants: that one or a newer one.
         server_id: the sender of refusals.
         vocab_size: token ids are below it.
         max_deliveries: attempts that a group gets; servers that died during one count too.
@@ -64,6 +66,7 @@ class Admission:
     server_id: str
     vocab_size: int
     max_deliveries: int
+    max_staleness: int = 0
 
     def read(self, entry: Entry) -> PromptGroup | GroupFailure | None:
         """The group of an entry, why it cannot be served, or None: it is of a version that is over."""
@@ -74,9 +77,10 @@ class Admission:
         if group.run_id != self.run_id:
             message = f"the group is of run {group.run_id}, this server of run {self.run_id}"
             return GroupFailure(reason="wrong_run", message=message, final=True)
-        if group.policy.version < self.policy.version:
+        age = self.policy.version - group.policy.version
+        if age > self.max_staleness:
             return None
-        if group.policy != self.policy:
+        if age <= 0 and group.policy != self.policy:
             message = f"prompt {group.prompt_id} wants {group.policy}, this server holds {self.policy}"
             return GroupFailure(reason="wrong_policy", message=message, final=True)
         if entry.deliveries > self.max_deliveries:
@@ -86,6 +90,16 @@ class Admission:
             )
             return GroupFailure(reason="max_deliveries", message=message, final=True)
         return group
+
+    def awaits_push(self, entry: Entry) -> bool:
+        """Whether pushes land in mid-answer, and a group is for weights that this server has not got yet."""
+        if not self.max_staleness:
+            return False
+        try:
+            group = decode_prompt_group(entry.payload, vocab_size=self.vocab_size)
+        except InvalidMessageError:
+            return False
+        return group.run_id == self.run_id and group.policy.version > self.policy.version
 
     def refusal(self, entry: Entry, failure: GroupFailure) -> GroupRefusal | None:
         """The refusal to send; None if the message does not even tell which group it is."""

@@ -5,7 +5,8 @@
                         `-- refused, or given up after so many attempts -> scored
 
 A sampler is open for one policy at a time, or closed. A group that is not finished when the sampler closes is
-given back: another server gets it, or its step is over.
+given back: another server gets it, or its step is over. With `rollout.in_flight` it does not close for a
+push: it pauses, and what is under way goes on with the new weights.
 """
 
 from __future__ import annotations
@@ -69,6 +70,10 @@ class Sampler:
         self._spawn, self._serials, self._episodes = spawn, itertools.count(), episodes
         self._images = Images(broker, run_id)
         self._session: asyncio.Task[None] | None = None
+        self._policies: dict[int, PolicyTag] = {}
+        self._policy: PolicyTag | None = None
+        self._going = asyncio.Event()
+        self._going.set()
         self._draining = asyncio.Event()
         is_full = bool if episodes is None else lambda: episodes.is_full
         self._capacity, self._streak = Capacity(limits, is_full), FailureStreak()
@@ -82,12 +87,41 @@ class Sampler:
         """Begins to take groups of exactly this policy. The sampler must be closed."""
         if self._session is not None:
             raise RuntimeError("the sampler is open: close it first")
+        self._begin_policy(policy)
         self._session = self._spawn(f"sample {policy}", self._serve(policy))
+
+    def _begin_policy(self, policy: PolicyTag) -> None:
+        oldest = policy.version - self._limits.max_staleness
+        self._policies = {v: known for v, known in self._policies.items() if v >= oldest}
+        self._policies[policy.version] = self._policy = policy
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether samples under way wait for new weights."""
+        return not self._going.is_set()
+
+    async def make_way(self, version: int) -> None:
+        """Pauses for a push of `version`, or closes: no token is drawn until `resume` or `open`."""
+        is_newer = self._policy is not None and version >= self._policy.version
+        is_open = self._session is not None and not self._session.done()
+        if self._limits.mixes_versions and is_open and is_newer:
+            self._going.clear()
+            await self._engine.pause(recompute=self._limits.in_flight == "recompute")
+        else:
+            await self.close()
+
+    async def resume(self, policy: PolicyTag) -> None:
+        """Goes on with the weights of `policy`, after `make_way` has paused."""
+        self._begin_policy(policy)
+        await self._engine.resume()
+        self._going.set()
 
     async def drain(self) -> None:
         """Takes no more groups, for good, and returns when those under way are delivered."""
         self._draining.set()
-        if self._session is not None:
+        if self.is_paused:
+            await self.close()
+        elif self._session is not None:
             # Ends: a mailbox that is empty is asked for a second, and each group has a deadline.
             await asyncio.wait([self._session])
 
@@ -101,18 +135,26 @@ class Sampler:
         session.cancel()
         # Ends: the engine answers or dies, and each group has a deadline.
         await asyncio.wait([session])
+        self._policies.clear()
+        if self.is_paused:
+            await self._engine.resume()
+            self._going.set()
 
-    async def _serve(self, policy: PolicyTag) -> None:
-        admission = Admission(
+    def _admission(self) -> Admission:
+        assert self._policy is not None, "a session begins with a policy"
+        return Admission(
             run_id=self._run_id,
-            policy=policy,
+            policy=self._policy,
             server_id=self._server_id,
             vocab_size=self._engine.vocab_size,
             max_deliveries=self._limits.max_deliveries,
+            max_staleness=self._limits.max_staleness,
         )
+
+    async def _serve(self, policy: PolicyTag) -> None:
         box = Mailbox(
             self._broker,
-            names.prompts(self._run_id, policy.version),
+            names.prompts(self._run_id, None if self._limits.mixes_versions else policy.version),
             names.ROLLOUT_GROUP,
             f"{self._server_id}/{self._incarnation}",
             lease_s=self._limits.lease_s,
@@ -121,6 +163,7 @@ class Sampler:
         try:
             async with box, asyncio.TaskGroup() as tasks:
                 while not self._draining.is_set():
+                    await self._going.wait()
                     await self._capacity.wait_for_room()
                     # One at a time: servers share the work evenly, and a group that is drawn alone holds up
                     # no other.
@@ -129,6 +172,11 @@ class Sampler:
                         await box.give_back(entries)
                         break
                     for entry in entries:
+                        admission = self._admission()
+                        if admission.awaits_push(entry):
+                            log.warning("the next prompts are for newer weights than this server has")
+                            await box.give_back([entry])
+                            return
                         await self._begin(_Delivery(box, admission, entry), tasks)
         except BaseExceptionGroup as failures:
             # One cause is enough: the rest was cancelled for it.
@@ -199,6 +247,7 @@ class Sampler:
                 draws,
                 server_id=self._server_id,
                 draw=f"{self._incarnation}.{serial}",
+                policies=self._policies if self._limits.mixes_versions else {},
                 seconds=time.monotonic() - started,
                 together=self._limits.groups_together,
             )
@@ -221,7 +270,9 @@ class Sampler:
                 group, str(serial), lambda: _EpisodeSlot(self._capacity, sample_ended)
             )
         images = await self._images.fetch(group.images) if group.images else ()
-        samples = await self._engine.generate(sample_requests(group, serial, images), sample_ended)
+        await self._going.wait()
+        requests = sample_requests(group, serial, images, salt=str(self._policy))
+        samples = await self._engine.generate(requests, sample_ended)
         check_samples(group, samples)
         return [Draw.single(group.prompt_token_ids, sample) for sample in samples]
 
@@ -231,6 +282,8 @@ class Sampler:
         Raises:
             PeerLostError: no answer.
         """
+        if self.is_paused:
+            return
         request = SampleRequest(
             request_id=f"probe#{next(self._serials)}",
             prompt_token_ids=group.prompt_token_ids[:1].tolist(),

@@ -93,7 +93,7 @@ class RolloutServer:
                     await self._ready().engine.leave()
 
     async def receive(self, epoch: int, version: int) -> PushReceipt:
-        """Closes the sampler, aborts what is under way, receives a version. -> SYNCING, or STALE if it fails.
+        """Has the sampler make way, and receives a version. -> SYNCING, or STALE if it fails.
 
         Raises:
             VersionMismatchError: this server is not in the group of `epoch`.
@@ -108,7 +108,7 @@ class RolloutServer:
                 )
             self._move(states.ReceiveBegan())
             try:
-                await parts.sampler.close()
+                await parts.sampler.make_way(version)
                 receipt = await parts.engine.receive(version, parts.push_timeout_s)
             except BaseException:
                 # Also if the caller hangs up: some ranks may have the new version and others the old one.
@@ -146,16 +146,20 @@ class RolloutServer:
             after = states.advance(before, states.Committed(policy))
             if after is before:
                 return
-            # The receive reset the prefix cache, and the sampler has been closed since: the cache is empty.
+            # Where the sampler is closed, the receive reset the prefix cache, which has been empty since.
+            if parts.sampler.is_paused:
+                await parts.sampler.resume(policy)
+            else:
+                parts.sampler.open(policy)
             self._move(states.Committed(policy))
-            parts.sampler.open(policy)
 
     async def forget(self) -> None:
         """The controller has lost this server's registration: the server is stale until the next push."""
         async with self._order_lock:
             if self._standing.state in (RolloutState.SYNCING, RolloutState.SERVING):
                 self._move(states.Forgotten())
-                await self._ready().sampler.close()
+            if self._parts is not None:
+                await self._parts.sampler.close()
 
     async def drain(self) -> None:
         """Takes no more prompts; returns when the groups under way are delivered. -> DRAINING, for good."""

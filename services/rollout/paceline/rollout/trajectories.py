@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from paceline.broker import names
 from paceline.broker.base import Outgoing
-from paceline.core.errors import NumericsError, PeerLostError
+from paceline.core.errors import InvalidMessageError, NumericsError, PeerLostError
+from paceline.core.policy import PolicyRange, PolicyTag
 from paceline.core.samples.images import LoadedImage
 from paceline.core.samples.trajectory import FinishReason, PromptGroup, Trajectory, TrajectoryHeader
 from paceline.rollout.engines.base import Sample, SampleRequest
@@ -24,7 +25,7 @@ from paceline.wire import (
 
 
 def sample_requests(
-    group: PromptGroup, serial: int, images: Sequence[LoadedImage] = ()
+    group: PromptGroup, serial: int, images: Sequence[LoadedImage] = (), *, salt: str = ""
 ) -> list[SampleRequest]:
     """One request per sample of the group.
 
@@ -32,8 +33,9 @@ def sample_requests(
         serial: differs between deliveries: a group may come a second time while its first delivery is still
             under way.
         images: the group's, with their pixels.
+        salt: what the requests share cached prefixes by; left out: the policy that the group wants.
     """
-    salt, prompt = str(group.policy), group.prompt_token_ids.tolist()
+    salt, prompt = salt or str(group.policy), group.prompt_token_ids.tolist()
     return [
         SampleRequest(
             request_id=f"{group.trajectory_id(index)}#{serial}",
@@ -75,6 +77,7 @@ def trajectory_messages(
     draw: str,
     seconds: float,
     together: bool = False,
+    policies: Mapping[int, PolicyTag] | None = None,
 ) -> list[Outgoing]:
     """One message per sample: the header as payload, the trajectory as its blob.
 
@@ -84,6 +87,7 @@ def trajectory_messages(
         draw: differs between all draws of this server and of those that had its name before: the blobs of
             one draw never replace those of another.
         seconds: time that the engine took for the group.
+        policies: by version, where other ones than the group's may have drawn it.
 
     Raises:
         InvalidMessageError: a sample is not what its readers accept.
@@ -91,14 +95,15 @@ def trajectory_messages(
     stream, traceparent = names.trajectories(group.run_id), telemetry.current_traceparent()
     headers, blobs = [], []
     for index, drawn in enumerate(draws):
-        trajectory = _trajectory(group, index, drawn)
+        trajectory = _trajectory(group, index, drawn, _ranges(drawn, policies or {}))
         blob = encode_trajectory(trajectory)
         decode_trajectory(blob)
         key = names.blob(group.run_id, str(trajectory.trajectory_id), server_id, draw)
         header = TrajectoryHeader(
             run_id=group.run_id,
             trajectory_id=trajectory.trajectory_id,
-            policy=group.policy,
+            policy=trajectory.policy,
+            ranges=trajectory.ranges,
             blob_key=key,
             blob_digest=blob_digest(blob),
             num_prompt_tokens=len(drawn.prompt_token_ids),
@@ -124,11 +129,28 @@ def trajectory_messages(
     ]
 
 
-def _trajectory(group: PromptGroup, index: int, drawn: Draw) -> Trajectory:
+def _ranges(drawn: Draw, policies: Mapping[int, PolicyTag]) -> list[PolicyRange]:
+    """Which of these policies drew which tokens; [] where there are none to choose from."""
+    if not policies:
+        return []
+    if unknown := [version for _, version in drawn.versions if version not in policies]:
+        raise InvalidMessageError(
+            f"version {unknown[0]} drew the first tokens, which is older than the bound allows",
+            reason="too_old",
+        )
+    ends = [first for first, _ in drawn.versions[1:]] + [len(drawn.token_ids)]
+    return [
+        PolicyRange(policies[version], first, end)
+        for (first, version), end in zip(drawn.versions, ends, strict=True)
+    ]
+
+
+def _trajectory(group: PromptGroup, index: int, drawn: Draw, ranges: Sequence[PolicyRange]) -> Trajectory:
     return Trajectory(
         run_id=group.run_id,
         trajectory_id=group.trajectory_id(index),
-        policy=group.policy,
+        policy=ranges[0].policy if ranges else group.policy,
+        ranges=tuple(ranges) if len(ranges) > 1 else (),
         prompt_token_ids=drawn.prompt_token_ids,
         response_token_ids=drawn.token_ids,
         response_log_probs=drawn.log_probs,

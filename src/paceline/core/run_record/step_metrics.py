@@ -137,10 +137,11 @@ STEP_METRICS: Mapping[str, str] = {
         "`rollout_REASON`."
     ),
     "barrier/wait_s": "Seconds between the first and the last trajectory.",
-    "barrier/staleness": (
-        "`barrier.max_staleness`: versions from the weights that sampled the step's tokens to those that it "
-        "trained."
+    "barrier/staleness/mean": (
+        "`barrier.max_staleness`: versions from the weights that sampled a token to those that the step "
+        "trained; mean over its tokens."
     ),
+    "barrier/staleness/max": "The same of its oldest tokens.",
     # --- work ahead of the barrier
     "ahead/scored_share": (
         "`barrier.work_ahead`: share of the trajectories that the learner had scored when the batch was "

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.ids import TrajectoryId
-from paceline.core.policy import PolicyTag
+from paceline.core.policy import PolicyRange, PolicyTag
 from paceline.core.samples.episode import EpisodeOutcome
 from paceline.core.samples.images import Image
 from paceline.core.samples.normalizing import Part
@@ -105,6 +105,9 @@ class Trajectory:
     with a prompt.
 
     `images` are the prompt's. A placeholder in the response is a token like any other.
+
+    `policy` sampled the first token. Where it did not sample all of them, `ranges` say which policy sampled
+    which tokens.
     """
 
     run_id: str
@@ -119,6 +122,7 @@ class Trajectory:
     seed: int
     segment_starts: tuple[int, ...] = ()
     images: tuple[Image, ...] = ()
+    ranges: tuple[PolicyRange, ...] = ()
 
 
 def sampled_spans(mask: UInt8Array) -> list[tuple[int, int]]:
@@ -131,6 +135,7 @@ def sampled_spans(mask: UInt8Array) -> list[tuple[int, int]]:
 class SampleHeader:
     """The part of a sample that the mailboxes carry, scored or not; the arrays are in the blob `blob_key`.
 
+    `policy` and `ranges` are the trajectory's.
     `blob_digest` is taken over the blob's bytes: whoever fetches the blob can tell that it is the one meant.
     `num_sampled_tokens` counts the response tokens that the policy sampled, `num_patches` the patches of the
     prompt's images. `episode` is None for a single answer.
@@ -148,6 +153,12 @@ class SampleHeader:
     server_id: str
     episode: EpisodeOutcome | None = None
     num_patches: int = 0
+    ranges: tuple[PolicyRange, ...] = ()
+
+    @property
+    def policy_ranges(self) -> tuple[PolicyRange, ...]:
+        """Which policies sampled the response; a single range where one did."""
+        return self.ranges or (PolicyRange(self.policy, 0, self.num_response_tokens),)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from paceline.core.errors import InvalidMessageError, RewardErrorKind
+from paceline.core.policy import PolicyRange
 from paceline.core.samples.normalizing import Part
 from paceline.core.samples.trajectory import (
     FinishReason,
@@ -34,6 +35,7 @@ from paceline.wire.parts import (
     pack_images,
     pack_messages,
     pack_policy,
+    pack_ranges,
     pack_sampling,
     pack_trajectory_id,
     read_blob_digest,
@@ -44,6 +46,7 @@ from paceline.wire.parts import (
     read_messages,
     read_policy,
     read_purpose,
+    read_ranges,
     read_sampling,
     read_trajectory_id,
 )
@@ -125,6 +128,7 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
             "seed": trajectory.seed,
             "segment_starts": list(trajectory.segment_starts),
             "images": pack_images(trajectory.images),
+            **pack_ranges(trajectory.ranges),
         },
     )
 
@@ -163,6 +167,7 @@ def decode_trajectory(data: bytes, *, vocab_size: int | None = None) -> Trajecto
         seed=fields.integer("seed", maximum=_MAX_SEED),
         segment_starts=_read_segment_starts(fields, mask),
         images=read_images(fields),
+        ranges=read_ranges(fields, len(response)),
     )
 
 
@@ -240,6 +245,7 @@ def _pack_header(header: SampleHeader) -> dict[str, Any]:
         "num_sampled_tokens": header.num_sampled_tokens,
         "finish_reason": header.finish_reason.value,
         "server_id": header.server_id,
+        **pack_ranges(header.ranges),
     }
 
 
@@ -304,6 +310,7 @@ def _read_header(fields: Fields) -> TrajectoryHeader:
         context=read_context(fields),
         episode=read_episode(fields),
         num_patches=_read_num_patches(fields),
+        ranges=_read_header_ranges(fields),
     )
 
 
@@ -311,6 +318,10 @@ def _read_num_patches(fields: Fields) -> int:
     if fields.missing("num_patches"):
         return 0
     return fields.integer("num_patches", minimum=1, maximum=LIMITS.max_tokens)
+
+
+def _read_header_ranges(fields: Fields) -> tuple[PolicyRange, ...]:
+    return read_ranges(fields, fields.integer("num_response_tokens", minimum=1, maximum=LIMITS.max_tokens))
 
 
 def encode_scored_header(header: ScoredHeader) -> bytes:
@@ -438,6 +449,7 @@ def _read_scored_header(fields: Fields) -> ScoredHeader:
         episode=read_episode(fields),
         token_rewards=_read_token_rewards(fields),
         num_patches=_read_num_patches(fields),
+        ranges=_read_header_ranges(fields),
         normalized=_read_normalized(fields),
     )
 

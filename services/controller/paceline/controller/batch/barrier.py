@@ -4,7 +4,8 @@
 
 With v the version that the step samples from and d its digest, a header is admitted only if its version is v
 and its digest is d; each trajectory id is admitted at most once. Step s trains version s - 1: strictly on
-policy v is s - 1, with a bound of k (`barrier.max_staleness`) at least s - 1 - k.
+policy v is s - 1, with a bound of k (`barrier.max_staleness`) at least s - 1 - k. Where pushes land in
+mid-answer (`rollout.in_flight`), each range of a header's tokens is of a committed version from v to s - 1.
 
 A sample is settled when it is admitted or has failed: its reward could not be computed, or its group was
 refused. The barrier closes when every sample is settled; only then are the groups with failed samples
@@ -58,8 +59,9 @@ class Barrier:
 
     Args:
         step: which step this is; headers of another are UNKNOWN.
-        policy: the only policy whose tokens are admitted.
+        policy: the only policy whose tokens are admitted; with `commits` the oldest.
         max_staleness: how many versions it may be behind the one that the step trains.
+        commits: the digests of committed versions, where later ones than `policy` may have sampled too.
         counts: samples of each prompt by purpose; those of the first purpose are the batch. Headers of
             another purpose are UNKNOWN.
         prompts: the ids of the prompts.
@@ -78,6 +80,7 @@ class Barrier:
         prompts: Iterable[int],
         prompt_counts: Mapping[int, Mapping[str, int]] | None = None,
         max_staleness: int = 0,
+        commits: Mapping[int, str] | None = None,
     ) -> None:
         staleness = policy.staleness_in(step)
         if staleness > max_staleness:
@@ -86,6 +89,8 @@ class Barrier:
                 f"barrier admits at most {max_staleness}"
             )
         self.step, self.policy = step, policy
+        self._commits = {policy.version: policy.digest} if commits is None else commits
+        self._newest = policy.version if commits is None else max(policy.version, step - 1)
         self._counts = {str(purpose): count for purpose, count in counts.items()}
         self._prompt_counts = prompt_counts or {}
         self.purpose = next(iter(self._counts))
@@ -146,9 +151,10 @@ class Barrier:
         Changes nothing, so that the journal can be written first.
         """
         key = header.trajectory_id
-        if header.policy.version != self.policy.version:
+        policies = [part.policy for part in header.policy_ranges]
+        if any(not self.policy.version <= policy.version <= self._newest for policy in policies):
             return Verdict.WRONG_VERSION
-        if header.policy.digest != self.policy.digest:
+        if any(policy.digest != self._commits.get(policy.version) for policy in policies):
             return Verdict.WRONG_DIGEST
         if key.step != self.step or not 0 <= key.sample_index < self._num_wanted(key):
             return Verdict.UNKNOWN

@@ -84,12 +84,21 @@ class Batch:
 class _Collection:
     """One order's barrier, its refill, and the times of what arrived."""
 
-    def __init__(self, order: Order, refill: Refill | None, max_staleness: int, *, ahead: bool) -> None:
+    def __init__(
+        self,
+        order: Order,
+        refill: Refill | None,
+        max_staleness: int,
+        *,
+        ahead: bool,
+        commits: Mapping[int, str] | None,
+    ) -> None:
         self.order, self.refill, self.ahead = order, refill, ahead
         self.barrier = Barrier(
             step=order.step,
             policy=order.policy,
             max_staleness=max_staleness,
+            commits=commits,
             counts=order.counts,
             prompts=order.prompts,
             prompt_counts=order.prompt_counts,
@@ -155,9 +164,15 @@ class Collector:
         self._broker, self._mailboxes, self._dispatcher = broker, mailboxes, dispatcher
         self._wait_for_services, self._count = wait_for_services, count
         self.position = LOG_START
+        self._early: list[tuple[str, Entry]] = []
         self.blob_keys: dict[int, list[str]] = {}
 
     # --- the log
+
+    @property
+    def finished_position(self) -> str:
+        """The last log entry before which there is none of a step that is not collected."""
+        return self._early[0][0] if self._early else self.position
 
     async def recall(self, position: str, version: int) -> None:
         """Moves to the log position in the journal, and looks up what the broker holds of the run.
@@ -167,6 +182,7 @@ class Collector:
         """
         await self._mailboxes.check()
         self.position = position
+        self._early.clear()
         self.blob_keys = await self._mailboxes.leftovers(position)
         await self._dispatcher.recall(version)
 
@@ -175,6 +191,7 @@ class Collector:
         await self._mailboxes.begin_anew()
         self._dispatcher.forget()
         self.position, self.blob_keys = LOG_START, {}
+        self._early.clear()
 
     async def clean_up(self, step: int) -> None:
         """Removes what the steps before `step` left in the broker, all of which are finished.
@@ -236,9 +253,11 @@ class Collector:
             LostDataError: the broker has lost the run's data, or messages without which the barrier does not
                 close.
         """
-        collection = _Collection(order, refill, self._config.barrier.bound, ahead=ahead)
+        commits = self._journal.standing.commits if self._config.pushes_in_flight else None
+        collection = _Collection(order, refill, self._config.barrier.bound, ahead=ahead, commits=commits)
         barrier = collection.barrier
         self._count(0, barrier.num_wanted)
+        await self._take_early(collection)
         while not barrier.closed:
             entries = await self._broker.read_log(
                 names.scored(self._run_id), after=self.position, max_entries=_TAKE, block_s=_BLOCK_S
@@ -258,20 +277,35 @@ class Collector:
 
     # --- entries
 
-    async def _take(self, collection: _Collection, entries: Iterable[Entry]) -> None:
-        """Judges entries until the barrier closes; what comes after stays in the log for the next reading."""
+    async def _take_early(self, collection: _Collection) -> None:
+        """Judges what came while an earlier step was collected."""
+        position, (early, self._early) = self.position, (self._early, [])
+        taken = await self._take(collection, [entry for _, entry in early])
+        before = {entry.entry_id: where for where, entry in early}
+        self._early = [(before[entry.entry_id], entry) for _, entry in self._early] + early[taken:]
+        self.position = position
+
+    async def _take(self, collection: _Collection, entries: Iterable[Entry]) -> int:
+        """Judges entries until the barrier closes; what comes after stays in the log for the next reading.
+
+        Returns:
+            How many were read. Those of later steps are judged when these are collected.
+        """
+        taken = 0
         events: list[Mapping[str, Any]] = []
         further: dict[int, Prompt] = {}
         for entry in entries:
             if collection.barrier.closed:
                 break
-            self.position = entry.entry_id
+            taken, before, self.position = taken + 1, self.position, entry.entry_id
             try:
                 message = decode_scored(entry.payload)
             except InvalidMessageError as error:
                 events.append(_rejected(error))
                 continue
-            if isinstance(message, GroupRefusal):
+            if self._config.pushes_in_flight and _step_of(message) > collection.barrier.step:
+                self._early.append((before, entry))
+            elif isinstance(message, GroupRefusal):
                 events.append(self._refuse(collection, message))
             else:
                 events.append(self._judge(collection, message))
@@ -280,6 +314,7 @@ class Collector:
         self._journal.record_all(events)
         if further:
             await self.dispatch(replace(collection.order, prompts=further))
+        return taken
 
     def _judge(self, collection: _Collection, header: ScoredHeader) -> Mapping[str, Any]:
         barrier, now = collection.barrier, time.monotonic()
@@ -327,13 +362,13 @@ class Collector:
             collection.last_entry = now
             await self._mailboxes.check()
             await self._broker.ensure_group(
-                names.prompts(self._run_id, collection.order.policy.version), names.ROLLOUT_GROUP
+                self._dispatcher.stream(collection.order.policy.version), names.ROLLOUT_GROUP
             )
             await self._check_under_way(collection)
 
     async def _check_under_way(self, collection: _Collection) -> None:
         """Raises LostDataError where the barrier is open and no further entry will come."""
-        if not await self._mailboxes.idle(collection.order.policy.version):
+        if not await self._mailboxes.idle(self._dispatcher.stream(collection.order.policy.version)):
             return
         scored = names.scored(self._run_id)
         if not await self._broker.read_log(scored, after=self.position, max_entries=1, block_s=0.0):
@@ -353,6 +388,10 @@ class Collector:
             hint=f"{len(missing)} prompt groups of step {barrier.step} are incomplete (the first is prompt "
             f"{missing[0]}); look into the rollout and reward logs, or raise {setting}",
         )
+
+
+def _step_of(message: ScoredHeader | GroupRefusal) -> int:
+    return message.step if isinstance(message, GroupRefusal) else message.trajectory_id.step
 
 
 def _lost(barrier: Barrier) -> LostDataError:
@@ -403,6 +442,8 @@ def _fate(header: ScoredHeader, verdict: Verdict) -> Mapping[str, Any]:
         "reward": header.reward,
         "server": header.server_id,
     }
+    if header.ranges:
+        fate["ranges"] = [part.to_plain() for part in header.ranges]
     if header.token_rewards:
         fate["token_rewards"] = [list(pair) for pair in header.token_rewards]
     if header.normalized:

@@ -102,8 +102,12 @@ class Dispatcher:
             async for group in self._groups_of(version - 1):
                 self._images.note(group.images, group.step)
 
+    def stream(self, version: int) -> str:
+        """Names the mailbox of the prompts that are to be sampled from a version."""
+        return names.prompts(self._run_id, None if self._config.pushes_in_flight else version)
+
     async def _groups_of(self, version: int) -> AsyncIterator[PromptGroup]:
-        async for entry in read_all(self._broker, names.prompts(self._run_id, version)):
+        async for entry in read_all(self._broker, self.stream(version)):
             with contextlib.suppress(InvalidMessageError):
                 yield decode_prompt_group(entry.payload)
 
@@ -123,7 +127,7 @@ class Dispatcher:
         Returns:
             The prompts that were sent: those whose messages were not all in the stream yet.
         """
-        stream = names.prompts(self._run_id, order.policy.version)
+        stream = self.stream(order.policy.version)
         await self._broker.ensure_group(stream, names.ROLLOUT_GROUP)
         groups = [
             self._group(order, ask, prompt)

@@ -46,13 +46,16 @@ class Mailboxes:
             )
         await self._create_groups()
 
-    async def idle(self, version: int) -> bool:
+    async def idle(self, prompts: str) -> bool:
         """Whether nobody has anything left to do for the run: what `scored` holds now is all that will come.
 
         Asked in the order in which messages go on: one that is answered meanwhile is seen further on.
+
+        Args:
+            prompts: the mailbox of the prompts.
         """
         stages = (
-            (names.prompts(self._run_id, version), names.ROLLOUT_GROUP),
+            (prompts, names.ROLLOUT_GROUP),
             (names.trajectories(self._run_id), names.REWARD_GROUP),
         )
         for stream, group in stages:

@@ -260,8 +260,8 @@ class Alignment:
 
     async def _serve(self, version: int) -> None:
         """Publishes the version, unless a server that outlived the controller samples from it."""
-        policy = self._committed(version)
-        if policy is not None and self._publication.is_served(policy):
+        policy, publication = self._committed(version), self._publication
+        if policy is not None and publication.is_served(policy) and not publication.is_outrun(policy):
             self._progress.policy = policy
         else:
             await self._publication.publish(version)

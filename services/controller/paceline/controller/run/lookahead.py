@@ -13,6 +13,10 @@ version and ended from another.
 Nothing is dispatched ahead of a checkpoint that trainer.save_freq asks for: a run that goes on from it draws
 what the first one drew.
 
+Where pushes land in mid-answer (`rollout.in_flight`) nothing waits for samples that were begun: the prompts
+of step s + k are sent out when step s begins, to be sampled from version s - 1 or newer ones, and each step
+is collected when it begins.
+
 docs/decisions/0036-bounded-staleness.md
 """
 
@@ -100,7 +104,7 @@ class Lookahead:
     def log_position_after(self, step: int) -> str:
         """Where the log is read from when the step is finished."""
         later = self._known(step + 1)
-        return self._collector.position if later is None else later.began
+        return self._collector.finished_position if later is None else later.began
 
     def go_to(self, cursor: MixtureState) -> None:
         """Forgets all steps, and sets the cursor to where the next step draws its prompts."""
@@ -135,8 +139,24 @@ class Lookahead:
 
     def begin(self, step: int, policy: PolicyTag) -> None:
         """Samples later steps in a task, from the committed policy, while `step` is trained."""
-        if self._config.barrier.bound:
+        if self._config.barrier.bound and not self._config.pushes_in_flight:
             self._task = asyncio.create_task(self._sample(step, policy), name=f"ahead of step {step}")
+
+    async def send(self, step: int, policy: PolicyTag) -> None:
+        """Sends out the prompts of the steps after `step`, to be sampled from `policy` or newer ones."""
+        if not self._config.pushes_in_flight:
+            return
+        for later in steps_ahead(self._config, step):
+            if self._journal.standing.dispatched(later) is None and self._progress.stop_reason:
+                return
+            order = self._order(later, policy)
+            self._batches.record_dispatch(order, order.prompts, order.counts)
+            await self._collector.dispatch(order)
+
+    def _order(self, step: int, policy: PolicyTag) -> Order:
+        return Order(
+            step=step, policy=self.policy(step, policy), prompts=self.draw(step), asks=self._batches.asks
+        )
 
     async def settle(self) -> float:
         """Waits for the task of `begin`; returns the seconds.
@@ -177,14 +197,8 @@ class Lookahead:
             # The run ends after `step`, or `step` was committed before a restart and newer weights are there.
             if dispatched is None and (self._progress.stop_reason or self._is_committed(step)):
                 return
-            order = Order(
-                step=later,
-                policy=self.policy(later, policy),
-                prompts=self.draw(later),
-                asks=self._batches.asks,
-            )
             try:
-                await self._collect(order, policy)
+                await self._collect(self._order(later, policy), policy)
             except LostDataError as error:
                 self._withdraw_after(later - 1, str(error))
                 return

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from paceline.controller.fleet.clients import LearnerClient
@@ -21,7 +21,7 @@ from paceline.controller.fleet.supervisor import Supervisor
 from paceline.controller.fleet.turns import Turn, Turns
 from paceline.controller.phases import Phase
 from paceline.controller.progress import Progress, Run
-from paceline.controller.weights.push import WeightPush
+from paceline.controller.weights.push import Candidate, WeightPush
 from paceline.core.errors import DeadlineError, PacelineError, PeerLostError, WeightSyncError
 from paceline.core.members import LearnerState, RolloutState
 from paceline.core.policy import PolicyTag
@@ -65,7 +65,7 @@ class Publication:
         self._turns = turns
         self._run, self._progress, self._push = run, progress, push
         self._learner, self._supervisor = learner, supervisor
-        self._committed: dict[tuple[str, str], float] = {}
+        self._committed: dict[tuple[str, str], tuple[PolicyTag, float]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -97,12 +97,17 @@ class Publication:
             metrics = await self._push.commit(candidate)
         self._progress.policy = candidate.policy
         self._committed.clear()
-        self._note_commit(candidate.servers)
+        self._note_commit(candidate)
         return metrics
 
     def is_served(self, policy: PolicyTag) -> bool:
         """Whether a server samples from exactly this policy, say one that outlived the last controller."""
         return any(self._has(member, policy) for member in self._supervisor.rollouts)
+
+    def is_outrun(self, policy: PolicyTag) -> bool:
+        """Whether a server samples from a newer version, say one that a rewind has made void."""
+        versions = [m.policy.version for m in self._supervisor.rollouts if m.policy is not None]
+        return max(versions, default=policy.version) > policy.version
 
     async def to_newcomers(self, policy: PolicyTag, collection: Coroutine[Any, Any, T]) -> T:
         """Awaits `collection`, in the servers' turn; newcomers get `policy` meanwhile.
@@ -190,8 +195,8 @@ class Publication:
     def _has(self, member: Member, policy: PolicyTag) -> bool:
         if member.policy == policy and member.state is RolloutState.SERVING:
             return True
-        since = self._committed.get((member.member_id, member.incarnation))
-        return since is not None and time.monotonic() - since < _REPORT_S
+        committed, since = self._committed.get((member.member_id, member.incarnation), (None, 0.0))
+        return committed == policy and time.monotonic() - since < _REPORT_S
 
     async def _push_to(self, newcomers: Sequence[Member], policy: PolicyTag) -> None:
         # Stays cleared where this is cancelled: then `_call_off` frees the learner.
@@ -219,12 +224,12 @@ class Publication:
             return []
         self._check_digest(candidate.policy)
         await self._push.commit(candidate)
-        self._note_commit(candidate.servers)
+        self._note_commit(candidate)
         return [member.member_id for member in candidate.servers]
 
-    def _note_commit(self, members: Iterable[Member]) -> None:
-        now = time.monotonic()
-        self._committed |= {(m.member_id, m.incarnation): now for m in members}
+    def _note_commit(self, candidate: Candidate) -> None:
+        noted = (candidate.policy, time.monotonic())
+        self._committed |= {(m.member_id, m.incarnation): noted for m in candidate.servers}
 
     async def _call_off(self, serving: asyncio.Task[None]) -> None:
         """Ends the task; a push under way is finished within seconds or abandoned."""

@@ -36,6 +36,7 @@ def fetch_rows(
     policy: PolicyTag,
     vocab_size: int,
     images: ImageSpec | None = None,
+    newest: int | None = None,
 ) -> dict[int, PackedRow]:
     """Fetches the rows at the places `wanted`, by place, and the pixels of their images, each once.
 
@@ -43,13 +44,14 @@ def fetch_rows(
         blobs: where they are.
         rows: of the step, or of a part of it, by their places in the batch.
         wanted: places of this rank's rows.
-        policy: that must have sampled them.
+        policy: that must have sampled them; with `newest` their oldest tokens.
         vocab_size: of the model.
         images: what the model takes; None if it takes none.
+        newest: the version of the newest tokens that are allowed; None: all are of `policy`.
 
     Raises:
         InvalidMessageError: a blob is not a trajectory.
-        VersionMismatchError: a trajectory was sampled from another policy than `policy`.
+        VersionMismatchError: a trajectory was sampled from another policy than is allowed.
         LostDataError: a blob is missing, or is not the one that was scored.
         DataError: a trajectory is not the one that its row names or was not sampled for training, or its
             images are not those of its prompt.
@@ -59,7 +61,7 @@ def fetch_rows(
     for index, blob in zip(wanted, blobs.get([rows[index].blob_key for index in wanted]), strict=True):
         _check_blob(blob, rows[index])
         trajectory = decode_trajectory(blob, vocab_size=vocab_size)
-        _check_row(trajectory, rows[index], policy)
+        _check_row(trajectory, rows[index], policy, newest)
         packed[index] = PackedRow(
             index=index,
             prompt_token_ids=trajectory.prompt_token_ids,
@@ -114,16 +116,20 @@ def _check_blob(blob: bytes, row: BatchRow) -> None:
         )
 
 
-def _check_row(trajectory: Trajectory, row: BatchRow, policy: PolicyTag) -> None:
+def _check_row(trajectory: Trajectory, row: BatchRow, policy: PolicyTag, newest: int | None) -> None:
     """The last check before training: purpose, policy, identity and lengths."""
     name = str(row.trajectory_id)
     if row.trajectory_id.purpose in NEVER_TRAINED:
         raise DataError(f"trajectory {name} was not sampled for training; it must not enter the batch")
-    if trajectory.policy != policy:
-        raise VersionMismatchError(
-            f"trajectory {name} was sampled from {trajectory.policy}, the step trains on {policy}; it must "
-            "not enter the batch"
-        )
+    last = policy.version if newest is None else newest
+    for sampled_from in (trajectory.policy, *(part.policy for part in trajectory.ranges)):
+        is_known = sampled_from == policy or sampled_from.version != policy.version
+        if not is_known or not policy.version <= sampled_from.version <= last:
+            raise VersionMismatchError(
+                f"trajectory {name} was sampled from {sampled_from}, the step trains on {policy}"
+                + (f" to version {last}" if last > policy.version else "")
+                + "; it must not enter the batch"
+            )
     if trajectory.trajectory_id != row.trajectory_id:
         raise DataError(
             f"blob {row.blob_key} holds trajectory {trajectory.trajectory_id}, the batch names {name}"

@@ -40,12 +40,15 @@ class Sample:
     """A drawn response: tokens (R,) and their natural-log probabilities (R,) when they were drawn.
 
     Greedy tokens carry the log-probabilities of temperature 1. The token that ended the response is part of
-    it. R is 0 only if the engine aborted the request before its first token.
+    it. R is 0 only if the engine aborted the request before its first token. `versions` are (first token,
+    version) of the weights that drew it, where the engine tells; there are several after a push in
+    mid-answer.
     """
 
     token_ids: Int32Array
     log_probs: Float32Array
     finish_reason: FinishReason
+    versions: tuple[tuple[int, int], ...] = ()
 
 
 def do_nothing() -> None:
@@ -90,7 +93,7 @@ class Engine(Protocol):
         ...
 
     async def receive(self, version: int, timeout_s: float) -> PushReceipt:
-        """Receives one push into the live parameters and forgets every cached prefix.
+        """Receives one push into the live parameters and forgets every cached prefix, unless it is paused.
 
         After an error the parameters may be a mixture of versions: join a group and receive again before the
             next request.
@@ -100,8 +103,24 @@ class Engine(Protocol):
 
         Raises:
             DeadlineError, PeerLostError: a member stalled or died; the group is gone.
-            WeightSyncError: no group has been joined, or requests are under way.
+            WeightSyncError: no group has been joined, or requests are under way and not paused.
         """
+        ...
+
+    async def pause(self, *, recompute: bool) -> None:
+        """Draws no token until `resume`. Requests under way, and those that come, wait for it.
+
+        Args:
+            recompute: forgets all keys and values, also those of requests under way, which are computed again
+                when these go on; else the keys and values of both are kept.
+
+        Raises:
+            DeadlineError, PeerLostError: the engine hangs, or died.
+        """
+        ...
+
+    async def resume(self) -> None:
+        """Goes on, with the weights that are there now; may be repeated."""
         ...
 
     async def digest(self, version: int) -> tuple[DigestReport, ...]:

@@ -14,7 +14,10 @@ from paceline.rollout.engines.base import Sample
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Draw:
-    """A finished sample or episode, as its trajectory holds it; arrays (R,) but for the prompt's."""
+    """A finished sample or episode, as its trajectory holds it; arrays (R,) but for the prompt's.
+
+    `versions` are those of a single answer's `Sample`.
+    """
 
     prompt_token_ids: Int32Array
     token_ids: Int32Array
@@ -23,6 +26,7 @@ class Draw:
     finish_reason: FinishReason
     episode: EpisodeOutcome | None = None
     segment_starts: tuple[int, ...] = ()
+    versions: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def joined(cls, draws: Sequence[Draw]) -> Draw:
@@ -55,6 +59,7 @@ class Draw:
             log_probs=sample.log_probs,
             mask=np.ones(len(sample.token_ids), dtype=np.uint8),
             finish_reason=sample.finish_reason,
+            versions=sample.versions,
         )
 
 

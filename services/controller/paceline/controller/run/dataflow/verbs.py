@@ -199,20 +199,23 @@ class Verbs:
         parts = self._parts
         parts.progress.move(Phase.DISPATCH)
         # What an earlier step dispatched was sampled before the policy that is committed now.
-        is_ahead = order.policy != self._committed
-        if not is_ahead:
+        mixes = parts.run.config.pushes_in_flight
+        is_over = parts.alignment.version == self.number or (order.policy != self._committed and not mixes)
+        if order.policy == self._committed or mixes:
             with span("dispatch"):
                 await parts.collector.dispatch(order)
+        if not is_over:
+            await parts.lookahead.send(self.number, self._committed)
         parts.progress.move(Phase.COLLECT)
         if (batch := parts.lookahead.batch(self.number)) is not None:
             return batch
         with span("collect"):
-            if is_ahead or parts.alignment.version == self.number:
+            if is_over:
                 # Its trajectories are in the log, and the policy is gone.
                 return await parts.collector.collect(order, refill, is_over=lambda: True)
             async with parts.ahead.during(order, parts.guard.adjustments) as watch:
                 collection = parts.collector.collect(order, refill, watch=watch)
-                return await parts.publication.to_newcomers(self._policy, collection)
+                return await parts.publication.to_newcomers(self._committed, collection)
 
     async def _samples(self, batch: Batch, *, texts: bool) -> ScoredSamples:
         prompts: Mapping[int, Prompt] = self._prompts
@@ -299,7 +302,7 @@ class Verbs:
             batch = self._rows.batch
             is_resumed = parts.alignment.resumed == self.number
             # With a bound the first step of several waits for its samples, and the others do not.
-            is_first = parts.run.config.barrier.bound > 0 and parts.lookahead.batch(self.number) is None
+            is_first = parts.run.config.barrier.bound > 0 and self._policy == self._committed
             step_s = None if is_resumed or is_first else time.monotonic() - self._began
             async with saving_trajectories(parts.run, self.number, batch, self._prompts, parts.collector):
                 guarded = await self._judge(result, batch, step_s)
@@ -315,7 +318,7 @@ class Verbs:
             )
             self._metrics |= of_origins(batch.samples, self._prompts, parts.inputs)
             if parts.run.config.barrier.bound:
-                self._metrics["barrier/staleness"] = float(self._policy.staleness_in(self.number))
+                self._metrics |= step_metrics.of_ages(batch.samples, self.number)
             self._ended = True
 
     async def _judge(self, result: TrainResult, batch: Batch, seconds: float | None) -> dict[str, float]:

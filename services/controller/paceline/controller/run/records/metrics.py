@@ -14,6 +14,7 @@ from statistics import fmean, pstdev
 from paceline.controller.batch.barrier import Verdict
 from paceline.controller.batch.collect import Batch, reward_components, share_without_spread
 from paceline.controller.verify.digests import digest_of
+from paceline.core.policy import token_ages
 from paceline.core.run_record.step_metrics import TIME
 from paceline.core.samples.trajectory import ScoredHeader
 from paceline.service.disk import writing
@@ -68,6 +69,12 @@ def assemble(
     if batch.greedy:
         metrics["reward/greedy_answers/mean"] = fmean(h.reward or 0.0 for h in batch.greedy.values())
     return metrics
+
+
+def of_ages(samples: Sequence[ScoredHeader], step: int) -> dict[str, float]:
+    """How old the tokens of a step are that was sampled with a bound on their age."""
+    mean, oldest = token_ages((part for header in samples for part in header.policy_ranges), step)
+    return {"barrier/staleness/mean": mean, "barrier/staleness/max": oldest}
 
 
 def _spread(batch: Batch) -> dict[str, float]:

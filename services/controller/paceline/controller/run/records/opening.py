@@ -114,6 +114,7 @@ def _settings(config: RunConfig) -> dict[str, Any]:
         "rollout.temperature": rollout.temperature,
         "algorithm.dynamic_sampling.enable": sampling.enable,
         "barrier.max_staleness": config.barrier.bound,
+        **({"rollout.in_flight": config.rollout.in_flight} if config.pushes_in_flight else {}),
     }
 
 

@@ -48,6 +48,7 @@ class TrajectoryFile:
         prompts: by id, for the prompts' texts.
         sets: names of the held-out sets that prompts are of, by prompt.
         with_tokens: also write token ids, and the log-probs of engine and learner.
+        with_ranges: also write which policies sampled which tokens, where there are several.
     """
 
     def __init__(
@@ -58,9 +59,10 @@ class TrajectoryFile:
         prompts: Mapping[int, Prompt],
         sets: Mapping[int, str] | None = None,
         with_tokens: bool = True,
+        with_ranges: bool = False,
     ) -> None:
         self._path, self._step, self._prompts, self._sets = path, step, prompts, sets or {}
-        self._with_tokens = with_tokens
+        self._with_tokens, self._with_ranges = with_tokens, with_ranges
 
     async def write(self, samples: Sequence[ScoredHeader], stored: Stored) -> str:
         """Writes the samples, portion by portion; returns the file's digest."""
@@ -71,7 +73,10 @@ class TrajectoryFile:
             writer.write_table(pyarrow.Table.from_pylist(rows, schema=schema))
 
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        partial, schema = self._path.with_suffix(".partial"), pyarrow.schema(_columns(self._with_tokens))
+        columns = _columns(self._with_tokens)
+        if self._with_ranges:
+            columns.append(("policy_ranges", pyarrow.string()))
+        partial, schema = self._path.with_suffix(".partial"), pyarrow.schema(columns)
         with writing(self._path.parent), pyarrow.parquet.ParquetWriter(partial, schema) as writer:
             for start in range(0, len(samples), _PORTION):
                 portion = samples[start : start + _PORTION]
@@ -106,8 +111,13 @@ class TrajectoryFile:
             "num_sampled_tokens": header.num_sampled_tokens,
             "finish_reason": header.finish_reason.value,
             "server": header.server_id,
+            **({"policy_ranges": _ranges(header)} if self._with_ranges else {}),
             **_episode(header.episode),
         }
+
+
+def _ranges(header: ScoredHeader) -> str | None:
+    return json.dumps([part.to_plain() for part in header.ranges]) if header.ranges else None
 
 
 def _episode(episode: EpisodeOutcome | None) -> dict[str, Any]:
@@ -198,7 +208,14 @@ async def save_trajectories(
     if run.config.trainer.save_trajectories:
         path = run.dir / "trajectories" / f"{name}_{step:06d}.parquet"
         with_tokens = run.config.trainer.save_tokens
-        file = TrajectoryFile(path, step=step, prompts=prompts, sets=sets, with_tokens=with_tokens)
+        file = TrajectoryFile(
+            path,
+            step=step,
+            prompts=prompts,
+            sets=sets,
+            with_tokens=with_tokens,
+            with_ranges=run.config.pushes_in_flight,
+        )
         digest = await file.write(batch.samples, stored)
         run.journal.record("saved", step=step, file=path.name, digest=digest, num_rows=len(batch.samples))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -16,7 +16,7 @@ from paceline.controller.verify.journal.steps import StepHistory
 from paceline.controller.verify.journal.term import Shape, Term
 from paceline.controller.verify.journal.trajectory_row import TrajectoryRow
 from paceline.controller.verify.journal.validation import ValidationCheck
-from paceline.core.policy import PolicyTag
+from paceline.core.policy import PolicyRange, PolicyTag, token_ages
 from paceline.core.samples.trajectory import SCHEMA_VERSION
 
 _VALIDATION = "val/"
@@ -49,6 +49,8 @@ class StepFiles:
             name = f"step_{number:06d}.parquet"
             self._check_file(name, check, step.rows, step.saved.get(name), of_batch, step.batch)
             computed |= recomputed_metrics.of_components(check.components, "reward")
+            if of_batch.max_staleness and step.rows and len(check.num_sampled) == len(step.rows):
+                computed["barrier/staleness/mean"], _ = token_ages(_parts(step.rows, check), number)
         if step.validation is not None:
             validation, of_answers = step.validation, step.validation.term
             rows = list(validation.rows())
@@ -117,6 +119,11 @@ class StepFiles:
             faults.append("is another line than the one that was written")
         for fault in faults:
             self._findings.add(Invariant.RECORD, f"the line of step {number} in metrics.jsonl {fault}", entry)
+
+
+def _parts(rows: Sequence[TrajectoryRow], check: FileCheck) -> Iterator[PolicyRange]:
+    for row, count in zip(rows, check.num_sampled, strict=True):
+        yield from row.ranges or [PolicyRange(row.policy or check.policy, 0, count)]
 
 
 def _of_answers(

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from paceline.controller.verify.journal.term import Shape
 from paceline.controller.verify.journal.trajectory_row import TrajectoryRow
 from paceline.core.ids import Purpose
-from paceline.core.policy import PolicyTag
+from paceline.core.policy import PolicyTag, range_fault
 from paceline.core.samples.images import Image
 from paceline.core.samples.trajectory import FinishReason, SamplingSpec, Trajectory
 from paceline.wire import blob_digest, encode_trajectory
@@ -90,7 +90,7 @@ class FileCheck:
                 self.faults.append(f"has {num_rows} rows, {len(rows)} were trained or answered")
                 return num_rows
             self.can_recompute = names.issuperset(_DRAWN)
-            wanted = (*_SCALARS, *_DRAWN, *_COUNTED, "num_sampled_tokens", "components")
+            wanted = (*_SCALARS, "policy_ranges", *_DRAWN, *_COUNTED, "num_sampled_tokens", "components")
             present, first = [name for name in wanted if name in names], 0
             for batch in file.iter_batches(_PORTION, columns=present, use_threads=False):
                 self._check_batch(batch, rows[first : first + batch.num_rows], first)
@@ -120,7 +120,8 @@ class FileCheck:
             "prompt_id": row.key.prompt_id,
             "sample_index": row.key.sample_index,
             "reward": row.reward,
-            "policy_version": self.policy.version,
+            "policy_version": (row.policy or self.policy).version,
+            **({"policy_ranges": _ranges(row)} if "policy_ranges" in plain else {}),
         }
         stated = {name: plain.get(name) for name in expected}
         return (
@@ -147,6 +148,8 @@ class FileCheck:
             )
 
     def _check_tokens(self, plain: Mapping[str, Any], arrays: Arrays, row: TrajectoryRow) -> None:
+        if row.ranges and (fault := range_fault(row.ranges, len(arrays["response_mask"]))):
+            self.faults.append(f"has {row.key}, and {fault}")
         ones = int(arrays["response_mask"].sum())
         if ones != plain["num_sampled_tokens"]:
             self.faults.append(
@@ -173,7 +176,8 @@ class FileCheck:
         return Trajectory(
             run_id=self.run_id,
             trajectory_id=row.key,
-            policy=self.policy,
+            policy=row.policy or self.policy,
+            ranges=row.ranges,
             prompt_token_ids=arrays["prompt_token_ids"],
             response_token_ids=arrays["response_token_ids"],
             response_log_probs=arrays["response_log_probs"],
@@ -197,6 +201,10 @@ class FileCheck:
                 f"has the same {len(arrays['response_token_ids'])} tokens for {twin.key} and {row.key}, "
                 f"which are drawn with a log-probability of {chance:.0f}: one draw has two ids"
             )
+
+
+def _ranges(row: TrajectoryRow) -> str | None:
+    return json.dumps([part.to_plain() for part in row.ranges]) if row.ranges else None
 
 
 def _contribution(value: float, shape: Shape) -> float:

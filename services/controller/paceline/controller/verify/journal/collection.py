@@ -83,13 +83,6 @@ class Collection:
         wanted, findings = self.wanted, self._findings
         if key.step != wanted.step:
             findings.add(Invariant.I1, f"{key} was admitted in step {wanted.step}", wanted.entry, entry)
-        if entry.get("policy") != wanted.policy:
-            findings.add(
-                Invariant.I1,
-                f"{key} of {entry.get('policy')} was admitted in a step of {wanted.policy}",
-                wanted.entry,
-                entry,
-            )
         if not entry.get("digest") or entry.get("reward") is None:
             findings.add(Invariant.I3, f"{key} was admitted without a digest or a reward", entry)
         if key in self.admitted:

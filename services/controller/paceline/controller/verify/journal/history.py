@@ -22,6 +22,7 @@ from paceline.controller.verify.journal.collection import Collection, Wanted
 from paceline.controller.verify.journal.prompt_order import PromptOrder
 from paceline.controller.verify.journal.steps import Finished, OpenSteps, StepHistory
 from paceline.controller.verify.journal.term import Term
+from paceline.controller.verify.journal.token_ages import check_policies
 from paceline.controller.verify.journal.validation import ValidationCheck
 from paceline.controller.verify.journal.versions import Versions
 from paceline.core.errors import IllegalTransitionError
@@ -310,9 +311,12 @@ class History:
         if step is None or step.collection is None:
             self.findings.add(Invariant.I1, f"{key} was admitted, but no step is being collected", entry)
             return
+        check_policies(key, entry, step.collection.wanted, self.term, self.versions, self.findings)
         step.collection.admit(key, entry)
         before = (step.before or {}).get(key)
-        if before is not None and any(before.get(f) != entry.get(f) for f in ("digest", "reward", "policy")):
+        if before is not None and any(
+            before.get(f) != entry.get(f) for f in ("digest", "reward", "policy", "ranges")
+        ):
             self.findings.add(
                 Invariant.I3,
                 f"{key} differs from what it was before the controller was restarted",

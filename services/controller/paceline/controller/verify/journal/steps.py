@@ -13,7 +13,7 @@ from paceline.controller.verify.findings import Findings, Invariant, JournalEntr
 from paceline.controller.verify.journal import recomputed_metrics
 from paceline.controller.verify.journal.collection import Collection, Wanted
 from paceline.controller.verify.journal.term import Shape, Term
-from paceline.controller.verify.journal.trajectory_row import TrajectoryRow
+from paceline.controller.verify.journal.trajectory_row import TrajectoryRow, oldest_of, ranges_of
 from paceline.controller.verify.journal.validation import ValidationCheck
 from paceline.core.ids import TrajectoryId
 from paceline.core.training import BatchRow
@@ -124,6 +124,8 @@ class StepHistory:
                 digest=row.blob_digest,
                 reward=row.reward,
                 raw_reward=float(admitted[row.trajectory_id].get("reward") or 0.0),
+                policy=oldest_of(admitted[row.trajectory_id]),
+                ranges=ranges_of(admitted[row.trajectory_id]),
             )
             for row in rows
         ]
@@ -136,8 +138,10 @@ class StepHistory:
         self.metrics = recomputed_metrics.of_barrier(verdicts, reasons) | recomputed_metrics.of_rewards(
             groups
         )
-        if term.max_staleness and self.wanted is not None:
-            self.metrics["barrier/staleness"] = float(self.wanted.tag.staleness_in(self.number))
+        policies = {row.policy for row in self.rows if row.policy is not None}
+        if term.max_staleness and policies:
+            oldest = max(policy.staleness_in(self.number) for policy in policies)
+            self.metrics["barrier/staleness/max"] = float(oldest)
 
     def finished(self, entry: JournalEntry) -> Finished:
         """What is kept of it after its event `step`."""

@@ -30,6 +30,7 @@ class Term:
         limits: by phase, the longest time in seconds without an event.
         max_staleness: the most policy versions that a batch may be older than the weights that its step
             trains.
+        in_flight: `rollout.in_flight`: whether pushes land in mid-answer.
         shapes: of the scorers, by component; empty where a row's own columns weight them.
         schema: the schema version of the messages, whose bytes enter the digests of trajectories; 0: not
             known.
@@ -46,6 +47,7 @@ class Term:
     save_trajectories: bool
     limits: Mapping[str, float]
     max_staleness: int = 0
+    in_flight: str = "wait"
     shapes: Mapping[str, Shape] = field(default_factory=dict)
     schema: int = 0
     cursor: Mapping[str, Any] | None = None
@@ -53,6 +55,11 @@ class Term:
     schedule: Sequence[tuple[int, Sequence[float]]] = ()
     weights_chosen: bool = False
     is_recorded: bool = False
+
+    @property
+    def mixes_versions(self) -> bool:
+        """Whether several versions may have sampled a trajectory."""
+        return self.in_flight != "wait"
 
     @classmethod
     def of(cls, config: RunConfig, mixture: PromptMixture) -> Self:
@@ -91,6 +98,8 @@ class Term:
         """Returns the term as it stands in the journal."""
         plain = asdict(self)
         del plain["is_recorded"]
+        if not self.mixes_versions:
+            del plain["in_flight"]
         return plain
 
     def note_unseen(self, findings: Findings) -> None:
@@ -136,6 +145,7 @@ def _old(config: RunConfig) -> dict[str, Any]:
         "save_trajectories": config.trainer.save_trajectories,
         "limits": _limits(config),
         "max_staleness": config.barrier.bound,
+        "in_flight": config.rollout.in_flight,
     }
 
 

@@ -21,7 +21,7 @@ from paceline.rollout.engines.base import Engine, Sample, SampleRequest, do_noth
 from paceline.rollout.engines.processes import EngineProcesses, kill
 from paceline.rollout.engines.vllm import calls
 from paceline.rollout.engines.vllm.images import vision
-from paceline.rollout.engines.vllm.sampling.log_probs import LogProbs
+from paceline.rollout.engines.vllm.sampling.log_probs import Fetched, LogProbs
 from paceline.rollout.engines.vllm.sampling.samples import submit, to_sample
 from paceline.rollout.engines.vllm.start import environment
 from paceline.rollout.engines.vllm.start.arguments import WORKER_EXTENSION
@@ -53,6 +53,7 @@ class VllmEngine(Engine):
         self._log_probs: LogProbs | None = None
         self._unusable: PeerLostError | None = None
         self._asleep: set[EnginePart] = set()
+        self._is_paused = False
         self._freed_bytes = 0
 
     @classmethod
@@ -97,10 +98,10 @@ class VllmEngine(Engine):
     async def batch_draws(self) -> None:
         """Has a batch's tokens drawn at once from now on, and log-probs fetched when samples end."""
 
-        async def fetch(ids: list[str], starts: list[int], counts: list[int], aborted: list[str]) -> bytes:
+        async def fetch(ids: list[str], starts: list[int], counts: list[int], aborted: list[str]) -> Fetched:
             args = (ids, starts, counts, aborted)
             replies = await self.call_workers("paceline_take_log_probs", args, _FETCH_S)
-            return bytes(replies[0]["log_probs"])
+            return bytes(replies[0]["log_probs"]), replies[0]["versions"]
 
         await self.call_workers("paceline_batch_draws", (), _DESCRIBE_S)
         self._log_probs = LogProbs(fetch)
@@ -127,10 +128,11 @@ class VllmEngine(Engine):
 
     async def receive(self, version: int, timeout_s: float) -> PushReceipt:
         """Receives one push; forgets cached prefixes, and what the vision tower made of images."""
+        args = (version, timeout_s, self._is_paused)
+        if self._is_paused:
+            return _merged(await self.call_workers("paceline_receive", args, timeout_s))
         # Ordered together, done one after the other: the engine need not wait for the second order.
-        receiving = asyncio.create_task(
-            self.call_workers("paceline_receive", (version, timeout_s), timeout_s)
-        )
+        receiving = asyncio.create_task(self.call_workers("paceline_receive", args, timeout_s))
         resetting = asyncio.create_task(self._reset_caches())
         try:
             replies = await receiving
@@ -144,7 +146,17 @@ class VllmEngine(Engine):
                 f"version {version} arrived while requests were running: they would mix it with cached keys "
                 "and values of the old weights. Abort them before a push"
             )
-        return PushReceipt.merge([PushReceipt.from_bytes(reply["receipt"]) for reply in replies])
+        return _merged(replies)
+
+    async def pause(self, *, recompute: bool) -> None:
+        """Lets vLLM end its step, and schedule no other."""
+        await self._ordered(self._llm.pause_generation(mode="keep", clear_cache=recompute), "pause")
+        self._is_paused = True
+
+    async def resume(self) -> None:
+        """Has vLLM schedule steps again."""
+        await self._ordered(self._llm.resume_generation(), "resume")
+        self._is_paused = False
 
     async def _reset_caches(self) -> bool:
         """Returns whether the engine was idle."""
@@ -274,3 +286,7 @@ class VllmEngine(Engine):
         del llm
         gc.unfreeze()
         gc.collect()
+
+
+def _merged(replies: Sequence[calls.Reply]) -> PushReceipt:
+    return PushReceipt.merge([PushReceipt.from_bytes(reply["receipt"]) for reply in replies])

@@ -18,7 +18,7 @@ from paceline.core.errors import DeadlineError, PeerLostError
 from paceline.core.members import peer_to_plain
 from paceline.rollout.engines.rank_receiver import RankReceiver
 from paceline.rollout.engines.vllm.images.without_torchvision import register
-from paceline.rollout.engines.vllm.sampling.batched_sampler import replace_sampler
+from paceline.rollout.engines.vllm.sampling.batched_sampler import BatchedSampler, replace_sampler
 from paceline.rollout.engines.vllm.weights.checkpoint import learner_shapes
 from paceline.rollout.engines.vllm.weights.layout import describe_model
 from paceline.rollout.engines.vllm.weights.reload import Reloader
@@ -174,9 +174,17 @@ class PacelineWorkerExtension:
         return {}
 
     @_answering
-    def paceline_receive(self, version: int, timeout_s: float) -> Reply:
-        """Receives a push and digests what lies in the parameters afterwards."""
-        return {"receipt": self._paceline_receiver().receive(version, timeout_s).to_bytes()}
+    def paceline_receive(self, version: int, timeout_s: float, is_paused: bool) -> Reply:
+        """Receives a push and digests what lies in the parameters afterwards.
+
+        Args:
+            is_paused: whether requests are under way, which go on with these weights.
+        """
+        receipt = self._paceline_receiver().receive(version, timeout_s)
+        sampler = self.model_runner.sampler
+        if isinstance(sampler, BatchedSampler):
+            sampler.begin_version(version, mid_answer=is_paused)
+        return {"receipt": receipt.to_bytes()}
 
     @_answering
     def paceline_digest(self, version: int) -> Reply:
@@ -201,9 +209,10 @@ class PacelineWorkerExtension:
     ) -> Reply:
         """The log-probabilities of samples that have ended, from TP rank 0; all ranks forget them."""
         sampler = self.model_runner.sampler
+        versions = sampler.versions(ids, starts, counts)
         values = sampler.take(ids, starts, counts)
         sampler.forget(aborted)
-        return {"log_probs": values.numpy().tobytes()} if self.rank == 0 else {}
+        return {"log_probs": values.numpy().tobytes(), "versions": versions} if self.rank == 0 else {}
 
     @_answering
     def paceline_free_bytes(self) -> Reply:

@@ -96,6 +96,16 @@ class BatchedSampler(abc.ABC):
         """Takes places as `Places.take` does."""
         return self._places.take(request_ids, starts, counts)
 
+    def versions(
+        self, request_ids: Sequence[str], starts: Sequence[int], counts: Sequence[int]
+    ) -> list[list[tuple[int, int]]]:
+        """Tells versions as `Places.versions` does."""
+        return self._places.versions(request_ids, starts, counts)
+
+    def begin_version(self, version: int, *, mid_answer: bool) -> None:
+        """Notes new weights as `Places.begin_version` does."""
+        self._places.begin_version(version, mid_answer=mid_answer)
+
     def forget(self, request_ids: Sequence[str]) -> None:
         """Forgets requests as `Places.forget` does."""
         self._places.forget(request_ids)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,19 +13,26 @@ from paceline.core.samples.trajectory import Float32Array
 _CLOSE_S = 1.0
 
 
+Versions = Sequence[tuple[int, int]]
+"""(First token, version) of each version that drew a sample."""
+
+Fetched = tuple[bytes, Sequence[Versions]]
+"""The float32 log-probabilities, sample after sample, and each one's versions."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Ended:
     request_id: str
     start: int
     count: int
-    result: asyncio.Future[Float32Array] = field(
+    result: asyncio.Future[tuple[Float32Array, Versions]] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
 
 
-Fetch = Callable[[list[str], list[int], list[int], list[str]], Awaitable[bytes]]
+Fetch = Callable[[list[str], list[int], list[int], list[str]], Awaitable[Fetched]]
 """Takes requests, the position of the first value and the number of values of each, and requests whose values
-nobody wants; returns the float32 values, request after request."""
+nobody wants."""
 
 
 class LogProbs:
@@ -37,10 +44,10 @@ class LogProbs:
         self._aborted: list[str] = []
         self._fetching: asyncio.Task[None] | None = None
 
-    async def take(self, request_id: str, start: int, count: int) -> Float32Array:
-        """The log-probabilities of a sample's tokens; raises what the call raises."""
+    async def take(self, request_id: str, start: int, count: int) -> tuple[Float32Array, Versions]:
+        """The log-probabilities of a sample's tokens and their versions; raises what the call raises."""
         if not count:  # aborted, and perhaps before a worker knew of it
-            return np.empty(0, np.float32)
+            return np.empty(0, np.float32), ()
         ended = _Ended(request_id=request_id, start=start, count=count)
         self._waiting.append(ended)
         if self._fetching is None or self._fetching.done():
@@ -64,13 +71,14 @@ class LogProbs:
             counts = [sample.count for sample in samples]
             try:
                 ids, starts = [s.request_id for s in samples], [s.start for s in samples]
-                values = np.frombuffer(await self._fetch(ids, starts, counts, aborted), dtype=np.float32)
+                packed, versions = await self._fetch(ids, starts, counts, aborted)
+                values = np.frombuffer(packed, dtype=np.float32)
             except Exception as error:  # noqa: BLE001 - handed to those that wait
                 for sample in samples:
                     if not sample.result.done():
                         sample.result.set_exception(error)
                 continue
             ends = np.cumsum(counts)
-            for sample, end in zip(samples, ends, strict=True):
+            for sample, end, told in zip(samples, ends, versions, strict=True):
                 if not sample.result.done():
-                    sample.result.set_result(values[end - sample.count : end])
+                    sample.result.set_result((values[end - sample.count : end], told))

@@ -34,6 +34,9 @@ class Places:
         self._taken: dict[str, int] = {}
         self._ended: dict[str, Tensor] = {}
         self._forgotten: set[str] = set()
+        self._version = -1
+        self._begins: dict[str, list[tuple[int, int]]] = {}
+        self._before: dict[str, Tensor] = {}
         self._device = device
         self._stream: Any = None
         if device.type == "cuda":
@@ -46,6 +49,7 @@ class Places:
             self._free_ended()
         for request_id in new:
             self._taken[request_id] = self._free.pop()
+            self._begins.setdefault(request_id, [(0, self._version)])
         if new:
             rows = self._tensor([self._taken[request_id] for request_id in new])
             length = self.numbers.shape[1]
@@ -56,6 +60,40 @@ class Places:
                 kept = self._ended.pop(request_id)
                 self.log_probs[self._taken[request_id], : len(kept)] = to_device(kept, self._device)
         return self._tensor([self._taken[request_id] for request_id in seeds])
+
+    def begin_version(self, version: int, *, mid_answer: bool) -> None:
+        """Notes that tokens are drawn from other weights from now on.
+
+        Args:
+            mid_answer: whether requests are under way. Their log-probabilities so far are set aside: a
+                request whose keys and values are computed again writes over them.
+        """
+        self._version = version
+        if not mid_answer:
+            return
+        for name, kept in self._ended.items():
+            self._begins[name].append((len(kept), version))
+        if not self._taken:
+            return
+        table = self.log_probs[self._tensor(list(self._taken.values()))].cpu()
+        positions = torch.arange(1, table.shape[1] + 1).where(~table.isnan(), 0)
+        for name, row, end in zip(self._taken, table, positions.amax(-1).tolist(), strict=True):
+            before = self._before.get(name, torch.empty(0))
+            self._before[name] = torch.cat([before, row[len(before) : end]])
+            self._begins[name].append((end, version))
+
+    def versions(
+        self, request_ids: Sequence[str], starts: Sequence[int], counts: Sequence[int]
+    ) -> list[list[tuple[int, int]]]:
+        """The (first token, version) of each version that drew tokens of samples that have ended."""
+        told = []
+        for name, start, count in zip(request_ids, starts, counts, strict=True):
+            begins: dict[int, int] = {}
+            for position, version in self._begins.get(name, [(0, self._version)]):
+                if max(0, position - start) < count and version not in begins.values():
+                    begins[max(0, position - start)] = version
+            told.append(list(begins.items()))
+        return told
 
     def take(self, request_ids: Sequence[str], starts: Sequence[int], counts: Sequence[int]) -> Tensor:
         """The log-probabilities of samples that have ended, one after the other; frees their rows.
@@ -83,6 +121,10 @@ class Places:
                 values[filled : filled + count] = in_rows[used : used + count]
                 used += count
                 self._free.append(self._taken.pop(name))
+            if name in self._before:
+                kept = self._before.pop(name)[span]
+                values[filled : filled + len(kept)] = kept
+            self._begins.pop(name, None)
             filled += count
         return values
 
@@ -90,6 +132,8 @@ class Places:
         """Nobody fetches these: they were aborted. The worker may not have heard of it yet."""
         for name in request_ids:
             self._ended.pop(name, None)
+            self._begins.pop(name, None)
+            self._before.pop(name, None)
             if name in self._taken:
                 self._forgotten.add(name)
 

@@ -97,8 +97,9 @@ async def to_sample(output: Any, request_id: str, kept: LogProbs | None) -> Samp
         )
     token_ids = np.asarray(completion.token_ids, dtype=np.int32)
     if kept is not None:
-        log_probs = await kept.take(request_id, len(output.prompt_token_ids), len(token_ids))
-        return Sample(token_ids=token_ids, log_probs=log_probs, finish_reason=reason)
+        log_probs, told = await kept.take(request_id, len(output.prompt_token_ids), len(token_ids))
+        versions = tuple((first, version) for first, version in told)
+        return Sample(token_ids=token_ids, log_probs=log_probs, finish_reason=reason, versions=versions)
     flat = completion.logprobs
     # Each position lists the drawn token first; further entries would be the most likely tokens.
     log_probs = np.asarray(flat.logprobs, dtype=np.float32) if flat is not None else np.empty(0, np.float32)

@@ -111,7 +111,8 @@ def batches_draws(config: RunConfig) -> bool:
     """Whether this engine draws a batch's tokens at once; see `rollout.sampler`."""
     rollout = config.rollout
     if rollout.sampler == "auto":
-        return rollout.tensor_model_parallel_size == 1 and not VLLM.has_cpu_build
+        is_alone = rollout.tensor_model_parallel_size == 1 and not VLLM.has_cpu_build
+        return is_alone or config.pushes_in_flight
     return rollout.sampler == "batched"
 
 
