@@ -114,16 +114,19 @@ MINIMAL = {
         ),
         (
             "critic.optim.betas=[1.5, -2]",
-            "critic.optim.betas=[1.5, -2]: each is the share of the past that an average keeps, at least 0",
+            "critic.optim.betas=[1.5, -2]: each is the decay rate of a moving average, at least 0",
         ),
-        ("actor.optim.betas=[0.9, 1.0]", "actor.optim.betas=[0.9, 1.0]: each is the share of the past"),
+        (
+            "actor.optim.betas=[0.9, 1.0]",
+            "actor.optim.betas=[0.9, 1.0]: each is the decay rate of a moving average",
+        ),
         (
             "actor.loss_agg_constant=100",
-            "loss_agg_mode=seq-mean-token-sum-norm alone, and token-mean is in force; set that mode",
+            "only by loss_agg_mode=seq-mean-token-sum-norm, and token-mean is in force; set that mode",
         ),
         (
             "algorithm={adv_estimator: gae, kl_ctrl: {type: adaptive}}",
-            "kl_ctrl.type=adaptive steers the coefficient of the KL in the reward, and there is none; set",
+            "kl_ctrl.type=adaptive steers the coefficient of a KL in the reward, and this run has none; set",
         ),
         (
             "critic.warmup=1 algorithm.adv_estimator=gae",
@@ -199,16 +202,16 @@ def test_values_at_the_edge_of_what_is_refused(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("model: {path: m}\nactor: {}\nmodel: {path: n}\n", "the key model stands in line 1 and in line 3"),
+        ("model: {path: m}\nactor: {}\nmodel: {path: n}\n", "the key model is in line 1 and again in line 3"),
         (
             "actor:\n  clip_ratio: 0.1\n  optim: {}\n  clip_ratio: 0.2\n",
-            "the key clip_ratio stands in line 2 and in line 4",
+            "the key clip_ratio is in line 2 and again in line 4",
         ),
         (
             "reward:\n  functions:\n    - name: a\n      name: b\n",
-            "the key name stands in line 3 and in line 4",
+            "the key name is in line 3 and again in line 4",
         ),
-        ("data: {a: 1, a: 1}\n", "the key a stands in line 1 and in line 1"),
+        ("data: {a: 1, a: 1}\n", "the key a is in line 1 and again in line 1"),
     ],
 )
 def test_a_key_twice_in_a_file_is_refused_with_both_lines(tmp_path: Path, text: str, said: str) -> None:
@@ -337,7 +340,11 @@ def test_a_file_that_extends_nothing_or_itself_is_one_sentence(tmp_path: Path) -
     [
         ("", "trainer.total_step=3", "the command line: unknown key trainer.total_step"),
         ("", "actor.ppo_mini_batch_size=24", "the command line: actor.ppo_mini_batch_size=24 must divide"),
-        ("", "trainer={}", "the command line: trainer: total_steps is required, or total_epochs"),
+        (
+            "",
+            "trainer={}",
+            "the command line: trainer: the length of the run is missing: set total_steps or total_epochs",
+        ),
         ("rollot: {n: 2}", "rollout.n=4", "c.yaml: unknown key rollot; did you mean 'rollout'?"),
     ],
 )

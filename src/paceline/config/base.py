@@ -1,4 +1,4 @@
-"""What every section of the configuration shares: frozen, strict about keys, described field by field."""
+"""The base class of the configuration's sections, which are frozen and refuse unknown keys; shared types."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def _as_list(value: object) -> object:
 
 
 Files = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
-"""Places of data files; a single one may be written without a list."""
+"""Paths of data files, or names of data sets; a single one may be written without a list."""
 
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """Annotates a value that must be one of these names, which a table elsewhere holds, or, with `or_own`,
-    the path of a user's own function or class."""
+    """Annotates a value that must be one of `names`; with `or_own`, it may also be the path of a user's own
+    function or class."""
 
     names: tuple[str, ...]
     or_own: bool = False

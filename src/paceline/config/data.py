@@ -19,8 +19,8 @@ class DataConfig(Section):
     train_files: Files = Field(
         (),
         description="Parquet or JSONL files (by suffix) with the training prompts, or names of data sets on "
-        "the Hugging Face hub: ORG/NAME[@REVISION][:CONFIG[:SPLIT]]. With neither these nor train_sets "
-        "rollout.environment has the rows, those for validation too.",
+        "the Hugging Face hub: ORG/NAME[@REVISION][:CONFIG[:SPLIT]]. Without train_files and train_sets, "
+        "rollout.environment provides the rows, also those for validation.",
     )
     train_sets: TrainSets = Field(
         {},
@@ -30,17 +30,17 @@ class DataConfig(Section):
     curriculum: Curriculum = Field(
         (),
         description="The weights of train_sets by step: [{from_step: 100, weights: {math: 1, code: 3}}]; "
-        "before the first stage those of the sets hold. Or path/to/file.py:function or module:function, "
-        "which is asked after every step; docs/own-data.md.",
+        "before the first stage, the weights in train_sets apply. Or a function, path/to/file.py:function or "
+        "module:function, which is called after every step; docs/own-data.md.",
     )
     order_by: str | None = Field(
         None,
-        description="Column by whose value, numbers or strings, each set's rows come in ascending order in "
-        "every epoch; shuffle is for rows with the same value then. null: no such order.",
+        description="Column of numbers or strings: in every epoch, the rows of each set come in ascending "
+        "order of its values, and shuffle only affects rows with equal values. null: no such order.",
     )
     val_files: Files = Field(
         (),
-        description="Files with the held-out prompts, answered as rollout.val says; with neither these nor "
+        description="Files with the held-out prompts, sampled with rollout.val. Without val_files and "
         "val_sets there is no validation.",
     )
     val_sets: ValSets = Field(
@@ -53,26 +53,27 @@ class DataConfig(Section):
     )
     ground_truth_key: str = Field(
         "ground_truth",
-        description="Column with what the reward compares to. Here and in the other keys a dot leads into a "
-        "nested column: reward_model.ground_truth.",
+        description="Column with the reference that the reward functions get. In this and the other keys, a "
+        "dot names a field of a nested column: reward_model.ground_truth.",
     )
     data_source_key: str | None = Field(
         "data_source", description="Column that names the row's origin; null: none."
     )
     extra_keys: tuple[str, ...] = Field(
         (),
-        description="Further columns that are handed to the reward functions by name; one with a dot in its "
-        "name comes in **extra.",
+        description="Further columns that the reward functions get as keyword arguments; a function receives "
+        "a column with a dot in its name through **extra.",
     )
     image_key: str | None = Field(
         None,
         description="Column with the images of a row's prompt: paths relative to the data file, bytes, or "
-        "{bytes, path} as data sets of the hub have them; one, or a list. For models with a vision tower.",
+        "{bytes, path} as in data sets of the hub; one image or a list. For models with a vision tower.",
     )
     max_pixels: int | None = Field(
         None,
         gt=0,
-        description="Larger images are made smaller than that; null: as the model's image processor does.",
+        description="Images with more pixels are scaled down to this number; null: the limit of the model's "
+        "image processor.",
     )
     prompt_format: Literal["auto", "chat", "text"] = Field(
         "auto",
@@ -82,13 +83,12 @@ class DataConfig(Section):
     system_prompt: str | None = Field(
         None,
         min_length=1,
-        description="System message of every prompt, strings under prompt_format: auto included, which are "
-        "user messages then. A row that begins with a system message of its own keeps that.",
+        description="System message of every prompt. With prompt_format: auto, strings then become user "
+        "messages, too. A row that begins with its own system message keeps it.",
     )
     chat_template_kwargs: dict[str, Any] = Field(
         {},
-        description="What the chat template gets beside the messages, in every turn: "
-        "{enable_thinking: false}.",
+        description="Further variables for the chat template, in every turn: {enable_thinking: false}.",
     )
     max_prompt_length: int = Field(512, gt=0, description="Longest prompt in tokens.")
     max_response_length: int = Field(512, gt=0, description="Longest response in tokens.")
@@ -97,17 +97,17 @@ class DataConfig(Section):
     )
     train_batch_size: int = Field(64, gt=0, description="Prompts per step; each gets rollout.n samples.")
     train_max_prompts: int | None = Field(
-        None, gt=0, description="Train only on this number of first rows of train_files; null: on all."
+        None, gt=0, description="Train only on the first rows of train_files, this many; null: on all."
     )
     val_max_prompts: int | None = Field(
-        None, gt=0, description="Validate only on this number of first prompts of val_files; null: on all."
+        None, gt=0, description="Validate only on the first prompts of val_files, this many; null: on all."
     )
     shuffle: bool = Field(True, description="Shuffle the prompts in every epoch, from the seed.")
     seed: int | None = Field(None, description="Seed of the order; null: trainer.seed.")
 
     @property
     def training_sets(self) -> tuple[TrainSet, ...]:
-        """The sets of training prompts; train_files are one without a name."""
+        """The sets of training prompts; train_files form a single set without a name."""
         if self.train_files:
             unnamed = TrainSet(
                 name="", files=self.train_files, weight=1.0, max_prompts=self.train_max_prompts
@@ -120,7 +120,8 @@ class DataConfig(Section):
 
     @property
     def weights_by_step(self) -> tuple[WeightsFrom, ...]:
-        """The weights of the training sets, by the step from which they hold; the first from step 1 on."""
+        """The weights of the training sets, each with the step from which it holds; the first holds from step
+        1."""
         sets, stages = self.training_sets, self.curriculum
         own = WeightsFrom(step=1, weights=tuple(of.weight for of in sets))
         if isinstance(stages, str):
@@ -140,7 +141,9 @@ class DataConfig(Section):
                 f"{key} out"
             )
         if self.curriculum and not self.train_sets:
-            raise ValueError("curriculum says how much is drawn of each of train_sets; name those, too")
+            raise ValueError(
+                "curriculum says how much of each set in train_sets is drawn; set train_sets, too"
+            )
         if not isinstance(self.curriculum, str):
             steps = [stage.from_step for stage in self.curriculum]
             if sorted(set(steps)) != steps:

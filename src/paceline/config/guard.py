@@ -1,4 +1,4 @@
-"""`guard.*`: bounds on what a healthy run's numbers do, and what happens beyond them."""
+"""`guard.*`: bounds on a run's metrics, and the actions that are taken beyond them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from paceline.core.guard import RULES, Action, RuleLimits
 
 
 class RuleConfig(Section):
-    """A rule: a bound for each action, null for an action that it does not take."""
+    """A rule: a bound for each action; null if the rule does not take the action."""
 
-    enabled: bool = Field(True, description="Whether the rule is looked at.")
-    warn: float | None = Field(None, ge=0, description="Journal, notice to watchers, report.")
+    enabled: bool = Field(True, description="false: the rule is not evaluated.")
+    warn: float | None = Field(
+        None, ge=0, description="Write a warning to the journal and the report, and tell watchers."
+    )
     skip: float | None = Field(
         None,
         ge=0,
-        description="Skip the optimizer step; a rule over the whole batch skips all steps of the batch.",
+        description="Skip the optimizer step; a rule that looks at the whole batch skips all of its "
+        "optimizer steps.",
     )
     lower_clip: float | None = Field(
         None,
@@ -32,7 +35,9 @@ class RuleConfig(Section):
         None, ge=0, description="Multiply the KL coefficient by guard.kl_factor, from the next step on."
     )
     fixed_kl: float | None = Field(
-        None, ge=0, description="Leave adaptive KL control: guard.fixed_kl_coef from the next step on."
+        None,
+        ge=0,
+        description="Replace adaptive KL control by the constant guard.fixed_kl_coef, from the next step on.",
     )
     lower_lr: float | None = Field(
         None, ge=0, description="Multiply the learning rates by guard.lr_factor, from the next step on."
@@ -43,18 +48,18 @@ class RuleConfig(Section):
         description="Go back to the weights of the last good checkpoint, with a lower learning rate.",
     )
     stop: float | None = Field(
-        None, ge=0, description="End the run with an error; these weights are not published."
+        None, ge=0, description="End the run with an error, without publishing the new weights."
     )
     patience: int = Field(
         1,
         gt=0,
-        description="Steps in a row beyond the bound, for val_fall validations in a row, before an action "
-        "other than warn and skip is taken.",
+        description="Number of consecutive steps (for val_fall: validations) beyond the bound before any "
+        "action but warn and skip is taken.",
     )
 
     @property
     def limits(self) -> RuleLimits:
-        """The bounds in force, by action; none where the rule is off."""
+        """The rule's bounds, by action, and its patience."""
         bounds = {action: getattr(self, action.value) for action in Action}
         return RuleLimits(bounds={a: b for a, b in bounds.items() if b is not None}, patience=self.patience)
 
@@ -64,62 +69,70 @@ def _rule(description: str, **bounds: float | int) -> Any:
 
 
 class GuardConfig(Section):
-    """Rules that watch a run: beyond its bound `guard.RULE.ACTION` a rule acts; see docs/guard-rails.md."""
+    """Rules that watch a run: a rule takes an action beyond the bound `guard.RULE.ACTION`; see
+    docs/guard-rails.md."""
 
     enabled: bool = Field(
-        True, description="false: no rule is looked at. Steps that are not finite are skipped all the same."
+        True,
+        description="false: no rule is evaluated. Optimizer steps with NaN or infinite values are skipped "
+        "even then.",
     )
-    window: int = Field(100, gt=1, description="Values that a running median is taken of.")
+    window: int = Field(
+        100, gt=1, description="Number of latest values from which a running median is computed."
+    )
     min_history: int = Field(
-        10, gt=0, description="Values before a rule that measures by its running median begins to judge."
+        10,
+        gt=0,
+        description="Number of values that a rule with a running median needs before it takes effect.",
     )
     lr_factor: float = Field(
-        0.5, gt=0, lt=1, description="What lower_lr and rollback multiply the learning rates by."
+        0.5, gt=0, lt=1, description="Factor by which lower_lr and rollback multiply the learning rates."
     )
     kl_factor: float = Field(
         0.5,
         gt=0,
         lt=1,
-        description="What lower_kl_coef multiplies, and raise_kl_coef divides, the KL coefficient by.",
+        description="Factor by which lower_kl_coef multiplies the KL coefficient, and by which raise_kl_coef "
+        "divides it.",
     )
     clip_factor: float = Field(
-        0.5, gt=0, lt=1, description="What lower_clip multiplies the policy loss's clip range by."
+        0.5, gt=0, lt=1, description="Factor by which lower_clip multiplies the policy loss's clip range."
     )
     max_kl_scale: float = Field(
-        16.0, ge=1, description="Largest multiple of the configured KL coefficient that it is raised to."
+        16.0, ge=1, description="Upper limit of the KL coefficient, as a multiple of the configured one."
     )
     min_scale: float = Field(
         0.01,
         gt=0,
         le=1,
-        description="Smallest share of the configured rate, coefficient or clip range that they are lowered "
-        "to.",
+        description="Lower limit of learning rates, KL coefficient and clip range, as a share of the "
+        "configured values.",
     )
     fixed_kl_coef: float | None = Field(
-        None, ge=0, description="What fixed_kl falls back to; null: algorithm.kl_ctrl.kl_coef."
+        None,
+        ge=0,
+        description="The constant KL coefficient that fixed_kl sets; null: algorithm.kl_ctrl.kl_coef.",
     )
-    max_rollbacks: int = Field(3, ge=0, description="Rollbacks in one run; one more stops it.")
+    max_rollbacks: int = Field(3, ge=0, description="Most rollbacks in one run; one more ends the run.")
     ppo_kl: RuleConfig = _rule(
-        "Size of the KL from the policy before the step to the one being updated, of a mini-batch.",
+        "Absolute KL of a mini-batch, from the policy before the step to the one that is being updated.",
         warn=0.03,
         skip=0.05,
     )
     reference_kl: RuleConfig = _rule(
-        "Size of the KL to the reference model, mean over the step's sequences.", warn=1.0
+        "Absolute KL to the reference model, as the mean over the step's sequences.", warn=1.0
     )
     grad_norm: RuleConfig = _rule(
-        "Gradient norm of a mini-batch that exceeds grad_clip, in multiples of its running median; "
-        "actor and critic each.",
+        "Gradient norm of a mini-batch in multiples of its running median, if it exceeds grad_clip; for "
+        "actor and critic separately.",
         warn=10.0,
         skip=100.0,
     )
-    pg_clipfrac: RuleConfig = _rule(
-        "Share of tokens that the policy's clip bounds, of a mini-batch.", warn=0.3
-    )
+    pg_clipfrac: RuleConfig = _rule("Share of a mini-batch's tokens that the policy's clip bounds.", warn=0.3)
     pg_clipfrac_lower: RuleConfig = _rule(
-        "Share of tokens that the dual clip bounds, of a mini-batch.", warn=0.05
+        "Share of a mini-batch's tokens that the dual clip bounds.", warn=0.05
     )
-    vf_clipfrac: RuleConfig = _rule("Share of tokens that the value clip bounds, of a mini-batch.", warn=0.05)
+    vf_clipfrac: RuleConfig = _rule("Share of a mini-batch's tokens that the value clip bounds.", warn=0.05)
     entropy_low: RuleConfig = _rule(
         "Entropy of a mini-batch in nats per token; fires at or below its bounds."
     )
@@ -133,20 +146,21 @@ class GuardConfig(Section):
         skip=1000.0,
     )
     groups_without_spread: RuleConfig = _rule(
-        "Share of the step's prompt groups whose rewards are all equal: they teach nothing."
+        "Share of the step's prompt groups whose rewards are all equal, so that they teach nothing."
     )
     component_constant: RuleConfig = _rule(
-        "Steps in a row in which a scorer gave all responses the same value, at most guard.window: it tells "
-        "nothing apart.",
+        "Number of consecutive steps, up to guard.window, in which a scorer gave all responses the same "
+        "value, so that it distinguishes nothing.",
         warn=20.0,
     )
     reward_errors: RuleConfig = _rule(
-        "Share of the step's prompt groups that were dropped because a sample has no reward, or of the "
-        "responses that a scorer with required: false could not score; the larger one.",
+        "The larger of two shares of a step: the prompt groups that were dropped because a sample has no "
+        "reward, and the responses that a scorer with required: false could not score.",
         warn=0.1,
     )
     out_of_memory: RuleConfig = _rule(
-        "Optimizer steps of a step that ran out of GPU memory and were taken again in halved micro-batches."
+        "Number of the step's optimizer steps that ran out of GPU memory and were repeated with halved "
+        "micro-batches."
     )
     non_finite: RuleConfig = _rule(
         "Number of losses, gradients and metrics of the step that are NaN or infinite; "
@@ -156,19 +170,20 @@ class GuardConfig(Section):
         patience=10,
     )
     mismatch_kl: RuleConfig = _rule(
-        "KL between rollout and learner on the step's tokens (rollout/mismatch_kl), in multiples of what "
-        "model.dtype allows: 1e-6 for float32, 0.01 for bfloat16.",
+        "KL between rollout and learner on the step's tokens (rollout/mismatch_kl), in multiples of the "
+        "value that model.dtype allows: 1e-6 for float32, 0.01 for bfloat16.",
         warn=1.0,
         stop=10.0,
     )
     throughput: RuleConfig = _rule(
-        "Tokens per second of generating, scoring and learning, as a share of its running median; "
-        "fires at or below its bounds.",
+        "Tokens per second of sampling, scoring and training, as a share of the running median; fires at or "
+        "below its bounds.",
         warn=0.25,
     )
     val_fall: RuleConfig = _rule(
-        "How far the interval of a validation's mean reward lies below that of the best validation so far, "
-        "in units of the reward; each set of held-out prompts by itself. 0: the two intervals touch.",
+        "Gap, in units of the reward, by which the confidence interval of a validation's mean reward lies "
+        "below that of the best validation so far, for each set of held-out prompts. 0: the two intervals "
+        "touch.",
         warn=0.0,
     )
 
@@ -191,7 +206,8 @@ class GuardConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _over_the_defaults(cls, tree: Any) -> Any:
-        """A rule's given keys replace its defaults; `false` (in YAML also `off`) disables a rule, or all."""
+        """Lays a rule's given keys over its defaults; `false` (in YAML also `off`) disables one rule or all
+        of them."""
         if isinstance(tree, bool):
             return {"enabled": tree}
         if not isinstance(tree, dict):

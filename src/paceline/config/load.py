@@ -1,4 +1,4 @@
-"""From YAML and dotted overrides to a checked configuration, with errors that say what to write."""
+"""Builds a checked configuration from YAML and dotted overrides, with errors that say what to write."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from paceline.config.base import Section
 from paceline.core.errors import ConfigError
 
-try:  # written in C: the whole configuration takes it a twentieth of the time
+try:  # this loader is written in C and needs a twentieth of the time
     from yaml import CSafeLoader as SafeLoader
 except ImportError:  # a build of PyYAML without libyaml
     from yaml import SafeLoader  # type: ignore[assignment]
@@ -24,11 +24,11 @@ S = TypeVar("S", bound=Section)
 
 
 def load(kind: type[S], path: str | Path, overrides: Iterable[str] = ()) -> S:
-    """Reads `path`, applies `dotted.key=value` overrides and checks the whole.
+    """Reads `path`, applies `dotted.key=value` overrides and checks the result.
 
-    A file may begin with `extends: other.yaml`, a path relative to itself: its own keys then go over those
-    of the other, section by section; lists are replaced whole. All other paths in it stay relative to the
-    working directory.
+    A file may begin with `extends: other.yaml`, a path relative to that file. The file's keys then override
+    those of the other file, section by section; a list replaces the other list as a whole. All other paths
+    stay relative to the working directory.
 
     Raises:
         ConfigError: the file is missing or not YAML, a key is unknown, or a value is not allowed; one line
@@ -43,7 +43,7 @@ def load(kind: type[S], path: str | Path, overrides: Iterable[str] = ()) -> S:
         return kind.model_validate(tree)
     except ValidationError as error:
         faults = _explain_all(kind, error)
-    # What the file has wrong by itself is its own fault; the rest came with the overrides.
+    # Faults that the file has without the overrides are blamed on the file, the others on the command line.
     own = [fault for fault in faults if fault in _faults(kind, in_file)]
     added = [fault for fault in faults if fault not in own]
     origins = {str(source): own, "the command line": added}
@@ -51,7 +51,8 @@ def load(kind: type[S], path: str | Path, overrides: Iterable[str] = ()) -> S:
 
 
 def with_overrides(tree: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """Returns a copy of a tree with `dotted.key=value` applied; raises ConfigError for one that is not so."""
+    """Returns a copy of a tree with `dotted.key=value` overrides applied; raises ConfigError for another
+    form."""
     changed = copy.deepcopy(dict(tree))
     for override in overrides:
         _override(changed, override)
@@ -59,7 +60,7 @@ def with_overrides(tree: Mapping[str, Any], overrides: Iterable[str]) -> dict[st
 
 
 def top_level_keys(path: str | Path) -> set[str]:
-    """Reads the sections that a file has, or those that it extends; raises ConfigError like `load`."""
+    """Returns the sections of a file and of the files that it extends; raises ConfigError like `load`."""
     return set(_read(Path(path)))
 
 
@@ -88,12 +89,13 @@ def _blame(origin: str, faults: Sequence[str]) -> str:
 
 
 def dump_yaml(config: Section) -> str:
-    """Returns the resolved configuration as YAML, every key with its value in force."""
+    """Returns the resolved configuration as YAML, with every key and the value in force."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def _read(source: Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The file's tree, over that of the file which it extends; `below` are the files that led here."""
+    """Reads a file's tree, laid over that of the file which it extends; `below` are the files that extend
+    it."""
     if source.resolve() in below:
         raise ConfigError(f"{source} extends itself by way of {', '.join(map(str, below))}; break the circle")
     try:
@@ -120,10 +122,10 @@ def _read(source: Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 class _Loader(SafeLoader):
-    """Refuses a key that a mapping has twice, of which YAML's own loader takes the last."""
+    """Refuses a key that occurs twice in a mapping; YAML's own loader silently takes the last."""
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Looks at the keys as they are written, before those of a merge come to them."""
+        """Checks the keys as they are written, before YAML merge keys add others."""
         lines: dict[Any, int] = {}
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
@@ -131,7 +133,7 @@ class _Loader(SafeLoader):
             line = key.start_mark.line + 1
             if key.value in lines:
                 raise ConfigError(
-                    f"the key {key.value} stands in line {lines[key.value]} and in line {line}; "
+                    f"the key {key.value} is in line {lines[key.value]} and again in line {line}; "
                     "keep one of them"
                 )
             lines[key.value] = line
@@ -139,7 +141,7 @@ class _Loader(SafeLoader):
 
 
 def parse_yaml(text: str, source: Path) -> Any:
-    """Reads what a YAML file holds; raises ConfigError if it is not YAML, or has a key twice in a mapping."""
+    """Parses YAML text; raises ConfigError if it is not YAML or has a key twice in a mapping."""
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
@@ -149,7 +151,7 @@ def parse_yaml(text: str, source: Path) -> Any:
 
 
 def _over(base: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
-    """`tree` laid over `base`: mappings merge, anything else replaces."""
+    """Returns `tree` laid over `base`: mappings are merged, any other value replaces the one below."""
     merged = dict(base)
     for key, value in tree.items():
         under = merged.get(key)
@@ -194,7 +196,7 @@ def _index(node: list[Any], word: str, override: str) -> int:
 
 
 def _number(text: str) -> object:
-    """YAML 1.1 reads 1e-4 as a string; people mean a number."""
+    """Reads a number such as 1e-4, which YAML 1.1 takes for a string."""
     try:
         return float(text)
     except ValueError:
@@ -219,7 +221,7 @@ def _explain(kind: type[BaseModel], fault: dict[str, Any]) -> str:
         message = f"must be a section, say {_section_for(section, fault.get('input'))}"
     if where == "(whole)":
         return message
-    # A rule over a whole section names its keys itself; the section's other values are no help.
+    # A message about a whole section names its keys; the section's other values would not help.
     return (
         f"{where}: {message}"
         if isinstance(fault.get("input"), Mapping)
@@ -228,7 +230,7 @@ def _explain(kind: type[BaseModel], fault: dict[str, Any]) -> str:
 
 
 def _section_for(section: type[BaseModel], given: object) -> str:
-    """The section that a plain value in its place was probably meant to be, as YAML."""
+    """Returns, as YAML, the section that was probably meant by a plain value in its place."""
     key = next((key for key in ("name", "path") if key in section.model_fields), None)
     if key is None or not isinstance(given, str):
         return f"{{{key or next(iter(section.model_fields))}: ...}}"
@@ -236,7 +238,7 @@ def _section_for(section: type[BaseModel], given: object) -> str:
 
 
 def _hint(kind: type[BaseModel], loc: Sequence[str | int]) -> str:
-    """What to write in place of an unknown key."""
+    """Says what to write in place of an unknown key."""
     path, section = _place(kind, loc[:-1])
     fields, key = {} if section is None else section.model_fields, str(loc[-1])
     for name, field in fields.items():
@@ -249,10 +251,10 @@ def _hint(kind: type[BaseModel], loc: Sequence[str | int]) -> str:
 
 
 def _place(kind: type[BaseModel], loc: Sequence[str | int]) -> tuple[list[str], type[BaseModel] | None]:
-    """The keys that lead to a fault, and the section there; None where that is a plain value.
+    """Returns the keys that lead to a fault, and the section there; None if a plain value is there.
 
-    pydantic puts the type of a section that comes in several types between its key and its own keys; it is
-    left out.
+    If a section has several types, pydantic puts the type between the section's key and its inner keys; the
+    type is left out here.
     """
     path: list[str] = []
     section: type[BaseModel] | None = kind
@@ -272,19 +274,19 @@ def _place(kind: type[BaseModel], loc: Sequence[str | int]) -> tuple[list[str], 
 
 
 def _types(kind: type[BaseModel], path: Sequence[str]) -> list[str]:
-    """The types that the section at `path` may have."""
+    """Returns the types that the section at `path` may have."""
     _, parent = _place(kind, path[:-1])
     return [] if parent is None else list(section_types(parent.model_fields[path[-1]]))
 
 
 def sections_in(annotation: Any) -> list[type[BaseModel]]:
-    """Returns the sections that an annotation is, lists or chooses from."""
+    """Returns the section classes in an annotation: a section, a list of sections or a choice of them."""
     parts = [annotation, *get_args(annotation)]
     return [part for part in parts if isinstance(part, type) and issubclass(part, BaseModel)]
 
 
 def section_types(field: FieldInfo) -> dict[str, type[BaseModel]]:
-    """Returns the sections that a field chooses from by their `type`; empty for any other field."""
+    """Returns, by `type`, the sections that a field can be; empty if it has no choice of types."""
     if not isinstance(field.discriminator, str):
         return {}
     return {

@@ -14,26 +14,28 @@ from paceline.config.validation import files_alone, set_name
 class TrainSetConfig(Section):
     """A named set of training prompts."""
 
-    files: Files = Field(description="Its files, as data.train_files; columns and limits are those of data.")
+    files: Files = Field(
+        description="The set's files, written as in data.train_files; columns and limits are those of data."
+    )
     weight: float = Field(
         1.0,
         ge=0,
-        description="Its share of each step's prompts is this over the sum of all sets' weights, however "
-        "many rows it has; 0: none, until data.curriculum gives it a weight.",
+        description="The set's share of each step's prompts is its weight divided by the sum of all weights; "
+        "its number of rows does not matter. 0: none, until data.curriculum gives it a weight.",
     )
-    max_prompts: int | None = Field(None, gt=0, description="Take only this number of first rows; null: all.")
+    max_prompts: int | None = Field(None, gt=0, description="Use only the first rows, this many; null: all.")
 
 
 TrainSets = dict[
     Annotated[str, AfterValidator(set_name)], Annotated[TrainSetConfig, BeforeValidator(files_alone)]
 ]
-"""By name; the files may stand in place of a set."""
+"""The sets by name; a set that is written as files only has the other options' defaults."""
 
 
 class CurriculumStage(Section):
     """The weights of the training sets from a step on."""
 
-    from_step: int = Field(gt=0, description="The first step, counted from 1, with these weights.")
+    from_step: int = Field(gt=0, description="The first step with these weights; steps are counted from 1.")
     weights: dict[str, Annotated[float, Field(ge=0)]] = Field(
         description="Weights by set; a set that is left out has the weight 0."
     )
@@ -62,12 +64,12 @@ class TrainSet:
 
     @property
     def key(self) -> str:
-        """Where the configuration has its files."""
+        """The key of the configuration that holds the set's files."""
         return f"data.train_sets.{self.name}.files" if self.name else "data.train_files"
 
     @property
     def title(self) -> str:
-        """Names the set in sentences, before a noun: "training prompts"."""
+        """Names the set in messages, before a noun: "training prompts"."""
         return f"training ({self.name})" if self.name else "training"
 
 

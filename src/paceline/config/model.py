@@ -23,25 +23,25 @@ class LoraConfig(Section):
     """Low-rank adapters: each target W computes (W + (alpha / rank) B A) x, and only A and B train."""
 
     rank: int = Field(16, gt=0, description="Rows of A and columns of B.")
-    alpha: float = Field(32.0, gt=0, description="The product of B and A counts alpha / rank.")
+    alpha: float = Field(32.0, gt=0, description="B A is multiplied by alpha / rank.")
     targets: tuple[str, ...] = Field(
         ("all",),
         min_length=1,
-        description="Linear layers by the last part of their names ([q_proj, v_proj]); all: every one in the "
-        "decoder layers.",
+        description="Linear layers, by the last part of their names ([q_proj, v_proj]); all: every linear "
+        "layer of the decoder.",
     )
 
     def require_room(self, layer: str, inputs: int, outputs: int) -> None:
         """Checks the rank against a layer that gets an adapter.
 
         Raises:
-            ConfigError: it is above the layer's smaller side.
+            ConfigError: the rank is above the layer's smaller side.
         """
         most = min(inputs, outputs)
         if self.rank > most:
             raise ConfigError(
                 f"model.lora.rank={self.rank} is above the smaller side of {layer}, which has {outputs} rows "
-                f"and {inputs} columns: a change of it has a rank of at most {most}, so more would only take "
+                f"and {inputs} columns: its update has a rank of at most {most}, so more would only take "
                 f"memory; set model.lora.rank to {most} or less, or leave the layer out of model.lora.targets"
             )
 
@@ -60,9 +60,9 @@ class ModelConfig(Section):
     )
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
-        description="What the forward pass computes in, on learner and rollout alike, and what weights "
-        "travel in; masters are float32. Where it is left out, `paceline train` and `sft` take bfloat16 on "
-        "GPUs, unless the stored weights are float32.",
+        description="Type of the forward pass, on learner and rollout servers, and of the weights in a push; "
+        "master weights are float32. If it is left out, `paceline train` and `sft` use bfloat16 on GPUs, "
+        "unless the stored weights are float32.",
     )
     load_format: Literal["auto", "random"] = Field(
         "auto", description="random: ignore the weights on disk and draw them from the seed (benchmarks)."
@@ -74,12 +74,13 @@ class ModelConfig(Section):
     )
     lora: LoraConfig | None = Field(
         None,
-        description="Adapters on the policy, which is frozen in model.dtype then; null: all weights train. "
-        "They want about ten times the learning rate. The critic, if there is one, trains all its weights.",
+        description="Adapters on the policy, whose own weights are then frozen in model.dtype; null: all "
+        "weights train. Adapters need about ten times the learning rate. The critic, if there is one, always "
+        "trains all its weights.",
     )
     cache_gib: float = Field(
         500.0,
         gt=0,
-        description="Most disk that copies of URLs take on a machine, below PACELINE_CACHE_DIR "
-        "(~/.cache/paceline); the least recently used ones make room.",
+        description="Largest size of the local copies of URLs on a machine, in PACELINE_CACHE_DIR "
+        "(~/.cache/paceline); the least recently used copies are removed first.",
     )

@@ -11,44 +11,47 @@ from paceline.config.base import Section
 from paceline.core.scoring import MAX_ITEMS_PER_CALL
 
 NUMBER = r"(-?\d+(?:\.\d+)?)"
-"""Finds a judge's grade where it is a number."""
+"""Regular expression for a judge's grade that is a number."""
 
 TOTALS = frozenset({"reward", "response_length", "greedy_answers"})
 """Names that metrics use for more than one component: `val/reward/mean` is the mean of the weighted sums."""
 
 
 class ShapedConfig(Section):
-    """What all scorers have in common: how their value enters the sum."""
+    """The options of all scorers: how their value enters the sum."""
 
-    weight: float = Field(1.0, description="Factor of its value in the sum.")
+    weight: float = Field(1.0, description="Factor of the scorer's value in the sum.")
     min_value: float | None = Field(
         None,
-        description="Smaller values enter the sum as this one; null: no bound. Components are not clipped.",
+        description="Smaller values are raised to this bound in the sum; null: no bound. The component in "
+        "the metrics is not clipped.",
     )
     max_value: float | None = Field(
-        None, description="Larger values enter the sum as this one; null: no bound."
+        None, description="Larger values are lowered to this bound in the sum; null: no bound."
     )
     normalize: Literal["batch"] | None = Field(
         None,
-        description="batch: in training its clipped value is normalised before it is weighted: minus the "
-        "mean over the samples of the step's batch, divided by their standard deviation. null: as it is.",
+        description="batch: in training, the clipped value is normalised before it is weighted: the mean "
+        "over the step's batch is subtracted, and the result is divided by the standard deviation. null: no "
+        "normalisation.",
     )
     data_sources: tuple[str, ...] = Field(
-        (), description="It scores only rows of these data sources; empty: all rows."
+        (), description="The scorer scores only rows of these data sources; empty: all rows."
     )
     where: dict[str, tuple[str, ...]] = Field(
         {},
-        description="It scores only rows whose columns have one of these values, as text: {level: [hard, "
-        "harder]}; the columns must be in data.extra_keys.",
+        description="The scorer scores only rows whose columns have one of these values, as text: {level: "
+        "[hard, harder]}; the columns must be in data.extra_keys.",
     )
     weight_key: str | None = Field(
         None,
-        description="Column of data.extra_keys with one more factor of its value for each row; null: none.",
+        description="Column of data.extra_keys with a further factor of the scorer's value, per row; null: "
+        "none.",
     )
     required: bool = Field(
         True,
-        description="A response without its value has no reward. false: the value counts as 0, and the "
-        "component NAME/failed tells how often.",
+        description="true: a response that the scorer could not score has no reward. false: the missing "
+        "value counts as 0, and the component NAME/failed tells how often that happens.",
     )
 
     @model_validator(mode="after")
@@ -63,19 +66,20 @@ class GroupedConfig(Section):
 
     group: bool = Field(
         False,
-        description="It gets all samples of a prompt in one call, and gives one value for each: "
+        description="The scorer gets all samples of a prompt in one call and returns one value for each: "
         "f(items: list[ScoreItem]) -> list.",
     )
 
 
 class OutsideConfig(ShapedConfig):
-    """What scorers beside the functions have in common."""
+    """The options of all scorers other than functions."""
 
     cache_size: int = Field(
         0,
         ge=0,
-        description="Most scores that each reward service remembers, by response, prompt and row, so that it "
-        "does not score the same response again. 0: none; keep it for a scorer whose answers are drawn.",
+        description="Most scores that each reward service caches, by response, prompt and row, so that the "
+        "same response is not scored again. 0: no cache; leave it at 0 for a scorer whose answers are "
+        "sampled.",
     )
 
 
@@ -83,50 +87,51 @@ class RewardFunctionConfig(GroupedConfig, ShapedConfig):
     """A function `f(response, ground_truth, **extra) -> float | dict[str, float]`."""
 
     name: str = Field(
-        description="A built-in's name, module:function, or path/to/file.py:function. Functions in the forms "
-        "of verl and TRL are called their way (docs/from-verl-and-trl.md)."
+        description="Name of a built-in, module:function, or path/to/file.py:function. Functions with the "
+        "signatures of verl or TRL work unchanged (docs/from-verl-and-trl.md)."
     )
     kwargs: dict[str, bool | int | float | str | None] = Field(
-        {}, description="Further keyword arguments of every call."
+        {}, description="Further keyword arguments for every call."
     )
 
 
 class RewardServiceConfig(GroupedConfig, OutsideConfig):
     """A remote scorer that serves paceline.rpc.v1.RewardService."""
 
-    name: str = Field(description="What its component is called in metrics.")
+    name: str = Field(description="Name of its component in metrics.")
     address: str = Field(description="host:port.")
     max_items_per_call: int = Field(256, gt=0, le=MAX_ITEMS_PER_CALL, description="Largest request.")
-    concurrency: int = Field(16, gt=0, description="Requests at once.")
+    concurrency: int = Field(16, gt=0, description="Most concurrent requests.")
     timeout_s: float | None = Field(
         None, gt=0, description="Longest time for one request; null: reward.timeout_s."
     )
     retry_for_s: float = Field(
         30.0,
         ge=0,
-        description="How long a request is repeated, from the delivery of its responses on, if it does not "
-        "reach the service, finds it too busy, or takes too long. 0: never.",
+        description="How long a request is repeated after the delivery of its responses if it does not reach "
+        "the service, if the service is too busy, or if it takes too long. 0: never.",
     )
     token_file: str | None = Field(
         None,
-        description="A file with the token that the service asks for, on the hosts of the run's reward "
-        "services. null: the run's own token is sent.",
+        description="File, on the hosts of the run's reward services, with the token that the service "
+        "requires. null: the run's own token is sent.",
     )
     tls: bool | None = Field(
         None,
-        description="Whether it is called over TLS. null: if the run's reward services have TLS files "
-        "(PACELINE_TLS_DIR). false: in plain text; then a token is sent only to addresses of this machine, "
-        "unless service.insecure is set.",
+        description="true: calls use TLS. false: calls are not encrypted, and a token is sent only to "
+        "addresses of this machine unless service.insecure is set. null: TLS if the run's reward services "
+        "have TLS files (PACELINE_TLS_DIR).",
     )
     tls_dir: str | None = Field(
         None,
-        description="A folder on the hosts of the run's reward services: ca.pem of the authority that signed "
-        "its certificate, and cert.pem with key.pem if it asks its clients for one. null: the run's own.",
+        description="Folder, on the hosts of the run's reward services, with ca.pem of the authority that "
+        "signed the service's certificate, and with cert.pem and key.pem if the service requires client "
+        "certificates. null: the run's own.",
     )
     tls_name: str | None = Field(
         None,
-        description="Name that its certificate must have. null: reward.paceline, as `paceline certs issue` "
-        "writes it.",
+        description="Name that the service's certificate must have. null: reward.paceline, which `paceline "
+        "certs issue` writes.",
     )
 
     @model_validator(mode="after")
@@ -143,22 +148,26 @@ class RewardServiceConfig(GroupedConfig, OutsideConfig):
 class AttachedConfig(GroupedConfig, OutsideConfig):
     """A name under which clients attach to the reward service (`paceline.sdk.attach_reward`)."""
 
-    name: str = Field(description="What clients attach as, and what its component is called in metrics.")
+    name: str = Field(
+        description="Name under which clients attach; also the name of the component in metrics."
+    )
     timeout_s: float | None = Field(
         None,
         gt=0,
-        description="A client that has had a response for longer loses it to another client; null: "
+        description="Time after which a response that a client has not scored goes to another client; null: "
         "reward.timeout_s.",
     )
     wait_for_s: float = Field(
-        60.0, ge=0, description="How long a response waits for a client that takes it, before it is an error."
+        60.0,
+        ge=0,
+        description="How long a response waits for a client to take it before it counts as an error.",
     )
 
 
 class RewardModelConfig(OutsideConfig):
     """A reward model that `paceline train` starts; its replicas attach to the reward service."""
 
-    name: str = Field(pattern=r"^[\w.-]+$", description="What its component is called in metrics.")
+    name: str = Field(pattern=r"^[\w.-]+$", description="Name of its component in metrics.")
     path: str = Field(description="Folder with the model and its tokenizer.")
     kind: Literal["sequence_classification", "process", "generative"] = Field(
         "sequence_classification",
@@ -173,16 +182,18 @@ class RewardModelConfig(OutsideConfig):
         description="sequence_classification: what computes the scores. vllm: vLLM's pooling runner, in the "
         "model's own process; device: cpu needs vLLM's build for CPUs.",
     )
-    step_separator: str = Field("\n", min_length=1, description="process: what ends a step of a response.")
+    step_separator: str = Field(
+        "\n", min_length=1, description="process: the text that ends a step of a response."
+    )
     prompt_file: str | None = Field(
         None,
-        description="generative: a text with {prompt}, {response}, {ground_truth}, {data_source} or a column "
-        "of data.extra_keys, which are filled in; on the hosts of the model.",
+        description="generative: file, on the hosts of the model, with the judge's prompt; {prompt}, "
+        "{response}, {ground_truth}, {data_source} and columns of data.extra_keys in it are filled in.",
     )
     pattern: str = Field(
         NUMBER,
-        description="generative: regular expression whose last match in the answer has the grade as its "
-        "first group.",
+        description="generative: regular expression for the grade, which is the first group of its last "
+        "match in the answer.",
     )
     words: dict[str, float] = Field(
         {}, description="generative: grades of words that the group may match: {yes: 1, no: 0}, in any case."
@@ -194,16 +205,16 @@ class RewardModelConfig(OutsideConfig):
         description="cpu, or cuda:N for GPU N of this machine; each further replica has the next GPU.",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="Of the weights; the score itself is computed in float32."
+        "float32", description="Type of the weights; the score itself is computed in float32."
     )
     replicas: int = Field(1, gt=0, description="Processes, which share the load.")
     threads: int = Field(1, gt=0, description="CPU: torch threads per replica.")
-    max_batch_tokens: int = Field(16384, gt=0, description="Most tokens at a time, padding counted.")
+    max_batch_tokens: int = Field(16384, gt=0, description="Most tokens of a batch, padding included.")
     timeout_s: float = Field(
         120.0,
         gt=0,
-        description="A replica that has had a response for longer loses it to another replica; one that "
-        "works on a batch for longer ends, and is started again.",
+        description="Time after which a response that a replica has not scored goes to another replica; a "
+        "replica that works on one batch for longer is restarted.",
     )
     wait_for_s: float = Field(
         600.0,
@@ -265,18 +276,19 @@ class RewardModelConfig(OutsideConfig):
 class JudgeConfig(OutsideConfig):
     """A language model behind an OpenAI-compatible address that is asked for a grade."""
 
-    name: str = Field(description="What its component is called in metrics.")
+    name: str = Field(description="Name of its component in metrics.")
     address: str = Field(
         pattern=r"^https?://", description="URL with the version at its end: http://127.0.0.1:8000/v1."
     )
     model: str = Field(description="The model, as its server calls it.")
     prompt_file: str = Field(
-        description="A text with {prompt}, {response}, {ground_truth}, {data_source} or a column of "
-        "data.extra_keys, which are filled in; on the hosts of the run's reward service."
+        description="File, on the hosts of the run's reward service, with the judge's prompt; {prompt}, "
+        "{response}, {ground_truth}, {data_source} and columns of data.extra_keys in it are filled in."
     )
     pattern: str = Field(
         NUMBER,
-        description="Regular expression whose last match in the answer has the grade as its first group.",
+        description="Regular expression for the grade, which is the first group of its last match in the "
+        "answer.",
     )
     words: dict[str, float] = Field(
         {}, description="Grades of words that the group may match: {yes: 1, no: 0}, in any case."
@@ -285,25 +297,29 @@ class JudgeConfig(OutsideConfig):
         None, description="Environment variable of the reward service that holds the API key."
     )
     max_tokens: int = Field(256, gt=0, description="Longest answer.")
-    temperature: float = Field(0.0, ge=0, description="At which answers are drawn.")
-    concurrency: int = Field(16, gt=0, description="Calls at once.")
+    temperature: float = Field(0.0, ge=0, description="Sampling temperature of the judge's answers.")
+    concurrency: int = Field(16, gt=0, description="Most concurrent calls.")
     per_minute: float | None = Field(None, gt=0, description="Most calls per minute; null: no limit.")
     attempts: int = Field(
-        4, gt=0, description="Most calls for a response; those that find the judge busy or away are repeated."
+        4,
+        gt=0,
+        description="Most calls for one response; a call is repeated if the judge is busy or unreachable.",
     )
     timeout_s: float = Field(60.0, gt=0, description="Longest time for one call.")
 
 
 class CodeConfig(OutsideConfig):
-    """Runs the program in a response against the tests in its row's ground truth, confined."""
+    """Runs the program in a response, in a sandbox, against the tests in its row's ground truth."""
 
-    name: str = Field(description="What its component is called in metrics.")
+    name: str = Field(description="Name of its component in metrics.")
     command: tuple[str, ...] = Field(
-        (), description="Absolute path and arguments, {file} for the program's file; none: Python."
+        (),
+        description="Absolute path and arguments of the command that runs the program; {file} stands for the "
+        "program's file. Empty: Python.",
     )
     file: str = Field("program.py", pattern=r"^[\w.-]+$", description="Name of the program's file.")
     read_only: tuple[str, ...] = Field(
-        (), description="Further folders that programs see, beside the system's and Python's."
+        (), description="Folders that programs can read besides the system's and Python's."
     )
     test_timeout_s: float = Field(10.0, gt=0, description="Longest time for one test.")
     memory_mib: int = Field(512, gt=0, description="Most memory of each process of a program.")
@@ -315,7 +331,7 @@ class RewardConfig(Section):
     """Sets the scorers and their limits. The reward is the weighted sum over all of them."""
 
     functions: tuple[RewardFunctionConfig, ...] = Field(
-        (), description="Functions, called in child processes that can be killed."
+        (), description="Functions; they are called in child processes, which can be killed."
     )
     services: tuple[RewardServiceConfig, ...] = Field((), description="Remote scorers.")
     attached: tuple[AttachedConfig, ...] = Field((), description="Scorers that attach to the reward service.")
@@ -325,16 +341,17 @@ class RewardConfig(Section):
     judges: tuple[JudgeConfig, ...] = Field((), description="Language models that are asked for a grade.")
     environment_weight: float = Field(
         1.0,
-        description="Factor in the sum of the reward that an episode's environment gives, if it gives one.",
+        description="Factor in the sum for the reward of an episode's environment, if the environment gives "
+        "one.",
     )
     code: tuple[CodeConfig, ...] = Field((), description="Scorers that run the program in a response.")
     num_processes: int = Field(1, gt=0, description="Child processes that call the functions.")
     max_processes: int | None = Field(
         None,
         gt=0,
-        description="Largest number of child processes. Another one starts while the queue holds more than "
-        "three seconds of work for those that run, and ends after a minute without work. "
-        "null: num_processes.",
+        description="Largest number of child processes. Another process starts while the queue holds more "
+        "than three seconds of work for the running ones; it ends after a minute without work. null: "
+        "num_processes.",
     )
     memory_mib: int | None = Field(
         8192,
@@ -343,8 +360,8 @@ class RewardConfig(Section):
     )
     pass_env: tuple[str, ...] = Field(
         (),
-        description="Environment variables of the reward service that functions see beside the common ones: "
-        "keys of an API, say.",
+        description="Environment variables of the reward service that functions see besides the common ones, "
+        "for instance API keys.",
     )
     timeout_s: float = Field(
         10.0, gt=0, description="Longest time for one item, or for one request to a service."
@@ -352,17 +369,17 @@ class RewardConfig(Section):
     max_deliveries: int = Field(
         4,
         gt=0,
-        description="How often a response is given to the reward services, before a timeout, a crash or an "
-        "unreachable service counts as its error.",
+        description="Most attempts to score a response; after these, a timeout, a crash or an unreachable "
+        "service counts as the response's error.",
     )
-    min_reward: float = Field(-1e6, description="Smaller sums are errors.")
-    max_reward: float = Field(1e6, description="Larger sums are errors.")
+    min_reward: float = Field(-1e6, description="A smaller sum counts as an error.")
+    max_reward: float = Field(1e6, description="A larger sum counts as an error.")
     max_dropped_share: float = Field(
         0.5,
         ge=0,
         le=1,
-        description="Largest share of a step's prompt groups that may be dropped for reward errors; the run "
-        "stops beyond it.",
+        description="Largest share of a step's prompt groups that may be dropped because of reward errors; "
+        "beyond it the run ends.",
     )
 
     @property

@@ -11,7 +11,7 @@ from paceline.config.validation import ValSamplingConfig
 
 
 class EpisodeConfig(Section):
-    """Limits of an episode of turns: an episode that reaches one ends there, and is trained on."""
+    """Limits of an episode: an episode that reaches a limit ends there and is still trained on."""
 
     max_turns: int = Field(8, gt=0, description="Most answers of the policy.")
     max_turn_tokens: int | None = Field(
@@ -20,37 +20,43 @@ class EpisodeConfig(Section):
     max_sampled_tokens: int | None = Field(
         None,
         gt=0,
-        description="Most tokens of all answers together; null: data.max_response_length, which bounds the "
-        "tokens of answers, tools and environment together.",
+        description="Most tokens of all answers of an episode together; null: data.max_response_length, "
+        "which also counts the tokens of tools and the environment.",
     )
     max_tool_calls: int = Field(16, gt=0, description="Most tool calls.")
     observation_tokens: int = Field(
-        1024, gt=0, description="Most tokens of one message of a tool or the environment; the rest is cut."
+        1024,
+        gt=0,
+        description="Most tokens of one message from a tool or the environment; the rest is cut off.",
     )
     step_s: float = Field(
-        10.0, gt=0, description="Longest time for one tool call; a longer one is answered with an error."
+        10.0,
+        gt=0,
+        description="Longest time for one tool call; a longer one returns an error to the policy.",
     )
     tool_s: float = Field(60.0, gt=0, description="Longest time for all tool calls of an episode together.")
     retries: int = Field(
         2,
         ge=0,
-        description="Further attempts at an episode whose environment was lost, before its prompt group "
-        "goes back to the mailbox.",
+        description="How often an episode is tried again after its environment was lost; then its prompt "
+        "group goes back to the mailbox.",
     )
     max_open: int | None = Field(
         None,
         gt=0,
-        description="Most episodes that a server has open, those that wait for a tool included; null: four "
-        "times rollout.max_num_seqs.",
+        description="Most open episodes of a server, including those that wait for a tool; null: four times "
+        "rollout.max_num_seqs.",
     )
     max_context_tokens: int | None = Field(
         None,
         gt=0,
-        description="Most tokens of all open episodes of a server together: further ones begin as others "
-        "end. null: as many as the engine's KV cache holds.",
+        description="Most tokens of all open episodes of a server together; beyond it, a new episode begins "
+        "only when another ends. null: as many as the engine's KV cache holds.",
     )
     tool_processes: int = Field(2, gt=0, description="Processes per rollout server that call rollout.tools.")
-    tool_memory_mib: int = Field(2048, gt=0, description="Most memory of such a process, in MiB.")
+    tool_memory_mib: int = Field(
+        2048, gt=0, description="Most memory of a process that calls rollout.tools, in MiB."
+    )
     call_format: Literal["auto", "tagged", "json"] = Field(
         "auto",
         description="How the policy writes tool calls. tagged: JSON in <tool_call> tags; json: the answer is "
@@ -64,17 +70,21 @@ class EpisodeConfig(Section):
 class EnvironmentConfig(Section):
     """An environment that serves paceline.rpc.v1.EnvironmentService, or attaches to rollout servers."""
 
-    address: str | None = Field(None, description="host:port of one that serves; in place of attached.")
+    address: str | None = Field(
+        None, description="host:port of an environment that serves; use either address or attached."
+    )
     attached: str | None = Field(
         None,
-        description="The name under which environments attach to rollout servers, in place of address "
-        "(service.rollout_port).",
+        description="Name under which environments attach to rollout servers (at service.rollout_port); use "
+        "either address or attached.",
     )
-    call_s: float = Field(60.0, gt=0, description="Longest time for one call: to open, to step, to grade.")
+    call_s: float = Field(
+        60.0, gt=0, description="Longest time for one call of the environment: open, step or grade."
+    )
     token_file: str | None = Field(
         None,
-        description="A file with the token that the environment asks for, on the hosts of the rollout "
-        "servers. null: the run's own token is sent.",
+        description="File, on the hosts of the rollout servers, with the token that the environment "
+        "requires. null: the run's own token is sent.",
     )
     drives: bool = Field(
         False,
@@ -90,7 +100,7 @@ class EnvironmentConfig(Section):
 
     @property
     def is_driven(self) -> bool:
-        """Whether the policy's answers are asked for over HTTP."""
+        """Whether an agent requests the policy's answers over HTTP."""
         return self.drives or self.attached is not None
 
     @model_validator(mode="after")
@@ -116,30 +126,37 @@ class RolloutConfig(Section):
         1.0, gt=0, description="Temperature of training samples; the learner divides its logits by it."
     )
     top_p: float = Field(
-        1.0, gt=0, le=1, description="Anything but 1 changes the sampled distribution and is refused."
+        1.0,
+        gt=0,
+        le=1,
+        description="Must be 1: other values change the sampled distribution and are refused.",
     )
-    top_k: int = Field(0, ge=0, description="Anything but 0 changes the sampled distribution and is refused.")
+    top_k: int = Field(
+        0, ge=0, description="Must be 0: other values change the sampled distribution and are refused."
+    )
     val: ValSamplingConfig = ValSamplingConfig()
     gpu_memory_utilization: float = Field(
         0.85, gt=0, lt=1, description="Share of a GPU's memory that an engine may take."
     )
     sleep: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="Whether engines give up the GPU memory of weights and KV cache while the learner "
-        "trains. auto: on shared GPUs `paceline train` takes what makes a step shorter by its estimate.",
+        description="Whether engines free the GPU memory of weights and KV cache while the learner trains. "
+        "auto: on shared GPUs, `paceline train` chooses the setting with the shorter estimated step.",
     )
     kv_cache_gib: int = Field(
         1,
         gt=0,
-        description="CPU: KV cache of an engine in GiB; less where max_num_seqs samples cannot use as much.",
+        description="CPU: largest KV cache of an engine in GiB; it is smaller if max_num_seqs samples need "
+        "less.",
     )
     max_num_seqs: int = Field(256, gt=0, description="Most sequences that an engine decodes at once.")
     sampler: Literal["auto", "engine", "batched"] = Field(
         "auto",
-        description="Who draws tokens. engine: vLLM, row by row, as each request has a seed; every token's "
-        "log-probability is sent with it. batched: one draw for the batch, by seed and position; a sample's "
-        "log-probabilities are fetched when it ends. Faster; other samples from the same seed. auto: batched "
-        "where an engine has one GPU, engine with several and with vLLM's build for the CPU.",
+        description="What draws tokens. engine: vLLM draws row by row, since each request has a seed, and "
+        "sends every token's log-probability with the token. batched: one draw for the whole batch, by seed "
+        "and position; a sample's log-probabilities are fetched when it ends. This is faster, but the same "
+        "seed gives other samples. auto: batched if an engine has one GPU; engine if it has several or runs "
+        "on a CPU.",
     )
     in_flight: Literal["wait", "keep", "recompute"] = Field(
         "wait",
@@ -169,18 +186,18 @@ class RolloutConfig(Section):
     )
     tools: tuple[str, ...] = Field(
         (),
-        description="Python functions that the policy may call between its turns: module:function or "
+        description="Python functions that the policy may call between its turns, as module:function or "
         "path/to/file.py:function; docs/environments.md.",
     )
     environment: EnvironmentConfig | None = Field(
-        None, description="In place of tools: a service that answers the policy's turns and may grade them."
+        None, description="A service that answers the policy's turns and may grade them; replaces tools."
     )
     episode: EpisodeConfig = EpisodeConfig()
     max_deliveries: int = Field(
         6,
         gt=0,
-        description="Attempts to draw a prompt group, over all servers, before it is dropped with its "
-        "reason; an attempt whose server died counts.",
+        description="Most attempts, over all servers, to sample a prompt group before it is dropped and the "
+        "reason recorded; an attempt whose server died counts.",
     )
     engine_kwargs: dict[str, bool | int | float | str | dict[str, object]] = Field(
         {},

@@ -33,23 +33,22 @@ from paceline.core.guard import Action
 _SAMPLING = set(ValSamplingConfig.model_fields)
 
 BYTES_PER_ROW: Final = 256
-"""Of the learner's order, at most: ids, the key and digest of a blob, lengths and a score"""
+"""Most bytes per row in the learner's message: ids, a blob's key and digest, lengths and a score."""
 
 
 class RunConfig(Section):
-    """Everything that `paceline train` needs; every service reads its part of the resolved form."""
+    """Everything that `paceline train` needs; every service reads its part of the resolved configuration."""
 
     placement: Literal["auto", "fit", "given", "colocated"] = Field(
         "auto",
         description="How `paceline train` uses the GPUs of this machine where learner.devices and "
-        "rollout.devices are not set. auto: colocated, where learner.world_size and rollout.replicas are "
-        "left out and the memory plan has room; else as fit, without lowering counts. fit: "
-        "learner.world_size, rollout.replicas and rollout.tensor_model_parallel_size, where they are left "
-        "out, are chosen so that all visible GPUs work, about half of them as learner ranks, and counts for "
-        "which there are too few GPUs are lowered; with one GPU, learner and engine share it. given: the "
-        "defaults below. "
-        "colocated: learner ranks and rollout servers are on the same GPUs, all that are visible unless "
-        "learner.devices and rollout.devices say which, and take turns.",
+        "rollout.devices are not set. auto: colocated if learner.world_size and rollout.replicas are left "
+        "out and the memory plan has room; otherwise fit, but without lowering counts. fit: chooses "
+        "learner.world_size, rollout.replicas and rollout.tensor_model_parallel_size, if they are left out, "
+        "so that all visible GPUs are used, about half of them by learner ranks; counts for which there are "
+        "too few GPUs are lowered. With one GPU, learner and engine share it. given: uses the counts as "
+        "configured. colocated: learner ranks and rollout servers take turns on the same GPUs, which are all "
+        "visible GPUs unless learner.devices and rollout.devices are set.",
     )
     data: DataConfig
     model: ModelConfig
@@ -73,7 +72,7 @@ class RunConfig(Section):
         return bool(self.rollout.tools) or self.rollout.environment is not None
 
     def with_epochs_counted(self, num_prompts: int) -> RunConfig:
-        """Returns the same with trainer.total_steps, where trainer.total_epochs says how long the run is.
+        """Returns a copy with trainer.total_steps computed from trainer.total_epochs, if that is set.
 
         Args:
             num_prompts: usable training prompts, of all sets.
@@ -106,7 +105,7 @@ class RunConfig(Section):
 
     @property
     def held_out_sets(self) -> tuple[HeldOutSet, ...]:
-        """The sets of held-out prompts, that of data.val_files first; none: no validation."""
+        """The sets of held-out prompts, first that of data.val_files; empty if there is no validation."""
         data, general = self.data, self.rollout.val
         unnamed = HeldOutSet(
             name="",
@@ -140,7 +139,8 @@ class RunConfig(Section):
 
     @property
     def own_code(self) -> dict[str, str]:
-        """What is the user's own, `path/to/file.py:NAME` or `module:NAME`, by the key that names it."""
+        """The user's own functions and classes (`path/to/file.py:NAME` or `module:NAME`), by configuration
+        key."""
         loss, own = self.actor.policy_loss, {"trainer.dataflow": self.trainer.dataflow}
         own |= {
             "algorithm.path": self.algorithm.path,
@@ -154,7 +154,7 @@ class RunConfig(Section):
         return {key: reference for key, reference in own.items() if reference and ":" in reference}
 
     def with_compile(self, *, on_gpu: bool) -> RunConfig:
-        """Returns the same with `actor.compile` chosen, where it is left open."""
+        """Returns a copy with `actor.compile` chosen, if it is auto."""
         if self.actor.compile != "auto":
             return self
         chosen = self.actor.model_copy(update={"compile": on_gpu and self.learner.num_context_ranks == 1})
@@ -162,9 +162,10 @@ class RunConfig(Section):
 
     @property
     def context_sizes(self) -> list[int]:
-        """What `learner.context_parallel` may be so that a row is within the token budget; fewest first.
+        """The values of `learner.context_parallel` with which a row fits into the token budget, in ascending
+        order.
 
-        A budget that the file leaves out can be a row's share.
+        If the file sets no budget, it can be raised to a rank's share of the longest row.
         """
         learner, is_given = self.learner, "ppo_max_token_len_per_gpu" in self.actor.model_fields_set
         if learner.context_parallel != "auto":
@@ -176,7 +177,7 @@ class RunConfig(Section):
         return [size for size in sizes if size * budget >= self.max_model_len]
 
     def with_context(self) -> RunConfig:
-        """Returns the same with `learner.context_parallel` and a token budget, where they are left open.
+        """Returns a copy with `learner.context_parallel` and a token budget chosen, if they are open.
 
         Raises:
             ConfigError: the budget of all ranks together holds no row.
@@ -193,7 +194,7 @@ class RunConfig(Section):
 
     @property
     def budget_refusal(self) -> str:
-        """Why the token budgets of all ranks together hold no row, and what to change; "" if they do."""
+        """Why the ranks' token budgets together cannot hold a row, and what to change; "" if they can."""
         if self.context_sizes:
             return ""
         return (
@@ -209,7 +210,7 @@ class RunConfig(Section):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What the algorithm needs of the run."""
+        """What the algorithm needs: a critic, greedy answers or groups of samples."""
         return frozenset(self.algorithm.estimator.needs)
 
     @property
@@ -224,7 +225,8 @@ class RunConfig(Section):
 
     @property
     def frozen_folders(self) -> dict[str, str]:
-        """The model folders of those with weights of their own: with model.lora the reference has none."""
+        """The folders of the frozen networks that have weights of their own; with model.lora the reference
+        has none."""
         own = {name: network.path for name, network in self.algorithm.networks.items()}
         return {REFERENCE: self.model.path, **own} if self.needs_reference and not self.model.lora else own
 
@@ -243,7 +245,8 @@ class RunConfig(Section):
 
     @property
     def prompts_per_chunk(self) -> int:
-        """Prompts that the learner plans, and computes ahead, as one: it divides every mini-batch size."""
+        """Number of prompts that the learner plans and computes ahead together; divides every mini-batch
+        size."""
         sizes = [self.actor.ppo_mini_batch_size]
         if "critic" in self.needs and self.critic.ppo_mini_batch_size is not None:
             sizes.append(self.critic.ppo_mini_batch_size)
@@ -258,7 +261,7 @@ class RunConfig(Section):
 
     @property
     def _compares_samples(self) -> str:
-        """What cannot do with one sample of a prompt; "" if nothing."""
+        """Which option needs more than one sample per prompt, and why; "" if none does."""
         algorithm = self.algorithm
         if "group" in self.needs:
             return f"algorithm.adv_estimator={algorithm.name} compares the samples of a group"
@@ -270,12 +273,12 @@ class RunConfig(Section):
 
     @property
     def scores_first_mini_batch(self) -> bool:
-        """Whether the rows of the first mini-batch are scored in every step; the update gives the rest."""
+        """Whether the first mini-batch's rows are scored before the update in every step."""
         return bool(self.frozen_networks) or "critic" in self.needs or self.needs_all_old_log_probs
 
     @property
     def needs_whole_batch(self) -> str:
-        """Why no gradient can be taken before the batch is complete; "" if one can."""
+        """Why gradients cannot be computed before the batch is complete; "" if they can."""
         if not self.algorithm.estimator.of_group:
             return f"algorithm.adv_estimator={self.algorithm.name} looks at all samples of the batch"
         if self.needs_all_old_log_probs:
@@ -328,8 +331,8 @@ class RunConfig(Section):
         if algorithm.use_kl_in_reward and control.type == "adaptive" and 5 * control.horizon <= sequences:
             raise ValueError(
                 f"algorithm.kl_ctrl.horizon={control.horizon} would let one step of {sequences} sequences "
-                "(data.train_batch_size x rollout.n) take the coefficient to 0 or below; raise it above "
-                f"{sequences // 5}, or to {10 * sequences} for a fiftieth a step"
+                "(data.train_batch_size x rollout.n) lower the coefficient to 0 or below; raise it above "
+                f"{sequences // 5}, or to {10 * sequences} for a fiftieth per step"
             )
         return self
 
@@ -339,7 +342,7 @@ class RunConfig(Section):
         if self.trainer.total_epochs is not None and not self.data.training_sets:
             raise ValueError(
                 "trainer.total_epochs counts the rows of data.train_files or data.train_sets, and an "
-                "environment says which rows it has only when the run has begun; write trainer.total_steps"
+                "environment tells its rows only once the run has begun; set trainer.total_steps"
             )
         if not self.data.training_sets and (service is None or service.address is None):
             raise ValueError(
@@ -436,17 +439,17 @@ class RunConfig(Section):
         if self.placement == "colocated" or self.rollout.sleep == "always":
             raise ValueError(
                 f"barrier.work_ahead={barrier.work_ahead}: learner and servers take turns on the same GPUs, "
-                "so the learner has no time before the batch is complete; leave it out"
+                "so the learner cannot compute before the batch is complete; leave it out"
             )
         if self.trainer.dataflow is not None:
             raise ValueError(
-                f"barrier.work_ahead={barrier.work_ahead}: which samples a dataflow trains is known when it "
-                "says so; leave work_ahead out, or trainer.dataflow"
+                f"barrier.work_ahead={barrier.work_ahead}: a dataflow decides only at its train call which "
+                "samples it trains on; leave out work_ahead or trainer.dataflow"
             )
         if self.algorithm.dynamic_sampling.enable:
             raise ValueError(
                 f"barrier.work_ahead={barrier.work_ahead}: with algorithm.dynamic_sampling the place of a "
-                "sample in the batch is known when all are there; leave one of them out"
+                "sample in the batch is known only when all samples are there; leave one of them out"
             )
         for size in (mini, self.critic.ppo_mini_batch_size if "critic" in self.needs else None):
             if size is not None and size % (barrier.prompts_per_chunk or 1):
@@ -550,7 +553,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _fits_into_messages(self) -> RunConfig:
-        """The learner is told of all rows of a step in one message, after they were generated."""
+        """Refuses a step whose rows do not fit into the one message that tells the learner of them."""
         num_rows, limit = self.data.train_batch_size * self.rollout.n, self.service.max_message_mib
         needed = math.ceil(num_rows * BYTES_PER_ROW / 2**20)
         if needed > limit:
@@ -563,7 +566,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         batch, mini = self.data.train_batch_size, self.actor.ppo_mini_batch_size
-        # A dataflow says how many prompts a batch has.
+        # A dataflow decides how many prompts a batch has.
         if batch % mini and self.trainer.dataflow is None:
             raise ValueError(
                 f"actor.ppo_mini_batch_size={mini} must divide data.train_batch_size={batch}, as "

@@ -1,4 +1,5 @@
-"""The run and its processes: `trainer`, `learner`, `barrier`, `broker`, `weights`, `service` and so on."""
+"""Sections of the run and its processes: `trainer`, `learner`, `barrier`, `broker`, `weights`, `service`,
+`telemetry`."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ class ProfileConfig(Section):
 
     steps: tuple[int, ...] = Field(
         (),
-        description="Training steps to record, counted from 1; the first ones compile and fill caches. Each "
-        "goes to profile/ in the run directory, which `paceline profile` joins with the services' spans.",
+        description="Training steps to record, counted from 1; the first steps are slower, as they compile "
+        "and fill caches. Each step's profile goes to profile/ in the run directory; `paceline profile` "
+        "joins it with the services' spans.",
     )
     ranks: tuple[int, ...] = Field((0,), description="Learner ranks that record.")
 
@@ -31,20 +33,21 @@ class TrainerConfig(Section):
         description="Name of the run: its folder is runs/NAME, and its id begins with it.",
     )
     run_dir: str | None = Field(
-        None, description="Where everything of the run is written; null: runs/NAME, with trainer.name."
+        None,
+        description="Folder to which the run writes all of its files; null: runs/NAME, with trainer.name.",
     )
     total_steps: int | None = Field(
         None,
         ge=0,
-        description="Training steps; 0: the starting model is validated, and the run ends. null: as many as "
-        "total_epochs says.",
+        description="Training steps; 0: only validate the starting model. null: as many as total_epochs "
+        "gives.",
     )
     total_epochs: float | None = Field(
         None,
         gt=0,
-        description="Passes over the training prompts, of all sets together; an epoch has as many full steps "
-        "of data.train_batch_size as there are prompts for. If total_steps is set, too, the run ends with "
-        "whichever comes first. null: total_steps says.",
+        description="Passes over the training prompts of all sets together; an epoch has as many full steps "
+        "of data.train_batch_size as the prompts suffice for. If total_steps is set, too, the run ends at "
+        "whichever comes first. null: total_steps sets the length.",
     )
     seed: int = Field(
         0, ge=0, description="Governs prompt order, sampling, model and value-head initialisation."
@@ -52,15 +55,15 @@ class TrainerConfig(Section):
     test_freq: int | None = Field(
         None,
         ge=0,
-        description="Steps between validations; there is one more after the last step. null: only that; "
-        "0: never after a step.",
+        description="Steps between validations; one more follows the last step. null: only after the last "
+        "step; 0: never after a step.",
     )
     val_before_train: bool = Field(True, description="Validate the starting model, before step 1.")
     save_freq: int = Field(
         50,
         ge=0,
-        description="Steps between checkpoints, to which a lost learner goes back. There is always one at "
-        "the end, after Ctrl-C and after a rollback; 0: only these.",
+        description="Steps between checkpoints; a restarted learner goes back to the newest. A checkpoint is "
+        "always written at the end, after Ctrl-C and after a rollback; 0: only then.",
     )
     checkpoint_url: str | None = Field(
         None,
@@ -70,9 +73,9 @@ class TrainerConfig(Section):
     keep_checkpoints: int = Field(2, gt=0, description="How many of the newest checkpoints are kept.")
     dataflow: str | None = Field(
         None,
-        description="path/to/file.py:function or module:function: what each training step does, over the "
-        "verbs draw, sample, train and publish (docs/python.md); null: samples the step's "
-        "prompts and trains on all samples.",
+        description="Function that carries out each training step with the verbs draw, sample, train and "
+        "publish, as path/to/file.py:function or module:function (docs/python.md). null: each step samples "
+        "its prompts and trains on all samples.",
     )
     resume: Literal["auto", "never"] = Field(
         "auto",
@@ -85,12 +88,12 @@ class TrainerConfig(Section):
 
     save_tokens: bool = Field(
         True,
-        description="save_trajectories: with token ids, and the log-probs of engine and learner.",
+        description="save_trajectories: also write token ids and the log-probs of engine and learner.",
     )
     loggers: tuple[Literal["wandb", "tensorboard", "mlflow", "trackio"], ...] = Field(
         (),
-        description="Experiment trackers to which `paceline train` sends configuration, metrics and samples "
-        "of the validations; docs/observability.md.",
+        description="Experiment trackers to which `paceline train` sends the configuration, the metrics and "
+        "samples from validations; docs/observability.md.",
     )
     export_model: bool = Field(
         True,
@@ -101,12 +104,12 @@ class TrainerConfig(Section):
     @model_validator(mode="after")
     def _ends(self) -> Self:
         if self.total_steps is None and self.total_epochs is None:
-            raise ValueError("total_steps is required, or total_epochs: say how long the run is")
+            raise ValueError("the length of the run is missing: set total_steps or total_epochs")
         return self
 
     @property
     def num_steps(self) -> int:
-        """Training steps of the run; with total_epochs they are known once the prompts are read."""
+        """Training steps of the run; with total_epochs, the number is known once the prompts are read."""
         assert self.total_steps is not None, "the epochs were not counted"
         return self.total_steps
 
@@ -118,7 +121,7 @@ class TrainerConfig(Section):
         return dataflow
 
     def saves_after(self, step: int) -> bool:
-        """Returns whether a checkpoint follows a step in any case."""
+        """Returns whether a checkpoint is due after a step by save_freq, or because it is the last step."""
         return step == self.num_steps or (self.save_freq > 0 and step % self.save_freq == 0)
 
     profile: ProfileConfig = ProfileConfig()
@@ -127,7 +130,7 @@ class TrainerConfig(Section):
         """Returns whether a validation follows a step; 0 is the start.
 
         Args:
-            every: k takes only every k-th validation between the first and the last.
+            every: with k, only every k-th validation between the first and the last counts.
         """
         if step == 0:
             return self.val_before_train
@@ -148,21 +151,21 @@ class LearnerConfig(Section):
     )
     context_parallel: Literal["auto"] | Annotated[int, Field(gt=0)] = Field(
         "auto",
-        description="Ranks that share the tokens of each row, so that one which is too long for a GPU can "
-        "train; divides world_size and the model's attention heads. auto: the fewest with which rows of the "
-        "longest prompt and response fit into memory, by the plan, and into actor.ppo_max_token_len_per_gpu, "
-        "if the file sets it. Training on pairs takes only 1.",
+        description="Ranks that share the tokens of each row, so that rows which are too long for one GPU "
+        "can be trained on; must divide world_size and the model's attention heads. auto: the fewest ranks "
+        "with which the longest rows fit into memory by the memory plan, and into "
+        "actor.ppo_max_token_len_per_gpu if the file sets it. Must be 1 for training on pairs.",
     )
     fsdp_size: Literal["auto"] | Annotated[int, Field(gt=0)] | None = Field(
         "auto",
-        description="Ranks that share one copy of weights and optimizer; divides world_size. null: all. "
-        "Fewer is hybrid sharding (HSDP): each group of so many neighbouring ranks, say those of a host, "
-        "gathers weights within itself, and gradients are averaged over the groups. auto: with "
-        "`paceline up`, the ranks of a host where the memory plan has room for a copy on each host; "
-        "elsewhere all.",
+        description="Ranks that share one copy of weights and optimizer state; must divide world_size. null: "
+        "all ranks. A smaller number is hybrid sharding (HSDP): each group of this many neighbouring ranks, "
+        "say those of a host, gathers weights among themselves, and gradients are averaged over the groups. "
+        "auto: with `paceline up`, the ranks of one host, if the memory plan has room for a copy on each "
+        "host; otherwise all ranks.",
     )
     threads: int | None = Field(
-        None, gt=0, description="CPU: torch threads per rank; null: the cores shared out over the ranks."
+        None, gt=0, description="CPU: torch threads per rank; null: the cores, divided among the ranks."
     )
     command_timeout_s: float = Field(
         3600.0, gt=0, description="Longest duration of a command (a training step, a checkpoint)."
@@ -173,8 +176,8 @@ class LearnerConfig(Section):
     rank_silent_s: float = Field(
         10.0,
         ge=3,
-        description="A rank that gives no sign of life for so long ends the group, which starts again "
-        "from its newest checkpoint.",
+        description="Time after which a silent rank is considered lost; the whole group then restarts from "
+        "its newest checkpoint.",
     )
 
     @model_validator(mode="after")
@@ -186,22 +189,23 @@ class LearnerConfig(Section):
 
     @property
     def num_context_ranks(self) -> int:
-        """Ranks that share the tokens of each row; 1 where nothing has chosen yet."""
+        """Ranks that share the tokens of each row; 1 while the choice is still open."""
         return 1 if self.context_parallel == "auto" else self.context_parallel
 
     @property
     def ranks_per_copy(self) -> int | None:
-        """Ranks that share one copy of weights and optimizer; None for all, and where nothing has chosen."""
+        """Ranks that share one copy of weights and optimizer state; None for all, or while the choice is
+        open."""
         return None if self.fsdp_size == "auto" else self.fsdp_size
 
     @property
     def num_shards(self) -> int:
-        """Ranks that share one copy of weights and optimizer."""
+        """Ranks that share one copy of weights and optimizer state."""
         return self.ranks_per_copy or self.world_size
 
     @property
     def num_data_ranks(self) -> int:
-        """Ranks, or groups of ranks with context parallelism, that get different rows."""
+        """Number of ranks (with context parallelism: groups of ranks) that get different rows."""
         return self.world_size // self.num_context_ranks
 
 
@@ -213,24 +217,25 @@ WorkAhead = Annotated[
 
 
 class BarrierConfig(Section):
-    """How a step's batch is collected, and what is done before it is complete."""
+    """How a step's batch is collected, and what the learner computes before the batch is complete."""
 
     mode: Literal["strict", "bounded"] = Field(
         "strict",
-        description="strict: every sample of a step comes from the weights that the step trains. bounded: it "
-        "may come from weights that are up to max_staleness versions older, so that servers sample the next "
-        "steps while the learner trains one; docs/decisions/0036-bounded-staleness.md.",
+        description="strict: every sample of a step comes from the weights that the step trains. bounded: "
+        "samples may come from weights that are up to max_staleness versions older, so that servers sample "
+        "the next steps while the learner trains; docs/decisions/0036-bounded-staleness.md.",
     )
     max_staleness: int | None = Field(
         None,
         ge=0,
-        description="bounded: the most versions by which the weights that sampled a token may be older than "
-        "those that the step trains; also how many steps are sampled ahead. 0: the same as strict.",
+        description="bounded: how many versions older the weights that sampled a token may be than the "
+        "weights that the step trains; also the number of steps that are sampled ahead. 0: the same as "
+        "strict.",
     )
     work_ahead: WorkAhead = Field(
         "off",
         description="What the learner computes for finished samples while others are still being generated, "
-        "if learner and servers have GPUs of their own. Training stays strictly on policy. off: "
+        "if learner and servers use separate GPUs. Training stays strictly on policy. off: "
         "nothing. scores: old and reference log-probs and values. gradients: also forward and backward of "
         "the step's first mini-batch, prompt by prompt in order, with grpo, dr_grpo, rloo, opo, pass_at_k "
         "and remax. The numbers do not depend on how much was done ahead.",
@@ -238,22 +243,22 @@ class BarrierConfig(Section):
     prompts_per_chunk: int | None = Field(
         None,
         gt=0,
-        description="work_ahead: how many prompts the learner takes at a time; divides every mini-batch "
-        "size. null: the smallest such number whose samples fill a micro-batch of every learner rank, if "
-        "responses have half of their greatest length.",
+        description="work_ahead: prompts that the learner takes at a time; must divide every mini-batch "
+        "size. null: the smallest divisor whose samples fill a micro-batch on every learner rank, assuming "
+        "responses of half the longest length.",
     )
     collect_timeout_s: float | None = Field(
         None,
         gt=0,
-        description="Longest duration of a step's collection; null: three times rollout.request_timeout_s, "
-        "which follows the response length.",
+        description="Longest time for collecting a step's batch; null: three times "
+        "rollout.request_timeout_s, which depends on the response length.",
     )
     stall_timeout_s: float | None = Field(
         None,
         gt=0,
-        description="Longest time without a new trajectory during the collection, or without room in a "
-        "mailbox; null: one and a half times rollout.request_timeout_s, so that a group whose time ran out "
-        "can be drawn again.",
+        description="Longest time without a new trajectory while a batch is collected, or without room in a "
+        "mailbox; null: 1.5 times rollout.request_timeout_s, so that a group which timed out can be sampled "
+        "again.",
     )
 
     @model_validator(mode="after")
@@ -268,7 +273,7 @@ class BarrierConfig(Section):
 
     @property
     def bound(self) -> int:
-        """How many versions the policy that samples may be behind the one that is trained."""
+        """How many versions the sampling policy may be behind the policy that is trained."""
         return self.max_staleness or 0
 
 
@@ -282,25 +287,26 @@ class BrokerConfig(Section):
     )
     insecure: bool = Field(
         False,
-        description="Allow a server on another machine that asks for no password, on a network that is "
-        "trusted wholly.",
+        description="Allow a server on another machine that requires no password; only for a network that "
+        "you trust completely.",
     )
     lease_s: float = Field(
         5.0,
         gt=0,
-        description="A message whose taker has not renewed its lease for so long goes to another taker.",
+        description="Duration of a lease: a message goes to another consumer if its consumer has not renewed "
+        "the lease for this long.",
     )
     outage_timeout_s: float = Field(
         300.0,
         gt=0,
-        description="Longest outage of the broker's server (restart, failover, freeze, no memory left) that "
-        "services wait through.",
+        description="How long services wait when the broker's server is unavailable (restart, failover, "
+        "freeze, out of memory).",
     )
     max_memory_mib: int | None = Field(
         None,
         gt=0,
         description="Memory bound of the server that `paceline train` starts; services wait while it is "
-        "full. null: a quarter of the machine's.",
+        "full. null: a quarter of the machine's memory.",
     )
     max_stream_length: int = Field(
         100_000, gt=0, description="Most entries of a mailbox; while it is full, writers wait."
@@ -314,19 +320,19 @@ class WeightsConfig(Section):
         "auto",
         description="auto: nccl between GPUs; gloo on CPUs and where learner and rollout share a GPU; with "
         "placement: colocated, shared. shared: a learner rank and a rollout rank on one GPU (or the CPU of "
-        "one machine) exchange weights through memory that both can access; they must see each other's "
-        "processes, as in one container.",
+        "one machine) exchange weights through memory that both can access; each must see the other's "
+        "process, as in one container.",
     )
     staging_mib: int = Field(
         1024,
         gt=1,
-        description="Most memory beside the parameters that a push uses on any rank; two rounds share it.",
+        description="Most memory that a push uses on any rank besides the parameters; two rounds share it.",
     )
     relay: Literal["auto", "never", "always"] = Field(
         "auto",
         description="Whether rollout ranks that need the same weights pass them on to each other. auto: if "
-        "the learner's links would slow the push down otherwise, or several ranks of a node would each take "
-        "them over the network; always: wherever possible within a node, for tests.",
+        "otherwise the learner's network links would slow the push down, or several ranks of a node would "
+        "receive the same weights over the network; always: wherever possible within a node, for tests.",
     )
     push_timeout_s: float = Field(30.0, gt=0, description="Longest duration of a push.")
     join_timeout_s: float = Field(60.0, gt=0, description="Longest duration of forming the weight group.")
@@ -338,8 +344,8 @@ class ServiceConfig(Section):
     host: str = Field("127.0.0.1", description="Address that servers bind to.")
     insecure: bool = Field(
         False,
-        description="Allow plain text beyond loopback, on a network that is trusted wholly. Services "
-        "that are started by hand need PACELINE_INSECURE=1 too.",
+        description="Allow unencrypted traffic beyond loopback; only for a network that you trust "
+        "completely. Services that are started by hand also need PACELINE_INSECURE=1.",
     )
     controller_port: int = Field(0, ge=0, le=65535, description="Port of the controller; 0: any free port.")
     reward_port: int = Field(
@@ -354,20 +360,24 @@ class ServiceConfig(Section):
         ge=0,
         le=65535,
         description="Port of the first rollout server that `paceline train` starts, for environments that "
-        "attach; the next servers have the ports behind it. 0: any free ports.",
+        "attach; the other servers use the ports after it. 0: any free ports.",
     )
     ports: str | None = Field(
         None,
-        description="FIRST-LAST, for a firewall: where no other setting names a port, servers and the weight "
-        "group's store take a free one of these. NCCL and gloo take the kernel's "
+        description="FIRST-LAST, a range for firewalls: servers and the weight group's store use free ports "
+        "of it, unless another setting names a port. NCCL and gloo use the kernel's range "
         "(net.ipv4.ip_local_port_range), which `paceline up` checks on every host. null: any port.",
     )
     heartbeat_s: float = Field(1.0, gt=0, description="How often members report.")
     suspect_after_s: float = Field(
-        5.0, gt=0, description="Silence after which a member is suspected; five times that while it starts."
+        5.0,
+        gt=0,
+        description="Silence after which a member is suspected; five times as long while it starts.",
     )
     dead_after_s: float = Field(
-        12.0, gt=0, description="Silence after which a member is dead; five times that while it starts."
+        12.0,
+        gt=0,
+        description="Silence after which a member is considered dead; five times as long while it starts.",
     )
     recovery_timeout_s: float = Field(
         600.0, gt=0, description="Longest wait for a lost service to come back."
@@ -375,14 +385,16 @@ class ServiceConfig(Section):
     max_restarts: int = Field(
         5,
         ge=0,
-        description="How often `paceline train` starts a lost service again within restart_window_s before "
-        "the run ends; 0: never.",
+        description="Most restarts of a lost service by `paceline train` within restart_window_s; with one "
+        "more the run ends. 0: never.",
     )
-    restart_window_s: float = Field(300.0, gt=0, description="The seconds over which restarts are counted.")
+    restart_window_s: float = Field(
+        300.0, gt=0, description="Length of the window in which restarts are counted."
+    )
     rpc_timeout_s: float = Field(30.0, gt=0, description="Deadline of short calls.")
     startup_timeout_s: float = Field(300.0, gt=0, description="Longest wait for all services to register.")
     shutdown_timeout_s: float = Field(
-        20.0, gt=0, description="Time budget of the ordered shutdown, after which processes are killed."
+        20.0, gt=0, description="Longest time for the ordered shutdown; then processes are killed."
     )
     max_message_mib: int = Field(64, gt=0, description="Largest gRPC message.")
 
@@ -398,7 +410,7 @@ class ServiceConfig(Section):
 
 
 class TelemetryConfig(Section):
-    """Sets which traces and metrics there are, and where they go."""
+    """Sets where traces, metrics and logs go."""
 
     otlp_endpoint: str | None = Field(
         None, description="OTLP/gRPC endpoint; null: metrics.jsonl and spans.jsonl in the run directory."
@@ -408,7 +420,8 @@ class TelemetryConfig(Section):
         ge=0,
         le=65535,
         description="Port of the process's own Prometheus endpoint, on loopback; 0: none. `paceline train` "
-        "counts up from it, the controller first. PACELINE_PROMETHEUS_PORT overrides it.",
+        "gives it to the controller, and the next ports to the other services. PACELINE_PROMETHEUS_PORT "
+        "overrides it.",
     )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
         "INFO", description="Level of the services' logs."

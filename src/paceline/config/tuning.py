@@ -1,4 +1,4 @@
-"""What `paceline sft`, `paceline rm` and `paceline dpo` read: the sections of a training on pairs."""
+"""The configurations of `paceline sft`, `paceline rm` and `paceline dpo`, which train on pairs."""
 
 from __future__ import annotations
 

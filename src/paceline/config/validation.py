@@ -1,4 +1,4 @@
-"""What held-out prompts are, and how they are answered: `data.val_sets` and `rollout.val`."""
+"""The sets of held-out prompts and how answers to them are sampled: `data.val_sets` and `rollout.val`."""
 
 from __future__ import annotations
 
@@ -15,28 +15,33 @@ _TAKEN = ("reward", "episode", "response_length", "source")
 
 
 class ValSamplingConfig(Section):
-    """How held-out prompts are answered, where a set of data.val_sets does not say otherwise."""
+    """How answers to held-out prompts are sampled, unless a set of data.val_sets says otherwise."""
 
     n: int = Field(1, gt=0, description="Samples per held-out prompt.")
     temperature: float = Field(0.0, ge=0, description="0 is greedy.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Draw from the likeliest tokens that have this share.")
-    top_k: int = Field(0, ge=0, description="Draw from so many of the likeliest tokens; 0: from all.")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="Draw from the likeliest tokens whose probabilities add up to this."
+    )
+    top_k: int = Field(0, ge=0, description="Draw from this many of the likeliest tokens; 0: from all.")
     right_above: float = Field(
-        0.0, description="An answer with a reward above this is right: what avg@n, pass@k and maj@k count."
+        0.0, description="An answer with a reward above this counts as right in avg@n, pass@k and maj@k."
     )
 
 
 class ValSetConfig(Section):
     """A named set of held-out prompts."""
 
-    files: Files = Field(description="Its files, as data.val_files; columns and limits are those of data.")
-    max_prompts: int | None = Field(None, gt=0, description="Take the first so many prompts; null: all.")
+    files: Files = Field(
+        description="The set's files, written as in data.val_files; columns and limits are those of data."
+    )
+    max_prompts: int | None = Field(
+        None, gt=0, description="Use only the first prompts, this many; null: all."
+    )
     every: int = Field(
         1,
         gt=0,
-        description="Take part in every so many of the validations that trainer.test_freq asks for: with "
-        "test_freq: 10 and every: 3, after steps 30, 60 and so on. Before step 1 and after the last step "
-        "every set takes part.",
+        description="Take part in every k-th validation: with trainer.test_freq: 10 and every: 3, after "
+        "steps 30, 60 and so on. All sets take part before step 1 and after the last step.",
     )
     n: int | None = Field(None, gt=0, description="Samples per prompt; null: as rollout.val.n.")
     temperature: float | None = Field(None, ge=0, description="null: as rollout.val.temperature.")
@@ -46,29 +51,31 @@ class ValSetConfig(Section):
     max_response_length: int | None = Field(
         None,
         gt=0,
-        description="Longest response in tokens, also above data.max_response_length, which null stands "
-        "for. Not for episodes: rollout.episode has their limits.",
+        description="Longest response in tokens, which may exceed data.max_response_length; null: as "
+        "data.max_response_length. Not for episodes, whose limits are in rollout.episode.",
     )
 
 
 def set_name(name: str) -> str:
-    """Returns the name of a set of prompts, if metrics can bear it."""
+    """Returns the name of a set of prompts if it can be part of a metric's name; raises ValueError if not."""
     if not _NAME.fullmatch(name):
-        raise ValueError(f"{name!r} cannot name a set; write letters, digits, - and _, as metrics bear it")
+        raise ValueError(
+            f"{name!r} cannot name a set; write letters, digits, - and _, as it becomes part of metric names"
+        )
     if name in _TAKEN:
         raise ValueError(f"{name!r} cannot name a set, as metrics use that word; choose another name")
     return name
 
 
 def files_alone(value: object) -> object:
-    """Returns a set that has just these files; a set stays as it is."""
+    """Returns a set with the given files; what is already a set stays as it is."""
     return {"files": value} if isinstance(value, str | list) else value
 
 
 ValSets = dict[
     Annotated[str, AfterValidator(set_name)], Annotated[ValSetConfig, BeforeValidator(files_alone)]
 ]
-"""By name; the files may stand in place of a set."""
+"""The sets by name; a set that is written as files only has the other options' defaults."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,10 +83,10 @@ class HeldOutSet:
     """A set of held-out prompts with everything that holds for it.
 
     Attributes:
-        name: "" for that of data.val_files.
+        name: "" for the set of data.val_files.
         max_prompts: None for all.
-        every: of how many validations it takes part in one.
-        max_tokens: of a response.
+        every: k if the set takes part in every k-th validation.
+        max_tokens: longest response, in tokens.
         right_above: an answer with a reward above this is right.
     """
 
@@ -96,15 +103,15 @@ class HeldOutSet:
 
     @property
     def key(self) -> str:
-        """Where the configuration has its files."""
+        """The key of the configuration that holds the set's files."""
         return f"data.val_sets.{self.name}.files" if self.name else "data.val_files"
 
     @property
     def title(self) -> str:
-        """What sentences call it: "validation prompts" with a noun behind it."""
+        """Names the set in messages, before a noun: "validation prompts"."""
         return f"validation ({self.name})" if self.name else "validation"
 
     @property
     def metrics(self) -> str:
-        """What its metrics begin with."""
+        """Prefix of the names of the set's metrics."""
         return f"val/{self.name}/" if self.name else "val/"

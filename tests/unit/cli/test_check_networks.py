@@ -56,8 +56,8 @@ def test_a_frozen_network_that_fits(teacher: Path) -> None:
     ("algorithm", "said"),
     [
         ({"adv_estimator": "grpo"}, r"algorithm.networks: nothing reads the log-probs of teacher, as"),
-        ({"networks": {"old": "x"}}, r"networks: 'old' is no name .* none of rollout, old, reference"),
-        ({"networks": {"a b": "x"}}, r"networks: 'a b' is no name for a network: take letters"),
+        ({"networks": {"old": "x"}}, r"networks: 'old' cannot name .* none of rollout, old, reference"),
+        ({"networks": {"a b": "x"}}, r"networks: 'a b' cannot name a network: use letters"),
         ({"networks": {"teacher": {"folder": "x"}}}, r"unknown key .*teacher.folder; leave it out"),
     ],
 )

@@ -292,7 +292,7 @@ def test_a_variable_without_quotes_becomes_words() -> None:
 def test_what_is_no_such_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, text, words in (
         ("x.yaml", "a: [", "is not YAML"),
-        ("x.yaml", "a: 1\na: 2", "x.yaml: the key a stands in line 1 and in line 2"),
+        ("x.yaml", "a: 1\na: 2", "x.yaml: the key a is in line 1 and again in line 2"),
         ("x.yaml", "- 1", "holds no mapping"),
         ("x.yaml", "a: 1", "name the program with --from"),
         ("x.yaml", "model: {}\nreward: {}", "one of ours already"),

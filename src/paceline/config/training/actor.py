@@ -27,29 +27,29 @@ class OptimConfig(Section):
     lr: float = Field(1e-6, gt=0, description="Peak learning rate.")
     type: Literal["adamw", "muon"] = Field(
         "adamw",
-        description="adamw: AdamW. muon: Muon for the matrices of the layers, whose steps are as long as "
-        "AdamW's at the same lr, and which has one average in place of two; AdamW for embeddings, the head, "
-        "vectors, and experts that are stored together.",
+        description="adamw: AdamW. muon: Muon for the layers' matrices, and AdamW for embeddings, the head, "
+        "vectors, and experts that are stored together. Muon keeps one average instead of two; its steps are "
+        "as long as AdamW's at the same lr.",
     )
     lr_scheduler: Literal["constant", "linear", "cosine", "cosine_with_restarts"] = Field(
         "constant", description="Shape after the warm-up, over the rest of trainer.total_steps."
     )
     lr_cycles: int = Field(
-        1, gt=0, description="cosine_with_restarts: how often the rate falls; each fall begins at lr."
+        1, gt=0, description="cosine_with_restarts: number of cycles; in each, the rate falls from lr."
     )
     warmup_steps_ratio: float = Field(
         0.0, ge=0, lt=1, description="Share of trainer.total_steps over which the rate rises linearly from 0."
     )
     min_lr_ratio: float = Field(
-        0.0, ge=0, le=1, description="The last learning rate of all shapes that fall, as a share of lr."
+        0.0, ge=0, le=1, description="Final learning rate of a schedule that falls, as a share of lr."
     )
-    weight_decay: float = Field(0.01, ge=0, description="Decoupled decay.")
+    weight_decay: float = Field(0.01, ge=0, description="Decoupled weight decay.")
     betas: tuple[float, float] = Field(
-        (0.9, 0.999), description="AdamW's averages: the share of the past that each keeps, below 1."
+        (0.9, 0.999), description="Decay rates of AdamW's two moving averages, below 1."
     )
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
     momentum: float = Field(
-        0.95, ge=0, lt=1, description="Muon's average of the gradient: the share of the past that it keeps."
+        0.95, ge=0, lt=1, description="Decay rate of Muon's moving average of the gradient."
     )
 
     @field_validator("betas")
@@ -57,8 +57,7 @@ class OptimConfig(Section):
     def _averages(cls, betas: tuple[float, float]) -> tuple[float, float]:
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(
-                "each is the share of the past that an average keeps, at least 0 and below 1; [0.9, 0.999] "
-                "is usual"
+                "each is the decay rate of a moving average, at least 0 and below 1; [0.9, 0.999] is usual"
             )
         return betas
 
@@ -76,55 +75,53 @@ class ActorConfig(Section):
     ppo_max_token_len_per_gpu: int = Field(
         16384,
         gt=0,
-        description="Token budget of a micro-batch, prompt and response together, on one rank. Left out, "
-        "`paceline train` chooses it on GPUs, with what is recomputed.",
+        description="Token budget of a micro-batch on one rank, prompt and response together. If it is left "
+        "out, `paceline train` chooses it on GPUs, together with what is recomputed.",
     )
     shared_prompts: SharedPrompts = Field(
         "auto",
-        description="Samples of a prompt in the same micro-batch have one copy of it, in all passes: the "
-        "same numbers up to rounding, with less arithmetic. auto: in steps where that saves a sixth of it; "
-        "the first such batch is computed both ways, and if they differ nothing is shared. on: in every "
-        "step; a difference ends the run.",
+        description="Samples of a prompt in the same micro-batch share one copy of the prompt, in all "
+        "passes: this gives the same numbers up to rounding, with less arithmetic. auto: in steps where it "
+        "saves a sixth of the arithmetic; the first such batch is computed both ways, and if the results "
+        "differ, nothing is shared. on: in every step; if the results differ, the run ends.",
     )
     memory: ActorMemory = Field(
         ActorMemoryConfig(),
-        description="What the update keeps in memory, of policy and critic; auto leaves all of it to the "
-        "memory plan.",
+        description="What the updates of policy and critic keep in memory; auto: the memory plan chooses.",
     )
     compile: bool | Literal["auto"] = Field(
         "auto",
         description="Compile the decoder layers of policy, critic and reference with torch.compile: "
-        "elementwise operations are fused. auto: on GPUs without learner.context_parallel; where the "
-        "compiler fails at the start, the learner says so and goes on without; true: then it ends. This "
-        "takes half a minute for a 7B model, which the learner begins with as soon as it has loaded its "
-        "weights, while engines start; its log says how long. Kernels are kept in TORCHINDUCTOR_CACHE_DIR, "
-        "by default in the user's cache (PACELINE_CACHE_DIR), so that a learner that is started again has "
-        "them. Old log-probs are then computed as the update computes them, with a graph that is dropped: "
-        "the compiler rounds differently without one.",
+        "elementwise operations are fused. auto: on GPUs without learner.context_parallel; if the compiler "
+        "fails at the start, the learner says so and goes on without it. true: if the compiler fails, the "
+        "run ends. Compiling takes half a minute for a 7B model and runs while the engines start; the "
+        "learner's log says how long it took. Kernels are kept in TORCHINDUCTOR_CACHE_DIR, by default in the "
+        "user's cache (PACELINE_CACHE_DIR), so that a restarted learner can use them again. With compiled "
+        "layers, old log-probs are computed with an autograd graph, which is then dropped, as in the update: "
+        "without a graph, the compiler rounds differently.",
     )
     attention_kernel: AttentionKernel = Field(
         "auto",
-        description="What computes attention on a GPU in bfloat16. torch: its own, FlashAttention 2. "
+        description="What computes attention on a GPU in bfloat16. torch: torch's FlashAttention 2. "
         "flash_attention_4: the package flash-attn-4, for Hopper and Blackwell, which compiles its kernels "
-        "in some seconds. auto: the latter where it is installed, runs here and computes what torch's does; "
-        "the learner's log says why if not.",
+        "in some seconds. auto: flash_attention_4 if it is installed, runs on this GPU and agrees with "
+        "torch's results, else torch; the learner's log says why.",
     )
     reduce_dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
-        description="What gradients are summed over the ranks in, and over the micro-batches where "
-        "memory.accumulate adds up whole ones. bfloat16 halves that traffic and memory, and rounds.",
+        description="Type in which gradients are summed over the ranks and, with memory.accumulate, over the "
+        "micro-batches. bfloat16 halves that traffic and memory, but rounds.",
     )
     policy_loss: PolicyLossConfig = Field(
         PPOClip(),
-        description="Per-token loss: its type, which is enough by itself (`policy_loss: gspo`), and its "
-        "own options.",
+        description="Per-token loss: its type and its options; the type is enough (`policy_loss: gspo`).",
     )
     clip_ratio: float = Field(
         0.2,
         gt=0,
         description="Clip range of the ratio on both sides, for a policy loss that clips and sets no range "
-        "of its own. For gspo, which clips the sequence's ratio, of the order of 3e-4; for geo_mean, which "
-        "clips the log-ratio, 0.4 in the paper.",
+        "of its own. gspo clips the sequence's ratio and needs a range of about 3e-4; geo_mean clips the "
+        "log-ratio, and its paper uses 0.4.",
     )
     clip_ratio_low: float | None = Field(
         None,
@@ -139,8 +136,8 @@ class ActorConfig(Section):
     clip_ratio_c: float = Field(3.0, gt=1, description="use_dual_clip: the bound on the ratio.")
     loss_agg_mode: Aggregation | None = Field(
         None,
-        description="How per-token losses become one number, KL and entropy included; sums and means are "
-        "over the mini-batch of all ranks together. null: the policy loss's own, which is "
+        description="How per-token losses, also those of KL and entropy, become one number; sums and means "
+        "are over the mini-batch of all ranks together. null: the policy loss's default, which is "
         "seq-mean-token-mean for gspo, geo_mean and sapo, and token-mean for the others.",
     )
     loss_agg_constant: float | None = Field(
@@ -153,8 +150,8 @@ class ActorConfig(Section):
     positive_loss_coef: float = Field(
         0.0,
         ge=0,
-        description="Weight of the positive-example loss (VAPO, arXiv:2504.05118, there 0.1): the mean "
-        "negative log-prob of the tokens of right responses.",
+        description="Weight of the positive-example loss, which is the mean negative log-prob of the tokens "
+        "of right responses (VAPO, arXiv:2504.05118, which uses 0.1).",
     )
     positive_above: float = Field(
         0.0, description="positive_loss_coef: responses with a score above this are right."
@@ -162,7 +159,7 @@ class ActorConfig(Section):
     load_balance_coef: float = Field(
         0.0,
         ge=0,
-        description="Mixture of Experts: weight of the balance of the experts' load (actor/load_balance).",
+        description="Mixture of Experts: weight of the load-balancing loss (actor/load_balance).",
     )
     use_kl_loss: bool = Field(False, description="Add a KL to the reference to the loss.")
     kl_loss_coef: float = Field(0.001, ge=0, description="use_kl_loss: weight of the KL.")
@@ -171,20 +168,21 @@ class ActorConfig(Section):
     ratio_audit_freq: int = Field(
         20,
         gt=0,
-        description="How often the old log-probs of the first mini-batch are computed before the update and "
-        "compared with those of its forward pass: in step 1 and after every so many steps; 1: in every step. "
-        "In the other steps the forward pass gives them, unless something needs them earlier.",
+        description="Steps between audits, the first in step 1. An audit computes the old log-probs of the "
+        "first mini-batch before the update and compares them with those of the update's forward pass; 1: in "
+        "every step. In other steps the old log-probs come from the forward pass, unless something needs "
+        "them earlier.",
     )
     optim: OptimConfig = OptimConfig()
 
     @property
     def aggregation(self) -> Aggregation:
-        """The loss_agg_mode in force: the file's, or else the policy loss's own."""
+        """The loss_agg_mode in force: the configured one, or else the policy loss's default."""
         return self.loss_agg_mode or self.policy_loss.aggregation
 
     @property
     def compiles(self) -> bool:
-        """Whether layers are compiled; not where nothing has chosen yet."""
+        """Whether layers are compiled; False while the choice is still open."""
         return self.compile is True
 
     @property
@@ -222,8 +220,8 @@ class ActorConfig(Section):
     def _constant_is_read(self) -> ActorConfig:
         if self.loss_agg_constant is not None and self.aggregation != "seq-mean-token-sum-norm":
             raise ValueError(
-                f"loss_agg_constant={self.loss_agg_constant:g} is read by "
-                f"loss_agg_mode=seq-mean-token-sum-norm alone, and {self.aggregation} is in force; set that "
+                f"loss_agg_constant={self.loss_agg_constant:g} is read only "
+                f"by loss_agg_mode=seq-mean-token-sum-norm, and {self.aggregation} is in force; set that "
                 "mode, or leave the constant out"
             )
         return self
@@ -239,8 +237,9 @@ class CriticConfig(Section):
 
     path: str | None = Field(
         None,
-        description="Folder to start the critic from: a critic, a reward model with one score (its score.* "
-        "becomes the value head), or a language model; null: model.path (with a new value head).",
+        description="Folder of the model from which the critic starts: a critic, a reward model with one "
+        "score (its score.* becomes the value head), or a language model. null: model.path, with a new value "
+        "head.",
     )
     ppo_mini_batch_size: int | None = Field(
         None, gt=0, description="Prompts per optimizer step; null: the actor's."
@@ -250,15 +249,15 @@ class CriticConfig(Section):
     warmup: int = Field(
         0,
         ge=0,
-        description="Steps at the start in which only the critic learns (value pre-training); the policy "
-        "and kl_ctrl's coefficient stay.",
+        description="Steps at the start in which only the critic learns (value pre-training); the policy and "
+        "kl_ctrl's coefficient do not change.",
     )
     warmup_lam: float | None = Field(
         None,
         ge=0,
         le=1,
-        description="Lambda of the critic's targets in the warm-up steps; 1 is the plain return. null: as in "
-        "later steps (vapo: lam_critic, gae: lam).",
+        description="Lambda of the critic's targets in the warm-up steps; with 1 the target is the plain "
+        "return. null: as in later steps (vapo: lam_critic, gae: lam).",
     )
     grad_clip: float = Field(1.0, gt=0, description="Largest global gradient norm.")
     optim: OptimConfig = OptimConfig(lr=1e-5)

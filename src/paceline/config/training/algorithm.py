@@ -39,13 +39,17 @@ KL_KINDS = (
 class KLControlConfig(Section):
     """How the coefficient of the KL penalty in the reward moves."""
 
-    type: Literal["fixed", "adaptive"] = Field("fixed", description="fixed, or adaptive towards target_kl.")
-    kl_coef: float = Field(0.001, ge=0, description="The coefficient, or where it starts.")
-    target_kl: float = Field(0.1, gt=0, description="adaptive: the KL per token to hold.")
+    type: Literal["fixed", "adaptive"] = Field(
+        "fixed",
+        description="fixed: the coefficient stays. adaptive: it moves so that the KL approaches target_kl.",
+    )
+    kl_coef: float = Field(0.001, ge=0, description="The coefficient; adaptive: its initial value.")
+    target_kl: float = Field(0.1, gt=0, description="adaptive: the target of the KL per token.")
     horizon: int = Field(
         10000,
         gt=0,
-        description="adaptive: sequences over which the coefficient moves by at most a fifth; more: slower.",
+        description="adaptive: number of sequences over which the coefficient changes by at most a fifth; a "
+        "larger number makes it slower.",
     )
 
 
@@ -59,7 +63,7 @@ class DynamicSamplingConfig(Section):
         2.0,
         gt=0,
         description="Most prompts drawn in a step beyond data.train_batch_size, as a multiple of it; once "
-        "they are spent, the step goes on with the groups that it has.",
+        "these are used up, the step goes on with the groups that it has.",
     )
     metric: str | None = Field(
         None,
@@ -96,18 +100,19 @@ class AlgorithmConfig(Section):
     options: OwnOptions = Field({}, description="Keyword arguments of an estimator or algorithm of your own.")
     needs: tuple[Need, ...] = Field(
         (),
-        description="What an estimator or algorithm of your own needs of a run: critic, greedy (the score of "
+        description="What an estimator or algorithm of your own needs: critic, greedy (the score of "
         "a greedy answer to each prompt), group (rollout.n of 2 or more).",
     )
     networks: dict[str, Annotated[FrozenNetworkConfig, BeforeValidator(_path_alone)]] = Field(
         {},
-        description="Frozen networks beside the reference, by a name under which an estimator, algorithm or "
-        "loss of your own reads their log-probs: {teacher: FOLDER}, or {teacher: {path: FOLDER}}. FOLDER is "
-        "as model.path; its model has the policy's tokenizer, at least its vocabulary, and whatever shape.",
+        description="Frozen networks besides the reference: {teacher: FOLDER}, or {teacher: {path: FOLDER}}. "
+        "An estimator, algorithm or loss of your own reads their log-probs by name. FOLDER is written as in "
+        "model.path; the model may have any shape, but needs the policy's tokenizer and a vocabulary that is "
+        "at least as large.",
     )
     adv_estimator: Annotated[str, OneOf(tuple(ADV_ESTIMATORS), or_own=True)] = Field(
         "grpo",
-        description="gae and vapo need a critic; the others do without. Or a function of your own: "
+        description="Name of the estimator; only gae and vapo need a critic. Or a function of your own: "
         "path/to/file.py:function.",
     )
     gamma: float = Field(1.0, gt=0, le=1, description="Discount per token.")
@@ -117,12 +122,16 @@ class AlgorithmConfig(Section):
     )
     lam_critic: float = Field(1.0, ge=0, le=1, description="vapo: lambda of the critic's targets.")
     alpha: float = Field(0.05, gt=0, description="vapo: alpha of the length-adaptive lambda.")
-    norm_adv_by_std_in_grpo: bool = Field(True, description="grpo: divide by the group's standard deviation.")
+    norm_adv_by_std_in_grpo: bool = Field(
+        True, description="grpo: divide the advantages by the group's standard deviation."
+    )
     use_kl_in_reward: bool = Field(
         False,
         description="Subtract kl_ctrl's coefficient times the KL to the reference from each token's reward.",
     )
-    kl_penalty: KLKind = Field("k1", description="use_kl_in_reward: estimator of the KL, as kl_loss_type.")
+    kl_penalty: KLKind = Field(
+        "k1", description="use_kl_in_reward: estimator of the KL; same names as kl_loss_type."
+    )
     kl_ctrl: KLControlConfig = KLControlConfig()
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
     overlong: OverlongConfig = OverlongConfig()
@@ -135,7 +144,7 @@ class AlgorithmConfig(Section):
             raise ValueError("type: custom and path: path/to/file.py:Class belong together; write both")
         if not self.is_own and (self.options or self.needs):
             raise ValueError(
-                f"options and needs are those of an estimator or algorithm of your own, and "
+                f"options and needs are for an estimator or algorithm of your own, and "
                 f"{self.adv_estimator} is built in; leave them out"
             )
         return self
@@ -144,8 +153,8 @@ class AlgorithmConfig(Section):
     def _networks_have_names_of_their_own(self) -> AlgorithmConfig:
         if refused := [name for name in self.networks if name in _TAKEN or not name.isidentifier()]:
             raise ValueError(
-                f"networks: {refused[0]!r} is no name for a network: take letters, digits and _, and none of "
-                f"{', '.join(_TAKEN)}, which sampler, policy and reference model have"
+                f"networks: {refused[0]!r} cannot name a network: use letters, digits and _, and none of "
+                f"{', '.join(_TAKEN)}, which are the names of sampler, policy and reference model"
             )
         return self
 
@@ -153,13 +162,14 @@ class AlgorithmConfig(Section):
     def _steers_something(self) -> AlgorithmConfig:
         if self.kl_ctrl.type == "adaptive" and not self.use_kl_in_reward:
             raise ValueError(
-                "kl_ctrl.type=adaptive steers the coefficient of the KL in the reward, and there is none; "
+                "kl_ctrl.type=adaptive steers the coefficient of a KL in the reward, and this run has none; "
                 "set use_kl_in_reward: true, or leave kl_ctrl out"
             )
         return self
 
     def with_places(self, place: Callable[[str], str]) -> AlgorithmConfig:
-        """Returns the same with `place` of each network's path, say the folder of a local copy."""
+        """Returns a copy in which `place(path)`, say the folder of a local copy, replaces each network's
+        path."""
         networks = {
             name: network.model_copy(update={"path": place(network.path)})
             for name, network in self.networks.items()
@@ -168,17 +178,17 @@ class AlgorithmConfig(Section):
 
     @property
     def is_own(self) -> bool:
-        """Whether the advantages are made by the user's own estimator or algorithm."""
+        """Whether the user's own estimator or algorithm computes the advantages."""
         return self.path is not None or ":" in self.adv_estimator
 
     @property
     def name(self) -> str:
-        """What makes the advantages, for people."""
+        """Name of what computes the advantages, for messages."""
         return self.path or self.adv_estimator
 
     @property
     def estimator(self) -> EstimatorTraits:
-        """What makes the advantages takes and needs."""
+        """The options and needs of what computes the advantages."""
         return EstimatorTraits(needs=self.needs) if self.is_own else ADV_ESTIMATORS[self.adv_estimator]
 
     @property

@@ -1,4 +1,4 @@
-"""`actor.policy_loss`: the options of each policy loss, by its `type`; the learner has the functions."""
+"""`actor.policy_loss`: the options of each policy loss, by its `type`; the learner computes the losses."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from paceline.config.base import OwnOptions, Section, own_path
 
 GSPO_CLIP_BOUND = 0.05
-"""A larger clip range on a sequence's mean log-ratio must be one that was meant for a token's ratio."""
+"""A larger clip range on a sequence's mean log-ratio was probably meant for a token's ratio."""
 GEO_MEAN_CLIP_BOUND = 0.01
-"""A smaller clip range on a token's log-ratio must be one that was meant for a sequence's ratio."""
+"""A smaller clip range on a token's log-ratio was probably meant for a sequence's ratio."""
 
 
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -28,10 +28,10 @@ class Clip(NamedTuple):
 
 
 class PolicyLossOptions(Section):
-    """What every policy loss has."""
+    """Base class of the options of all policy losses."""
 
     aggregation: ClassVar[Aggregation] = "token-mean"
-    """How the losses of tokens become one number if actor.loss_agg_mode is not set."""
+    """How per-token losses become one number if actor.loss_agg_mode is not set."""
 
     @property
     def scalable_options(self) -> tuple[str, ...]:
@@ -69,7 +69,7 @@ class ClippedLoss(PolicyLossOptions):
 
 
 class CovarianceLoss(PolicyLossOptions):
-    """A loss with a rule of its own for the tokens with the highest covariance of log-prob and advantage."""
+    """A loss that treats the tokens with the highest covariance of log-prob and advantage differently."""
 
     cov_fraction: float = Field(
         2e-4, ge=0, le=1, description="Share of a mini-batch's tokens that are selected."
@@ -87,7 +87,7 @@ class PPOClip(ClippedLoss):
     type: Literal["ppo_clip"] = "ppo_clip"
 
     def arguments(self, default: Clip) -> dict[str, Any]:
-        """Returns also `dual_clip_c`, which is set at `actor.*` alone."""
+        """Adds `dual_clip_c`, which only `actor.*` sets."""
         chosen = super().arguments(default) | {"dual_clip_c": default.dual_clip_c}
         bound = 1 + chosen["clip_high"]
         if default.dual_clip_c is not None and default.dual_clip_c <= bound:
@@ -99,13 +99,13 @@ class PPOClip(ClippedLoss):
 
 
 class GSPO(ClippedLoss):
-    """PPO's clip on the ratio of whole sequences (arXiv:2507.18071); ranges of the order of 3e-4."""
+    """PPO's clip on the ratio of whole sequences (arXiv:2507.18071); clip ranges are about 3e-4."""
 
     type: Literal["gspo"] = "gspo"
     aggregation = "seq-mean-token-mean"
 
     def arguments(self, default: Clip) -> dict[str, Any]:
-        """Refuses a range that fits tokens."""
+        """Raises ValueError for a clip range that was meant for the ratio of tokens."""
         chosen = super().arguments(default)
         low, high = chosen["clip_low"], chosen["clip_high"]
         if max(low, high) > GSPO_CLIP_BOUND:
@@ -125,13 +125,14 @@ class CISPO(ClippedLoss):
 
 
 class GeoMean(ClippedLoss):
-    """The geometric mean of a sequence's ratios (arXiv:2507.20673); ranges in log-ratio, 0.4 in the paper."""
+    """The geometric mean of a sequence's ratios (arXiv:2507.20673); it clips log-ratios, at 0.4 in the
+    paper."""
 
     type: Literal["geo_mean"] = "geo_mean"
     aggregation = "seq-mean-token-mean"
 
     def arguments(self, default: Clip) -> dict[str, Any]:
-        """Refuses a range that fits sequences."""
+        """Raises ValueError for a clip range that was meant for the ratio of sequences."""
         chosen = super().arguments(default)
         low, high = chosen["clip_low"], chosen["clip_high"]
         if min(low, high) < GEO_MEAN_CLIP_BOUND:
@@ -159,7 +160,7 @@ class ClipCov(CovarianceLoss, ClippedLoss):
 
     @property
     def covariance_band(self) -> tuple[float, float]:
-        """Least and largest covariance of a token that may be selected."""
+        """The lowest and the highest covariance of a token that may be selected."""
         return self.cov_low, self.cov_high
 
     @model_validator(mode="after")

@@ -10,9 +10,11 @@ from paceline.config.base import Section
 
 
 class OverlongConfig(Section):
-    """DAPO's penalty on responses that come near the longest length allowed."""
+    """DAPO's penalty on responses that come close to the length limit."""
 
-    enable: bool = Field(False, description="Add the penalty to the scores, before the advantages are made.")
+    enable: bool = Field(
+        False, description="Add the penalty to the scores before the advantages are computed."
+    )
     buffer_length: int = Field(
         128,
         gt=0,
@@ -22,7 +24,8 @@ class OverlongConfig(Section):
 
 
 class ResampleConfig(Section):
-    """PF-PPO: after the advantages, the update's batch is drawn with replacement from the step's."""
+    """PF-PPO: once advantages are computed, the update's batch is drawn with replacement from the step's
+    batch."""
 
     method: Literal["none", "pow", "max_min"] = Field(
         "none",
@@ -33,17 +36,17 @@ class ResampleConfig(Section):
 
 
 class RolloutCorrectionConfig(Section):
-    """Weights on the policy loss: w, the learner's probability of a token over the sampler's."""
+    """Importance weights on the policy loss; w is the learner's probability of a token over the sampler's."""
 
     method: Literal["none", "tis", "icepop", "sequence_mask"] = Field(
         "none",
-        description="tis: min(w, cap); icepop: w inside [low, high], else 0; sequence_mask: 1 on "
-        "sequences with w inside, else 0.",
+        description="The weight. tis: min(w, cap); icepop: w if w is in [low, high], else 0; sequence_mask: "
+        "1 for sequences whose w is in [low, high], else 0.",
     )
     level: Literal["token", "sequence", "geometric"] | None = Field(
         None,
-        description="Whose w: the token's, its sequence's product, or its sequence's geometric mean; "
-        "null: sequence for sequence_mask, else token.",
+        description="token: w of the token; sequence: product of w over its sequence; geometric: geometric "
+        "mean of w over its sequence. null: sequence for sequence_mask, else token.",
     )
     cap: float = Field(2.0, gt=0, description="tis: largest weight.")
     low: float = Field(0.5, ge=0, description="icepop, sequence_mask: least weight that is kept.")

@@ -1,4 +1,4 @@
-"""`sft`, `rm` and `dpo`: training on pairs, of an answer to a prompt or of two answers to compare."""
+"""`sft`, `rm` and `dpo`: training on pairs of prompt and answer, or of a better and a worse answer."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class TuningConfig(Section):
     save_freq: int = Field(
         100,
         ge=0,
-        description="Checkpoint every so many steps, in OUTPUT.checkpoints. The same command goes on after "
-        "the newest; they are removed when the model is written. 0: none.",
+        description="Steps between checkpoints, which go to OUTPUT.checkpoints. The same command, started "
+        "again, goes on from the newest; all are removed when the model is written. 0: none.",
     )
     val_files: Files = Field(
         (),
-        description="Held-out pairs: `paceline sft` prints the loss on them at the end, `paceline rm` and "
-        "`paceline dpo` the accuracy.",
+        description="Held-out pairs. At the end, `paceline sft` prints the loss on them; `paceline rm` and "
+        "`paceline dpo` print the accuracy.",
     )
 
 
@@ -54,10 +54,10 @@ class RmConfig(TuningConfig):
     rejected_key: str = Field("rejected", description="Column with the worse answer.")
     margin_key: str | None = Field(
         None,
-        description="Column with the number by which the better answer's score should exceed the other's "
-        "(Llama 2, arXiv:2307.09288, eq. 2); null: margin for all pairs.",
+        description="Column with each pair's margin, by which the better answer's score should exceed the "
+        "other's (Llama 2, arXiv:2307.09288, eq. 2); null: rm.margin for all pairs.",
     )
-    margin: float = Field(0.0, ge=0, description="The margin without margin_key.")
+    margin: float = Field(0.0, ge=0, description="The margin of all pairs if margin_key is not set.")
     centring: float = Field(
         0.01,
         ge=0,
@@ -67,7 +67,7 @@ class RmConfig(TuningConfig):
 
 
 class DpoConfig(TuningConfig):
-    """`paceline dpo`: trains a policy on pairs of answers, without a reward and without sampling."""
+    """`paceline dpo`: trains a policy on pairs of answers; it needs no reward and no sampling."""
 
     chosen_key: str = Field(
         "chosen",
@@ -77,30 +77,33 @@ class DpoConfig(TuningConfig):
     loss: Literal["dpo", "ipo", "simpo", "kto"] = Field(
         "dpo",
         description="dpo (arXiv:2305.18290); ipo (arXiv:2310.12036), on means over tokens; simpo "
-        "(arXiv:2405.14734), without a reference; kto (arXiv:2402.01306), each answer by itself.",
+        "(arXiv:2405.14734), without a reference; kto (arXiv:2402.01306), which takes each answer by itself.",
     )
     beta: float | None = Field(
         None,
         gt=0,
-        description="How strongly the policy is held to the starting model; with simpo, the factor of the "
-        "difference. null: 0.1, with simpo 2.",
+        description="How strongly the policy is kept close to the starting model; simpo: the factor of the "
+        "difference of the log-probs. null: 0.1, for simpo 2.",
     )
     label_smoothing: float = Field(
-        0.0, ge=0, lt=0.5, description="dpo: share of the pairs that are taken to be the wrong way round."
+        0.0,
+        ge=0,
+        lt=0.5,
+        description="dpo: assumed share of pairs whose better and worse answer are swapped.",
     )
-    gamma: float = Field(0.5, ge=0, description="simpo: the margin that is aimed at.")
+    gamma: float = Field(0.5, ge=0, description="simpo: the target margin.")
     sft_coef: float = Field(
         0.0,
         ge=0,
-        description="Coefficient of the mean negative log-prob per token of the better answers, which is "
-        "added (RPO, arXiv:2404.19733).",
+        description="Coefficient with which the mean negative log-prob per token of the better answers is "
+        "added to the loss (RPO, arXiv:2404.19733).",
     )
-    lr: float = Field(1e-6, gt=0, description="Peak learning rate; adapters take about ten times as much.")
+    lr: float = Field(1e-6, gt=0, description="Peak learning rate; adapters need about ten times as much.")
     batch_size: int = Field(64, gt=0, description="Pairs per step.")
 
     @property
     def strength(self) -> float:
-        """The beta that is used."""
+        """The beta in force: the configured one, or the loss's default."""
         if self.beta is not None:
             return self.beta
         return 2.0 if self.loss == "simpo" else 0.1
@@ -121,13 +124,13 @@ class PairDataConfig(Section):
         "auto",
         pattern="^(auto|chat|text)$",
         description="chat: through the tokenizer's chat template; text: tokenized as it is; auto: chat for "
-        "lists of messages, text for strings. `paceline rm` reads a prompt's last message, as reward models "
-        "see it in a run, always in the chat template where there is one.",
+        "lists of messages, text for strings. `paceline rm` reads only a prompt's last message, which is "
+        "what reward models get in a run, and always uses the chat template if there is one.",
     )
     max_prompt_length: int = Field(512, gt=0, description="Longer prompts are left out, and counted.")
     max_response_length: int = Field(
         512,
         gt=0,
-        description="Longer answers are left out, and counted; `paceline rm` leaves out pairs of which a "
-        "prompt and answer together exceed both.",
+        description="Longer answers are left out, and counted; `paceline rm` leaves out a pair if the prompt "
+        "and one answer together exceed the sum of both limits.",
     )
