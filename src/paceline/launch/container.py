@@ -1,16 +1,16 @@
 """`python -m paceline.launch.container MODULE [ARGUMENT ...]`: runs a service as a container's process.
 
-Runs the module once, or once per rank where torchrun's PET_NPROC_PER_NODE is set, until a process ends; the
-others end with it. PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT span several hosts, as for
-torchrun.
+Runs the module once, or once per rank if torchrun's PET_NPROC_PER_NODE is set, until a process ends; then the
+others are ended, too. PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT span several hosts, as
+for torchrun.
 
-PACELINE_GPU_SHARE=N has it use the Nth share, from 0, of the GPUs in CUDA_VISIBLE_DEVICES, each share of
-PACELINE_GPUS_PER_SERVER (1). A container for which the list has no share has nothing to do and ends with 0.
+With PACELINE_GPU_SHARE=N the service uses the Nth share (from 0) of the GPUs in CUDA_VISIBLE_DEVICES; a share
+has PACELINE_GPUS_PER_SERVER GPUs (default 1). A container without a share has nothing to do and ends with 0.
 
-The exit code is the service's: 0, 1, 2 or 3 as `core.errors.exit_code` says, 128 + N after signal N, 143 also
-where SIGTERM ended a service in order before the run was over. An engine starts a container again after
-every code but 0. PACELINE_ENGINE_RESTARTS=1 makes its policy
-`on-failure` the right one: an end that a new start cannot mend then has the exit code 0 and says so.
+The exit code is that of the service: 0, 1, 2 or 3 by `core.errors.exit_code`, 128 + N after signal N, and 143
+also if SIGTERM ended a service in order before the run was over. Container engines restart a container after
+every code but 0. With PACELINE_ENGINE_RESTARTS=1, which suits the policy `on-failure`, a failure that a
+restart cannot fix has the exit code 0 and a line in the log.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ GPU_SHARE, GPUS_PER_SERVER = "PACELINE_GPU_SHARE", "PACELINE_GPUS_PER_SERVER"
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 _CONTROLLER = "paceline.controller"
-# How long the others get to end by themselves and to say why, after the first one.
+# After the first process has ended, the others get this long to end by themselves and log why.
 _COMPANIONS_S = 6.0
-# Docker kills a container that was asked to stop after its stop period.
+# Docker sends these to stop a container, and kills it when the stop period is over.
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -62,10 +62,10 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def ranks(environ: Mapping[str, str]) -> list[dict[str, str]]:
-    """The variables of each process; [{}] where no number of ranks is given.
+    """Returns the environment variables of each process; [{}] if no number of ranks is given.
 
     Raises:
-        ConfigError: a value is not a number, or several hosts have no address of the first.
+        ConfigError: a value is not a number, or there are several hosts and no address of the first.
     """
     if not environ.get("PET_NPROC_PER_NODE"):
         return [{}]
@@ -90,9 +90,9 @@ def ranks(environ: Mapping[str, str]) -> list[dict[str, str]]:
 
 
 def own_gpus(environ: Mapping[str, str]) -> dict[str, str] | None:
-    """The variable that gives this container its share of the listed GPUs; {} where it is to use all.
+    """Returns the variable with this container's share of the listed GPUs; {} if it uses all of them.
 
-    None: the list has no share for it.
+    Returns None if the list has no share for it.
 
     Raises:
         ConfigError: a value is not a number.
@@ -108,10 +108,10 @@ def own_gpus(environ: Mapping[str, str]) -> dict[str, str] | None:
 
 
 def container_code(module: str, codes: Sequence[int], *, engine_restarts: bool) -> int:
-    """The exit code of a container whose processes ended by themselves with these codes.
+    """Returns the exit code of a container whose processes ended by themselves with these codes.
 
-    A controller that ends with an error has told the members that the run is over: they are gone, and it is
-    worth another start only after a signal.
+    A controller that ends with an error has told the members that the run is over, and they have left: it is
+    worth a restart only after a signal.
     """
     end = judge(codes)
     if end is End.KILLED:

@@ -2,10 +2,10 @@
 
     Redis -> controller, members -> (address file) -> follow the run -> stop in order -> nothing left behind
 
-Members import for seconds before they look for the controller, so they start beside it. What ends before the
-run does is started again (services, own_redis); what hangs is killed first (liveness).
-The stop always happens: after success, an error, a signal, or a loss that cannot be mended. A first SIGINT
-while steps are trained lets the step in progress end, with a checkpoint.
+Members import modules for seconds before they need the controller, so they start at the same time. A process
+that ends before the run does is restarted (services, own_redis); a process that hangs is killed first
+(liveness). Processes are always stopped in the end: after success, an error, a signal, or a loss that a
+restart cannot fix. After a first SIGINT while steps are trained, the step in progress ends with a checkpoint.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ log = logging.getLogger(__name__)
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # After an error the services get less time to end, so that people see the error within 20 s.
 _FAILURE_BUDGET_S = 8.0
-# The request to end after a step is repeated: a controller that was started again has not heard it.
+# The request to end after a step is repeated, because a restarted controller has not received it.
 _ASK_AGAIN_S = 2.0
-# A terminal signals its whole group, and what runs this command (uv, make) may pass the same signal on.
+# A terminal signals its whole group, and a program that runs this command (uv, make) may pass the signal on.
 _SAME_SIGNAL_S = 0.5
 
-# A killed process may still be seen as running for so long after its peers noticed its loss.
+# A killed process may still appear to run for this long after its peers have noticed its loss.
 _LATE_DEATH_S = 1.0
-# A process that was killed at most so long before the controller's error is taken for its cause.
+# A process that was killed at most this long before the controller's error is taken for its cause.
 _RECENT_S = 30.0
 
 
@@ -96,7 +96,7 @@ async def launch(
 
     Args:
         config: of the run.
-        run_dir: as `run_dirs.prepare` made it.
+        run_dir: the directory that `run_dirs.prepare` made.
         view: shows the run.
         planner: makes the processes' specs.
         is_open: keep the token in the run directory and say how further members join.
@@ -121,7 +121,8 @@ class _Launcher:
         )
         self._note = run_dirs.new_note(run_dir, self._credentials.token)
         self._scratch = Scratch()
-        # No grace period: the controller was told before services are ended here, or the launcher has died.
+        # No grace period: the controller is told before services are ended here, or else the launcher has
+        # died.
         self._tree = ProcessTree(run_dir / "logs", env={**self._scratch.env, STOP_GRACE: "0"})
         rule = RestartRule(max_restarts=config.service.max_restarts, window_s=config.service.restart_window_s)
         self._services = Services(
@@ -173,7 +174,8 @@ class _Launcher:
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
-        """SIGINT ends the run after the step in progress, others end it in order; again: at once."""
+        """Handles signals: SIGINT ends the run after the current step, others end it in order, a second one
+        at once."""
         loop = asyncio.get_running_loop()
         for number in _STOP_SIGNALS:
             loop.add_signal_handler(number, self._on_signal, signal.Signals(number))
@@ -213,7 +215,7 @@ class _Launcher:
             await asyncio.sleep(_ASK_AGAIN_S)
 
     def _if_interrupted(self, outcome: LaunchOutcome) -> LaunchOutcome:
-        """The outcome of a run that has ended in order, but earlier than its configuration says."""
+        """Returns the outcome; of a run that ended in order but early, it is one of an interrupted run."""
         if not outcome.ok or self._last_step is None or self._view.finished >= self._config.trainer.num_steps:
             return outcome
         return replace(outcome, ok=False, exit_code=128 + signal.SIGINT)
@@ -271,7 +273,7 @@ class _Launcher:
         return self._planner.broker_url(self._redis.server.url)
 
     def _note_end(self, name: str, outcome: str, restarts: bool) -> str:
-        """Writes down that a process ended; returns when and in which step, in words."""
+        """Records that a process ended; returns in words when, and in which step."""
         end = ProcessEnd(
             time=round(time.time(), 3),
             name=name,
@@ -283,12 +285,13 @@ class _Launcher:
         return end.where
 
     def _has_worked(self, role: Role) -> bool:
-        """Whether a step was finished, or a prompt answered; for reward models this is not known."""
+        """Whether a step was finished, or a prompt answered; True for reward models, of which it is not
+        known."""
         answered = role is Role.ROLLOUT and self._view.has_answers
         return answered or role is Role.REWARD_MODEL or self._view.finished >= 0
 
     async def _report_end(self, member_id: str, incarnations: Sequence[str], reason: str) -> None:
-        """Tells the controller that a member has ended, unless its silence tells the same before."""
+        """Tells the controller that a member has ended; gives up once its silence would have told that."""
         try:
             async with ControllerClient(self._address, self._credentials) as controller:
                 patience_s = self._config.service.dead_after_s
@@ -305,7 +308,7 @@ class _Launcher:
         run_dirs.write_note(self._run_dir, self._note)
 
     async def _check(self, spec: ProcessSpec) -> None:
-        """Runs while the services start."""
+        """Runs a check of the user's code or model while the services start."""
         timeout_s = self._config.service.startup_timeout_s
         try:
             async with asyncio.timeout(timeout_s):

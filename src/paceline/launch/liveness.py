@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 _INTERVAL_S = 2.0
 _READY_WORDS = frozenset(state.value for state in READY_STATES)
-# The controller's words for a member that is not part of the fleet any more.
+# The controller's states of a member that is not part of the fleet any more.
 _GONE_WORDS = frozenset({"dead", "left"})
 
 
@@ -50,7 +50,7 @@ class Liveness:
 
     def _judge(self, members: dict[str, MemberStatus] | None, now: float) -> None:
         for unit in self._services.units:
-            # Reward models are no members: what one does not answer goes to another one.
+            # Reward models are not members: another replica gets the responses that one does not score.
             if not unit.running or unit.role is Role.REWARD_MODEL:
                 continue
             if unit.role is Role.CONTROLLER:

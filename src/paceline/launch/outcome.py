@@ -1,4 +1,4 @@
-"""How a run ended, from what the controller says or from the process that failed."""
+"""How a run ended, according to the controller or to the process that failed."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class LaunchOutcome:
 
 
 def failed(message: str) -> LaunchOutcome:
-    """The outcome of a run that failed."""
+    """Returns the outcome of a run that failed."""
     return LaunchOutcome(ok=False, message=message, exit_code=1)
 
 
 def outcome_of_run(following: asyncio.Task[EndEvent]) -> LaunchOutcome:
-    """The outcome that the controller reported, or the loss of the controller; `following` must be done."""
+    """Returns the outcome that the controller reported, or its loss; `following` must be done."""
     try:
         end = following.result()
     except PeerLostError as error:
@@ -40,7 +40,8 @@ def outcome_of_run(following: asyncio.Task[EndEvent]) -> LaunchOutcome:
 
 
 def error_at_start(process: ManagedProcess) -> PacelineError:
-    """The error of a process that ended while starting; if it refused its input, its own sentence alone."""
+    """Returns the error of a process that ended while starting; only its own sentence if it refused its
+    input."""
     error = process.last_error()
     if process.exited.result() == 2 and error:
         return ConfigError(error)

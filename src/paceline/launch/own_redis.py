@@ -1,4 +1,5 @@
-"""The run's own Redis server: started in the run directory, and started again with its data when it ends."""
+"""The run's own Redis server, which is started in the run directory and restarted with its data when it
+ends."""
 
 from __future__ import annotations
 
@@ -16,14 +17,16 @@ log = logging.getLogger(__name__)
 
 
 class OwnRedis:
-    """Must be made and tended in the main thread: the server dies with the thread that started it."""
+    """Owns the server. Create and tend it in the main thread: the server dies with the thread that started
+    it."""
 
     def __init__(self, folder: Path, history: RestartHistory, *, max_memory_mib: int | None = None) -> None:
         self._history = history
         self.server = RedisServer.start(folder, max_memory_mib=max_memory_mib, die_with_parent=True)
 
     def end(self, *, keep_data: bool) -> None:
-        """Stops the server; the data of a run that failed is kept to be looked at, no run goes on from it."""
+        """Stops the server; `keep_data` is for the inspection of a failed run: no run resumes from the
+        data."""
         self.server.stop()
         if not keep_data:
             self.server.delete_data()
@@ -35,9 +38,10 @@ class OwnRedis:
         changed: Callable[[], None],
         note_end: Callable[[str, str, bool], str],
     ) -> str:
-        """Starts the server again whenever it ends; returns the sentence that says why that has an end.
+        """Restarts the server whenever it ends; returns a sentence that says why it is not restarted any
+        more.
 
-        The arguments are as those of `Services`.
+        The arguments are the same as those of `Services`.
         """
         reason = outcome = ""
         while True:

@@ -1,19 +1,20 @@
-"""Presence: how long the controller has missed a process that still runs. Pure; time is given."""
+"""Presence: how long the controller has not heard from a running process. Pure: the caller passes the
+time."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# A member that was silent until the controller declared it dead gets this long to be heard again: it may only
-# have been cut off, and a new start costs more than the wait.
+# When the controller has declared a silent member dead, the launcher still waits this long for a sign of
+# life: the member may only have been cut off, and a restart costs more than the wait.
 _GRACE_S = 12.0
-# The most that one look counts for: the launcher itself may have been stopped since the last one.
+# One look counts for at most this long: the launcher itself may have been stopped since the last look.
 _LONGEST_LOOK_S = 6.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sighting:
-    """What the controller says of a member. `alive`: neither dead nor gone; `ready`: it can work."""
+    """The controller's report on a member. `alive`: neither dead nor gone; `ready`: it can work."""
 
     heard_s_ago: float
     alive: bool
@@ -21,10 +22,10 @@ class Sighting:
 
 
 class Presence:
-    """Tells whether a process that runs is hung, from what the controller says of its member.
+    """Decides from the controller's reports on a member whether its running process is hung.
 
-    Seconds in which the controller did not answer do not count, and neither does what it says of an earlier
-    process with the same member id.
+    Time in which the controller did not answer does not count, and reports on an earlier process with the
+    same member id are ignored.
 
     Args:
         startup_s: how long a process may take to register.
@@ -65,7 +66,7 @@ class Presence:
         if sighting is None:
             silent_s, missed = self._missing_s, self._missing_s > self._silence_s
         else:
-            # The controller's word counts for the silence, and the looks for its word: it may have paused.
+            # Both the controller and the looks must have seen the silence: the controller may have paused.
             silent_s = sighting.heard_s_ago
             missed = silent_s > self._silence_s + _GRACE_S and self._missing_s > _GRACE_S
         return f"runs, but has not been heard of for {silent_s:.0f} s" if missed else None

@@ -19,11 +19,11 @@ from paceline.service.process import DIE_WITH_PARENT, PARENT_PID
 _GRACE_S = 15.0
 
 SIGNALLED = 128
-"""What is added to the number of a signal to make an exit code of it, as shells do."""
+"""The exit code after a signal is this plus the signal's number, as in shells."""
 
 
 def order(command: Sequence[str], env: Mapping[str, str]) -> bytes:
-    """The line that tells a remote process what to run."""
+    """Returns the line that tells a remote process what to run."""
     return json.dumps({"command": list(command), "env": dict(env)}).encode() + b"\n"
 
 

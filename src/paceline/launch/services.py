@@ -1,4 +1,4 @@
-"""The services of a run: starts them, starts lost ones again, and says when one cannot be mended.
+"""The services of a run: starts them, restarts lost ones, and says when a restart cannot help.
 
 a process ends -> its companions end -> the controller is told
     -> restarts.judge -> left | pause, start again | the run ends
@@ -25,18 +25,18 @@ from paceline.launch.processes.spawn import ManagedProcess
 
 log = logging.getLogger(__name__)
 
-# After the end of a process, the reason for it or the end of the run may be on its way. Members leave without
-# an error when the run is over, and then the controller's last event may come later than their end.
+# After the end of a process, the reason or the end of the run may still be on its way. Members leave without
+# an error when the run is over, and the controller's last event may come after their end.
 _LATE_NEWS_S = 0.5
 _LATE_END_S = 5.0
-# How long the other ranks of a learner get to write down why they lost one.
+# The other ranks of a learner get this long to write down why they lost a rank.
 _COMPANIONS_S = 1.0
-# Process ids, ports, addresses: two errors that differ in them alone are the same.
+# Process ids, ports and addresses: two errors that differ only in these are the same.
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
 
 
 class Unit:
-    """What starts and ends together: a service, or all ranks of a learner."""
+    """A group of processes that start and end together: a service, or all ranks of a learner."""
 
     def __init__(
         self,
@@ -59,16 +59,17 @@ class Unit:
 
     @property
     def running(self) -> bool:
-        """Whether it works, as far as is known here."""
+        """Whether the unit works, as far as the launcher knows."""
         return self.ending is None and any(process.running for process in self.processes)
 
     def repeats(self, error: str) -> bool:
-        """Notes the error that it ended with, "" for none; returns whether it ended with that before."""
+        """Notes the error with which the unit ended, or ""; returns whether it ended with the same one
+        before."""
         last, self.last_error = self.last_error, _NUMBERS.sub("#", error)
         return bool(error) and self.last_error == last
 
     def kill(self) -> None:
-        """Kills what still runs of it."""
+        """Kills the unit's processes that still run."""
         for process in self.processes:
             if process.running:
                 process.signal_group(signal.SIGKILL)
@@ -109,11 +110,12 @@ class Services:
         await self._start(unit)
 
     def recent_loss(self, within_s: float) -> str:
-        """The sentence on the process that a signal ended last, if that was within so many seconds; or ""."""
+        """Returns a sentence on the last process that a signal ended, if that was at most this long ago; or
+        ""."""
         return self._last_loss if asyncio.get_running_loop().time() - self._lost_at < within_s else ""
 
     async def tend(self) -> str:
-        """Starts again what ends, until something cannot be mended; returns the sentence that says so."""
+        """Restarts units that end, until a restart cannot help; returns a sentence that says why."""
         try:
             while True:
                 ended = asyncio.create_task(self._tree.next_exit(), name="next exit")
@@ -132,13 +134,13 @@ class Services:
             await self._cancel_endings()
 
     def _note_end(self, process: ManagedProcess) -> None:
-        """Begins to deal with a unit's end; the later ends of its other processes belong to the same."""
+        """Begins to handle a unit's end; later ends of its other processes count as the same end."""
         unit = next((unit for unit in self.units if process in unit.processes), None)
         if unit is not None and unit.ending is None:
             unit.ending = asyncio.create_task(self._end(unit, process), name=f"end of {unit.name}")
 
     def _settle(self, unit: Unit) -> str | None:
-        """Closes an end that has been dealt with; a process may have ended again in the meantime."""
+        """Closes an end that has been handled; a process may have ended again in the meantime."""
         if unit.ending is None or not unit.ending.done():
             return None
         failure, unit.ending = unit.ending.result(), None
@@ -154,7 +156,7 @@ class Services:
         await asyncio.gather(*endings, *self._reports, return_exceptions=True)
 
     async def _end(self, unit: Unit, first: ManagedProcess) -> str | None:
-        """Deals with the end of a unit's first process; returns why the run cannot go on, or None."""
+        """Handles the end of a unit's first process; returns why the run cannot go on, or None."""
         if first.exited.result() < 0:
             self._last_loss = first.describe_end("ended unexpectedly")
             self._lost_at = asyncio.get_running_loop().time()
@@ -185,7 +187,8 @@ class Services:
         return None
 
     def _report(self, unit: Unit, cause: ManagedProcess) -> None:
-        """Tells the controller, which would only notice the member's silence; the new start does not wait."""
+        """Tells the controller, which would only notice the member's silence; the restart does not wait for
+        this."""
         if not unit.member_id or unit.role is Role.REWARD_MODEL:
             return
         error, name = cause.last_error(), "" if cause.name == unit.member_id else f"{cause.name} "
@@ -229,6 +232,6 @@ class Services:
 
 
 def _cause(processes: Sequence[ManagedProcess], first: ManagedProcess, end: End) -> ManagedProcess:
-    """The process whose end explains those of the others: `first`, unless that judged otherwise."""
+    """Returns the process whose end explains those of the others: `first`, unless it blames another one."""
     causes = [process for process in processes if judge([process.exited.result()]) is end]
     return first if first in causes or not causes else causes[0]

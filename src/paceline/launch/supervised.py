@@ -1,4 +1,4 @@
-"""What `paceline sft`, `rm` and `dpo` do: settle the configuration, check it, train in all ranks."""
+"""Runs `paceline sft`, `rm` and `dpo`: settles the configuration, checks it, trains in all ranks."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _files(own: TuningConfig) -> dict[str, Sequence[str]]:
 
 
 def _settled(config: C, section: str) -> C:
-    """With the data type that the devices want, local files, and not more ranks than there are GPUs."""
+    """Returns the configuration with a data type for the devices, local files, and at most a rank per GPU."""
     machine, learner = Machine.here(), config.learner
     gpus = () if learner.device == "cpu" else machine.gpus
     model, words = settle_model(config.model, on_gpus=bool(gpus))

@@ -19,7 +19,7 @@ _SECRET = "(made at start)"
 
 
 def describe(config: RunConfig, machine: Machine | None = None) -> str:
-    """All services with command, environment and the sections that they read; without secrets."""
+    """Returns all services with command, environment and the sections that they read, without secrets."""
     run_dir = folder_of(config)
     specs = [
         plan.controller(config, run_dir, run_dir / "controller.address"),

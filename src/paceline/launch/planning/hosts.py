@@ -27,7 +27,7 @@ from paceline.sizing.update import settle_copies
 
 
 class Host(Section):
-    """A host and what runs there."""
+    """A host and the services that run there."""
 
     name: str = Field(description="What the remote shell calls it, say USER@HOST.")
     address: str = Field(description="Address that its services listen on and that the others reach.")
@@ -61,7 +61,7 @@ class Host(Section):
 
 
 class Hosts(Section):
-    """Holds what the file of hosts says."""
+    """The content of HOSTS.yaml."""
 
     config: str = Field(description="The run's configuration, relative to this file.")
     address: str = Field(description="Address of this machine that the hosts reach; the controller's.")
@@ -84,7 +84,7 @@ class _Slot(NamedTuple):
 
 
 def with_hosts(config: RunConfig, hosts: Hosts) -> RunConfig:
-    """The configuration with as many ranks and servers as the hosts have, and the controller's address.
+    """Returns the configuration with the hosts' numbers of ranks and servers, and the controller's address.
 
     Raises:
         ConfigError: a service has no host, Redis cannot be reached from them, or sizes of groups do not
@@ -128,7 +128,8 @@ def with_hosts(config: RunConfig, hosts: Hosts) -> RunConfig:
 
 
 def with_copies(config: RunConfig, hosts: Hosts) -> tuple[RunConfig, list[str]]:
-    """The configuration of `with_hosts` with `learner.fsdp_size` chosen, and why it was."""
+    """Returns the configuration of `with_hosts` with `learner.fsdp_size` chosen, and the reason for the
+    choice."""
     learners = [host for host in hosts.hosts if host.learner]
     totals = [CARDS[host.card].num_bytes for host in learners if host.card is not None]
     return settle_copies(config, [host.learner for host in learners], totals)
@@ -137,7 +138,7 @@ def with_copies(config: RunConfig, hosts: Hosts) -> tuple[RunConfig, list[str]]:
 def members(
     hosts: Hosts, config: RunConfig, machine: Machine, *, controller_address: str, master_port: int
 ) -> list[ProcessSpec]:
-    """The members as `plan.members` makes them for one machine, each on its host.
+    """Returns the members that `plan.members` makes for one machine, each placed on its host.
 
     Raises:
         ConfigError: a host has too few GPUs.
@@ -146,7 +147,7 @@ def members(
     size = config.rollout.tensor_model_parallel_size
     is_colocated = config.placement == "colocated"
     if is_colocated:
-        # How many each needs; which ones they are is the hosts' part.
+        # This is only the number that each needs; the hosts decide which ones.
         engines = {"devices": tuple(range(config.rollout.replicas * size))}
         config = config.model_copy(update={"rollout": config.rollout.model_copy(update=engines)})
     cluster = Machine(num_cores=1, gpus=tuple(range(num_gpus)))
@@ -172,7 +173,7 @@ def members(
 
 
 def shell_words(hosts: Hosts, host: Host) -> tuple[str, ...]:
-    """The remote shell's command line, which runs `paceline.launch.remote` on a host."""
+    """Returns the remote shell's command line, which runs `paceline.launch.remote` on a host."""
     remote = f"cd {shlex.quote(host.folder)} && exec {shlex.quote(host.python)} -m paceline.launch.remote"
     return (*(word.replace("{name}", host.name) for word in hosts.shell), remote)
 
@@ -190,7 +191,7 @@ def _placed(hosts: Hosts, specs: Sequence[ProcessSpec]) -> list[tuple[ProcessSpe
 
 
 def _server(slot: _Slot, size: int, *, behind: int) -> dict[str, str]:
-    """Its GPUs, which begin behind so many that are the learner's alone."""
+    """Returns the server's GPUs, which come after the GPUs that only the learner uses."""
     host = slot.host
     if not host.gpus:
         return {}
@@ -205,7 +206,7 @@ def _server(slot: _Slot, size: int, *, behind: int) -> dict[str, str]:
 
 
 def _rank(hosts: Hosts, slot: _Slot) -> dict[str, str]:
-    """torchrun's environment, of which `plan.members` knows the rank and the world size."""
+    """Returns torchrun's environment for a rank; `plan.members` has set the rank and the world size."""
     first, host = _slots(hosts, "learner")[0].host, slot.host
     gpus = host.gpus[: slot.total]
     if host.gpus and len(gpus) < slot.total:
@@ -227,7 +228,7 @@ def _visible(gpus: Sequence[int]) -> dict[str, str]:
 
 
 def _rewards(hosts: Hosts, reward: ProcessSpec) -> list[ProcessSpec]:
-    """As many of the one reward service that `plan.members` knows as the hosts run.
+    """Returns as many copies of the reward service of `plan.members` as the hosts run.
 
     Where it has a port, those of a host have that one and the ones after it.
     """
@@ -245,7 +246,8 @@ def _rewards(hosts: Hosts, reward: ProcessSpec) -> list[ProcessSpec]:
 def _reward_models(
     hosts: Hosts, config: RunConfig, models: Sequence[RewardModelConfig]
 ) -> Iterator[ProcessSpec]:
-    """The replicas of each model on each host that names it; each attaches to all reward services."""
+    """Returns each model's replicas on the hosts that name it; every replica attaches to all reward
+    services."""
     port = config.service.reward_port
     addresses = [join(slot.host.address, port + slot.number) for slot in _slots(hosts, "reward")]
     for model in models:
@@ -262,7 +264,7 @@ def _names(names: Iterable[str]) -> str:
 
 
 def _there(hosts: Hosts, host: Host, spec: ProcessSpec, env: dict[str, str]) -> ProcessSpec:
-    """The spec as it runs on a host: its interpreter, address and variables, behind the remote shell."""
+    """Returns the spec for a host, with its interpreter, address and variables, behind the remote shell."""
     words = [host.python, *spec.command[1:]]
     if "--host" in words:
         words[words.index("--host") + 1] = host.address

@@ -17,7 +17,7 @@ _FILE = "token"
 
 
 def keep_token(run_dir: Path, new: str) -> str:
-    """The token of an open run, in a file that only this user can read; a later start has the same one.
+    """Returns the token of an open run and keeps it in a file that only this user can read, for later starts.
 
     Args:
         run_dir: of the run.
@@ -34,7 +34,8 @@ def keep_token(run_dir: Path, new: str) -> str:
 
 
 def how_to_join(config: RunConfig, run_dir: Path, controller_address: str) -> str:
-    """Commands that start one more rollout server and one more reward service, here or on another host."""
+    """Returns the commands that start a further rollout server and reward service, here or on another
+    host."""
     secrets = {f"{TOKEN}{FILE_SUFFIX}": str(run_dir / _FILE)}
     tls = Credentials.from_env().tls
     if tls is not None:

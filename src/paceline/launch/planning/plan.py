@@ -22,7 +22,7 @@ from paceline.sizing.gpus import joined, share_gpus
 from paceline.sizing.machine import Machine
 from paceline.storage.hub import OFFLINE
 
-# --dry-run shows this in place of an address that is known only after the start.
+# `--dry-run` shows this instead of an address that is known only after the start.
 CONTROLLER_PLACE = "CONTROLLER_HOST:PORT"
 
 # The sections of the configuration that each service reads.
@@ -129,7 +129,7 @@ def members(
 
 
 def newcomers(config: RunConfig, machine: Machine, *, controller_address: str) -> list[ProcessSpec]:
-    """One more rollout server and one more reward service, as they would join the members on this machine."""
+    """Returns a further rollout server and reward service, as they would join the members on this machine."""
     learner_gpus, rollout_gpus = share_gpus(config, machine.gpus)
     used = {*learner_gpus, *(gpu for gpus in rollout_gpus for gpu in gpus)}
     free = [gpu for gpu in machine.gpus if gpu not in used][: config.rollout.tensor_model_parallel_size]
@@ -150,7 +150,8 @@ def _with_metrics_ports(config: RunConfig, specs: Sequence[ProcessSpec], *, firs
 
 
 def scrape_targets(specs: Sequence[ProcessSpec]) -> list[dict[str, Any]]:
-    """The processes' metrics endpoints in the form of Prometheus' file_sd_configs; [] without any."""
+    """Returns the processes' metrics endpoints in the form of Prometheus' file_sd_configs; [] if there are
+    none."""
     host = prometheus.wanted_host()
     address = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     return [
@@ -211,7 +212,7 @@ def reward_model(
     addresses: Sequence[str],
     env: Mapping[str, str],
 ) -> ProcessSpec:
-    """A replica of a reward model: it attaches to the reward services, and is a member of nothing.
+    """Returns a replica of a reward model; it attaches to the reward services and is not a member of the run.
 
     Args:
         number: of the replica.
@@ -273,7 +274,7 @@ KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_":
 
 
 def torchrun_env(*, rank: int, world_size: int, master_port: int) -> dict[str, str]:
-    """The environment that torchrun gives to a rank on one machine."""
+    """Returns the environment that torchrun gives to a rank on one machine."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -317,7 +318,7 @@ def _local_rank(spec: ProcessSpec) -> int:
 
 
 def _metrics_port(config: RunConfig, number: int) -> dict[str, str]:
-    """A port of its own for each process of this machine, counted up from the one that is asked for."""
+    """Gives each process of this machine its own port, counting up from the configured one."""
     base = prometheus.wanted_port(config.telemetry.prometheus_port)
     return {prometheus.PORT: str(base + number)} if base else {}
 

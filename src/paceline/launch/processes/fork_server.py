@@ -1,12 +1,12 @@
-"""A process that imports once what services need, and forks them: for machines without a GPU.
+"""A process that imports the services' modules once and forks the services; for machines without a GPU.
 
-Most of a start is imports: torch, transformers and what services share, in each of them. `begin` forks this
-process from the command before the command's own imports, when there is no thread yet. It imports while the
-command reads its configuration, and then starts services by order of the launcher (`forking`):
+Most of a service's start is spent on imports: torch, transformers and shared modules. `begin` forks this
+process from the command before the command's own imports, while there are no threads. The process imports
+while the command reads its configuration; then it starts services on the launcher's orders (`forking`):
 
     order: a line of JSON -> fork -> fork, so that the launcher becomes the parent -> `python -m MODULE`
 
-A service that is started again later, and every service of a machine with GPUs, is an interpreter of its own.
+A service that is restarted later, and every service on a machine with GPUs, is a separate interpreter.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SHARED: Final = (
     "transformers:AutoModelForCausalLM",
     "paceline.data.prompts",
 )
-"""What the server imports at once: modules, or `module:attribute` for what is imported by its name"""
+"""What the server imports at its start: modules, or `module:attribute` for a lazily imported attribute."""
 
 _PARENT_S = 10.0
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -54,7 +54,7 @@ _MOST_BYTES = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The launcher's end of a server that runs."""
+    """The launcher's connection to a running server."""
 
     pid: int
     orders: socket.socket
@@ -65,7 +65,7 @@ _begun: Begun | None = None
 
 @contextlib.contextmanager
 def running() -> Iterator[None]:
-    """The server runs within the block, unless it is ended earlier. Call it before any thread exists."""
+    """Runs the server within the block, unless it is ended earlier. Call this before any thread exists."""
     begin()
     try:
         yield
@@ -74,7 +74,7 @@ def running() -> Iterator[None]:
 
 
 def begin() -> None:
-    """Forks the server, if this machine is one for it."""
+    """Forks the server, if torch is built for CPUs and this process has no other thread."""
     global _begun
     if not is_cpu_build() or _num_threads() > 1:
         return
@@ -91,12 +91,12 @@ def begin() -> None:
 
 
 def begun() -> Begun | None:
-    """The server that `begin` has forked, until `end`."""
+    """Returns the server that `begin` has forked, until `end` is called."""
     return _begun
 
 
 def end() -> None:
-    """Ends the server, if there is one; what it has started goes on."""
+    """Ends the server, if there is one; the services that it has started go on."""
     global _begun
     server, _begun = _begun, None
     if server is not None:
@@ -113,7 +113,7 @@ def _serve(orders: socket.socket, launcher: int) -> None:
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
     _find_title()
-    # What libraries read as they are loaded. Each service gets its own environment afterwards.
+    # Libraries read these variables when they are loaded. Each service gets its own environment afterwards.
     os.environ |= {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     keep_kernels()
     gc.disable()
@@ -126,7 +126,7 @@ def _serve(orders: socket.socket, launcher: int) -> None:
 
 
 def _import(names: Iterable[str]) -> None:
-    """What cannot be imported here fails again in the service, which says so."""
+    """Imports a module; an error is ignored, because it occurs again in the service, which reports it."""
     for name in names:
         module, _, attribute = name.partition(":")
         try:
@@ -203,7 +203,7 @@ def _become(order: Mapping[str, Any], launcher: int) -> None:
 
 
 def _take_environment(environ: Mapping[str, str]) -> None:
-    """Replaces the environment, also where a library has read the earlier one."""
+    """Replaces the environment, also in libraries that have read the earlier one."""
     os.environ.clear()
     os.environ.update(environ)
     setattr(tempfile, "tempdir", None)  # noqa: B010  chosen by the earlier environment

@@ -21,11 +21,11 @@ IMPORTS: Final[Mapping[str, tuple[str, ...]]] = {
     "paceline.reward": (),
     "paceline.reward.check": (),
     "paceline.rollout": (),
-    # All ranks import these, so the server does it once for them, after it has forked the services before.
+    # All ranks import these, so the server imports them once, after it has forked the services above.
     "paceline.learner": ("paceline.learner.app",),
     "paceline.learner.check": (),
 }
-"""The modules that are started as forks, and what the server imports first for each"""
+"""The modules that are started as forks, and the modules that the server imports first for each."""
 
 _START_S = 300.0
 
@@ -86,7 +86,7 @@ class Forking:
         return answer
 
     def close(self) -> None:
-        """Ends the server; what it has started goes on."""
+        """Ends the server; the services that it has started go on."""
         if self._server is not None:
             self._server = None
             fork_server.end()

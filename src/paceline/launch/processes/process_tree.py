@@ -1,4 +1,4 @@
-"""The processes of a run: starts them, reports which one ended, ends them in order and leaves none behind."""
+"""The processes of a run: starts them, reports those that end, stops them in order and leaves none behind."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from paceline.launch.processes import spawn
 from paceline.launch.processes.forking import Forking
 from paceline.launch.processes.spawn import ManagedProcess
 
-# Consumers end before what they consume from. The controller ends last, so it hears every member leave.
+# Consumers end before their producers. The controller ends last, so every member can tell it that it leaves.
 STOP_ORDER = (Role.ROLLOUT, Role.LEARNER, Role.REWARD, Role.REWARD_MODEL, Role.CONTROLLER)
 
 
 class ProcessTree:
-    """The processes of one run, all with `env`. Processes that were below this one before are left alone.
+    """The processes of one run, all with `env`. Child processes that existed before are left alone.
 
     Services start as forks where that was begun, until `end_forking`.
     """
@@ -38,19 +38,19 @@ class ProcessTree:
         return {process.name: process.pid for process in self._processes}
 
     async def start(self, spec: ProcessSpec, secrets: Mapping[str, str]) -> ManagedProcess:
-        """Starts a process, its log at LOG_DIR/NAME.log."""
+        """Starts a process, which logs to LOG_DIR/NAME.log."""
         process = await self._start(spec, secrets)
         process.exited.add_done_callback(lambda _: self._ended.put_nowait(process))
         return process
 
     def end_forking(self) -> None:
-        """Makes every process from now on a program of its own."""
+        """Starts every further process as a program instead of a fork."""
         forking, self._forking = self._forking, None
         if forking is not None:
             forking.close()
 
     async def next_exit(self) -> ManagedProcess:
-        """Waits until a process has ended that was not reported yet, and removes it from the run.
+        """Waits for the end of a process that was not reported yet, and removes the process from the run.
 
         Kills the processes that it had started: orphans hold connections on which others would wait.
         """
@@ -73,7 +73,7 @@ class ProcessTree:
         return process
 
     def _remove(self, process: ManagedProcess) -> None:
-        """Ends what it has started. Not later: another process may have its id then."""
+        """Ends the process's children at once: later, other processes may have their ids."""
         process.kill_family()
         if process in self._processes:
             self._processes.remove(process)
@@ -84,11 +84,11 @@ class ProcessTree:
 
     @property
     def hurried(self) -> bool:
-        """Whether `stop` is to kill at once."""
+        """Whether `stop` must kill at once."""
         return self._hurry.is_set()
 
     def hurry(self) -> None:
-        """Makes `stop` kill at once what still runs."""
+        """Makes `stop` kill at once the processes that still run."""
         self._hurry.set()
 
     async def stop(self, *, budget_s: float) -> list[str]:
@@ -107,7 +107,7 @@ class ProcessTree:
         return killed
 
     def sweep(self) -> list[str]:
-        """Kills by pid what is left below this process; returns a description of each."""
+        """Kills the remaining child processes by pid; returns a description of each."""
         now = spawn.descendants()
         return spawn.kill_all(process for pid, process in now.items() if pid not in self._before)
 

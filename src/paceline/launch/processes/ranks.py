@@ -57,7 +57,7 @@ async def _run(
 
 
 def thread_variables(num_threads: int | None, world_size: int) -> dict[str, str]:
-    """OpenMP's variables of a rank: the threads that are asked for, else the user's, else its share of cores.
+    """Returns a rank's OpenMP variables: the configured threads, else the user's, else its share of cores.
 
     Threads that wait sleep: where they spin, a rank beside other work loses its cores to its own waiting.
     """
@@ -67,7 +67,7 @@ def thread_variables(num_threads: int | None, world_size: int) -> dict[str, str]
 
 
 async def _echo(process: ManagedProcess) -> None:
-    """Prints what is appended to the log. It polls, as a file does not report that it grew."""
+    """Prints what is appended to the log. It polls, because a file does not report that it has grown."""
     with process.log_path.open("rb") as log:
         log.seek(process.log_start)
         while True:

@@ -1,4 +1,5 @@
-"""Restarts: which ends of a process a new start can mend, and how often it is tried. Pure; time is given."""
+"""Restarts: which failures of a process a restart can fix, and how often. Pure: the caller passes the
+time."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from paceline.core.errors import EXIT_AGAIN, EXIT_FINAL, EXIT_GIVEN
 
 
 class End(enum.Enum):
-    """What the end of a process means.
+    """The kind of a process's end.
 
     LEFT: it ended by itself, without an error. FINAL: started again it would end with the same error.
     FAILED: an error that may not come again. AGAIN: its start failed, and it says that the next may succeed.
@@ -26,7 +27,7 @@ class End(enum.Enum):
 
 
 def judge(exit_codes: Collection[int]) -> End:
-    """What the exit codes of processes that end together mean; a negative code is a signal's number.
+    """Returns the kind of end by the exit codes of processes that ended together; -N stands for signal N.
 
     A signal explains the errors of the others; an error that a start cannot mend explains the remaining ones.
     """
@@ -53,7 +54,7 @@ class RestartRule:
 
 
 class RestartHistory:
-    """The restarts of what starts together; `next_pause` says when it starts again, or that it does not."""
+    """The restarts of one unit; `next_pause` says when it is restarted, or that it is not."""
 
     def __init__(self, rule: RestartRule) -> None:
         self.rule = rule
@@ -61,11 +62,11 @@ class RestartHistory:
 
     @property
     def recent(self) -> int:
-        """How many restarts were in the window that ended with the last one."""
+        """Number of restarts in the window that ended with the last restart."""
         return len(self._times)
 
     def next_pause(self, now: float) -> float | None:
-        """Notes a restart and returns the seconds to wait before it; None: it was restarted too often."""
+        """Notes a restart and returns the seconds to wait before it, or None after too many restarts."""
         while self._times and self._times[0] <= now - self.rule.window_s:
             self._times.popleft()
         if len(self._times) >= self.rule.max_restarts:

@@ -14,7 +14,7 @@ _SHORT = Path("/tmp")
 
 
 class Scratch:
-    """A new folder in TMPDIR, or in /tmp where that path is too long."""
+    """A new folder in TMPDIR, or in /tmp if that path is too long."""
 
     def __init__(self) -> None:
         parent = Path(tempfile.gettempdir())
@@ -24,7 +24,7 @@ class Scratch:
 
     @property
     def env(self) -> Mapping[str, str]:
-        """What sends temporary files of a process there."""
+        """Environment variables that send a process's temporary files to the folder."""
         return {"TMPDIR": self._folder.name}
 
     def remove(self) -> None:

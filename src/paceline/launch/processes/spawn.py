@@ -23,7 +23,7 @@ from paceline.service.process import DIE_WITH_PARENT, PARENT_PID, STARTED_AS
 
 VMSTAT = Path("/proc/vmstat")
 _FAMILY_S = 2.0
-# As asyncio says of a child for whose end somebody else has waited.
+# asyncio's return code for a child whose end another part of the process has waited for.
 _UNKNOWN = 255
 _ERROR = re.compile(r"\s(ERROR|CRITICAL)\s\S+\s\S+: (?P<text>.*)")
 
@@ -64,13 +64,13 @@ class ManagedProcess:
             os.killpg(self.pid, number)
 
     def kill_family(self) -> None:
-        """Kills what it started, in whatever group: a child that outlives it holds ports and GPU memory."""
+        """Kills its child processes in any group: a child that outlives it keeps ports and GPU memory."""
         self.signal_group(signal.SIGKILL)
         family = (p for p in descendants().values() if _session_of(p) == self.pid or _mark_of(p) == self.mark)
         kill_all(family, timeout_s=_FAMILY_S)
 
     def terminate(self) -> None:
-        """Asks the process to end; it has to end its children itself."""
+        """Asks the process to end; the process must end its children itself."""
         if self._stdin is not None:
             self._stdin.close()
         elif self.running:
@@ -78,13 +78,13 @@ class ManagedProcess:
                 os.kill(self.pid, signal.SIGTERM)
 
     def outcome(self) -> str:
-        """How it ended, in words."""
+        """Describes in words how the process ended."""
         if self.running:
             return "running"
         return outcome_of(self.exited.result())
 
     def last_error(self) -> str:
-        """The last error that it logged since its start, else its last line, else "".
+        """Returns the last error that the process logged since its start, else its last line, else "".
 
         A killed process had no time to log a reason, so its last line does not count.
         """
@@ -97,7 +97,7 @@ class ManagedProcess:
         return lines[-1] if lines and not killed else ""
 
     def describe_end(self, verb: str) -> str:
-        """A sentence on its end for people: how it ended, its last error, and where its log is."""
+        """Returns a sentence on the process's end: how it ended, its last error, and where its log is."""
         error = self.last_error()
         reason = f": {error}" if error else ""
         if not self.running and self.exited.result() == -signal.SIGKILL and _num_oom_kills() > self.oom_kills:
@@ -105,7 +105,7 @@ class ManagedProcess:
         return f"{self.name} {verb} ({self.outcome()}){reason} [log: {self.log_path}]"
 
     def tail(self, num_lines: int) -> list[str]:
-        """The last lines that it logged since its start."""
+        """Returns the last lines that the process has logged since its start."""
         with self.log_path.open("rb") as file:
             file.seek(0, os.SEEK_END)
             file.seek(max(self.log_start, file.tell() - 200_000))
@@ -114,7 +114,7 @@ class ManagedProcess:
 
 
 def outcome_of(code: int) -> str:
-    """How a process with this return code ended, in words."""
+    """Describes in words how a process with this return code ended."""
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
@@ -162,14 +162,14 @@ async def start(
 
 
 async def _exit_of_program(process: asyncio.subprocess.Process) -> int:
-    """The return code of a program; a signal that ended it behind a remote shell counts as one here."""
+    """Returns a program's return code; a signal that ended it behind a remote shell counts as a local one."""
     code = await process.wait()
     number = code - remote.SIGNALLED
     return -number if process.stdin is not None and number in set(signal.Signals) else code
 
 
 async def _exit_of(pid: int) -> int:
-    """The return code of a child that the fork server has started, once it has ended."""
+    """Waits for a child of the fork server to end; returns its return code."""
     await wait_for_exit(pid)
     return _reap(pid)
 
@@ -183,7 +183,7 @@ def _reap(pid: int) -> int:
 
 
 def _num_oom_kills() -> int:
-    """How often the kernel of this machine has killed a process for want of memory."""
+    """Number of processes that this machine's kernel has killed because memory ran out."""
     with contextlib.suppress(OSError):
         for line in VMSTAT.read_text(encoding="ascii").splitlines():
             name, _, value = line.partition(" ")
@@ -205,7 +205,7 @@ def _mark_of(process: psutil.Process) -> str | None:
 
 
 def descendants() -> dict[int, psutil.Process]:
-    """All processes below this one, by pid; after `adopt_orphans` also those that lost their parent."""
+    """Returns all descendants of this process by pid; after `adopt_orphans`, also orphaned ones."""
     return {child.pid: child for child in psutil.Process().children(recursive=True)}
 
 
@@ -224,7 +224,7 @@ def kill_all(processes: Iterable[psutil.Process], *, timeout_s: float = 5.0) -> 
 
 
 async def wait_for_exit(pid: int | None) -> None:
-    """Returns when the process has ended, which need not be a child of this one; never, if `pid` is None."""
+    """Waits for the end of a process, which need not be a child of this one; forever if `pid` is None."""
     loop = asyncio.get_running_loop()
     ended = loop.create_future()
     if pid is None:
