@@ -54,10 +54,11 @@ from paceline.storage.places import mark
 
 log = logging.getLogger(__name__)
 
-# How long members have to hear of the end and to leave before the server stops; a rollout server takes some
-# seconds to end its engine. On a busy machine it takes longer, which it has until this process gets a signal.
+# Before the server stops, members have this long to hear of the end and to leave; a rollout server takes some
+# seconds to end its engine. On a busy machine they may take longer, until this process gets a signal.
 _FAREWELL_S, _LONGEST_FAREWELL_S = 8.0, 60.0
-# How long the broker has to remove the run's data; together they are less than a service has after a signal.
+# The broker has this long to remove the run's data. Both times together are less than a service has after a
+# signal.
 _PURGE_S = 3.0
 
 
@@ -130,13 +131,13 @@ async def serve(context: ServiceContext, options: Options) -> None:
     try:
         await _run_to_the_end(context, run, sequencer, supervisor, servicer, stop)
     finally:
-        # The run is over, well or not: a controller that dies otherwise leaves its data to the next one.
+        # The run is over, with or without an error. Otherwise the data stays for the next controller.
         if journal.standing.ended:
             await _forget(mailboxes)
 
 
 async def _configured(options: Options) -> tuple[RunConfig, Inputs, Credentials]:
-    """The configuration, with what only its data and its environments can say, and the run's inputs."""
+    """Returns the configuration, completed from data and environments, and the run's inputs."""
     given = load(RunConfig, options.config, options.overrides).with_context()
     config = await asyncio.to_thread(pinned_run, given)
     credentials = _credentials(config)
@@ -146,7 +147,7 @@ async def _configured(options: Options) -> tuple[RunConfig, Inputs, Credentials]
 
 
 def _events(notices: Sequence[str]) -> EventHub:
-    """Opens the run's events, with what opening it has found."""
+    """Opens the run's events, and announces the notices of opening the run."""
     events = EventHub()
     for notice in notices:
         log.warning("%s", notice)
@@ -155,7 +156,7 @@ def _events(notices: Sequence[str]) -> EventHub:
 
 
 async def _dataflow(config: RunConfig, inputs: Inputs) -> Dataflow:
-    """The run's dataflow; a file of the user's is tried before anything is opened."""
+    """Returns the run's dataflow; tries out a user's dataflow before anything is opened."""
     flow = await asyncio.to_thread(load_dataflow, config)
     if config.trainer.dataflow not in (None, FLOW):
         log.info("dataflow: %s", await rehearse(flow, config, inputs))
@@ -218,7 +219,7 @@ async def _connect(context: ServiceContext, config: RunConfig, url: str, events:
 
 
 async def _forget(mailboxes: Mailboxes) -> None:
-    """Removes the run's data from the broker; one that is away keeps it, so that the run can end."""
+    """Removes the run's data from the broker; if the broker is away, the data stays and the run ends."""
     try:
         async with asyncio.timeout(_PURGE_S):
             await mailboxes.purge()
@@ -228,9 +229,9 @@ async def _forget(mailboxes: Mailboxes) -> None:
 
 
 def _keep_settings(config: RunConfig, options: Options) -> None:
-    """Writes what `paceline verify`, `report` and `export` read: the settings of a run that goes on.
+    """Writes the run's settings, which `paceline verify`, `report` and `export` read.
 
-    Those that `paceline train` has left in the run directory are kept as they are.
+    Settings that `paceline train` has written to the run directory are kept unchanged.
     """
     file, given = options.run_dir / "config.resolved.yaml", options.config.resolve()
     is_secret = "@" in (config.broker.url or "")
@@ -244,7 +245,7 @@ def _keep_settings(config: RunConfig, options: Options) -> None:
 
 
 async def _services(supervisor: Supervisor, timeout_s: float) -> None:
-    """Returns when there are the members that a collection needs."""
+    """Returns when all members that a collection needs are there."""
     await supervisor.rollouts_ready(timeout_s)
     await supervisor.reward_ready(timeout_s)
 
@@ -273,7 +274,7 @@ async def _listen(
 
 
 def _stop_after_step(context: ServiceContext, run: Run, progress: Progress, supervisor: Supervisor) -> None:
-    """At SIGTERM: ends this process after the step in progress; at once where no learner works on one."""
+    """On SIGTERM, ends this process after the step in progress; at once if no learner works on a step."""
     progress.stop_reason = signal.SIGTERM.name
     if all(learner.is_starting for learner in supervisor.fleet.usable(MemberKind.LEARNER)):
         context.stop(signal.SIGTERM.name)

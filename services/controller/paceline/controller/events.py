@@ -15,7 +15,7 @@ _MAX_UNHEARD = 64
 class EventHub:
     """Hands every event to every follower.
 
-    A new follower first gets the steps that it missed; one that falls behind is cut off.
+    A new follower first gets the steps that it missed. A follower that falls behind is cut off.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,8 @@ class EventHub:
     async def follow(self, from_step: int) -> AsyncIterator[RunEvent]:
         """Events from `from_step` on until the run ends."""
         queue: asyncio.Queue[RunEvent | None] = asyncio.Queue(_MAX_QUEUED)
-        # No await between reading missed events and adding the queue: nothing comes twice, nothing is lost.
+        # There is no await between reading missed events and adding the queue, so no event is repeated or
+        # lost.
         missed: list[RunEvent] = [*self._unheard, *(e for e in self._steps if e.step >= from_step)]
         self._unheard.clear()
         missed += [event for event in (self._phase, self._end) if event is not None]

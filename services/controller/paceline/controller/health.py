@@ -45,7 +45,7 @@ def observe_run(run: Run, progress: Progress, fleet: Fleet, clock: Clock) -> Non
 
 
 def _begin_counters(run: Run) -> None:
-    """Counters begin at 0: the first increase of one that begins at 1 would not be seen."""
+    """Creates counters with the value 0: if one appeared with the value 1, the increase would not be seen."""
     for verdict in Verdict:
         telemetry.count(metrics.VERDICTS, 0, verdict=verdict.value)
     for reason in _REFUSALS:

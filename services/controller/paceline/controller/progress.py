@@ -1,4 +1,4 @@
-"""The run as the controller's parts share it: what it is (`Run`), and where it stands (`Progress`)."""
+"""State that the controller's parts share: the run's fixed settings (`Run`) and its progress (`Progress`)."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Progress:
 
     Attributes:
         phase_began: monotonic time.
-        policy: the committed one.
+        policy: the committed policy.
         admitted, wanted: trajectories of the collection in progress.
-        metrics: those of the last step.
-        stop_reason: why the run is to end after the step in progress; "" where it is not.
-        lr_scale: of the learning rates from the next step on, as a client asked; None where none did.
+        metrics: metrics of the last step.
+        stop_reason: why the run must end after the step in progress; "" if it need not.
+        lr_scale: scale of the learning rates from the next step on that a client has set; None if none has.
     """
 
     def __init__(self, run: Run, *, step: int = 0) -> None:

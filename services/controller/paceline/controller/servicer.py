@@ -37,7 +37,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
     """Answers the calls of members and people.
 
     Args:
-        credentials: for asking members whether they still serve.
+        credentials: used to ask members whether they still serve.
         checkpoints: returns the folders that a learner may load before it serves, newest first; in a thread.
         checkpoint_marker: the text of the marker in the folder of the checkpoints.
         stop: called with the reason when a client asks to end the run at once.
@@ -110,9 +110,9 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
         )
 
     async def _refuse_second_holder(self, request: controller_pb2.RegisterRequest) -> None:
-        """Refuses a second process with the id of a member that is at work.
+        """Refuses a second process with the id of a working member.
 
-        A member that was restarted has an address where nobody answers any more, or the same address.
+        If the member was restarted, its old address no longer answers, or is the same as the new one.
 
         Raises:
             ConfigError: the member with this id was heard of lately, and answers at its address.
@@ -146,7 +146,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
             return controller_pb2.HeartbeatResponse(known=False, run_over=self._over.is_set())
         if request.notice:
             self._run.events.notice(f"{request.member_id}: {one_line(request.notice)}")
-        # A member that reports why it ends need not have a state any more.
+        # A member that reports why it ends may have no state any more.
         only_failure = request.failure and not request.state
         state = None if only_failure else member_state_from_word(member.kind, request.state)
         known, changes = self._supervisor.fleet.heartbeat(
@@ -168,7 +168,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
         )
 
     def _stays(self, member: Member) -> bool:
-        """Whether a member that is to end stays for now: the step needs it, or a push that it is part of."""
+        """Whether a member that was told to end must stay for now, because the step or a push needs it."""
         is_held = self._supervisor.departures.holds(member)
         return is_held or (not member.is_starting and self._progress.phase in _PUSHING)
 
@@ -195,7 +195,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
     async def ReportEnd(
         self, request: controller_pb2.ReportEndRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> controller_pb2.ReportEndResponse:
-        """Notes that a member's processes have ended, as who started them knows."""
+        """Notes that a member's processes have ended, as reported by the program that started them."""
         await self._supervisor.apply(
             self._supervisor.fleet.ended(request.member_id, request.incarnations, clip(request.reason))
         )
@@ -204,7 +204,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
     async def GetStatus(
         self, request: controller_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> controller_pb2.GetStatusResponse:
-        """What the run is doing now."""
+        """Returns what the run is doing now."""
         progress, now = self._progress, time.monotonic()
         members = [
             controller_pb2.MemberStatus(
@@ -264,7 +264,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
 
 
 def _check_names(request: controller_pb2.RegisterRequest) -> None:
-    """Refuses names that the journal, the status and the log could not show."""
+    """Refuses names that journal, status and log cannot show."""
     for field in ("member_id", "incarnation", "address"):
         name = getattr(request, field)
         if len(name) > _MAX_NAME_CHARS or not name.isprintable():
@@ -276,7 +276,7 @@ def _check_names(request: controller_pb2.RegisterRequest) -> None:
 
 
 def _policy_of(request: controller_pb2.RegisterRequest | controller_pb2.HeartbeatRequest) -> PolicyTag | None:
-    """The policy that a member holds. A learner's has no digest until it is published."""
+    """Returns the policy that a member holds; a learner's has no digest until it is published."""
     return policy_tag_from_proto(request.policy) if request.HasField("policy") else None
 
 

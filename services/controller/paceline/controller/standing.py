@@ -21,18 +21,19 @@ from paceline.core.policy import PolicyTag
 
 @dataclass(kw_only=True, slots=True)
 class StepInProgress:
-    """What the journal says of a step that is not finished.
+    """The journal's record of a step that is not finished.
 
     Attributes:
-        phase: the one that it reached last.
+        phase: the last phase that the step reached.
         policy: the policy that its prompts were dispatched for, as text; "" before the dispatch.
         prompts: the prompts of its first dispatch.
-        purposes: what that asked for.
-        samplings: digests of what further samplings asked for, by their numbers.
-        digest: that of the batch, once it is complete.
+        purposes: the purposes of that dispatch.
+        samplings: digests of the requests of further samplings, by number.
+        digest: digest of the batch, once the batch is complete.
         trained: whether the learner has answered.
         num_recollects: how often its trajectories were collected anew.
-        is_lost: the broker has lost its trajectories, so it cannot be executed again without new ones.
+        is_lost: whether the broker has lost the step's trajectories, so that new ones are needed to repeat
+            it.
     """
 
     step: int
@@ -49,19 +50,19 @@ class StepInProgress:
 
 @dataclass(kw_only=True, slots=True)
 class Standing:
-    """The state that a restarted controller goes on from.
+    """The state from which a restarted controller continues.
 
     Attributes:
         finished: the last finished step; -1 before step 0, the start, is finished.
         log_position: last entry of the `scored` stream that belongs to finished steps.
         cursor, guard: their states at the end of the finished step; {} before the first.
-        settings: what of the configuration must stay as it is, by key.
-        code: the reference and the file's digest of what is the user's own, by key.
+        settings: values of the configuration that must not change, by key.
+        code: reference and file digest of the user's own functions and classes, by key.
         commits: the digest of every version that was committed and is not void.
         current: the step in progress; None between steps. It may have been dispatched ahead, and not begun.
         ahead: the steps after it whose prompts are out, by number (`barrier.mode`: bounded).
         ended: whether the last controller ended in order.
-        after_end: whether this controller's predecessor did.
+        after_end: whether this controller's predecessor ended in order.
         turn: who may use the memory of shared GPUs (`fleet/turns`); "" before the first turn.
     """
 
@@ -83,7 +84,7 @@ class Standing:
 
     @property
     def committed(self) -> PolicyTag | None:
-        """The policy that was committed last."""
+        """The last committed policy."""
         if not self.commits:
             return None
         version = max(self.commits)
@@ -103,18 +104,18 @@ class Standing:
             handler(self, event)
 
     def in_progress(self, step: int) -> StepInProgress:
-        """The step in progress, which is `step`; a new one where the journal has nothing of it yet."""
+        """Returns the step in progress, which is `step`; a new record if the journal has none of it yet."""
         if self.current is None or self.current.step != step:
             self.current = self.ahead.pop(step, None) or StepInProgress(step=step)
         return self.current
 
     def dispatched(self, step: int) -> StepInProgress | None:
-        """The step in progress or ahead that is `step`; None where the journal has nothing of it."""
+        """Returns the record of `step`, in progress or ahead; None if the journal has none."""
         is_current = self.current is not None and self.current.step == step
         return self.current if is_current else self.ahead.get(step)
 
     def dispatched_after(self, step: int) -> list[int]:
-        """The later steps whose prompts are out, ascending."""
+        """The later steps whose prompts were sent out, ascending."""
         of_current = [self.current.step] if self.current is not None and self.current.prompts else []
         return sorted(other for other in (*of_current, *self.ahead) if other > step)
 
@@ -154,7 +155,7 @@ class Standing:
         current.num_recollects += 1
         current.samplings.clear()
         if current.policy != str(self.committed):
-            # It is sampled from the committed policy now, and dispatched again for that.
+            # The step is now sampled from the committed policy, so it is dispatched again.
             current.policy = ""
         self.log_position = LOG_START
         self.ahead.clear()

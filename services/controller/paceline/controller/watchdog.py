@@ -1,4 +1,4 @@
-"""The watchdog: says what a phase that makes no progress waits for, for whom, and how long.
+"""The watchdog: when a phase makes no progress, it says which members the phase waits for, and how long.
 
 It ends nothing; deadlines do. A phase has made no progress while step, phase and the count of admitted
 trajectories stay the same. The first notice comes after 30 s, or after twice the longest that this phase has
@@ -48,7 +48,7 @@ class Watchdog:
         self._longest_s: dict[Phase, float] = {}
 
     async def run(self) -> None:
-        """Says what is waited for, until cancelled."""
+        """Announces what a stalled phase waits for, until cancelled."""
         while True:
             sentence = self.look()
             if sentence is not None:
@@ -57,7 +57,7 @@ class Watchdog:
             await asyncio.sleep(_LOOK_S)
 
     def look(self) -> str | None:
-        """A sentence if it is time for a notice."""
+        """Returns a notice if one is due."""
         now, mark = self._clock.monotonic(), self._look_at_progress()
         seconds = now - self._since
         if mark != self._mark:

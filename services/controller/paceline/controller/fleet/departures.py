@@ -1,4 +1,4 @@
-"""Departures: members whose processes were told to end, and which of them the step in progress needs.
+"""Departures: which of the members that were told to end the step in progress still needs.
 
 A stack that is shut down stops its members together, and often before the controller. Members that the step
 needs stay until it is finished and saved; the others leave soon, and those that stay take over their prompts.
@@ -25,7 +25,7 @@ class Departures:
         self._is_over = False
 
     def holds(self, member: Member) -> bool:
-        """Notes that the process of a member is to end; returns whether it has to stay for now."""
+        """Notes that a member's process was told to end; returns whether the member must stay for now."""
         asked_at = self._asked_at.setdefault(_key(member), self._clock.monotonic())
         if self._is_over or member.is_starting or _key(member) in self._released:
             return False
@@ -35,12 +35,13 @@ class Departures:
 
     @property
     def waiting(self) -> list[Member]:
-        """Members that have asked and that the step needs; they are let go when it is finished and saved."""
+        """Members that have asked to leave but that the step needs; they may go when it is finished and
+        saved."""
         waiting = (m for m in self.asked() if _key(m) not in self._released)
         return [m for m in waiting if not m.is_starting and self._is_needed(m)]
 
     def asked(self, kind: MemberKind | None = None) -> list[Member]:
-        """Members of a kind, or all, that are to end and have not left."""
+        """Members, of a kind or all, that were told to end and have not left."""
         return [m for m in self._fleet.members(kind) if m.usable and _key(m) in self._asked_at]
 
     def release(self) -> list[Member]:
@@ -50,11 +51,11 @@ class Departures:
         return leaving
 
     def end(self) -> None:
-        """Lets all members go, those that ask later too: this controller ends."""
+        """Lets all members go, also those that ask later, because this controller ends."""
         self._is_over = True
 
     def _nobody_is_left(self) -> bool:
-        """Whether all servers or all reward services have ended as told: no step can be finished."""
+        """Whether all servers or all reward services have ended as told, so that no step can be finished."""
         for kind in (MemberKind.ROLLOUT, MemberKind.REWARD):
             members = self._fleet.members(kind)
             was_told = any(_key(member) in self._asked_at for member in members)
@@ -63,7 +64,7 @@ class Departures:
         return False
 
     def _is_needed(self, member: Member) -> bool:
-        """Whether the step cannot be finished and saved without it."""
+        """Whether the step can only be finished and saved with this member."""
         if member.kind is MemberKind.LEARNER or self.asked(MemberKind.LEARNER):
             return True
         others = (m for m in self._fleet.usable(member.kind) if m is not member)

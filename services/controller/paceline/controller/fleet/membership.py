@@ -1,11 +1,10 @@
-"""The fleet: which members are registered, silent or dead. Pure; the clock is a parameter.
+"""The fleet: which members are registered, silent or dead. Pure: the caller passes the time.
 
-Silence counts only while this process looks: after a pause of its own, nobody is dead for not having been
-heard meanwhile.
+Silence counts only while this process runs: if this process was paused, no member is declared dead because it
+was not heard during the pause.
 
-The transition that matters is the one that does not exist: a DEAD or LEFT member never comes back. A
-restarted process registers a new incarnation and starts from the beginning; only a completed push gives it
-weights.
+A DEAD or LEFT member never comes back: no transition leads out of these states. A restarted process registers
+a new incarnation and starts from the beginning; only a completed push gives it weights.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _MOVES = {
 
 
 def move(current: Health, to: Health) -> Health:
-    """Returns `to` where the move exists, else raises IllegalTransitionError that names both."""
+    """Returns `to` if the move exists; otherwise raises an IllegalTransitionError that names both states."""
     if to not in _MOVES[current]:
         raise IllegalTransitionError(
             f"a {current.value} member cannot become {to.value}; it must register again"
@@ -57,7 +56,7 @@ class Member:
 
     Attributes:
         failure: why it is dead, or left.
-        is_final: its slot fails in the same way however often it is started: its inputs are unusable.
+        is_final: a restart would fail in the same way, because its inputs are unusable.
         is_draining: it was told to finish its work and leave.
     """
 
@@ -77,17 +76,17 @@ class Member:
 
     @property
     def usable(self) -> bool:
-        """Whether it can be called: it is neither dead nor gone."""
+        """Whether the member can be called, because it is neither dead nor gone."""
         return self.health in (Health.ALIVE, Health.SUSPECT)
 
     @property
     def is_starting(self) -> bool:
-        """Whether it still imports and loads."""
+        """Whether the member is still importing modules and loading its model."""
         return self.state is None or self.state in STARTING_STATES
 
     @property
     def stays(self) -> bool:
-        """Whether it can be called, and is not about to leave."""
+        """Whether the member can be called and is not about to leave."""
         leaving = self.is_draining or self.state in (RolloutState.DRAINING, RewardState.DRAINING)
         return self.usable and not leaving
 
@@ -207,7 +206,7 @@ class Fleet:
         return [FleetChange(member=member, what="left", reason=reason)]
 
     def ended(self, member_id: str, incarnations: Collection[str], reason: str) -> list[FleetChange]:
-        """Notes that processes have ended; a member that is another incarnation is left alone."""
+        """Notes that processes have ended; a member with another incarnation does not change."""
         member = self._members.get(member_id)
         if member is None or member.incarnation not in incarnations:
             return []

@@ -23,11 +23,12 @@ class FleetMeter:
         """Takes note of a change."""
         member, kind = change.member.member_id, change.member.kind.value
         if change.what == "registered":
-            # A counter begins at 0: the first increase of one that begins at 1 would not be seen.
+            # Counters begin at 0: if a counter appeared with the value 1, its first increase would not be
+            # seen.
             for what in _CHANGES:
                 telemetry.count(metrics.MEMBER_CHANGES, 0, kind=kind, change=what)
             now, before = change.member.incarnation, self._incarnations.get(member)
-            # The same one registers again where it had been taken for dead.
+            # The same incarnation registers again if it was wrongly taken for dead.
             is_restart = before not in (None, now)
             telemetry.count(metrics.MEMBER_RESTARTS, int(is_restart), kind=kind, member=member)
             self._incarnations[member] = now

@@ -1,10 +1,12 @@
-"""Quarantine: a rollout server that fails join after join stays out of weight groups for a while. Pure.
+"""Quarantine: a rollout server that fails several joins in a row stays out of weight groups for a while.
+Pure.
 
     failure 1, 2 -> taken again at once     failure 3, 4, 5, ... -> out for 30 s, 60 s, 120 s, ... 10 min
     a served policy -> the count is 0 again
     the same refusal three times in a row -> it would be the fourth time, too
 
-Counted by member id, over incarnations: a server that crashes in every push is a new incarnation each time.
+Failures are counted by member id, not by incarnation: a server that crashes in every push has a new
+incarnation each time.
 """
 
 from __future__ import annotations
@@ -52,14 +54,14 @@ class Quarantine:
         self._records.pop(member_id, None)
 
     def failures(self, member_id: str) -> int:
-        """How often in a row a member has failed."""
+        """Returns how often in a row a member has failed."""
         record = self._records.get(member_id)
         return record.failures if record else 0
 
     def refusal(self, member_id: str) -> str:
-        """The reason of a member's last three failures, if all were one refusal; "" otherwise.
+        """Returns the reason of a member's last three failures if all were the same refusal, else "".
 
-        A process or a connection that is lost is no refusal: the next may not be.
+        The loss of a process or a connection is not a refusal, because it need not happen again.
         """
         record = self._records.get(member_id)
         is_refusal = (
@@ -68,12 +70,12 @@ class Quarantine:
         return record.reason if record and is_refusal else ""
 
     def holds(self, member_id: str) -> bool:
-        """Whether a member stays out now."""
+        """Whether a member must stay out now."""
         record = self._records.get(member_id)
         return record is not None and record.until is not None
 
     def release(self) -> list[str]:
-        """Lets those go whose time is over; returns their ids. They keep their failures."""
+        """Releases members whose time is over and returns their ids; their failures still count."""
         now, released = self._clock.monotonic(), []
         for member_id, record in self._records.items():
             if record.until is not None and now >= record.until:

@@ -1,12 +1,13 @@
-"""Learner and rollout servers take turns where they share GPUs: who may use the memory, and the orders.
+"""Turns of learner and rollout servers on shared GPUs: who may use the memory, and the orders to the members.
 
     any --> ROLLOUT   every server is awake; the learner has given back memory that it only caches, if needed
     any --> LEARNER   every server is asleep
     any --> PUSH      servers have memory for weights, and no KV cache; the learner as in ROLLOUT
 
-A turn is in the journal before its first order. Each grant sends all orders, even if it is a repeat: a member
-that has done its part answers at once, and one that came back has missed some. An engine takes its memory
-when it starts. So the learner's turn begins when no engine is starting, and none is started in it.
+A turn is written to the journal before its first order. Each grant sends all orders, even if the turn is
+repeated: a member that has done its part answers at once, and a restarted member has missed some. An engine
+takes its memory when it starts; so the learner's turn begins only when no engine is starting, and no engine
+starts during it.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class _Clock:
             self.add(kind, time.monotonic() - began)
 
     def add(self, kind: str, seconds: float) -> None:
-        """Adds to a kind; "" is the total."""
+        """Adds seconds to a kind of order; "" is the total."""
         self._seconds[kind] = self._seconds.get(kind, 0.0) + seconds
 
     @property
@@ -83,7 +84,7 @@ class _Clock:
 
 
 async def _both(first: Coroutine[Any, Any, Any], second: Coroutine[Any, Any, Any]) -> None:
-    """Runs both to their ends; raises the first's error, or the second's."""
+    """Awaits both; raises the error of the first, or else that of the second."""
     for outcome in await asyncio.gather(first, second, return_exceptions=True):
         if isinstance(outcome, BaseException):
             raise outcome
@@ -112,11 +113,11 @@ class Turns:
 
     @property
     def turn(self) -> Turn:
-        """Who has the GPUs now, of learner and engines."""
+        """Whether learner, engines or nobody may use the GPUs now."""
         return self._turn
 
     def may_start(self, member: Member) -> bool:
-        """Whether a member may start, and take memory for it; once allowed, it stays allowed."""
+        """Whether a member may start and thereby take memory; a permission is never withdrawn."""
         if not self._are_taken or member.kind is not MemberKind.ROLLOUT:
             return True
         name = member.member_id, member.incarnation
@@ -127,7 +128,7 @@ class Turns:
 
     @property
     def _is_learners(self) -> bool:
-        """Whether the learner may be training, also on the order of a controller that has died."""
+        """Whether the learner may be training, possibly on an order of a controller that has died."""
         if self._turn is not Turn.NOBODY:
             return self._turn is Turn.LEARNER
         learners = self._supervisor.fleet.usable(MemberKind.LEARNER)
@@ -136,7 +137,7 @@ class Turns:
     async def take(self, turn: Turn) -> None:
         """Grants a turn: returns when every member has done its part.
 
-        A server that cannot is expelled from the fleet.
+        A server that cannot do its part is expelled from the fleet.
 
         Raises:
             PeerLostError, DeadlineError: the learner did not answer, but is not lost.
@@ -202,12 +203,12 @@ class Turns:
 
     @property
     def _lacking(self) -> Sequence[EnginePart]:
-        """The parts for which servers that wake may lack memory."""
+        """Returns the parts of engines for which waking servers may lack memory."""
         asleep = any(member.state is RolloutState.ASLEEP for member in self._servers)
         return tuple(EnginePart) if asleep else (EnginePart.KV_CACHE,)
 
     async def _free_learner(self, parts: Sequence[EnginePart]) -> list[Member]:
-        """Makes room for these parts; returns learners that still have too much for a whole engine.
+        """Makes room for these parts; returns learners that still hold too much memory for a complete engine.
 
         A learner that is gone or still loading caches nothing.
         """

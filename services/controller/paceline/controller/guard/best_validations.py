@@ -29,7 +29,8 @@ class BestValidations:
     def readings(
         self, step: int, metrics: Mapping[str, float], sets: Sequence[HeldOutSet]
     ) -> Iterator[Reading]:
-        """The readings of the validation after a step, and notes it where it is the best.
+        """Returns the readings of the validation after a step, and notes the validation if it is the best so
+        far.
 
         Args:
             metrics: the step's.

@@ -1,4 +1,4 @@
-"""The guard's policy: from a step's readings to a decision. Pure; its state is part of the checkpoint.
+"""The guard's policy: decides from a step's readings. Pure; its state is part of the checkpoint.
 
 readings -> firings -> {only a warning, adjustments of the next steps, rollback, stop}
 """
@@ -22,9 +22,9 @@ class Firing:
 
     Attributes:
         actions: the actions taken, the strongest last.
-        bound: that of the strongest action.
+        bound: the bound of the strongest action.
         streak: steps in a row in which the rule has fired, this one included.
-        news: whether to tell people: the first of a streak, or an action beyond a warning or a skip.
+        news: whether people are told: for the first firing of a streak, or an action beyond warn and skip.
     """
 
     reading: Reading
@@ -40,7 +40,7 @@ class Firing:
 
     @property
     def sentence(self) -> str:
-        """Says for people what was taken and why."""
+        """Says in a sentence which actions were taken, and why."""
         unit = "validations" if RULES[self.reading.rule].of_validation else "steps"
         times = f", for {self.streak} {unit} now" if self.streak > 1 else ""
         return f"{self.action.value}: {describe(self.reading, self.bound, self.action)}{times}"
@@ -48,12 +48,12 @@ class Firing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GuardDecision:
-    """What follows from a step's readings.
+    """The decision that follows from a step's readings.
 
     Attributes:
         good: no bound but those of warnings was crossed, so that a rollback may return to this step.
-        due: why a validation asked for a rollback; "" if none did.
-        stop: why the run must end; "" if it goes on.
+        due: why a validation requires a rollback; "" if none does.
+        stop: why the run must end; "" if it may go on.
     """
 
     firings: tuple[Firing, ...] = ()
@@ -82,10 +82,10 @@ class RuleTally:
 
 @dataclass(kw_only=True, slots=True)
 class _Streaks:
-    """Steps in a row.
+    """Counts of consecutive steps.
 
     Attributes:
-        firing: in which a rule fired, by rule and network.
+        firing: the steps in which a rule fired, by rule and network.
         waiting: in which an action's bound was crossed since the action was last taken, by rule, network and
             action.
     """
@@ -139,7 +139,7 @@ class GuardPolicy:
     def _judge(
         self, step: int, readings: Sequence[Reading], ends: Callable[[str, str], bool], due: str = ""
     ) -> GuardDecision:
-        """Judges by readings. A streak for which `ends(rule, network)` holds needs one to go on."""
+        """Decides by readings. A streak for which `ends(rule, network)` is true ends without a firing."""
         before, self._streaks = self._streaks, self._streaks.without(ends)
         waits = bool(self._streaks.waiting)
         limited = [reading for reading in readings if reading.rule in self._limits]

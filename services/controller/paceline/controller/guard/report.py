@@ -71,7 +71,7 @@ class Guard:
         self._events.notice(f"step {step}: learning rates are {lr_scale:g} of the configured, as asked")
 
     def judge(self, outcome: TrainedStep) -> tuple[GuardDecision, dict[str, float]]:
-        """Decides what follows after a step and reports it; returns the metrics of `guard/` too."""
+        """Decides how the run goes on after a step and reports it; also returns the metrics of `guard/`."""
         result, skipped = outcome.result, "; ".join(dict.fromkeys(outcome.result.skip_reasons))
         if skipped:
             self._journal.record("update_skipped", step=outcome.step, reason=skipped)
@@ -161,7 +161,7 @@ class Guard:
         return self._policy.state_dict()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes to a state that `state_dict` gave; {} is that of a new run."""
+        """Restores a state that `state_dict` returned; {} stands for a new run."""
         self._policy, self.good = self._new_policy(), True
         self._policy.load_state_dict(state)
 
@@ -191,7 +191,7 @@ class Guard:
         return readings
 
     def _is_stale(self, outcome: TrainedStep) -> bool:
-        """Whether engine and learner may differ in weights: the samples come from an older version."""
+        """Whether the samples come from older weights, so that engine and learner may differ."""
         ages = {header.policy.staleness_in(outcome.step) for header in outcome.batch.samples}
         return self._config.barrier.bound > 0 and ages != {0}
 

@@ -1,4 +1,4 @@
-"""What the guard reads from a step's rewards: scorers that tell nothing apart, and those that fail."""
+"""The guard's readings of a step's rewards: scorers with constant values, and scorers that fail."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _FAILED = "/failed"
 
 
 def readings(batch: Batch, histories: Histories) -> Iterator[Reading]:
-    """The readings of a step's rewards; notes in `histories` how much each component spread.
+    """Returns the readings of a step's rewards; notes the spread of each component in `histories`.
 
-    A component that a step has fewer than two of keeps its streak.
+    A component with fewer than two values in a step keeps its streak.
     """
     values = _components(batch.samples)
     for name, of_component in values.items():

@@ -6,9 +6,9 @@ With S the last finished step of the journal and L the version that the learner 
     L = S + 1   likewise; the learner has trained it and repeats its answer
     otherwise   rewind: the steps after L are void, and the run goes on from L
 
-A learner that was restarted holds the step of the newest checkpoint that verifies, or 0. One that holds S + 1
-while the trajectories of that step are gone is sent back: it starts again, and the run rewinds. So is one
-that has loaded a step which the journal does not have; that checkpoint is set aside.
+A restarted learner holds the step of the newest checkpoint that verifies, or 0. A learner that holds S + 1
+although the trajectories of that step are gone is sent back: it starts again, and the run rewinds. A learner
+that has loaded a step which the journal does not have is sent back, too, and that checkpoint is set aside.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from paceline.core.policy import PolicyTag
 from paceline.data.mixture import MixtureState
 from paceline.service.threads import in_thread
 
-# How long a learner that is sent back may take to leave the fleet.
+# A learner that is sent back may take this long to leave the fleet.
 _LEAVE_S = 10.0
 _ENDED = (
     "the last controller ended in order, and so the broker holds nothing of the run: mailboxes begin empty"
@@ -48,7 +48,7 @@ def goes_on(standing: Standing, version: int) -> bool:
     """Whether the step in progress can go on with a learner at `version`; if not, the run is rewound."""
     current = standing.current
     if version == standing.finished:
-        # Trained, but no longer held: its commit, if there was one, is void.
+        # The step was trained, but the learner no longer holds it: its commit, if any, is void.
         return current is None or not current.trained
     return version == standing.finished + 1
 
@@ -58,8 +58,8 @@ class Alignment:
 
     Attributes:
         resumed: the step that an earlier controller, or this one before a loss, had begun; None otherwise.
-        saved: the state in the checkpoint of the step in progress, where that is all that is left to finish.
-        version: the one that the learner held.
+        saved: the state in the step's checkpoint, if the step only has to be finished.
+        version: the version that the learner held.
     """
 
     def __init__(
@@ -128,7 +128,8 @@ class Alignment:
 
     @property
     def learner(self) -> Member:
-        """The learner that the run was aligned with; raises PeerLostError where it is another or gone."""
+        """Returns the learner that the run was aligned with; raises PeerLostError if it is gone or was
+        replaced."""
         learner = self._supervisor.learner
         if learner.incarnation != self._incarnation:
             raise PeerLostError(f"{learner.member_id} was started again", peer=learner.member_id)
@@ -151,7 +152,7 @@ class Alignment:
         # While it trains, the learner answers no question; it still holds the version that it reported.
         if learner.state is LearnerState.TRAINING and learner.policy is not None:
             return learner.policy.version
-        # A learner that is asked takes the group for one of a controller that has died.
+        # A learner that gets a request takes the group for that of a controller that has died.
         await self._publication.end_group()
         return (await self._learner.describe(learner)).version
 
@@ -160,7 +161,7 @@ class Alignment:
     async def _refuse_unknown_steps(self, version: int) -> None:
         """Sends a learner back that has loaded a step which the journal does not have.
 
-        So it is in a copy of a run's folder whose checkpoints are newer than the rest.
+        This happens in a copy of a run's folder in which the checkpoints are newer than the journal.
         """
         standing = self._run.journal.standing
         if version <= standing.finished or version in standing.commits:
@@ -189,10 +190,10 @@ class Alignment:
         await self._collector.begin_anew()
 
     async def _set_aside(self, last_step: int) -> None:
-        """Makes the checkpoints of later steps void, before their steps are.
+        """Makes the checkpoints of later steps void, before the `rewind` makes the steps void.
 
-        A controller that is killed meanwhile leaves a run that the next one rewinds. After the `rewind` they
-        would count as the newest of a run that does not know them.
+        If the controller is killed in between, the next one rewinds the run. In the other order, such
+        checkpoints would count as the newest ones of a run that does not have their steps.
         """
         void = await in_thread(checkpoints.later, self._run.checkpoints, last_step)
         for folder in void:
@@ -200,7 +201,7 @@ class Alignment:
         await in_thread(checkpoints.set_aside, void)
 
     def _state_at(self, version: int) -> tuple[Any, Any] | None:
-        """Cursor and guard at the end of a step; None where nobody knows them."""
+        """Returns the cursor and the guard's state at the end of a step; None if no record has them."""
         standing = self._run.journal.standing
         if version == standing.finished:
             return standing.cursor, standing.guard

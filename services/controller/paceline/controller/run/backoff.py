@@ -1,4 +1,4 @@
-"""How long a run that loses members goes on trying without finishing a step. Pure; time is given."""
+"""How long a run that loses members keeps trying to finish a step. Pure: the caller passes the time."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 5.0
 
 
 class MemberLossBackoff:
-    """Spaces the tries of a run that loses members, and ends them.
+    """Sets the pauses between the attempts of a run that loses members, and a limit on their time.
 
-    A member that stands still is not lost yet, but fails every call at once: tries are bounded by time, not
-    by number, and pauses between them double.
+    Calls to a member that is frozen may fail at once before the member counts as lost. So attempts are
+    bounded by time, not by number, and pauses between them double.
     """
 
     def __init__(self, patience_s: float) -> None:
@@ -18,7 +18,7 @@ class MemberLossBackoff:
         self._since = 0.0
 
     def next_pause(self, finished: int, now: float) -> float | None:
-        """Notes a loss; returns the seconds to wait before the next try, or None: the run ends.
+        """Notes a loss; returns the seconds to wait before the next attempt, or None if the run must end.
 
         Args:
             finished: the last finished step.

@@ -1,4 +1,4 @@
-"""The weights of the training sets as a function of the user's chooses them: `data.curriculum`."""
+"""Lets the user's function choose the weights of the training sets (`data.curriculum`)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Choose = Callable[[int, Mapping[str, float], Mapping[str, float]], Mapping[str, 
 
 
 class Curriculum:
-    """Asks the function once after each step; what it chose is in the state of the mixture.
+    """Calls the function once after each step; the mixture's state holds the weights that it returned.
 
-    So a run that goes on has the weights without asking again.
+    Therefore a resumed run has the weights without another call.
 
     Raises:
         ConfigError: there is no such function.
@@ -32,10 +32,10 @@ class Curriculum:
             self._choose = cast(Choose, find_function(config.data.curriculum, "curriculum"))
 
     def after(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Has the weights for the next step chosen.
+        """Calls the function for the weights of the next step.
 
         Raises:
-            ConfigError: the function fails, or returns what are no weights.
+            ConfigError: the function fails, or its result is not a set of weights.
         """
         if self._choose is None:
             return

@@ -1,17 +1,17 @@
-"""Samples the steps to come while the learner trains one (`barrier.mode`: bounded).
+"""Samples later steps while the learner trains a step (`barrier.mode`: bounded).
 
 consumes     prompt ids of the cursor, scored headers
-waits for    each step's barrier to close, one step after the other; each with the deadlines of a collection
-produces     batches of later steps, all of one version each
+waits for    each step's barrier to close, one step after the other, with a collection's deadlines
+produces     batches of later steps; each batch has samples of a single version
 
 With a bound of k, step s is sampled from version s - 1 - k, the newest one with which learner and servers can
 work at the same time. If no step was dispatched ahead before (at the start, after a checkpoint), the next
-k + 1 steps are all sampled from the version that is committed then. Neither depends on anybody's speed. The
-weights of step s are pushed when the steps up to s + k are collected, so that no sample is begun from one
-version and ended from another.
+k + 1 steps are all sampled from the version that is committed then. Neither rule depends on the speed of
+learner or servers. The weights of step s are pushed when the steps up to s + k are collected, so that no
+sample is begun from one version and ended from another.
 
-Nothing is dispatched ahead of a checkpoint that trainer.save_freq asks for: a run that goes on from it draws
-what the first one drew.
+Nothing is dispatched ahead of a checkpoint by trainer.save_freq, so that a run which resumes from it draws
+the same samples.
 
 Where pushes land in mid-answer (`rollout.in_flight`) nothing waits for samples that were begun: the prompts
 of step s + k are sent out when step s begins, to be sampled from version s - 1 or newer ones, and each step
@@ -55,9 +55,9 @@ class _Drawn:
     """A step whose prompts are drawn.
 
     Attributes:
-        before: where the cursor stood before.
-        dispatched: the dispatch of `batch`, as the journal has it.
-        began: where the log was read when the collection began.
+        before: the cursor's position before the draw.
+        dispatched: the journal's record of the dispatch of `batch`.
+        began: the position in the log at which the collection began.
     """
 
     prompts: dict[int, Prompt]
@@ -68,7 +68,7 @@ class _Drawn:
 
 
 class Lookahead:
-    """Draws the prompts of each step, and samples those of later ones beside the learner."""
+    """Draws the prompts of each step, and samples later steps while the learner trains."""
 
     def __init__(
         self,
@@ -97,17 +97,17 @@ class Lookahead:
         return self._drawn[step].prompts
 
     def cursor_after(self, step: int) -> MixtureState:
-        """Where the cursor stands after the prompts of a step."""
+        """Returns the cursor's position after the prompts of a step."""
         later = self._drawn.get(step + 1)
         return self._inputs.cursor.state if later is None else later.before
 
     def log_position_after(self, step: int) -> str:
-        """Where the log is read from when the step is finished."""
+        """Returns the position from which the log is read once the step is finished."""
         later = self._known(step + 1)
         return self._collector.finished_position if later is None else later.began
 
     def go_to(self, cursor: MixtureState) -> None:
-        """Forgets all steps, and sets the cursor to where the next step draws its prompts."""
+        """Forgets all steps, and sets the cursor to the position where the next step draws its prompts."""
         self._inputs.cursor.restore(cursor)
         self._drawn.clear()
 
@@ -124,12 +124,12 @@ class Lookahead:
         return PolicyTag.parse(dispatched.policy) if dispatched is not None and is_older else committed
 
     def batch(self, step: int) -> Batch | None:
-        """The batch of a step that was collected ahead, for which the step does not wait any more."""
+        """Returns the batch of a step that was collected ahead, so that the step need not wait for it."""
         known = self._known(step)
         return None if known is None else known.batch
 
     def _known(self, step: int) -> _Drawn | None:
-        """A step with its batch; None where it has none, or the trajectories are void."""
+        """Returns a step that has its batch; None if it has none, or its trajectories are void."""
         drawn = self._drawn.get(step)
         if drawn is None or drawn.batch is None:
             return None
@@ -180,7 +180,7 @@ class Lookahead:
             await asyncio.gather(task, return_exceptions=True)
 
     async def withdraw(self, step: int, reason: str) -> None:
-        """Makes what was sampled for the steps after `step` void."""
+        """Makes all samples for the steps after `step` void."""
         await self.cancel()
         self._withdraw_after(step, reason)
 

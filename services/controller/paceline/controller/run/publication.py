@@ -1,9 +1,9 @@
-"""PUBLISH and COMMIT: a version from the learner to all rollout servers, or to newcomers beside a collection.
+"""PUBLISH and COMMIT: brings a version from the learner to all servers, or to newcomers during a collection.
 
     weight group -> transfer -> digests compared -> commit in the journal -> servers sample
 
-A version is committed with one digest. A newcomer is a usable server that does not have the committed policy:
-it came late, or came back.
+A version is committed with one digest. A newcomer is a usable server that lacks the committed policy, because
+it has joined late or was restarted.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ log = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
 _PAUSE_S = 5.0
-# How long a push to newcomers may go on after the barrier has closed.
+# A push to newcomers may go on for this long after the barrier has closed.
 _GRACE_S = 2.0
-# How long calling it off may take after that.
+# After that, calling the push off may take this long.
 _CALL_OFF_S = 5.0
 # A server reports its state within a heartbeat of the commit.
 _REPORT_S = 5.0
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class StaleLearnerError(PeerLostError):
-    """The learner was started again, and holds an earlier version than the one to be sent."""
+    """The learner was restarted, and holds an earlier version than the one that must be sent."""
 
     def __init__(self, learner: Member, version: int, wanted: int) -> None:
         super().__init__(
@@ -101,7 +101,7 @@ class Publication:
         return metrics
 
     def is_served(self, policy: PolicyTag) -> bool:
-        """Whether a server samples from exactly this policy, say one that outlived the last controller."""
+        """Whether any server samples from exactly this policy; it may have outlived the last controller."""
         return any(self._has(member, policy) for member in self._supervisor.rollouts)
 
     def is_outrun(self, policy: PolicyTag) -> bool:
@@ -110,12 +110,13 @@ class Publication:
         return max(versions, default=policy.version) > policy.version
 
     async def to_newcomers(self, policy: PolicyTag, collection: Coroutine[Any, Any, T]) -> T:
-        """Awaits `collection`, in the servers' turn; newcomers get `policy` meanwhile.
+        """Awaits `collection` in the servers' turn; meanwhile newcomers get `policy`.
 
         A push that outlasts the collection is called off.
 
         Raises:
-            StaleLearnerError: a newcomer came, and the learner, started again, no longer holds the policy.
+            StaleLearnerError: there is a newcomer, but the learner was restarted and no longer holds the
+                policy.
             PeerLostError, DeadlineError: the learner does not give its turn up.
         """
         try:
@@ -216,7 +217,7 @@ class Publication:
         try:
             candidate = await self._push.transfer(policy.version)
         except WeightSyncError as error:
-            # None of them holds what the learner sent.
+            # None of the servers holds the weights that the learner sent.
             for member in newcomers:
                 await self._supervisor.expel(member, f"WeightSyncError: {error}")
             raise

@@ -53,7 +53,7 @@ from paceline.core.policy import PolicyTag
 from paceline.data.mixture import MixtureState
 from paceline.service.observability.telemetry import record_training, span
 
-# How long members that may end have to leave; a rollout server takes some seconds to end its engine.
+# Members that may end get this long to leave; a rollout server takes some seconds to end its engine.
 _DEPARTURE_S = 15.0
 # How often a step may be collected again.
 _MAX_RECOLLECTS = 3
@@ -122,14 +122,14 @@ class Sequencer:
 
     @property
     def result(self) -> str:
-        """How a run that has ended in order ended, in words."""
+        """Describes in words the result of a run that has ended in order."""
         finished, total = self._run.journal.standing.finished, self._config.trainer.num_steps
         if finished >= total:
             return f"{finished} steps done"
         return f"stopped after step {finished} of {total}: {self.progress.stop_reason}"
 
     async def run(self) -> None:
-        """Runs to the end; aligns again when a member is lost that a step cannot do without.
+        """Runs to the end; aligns again after the loss of a member that a step needs.
 
         Raises:
             PacelineError: the run cannot go on.
@@ -145,7 +145,7 @@ class Sequencer:
         self.progress.move(Phase.ENDED)
 
     async def _run_until_loss(self) -> bool:
-        """Aligns and runs; returns whether all steps are done, rather than a member lost."""
+        """Aligns and runs; returns True when all steps are done, and False when a member was lost."""
         try:
             await self._align()
             await self._steps()
@@ -154,7 +154,7 @@ class Sequencer:
             pause_s = self._backoff.next_pause(finished, time.monotonic()) if self._is_loss(error) else None
             if pause_s is None:
                 raise
-            # What a lost member leads to until it is back is told in other words each time.
+            # Until a lost member is back, each attempt fails with a different message.
             if (loss := f"{error.peer} in step {finished + 1}") != self._last_loss:
                 self._last_loss = loss
                 self._run.events.notice(f"step {self.progress.step}: {error}")
@@ -163,7 +163,7 @@ class Sequencer:
         return True
 
     def _is_loss(self, error: PeerLostError | DeadlineError) -> bool:
-        """Whether the loop cannot do without the member that was lost, and it may come back."""
+        """Whether the loop needs the member that was lost, and the member may come back."""
         if isinstance(error, PeerLostError):
             gone = [m for m in self._supervisor.fleet.members() if m.member_id == error.peer and not m.usable]
             return not any(member.is_final for member in gone)
@@ -190,11 +190,11 @@ class Sequencer:
         await self._checkpoints.written()
 
     def _may_stop(self, finished: int) -> bool:
-        """Whether the run is to stop, and nothing would be lost."""
+        """Whether a stop was requested, and nothing would be lost by it."""
         return bool(self.progress.stop_reason) and self._saved == finished
 
     async def _let_go(self, finished: int) -> None:
-        """Lets members end that were told to and have stayed for the step that is finished now.
+        """Lets members end that were told to end but have stayed for the step, which is finished now.
 
         Raises:
             PeerLostError: the learner is one of them, and has left with the step in a checkpoint.
@@ -212,7 +212,7 @@ class Sequencer:
             raise PeerLostError("it was told to end, and left after a checkpoint", peer=learner.member_id)
 
     async def _start(self) -> None:
-        """Step 0: the starting model is published, and measured."""
+        """Carries out step 0: publishes the starting model and validates it."""
         metrics = await self._publication.publish(0)
         metrics |= await self._validation.validate(self._policy)
         self._guard.judge_validation(0, metrics)
@@ -230,7 +230,7 @@ class Sequencer:
         # A rollback is saved at once, so that a resumed run does not repeat the steps that led to it.
         is_due = rolled_back or trainer.saves_after(step)
         if is_due or self.progress.stop_reason or self._supervisor.departures.waiting:
-            # A rollback goes where it would go had nobody stopped the run.
+            # A rollback leads to the same state as in a run that nobody stopped.
             metrics |= await self._checkpoint(metrics, good=is_due and self._guard.good)
         self._finish_step(metrics)
         if stop:
@@ -241,7 +241,7 @@ class Sequencer:
     # --- a training step
 
     async def _train_step(self) -> tuple[dict[str, float], bool]:
-        """Carries out the dataflow; once more from its beginning where the broker has lost the trajectories.
+        """Carries out the dataflow; repeats it from its beginning if the broker has lost the trajectories.
 
         Returns:
             The step's metrics, and whether it was rolled back.
@@ -275,7 +275,7 @@ class Sequencer:
             await self._lookahead.cancel()
 
     async def _clean_up(self, step: int) -> None:
-        """Removes what the last step left in the broker; now, because that step is finished only now."""
+        """Removes the last step's data from the broker, which had to stay until the step was finished."""
         try:
             await self._collector.clean_up(step)
         except LostDataError as error:
@@ -325,7 +325,7 @@ class Sequencer:
         return {"timing_s/checkpoint": seconds}
 
     def _finish_saved(self, state: ControllerState) -> None:
-        """Finishes a step of which only the end was left when its checkpoint was written."""
+        """Finishes a step that was interrupted after its checkpoint was written."""
         self.progress.step = state.step
         self._lookahead.go_to(state.cursor)
         self._guard.restore(state.guard)

@@ -1,4 +1,4 @@
-"""VALIDATE: held-out prompts are answered and scored with the committed policy."""
+"""VALIDATE: has held-out prompts answered with the committed policy, and scored."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Validation:
         self._collector, self._publication = collector, publication
 
     async def validate(self, policy: PolicyTag) -> dict[str, float]:
-        """Returns the metrics of the validation that follows the step, {} where none does."""
+        """Returns the metrics of the validation that follows the step; {} if no validation follows."""
         step = self._progress.step
         due = self._run.config.validated_after(step)
         sets = [held_out for held_out in self._inputs.val if held_out.of in due]

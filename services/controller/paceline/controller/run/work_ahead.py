@@ -2,7 +2,7 @@
 
 consumes     groups that the barrier has admitted
 waits for    a chunk to close; the learner to have done the one before
-produces     nothing that the run depends on: TrainStep computes what was not done ahead
+produces     nothing that the run depends on: TrainStep computes everything that was not done ahead
 
 docs/decisions/0024-work-ahead-of-the-barrier.md
 """
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class WorkAheadDriver:
-    """Work ahead of one step after the other.
+    """Sends work ahead for one step after the other.
 
     Args:
         member: returns the learner; raises PeerLostError where it is lost.
@@ -42,7 +42,8 @@ class WorkAheadDriver:
 
     @contextlib.asynccontextmanager
     async def during(self, order: Order, adjustments: Adjustments) -> AsyncIterator[Watch | None]:
-        """Works beside the collection in the block, which calls the watch; waits for what is under way."""
+        """Works during the collection in the block, which calls the watch; then waits for the chunk in
+        progress."""
         if self._config.barrier.work_ahead == "off":
             yield None
             return
@@ -62,7 +63,7 @@ class WorkAheadDriver:
 
 
 class _Shift:
-    """One collection's work: `watch` wakes `run`, which has one chunk under way at a time."""
+    """The work during one collection: `watch` wakes `run`, which sends one chunk at a time."""
 
     def __init__(
         self,
@@ -81,12 +82,13 @@ class _Shift:
         self._changed.set()
 
     def end(self) -> None:
-        """The barrier has closed: nothing more is sent."""
+        """Stops sending chunks, because the barrier has closed."""
         self._is_over = True
         self._changed.set()
 
     async def run(self) -> None:
-        """Sends chunks until the end; an error ends the work of this step, and the step itself meets it."""
+        """Sends chunks until the end; an error ends the work ahead of this step, and occurs again in the
+        step."""
         try:
             while not self._is_over:
                 chunk = None if self._barrier is None else self._chunks.take(self._barrier)
@@ -101,7 +103,7 @@ class _Shift:
 
     def _chunk_order(self, chunk: ClosedChunk, barrier: Barrier) -> ChunkOrder:
         groups = [barrier.group(prompt_id) for prompt_id in chunk.prompts]
-        # Rewards that are normalized over the batch are not known yet, and advantages neither.
+        # Rewards that are normalized over the batch, and thus advantages, are not known yet.
         is_final = not any(header.normalized for group in groups for header in group)
         return ChunkOrder(
             step=self._order.step,

@@ -1,8 +1,8 @@
 """Decides which rollout servers are at fault when a join or a push fails.
 
 A member that gives up cuts all of its connections, so one failure spreads to members that did nothing wrong.
-Their errors name the member or rank that they lost (`PeerLostError.peer`, `DeadlineError.peer`); an error
-that names no other member, or a part of the member itself (`LocalPart`), is the member's own.
+Their errors name the member or rank that they lost (`PeerLostError.peer`, `DeadlineError.peer`). An error is
+the member's own if it names no other member, or only a part of the member itself (`LocalPart`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ Failure = tuple[Member, PacelineError]
 
 
 def is_own_failure(member: Member, error: BaseException) -> bool:
-    """Whether an error of a call to `member` is its own, not the consequence of another member's."""
+    """Whether an error of a call to `member` is its own, and not the consequence of another member's
+    error."""
     peer = _peer(error)
     if isinstance(peer, RankRef):
         return peer.kind is member.kind is MemberKind.LEARNER
@@ -28,14 +29,14 @@ def is_own_failure(member: Member, error: BaseException) -> bool:
 def at_fault(
     failures: Sequence[Failure], learner_error: BaseException | None, owners: Sequence[Member]
 ) -> list[Failure]:
-    """The failures of the servers to expel.
+    """Returns the failures of the servers that must be expelled.
 
-    They are those of servers that failed by themselves; if there are none, the failure of the one server that
-    the others' errors lead to. There are none at all if the errors lead to no server that failed.
+    These are the servers that failed by themselves. If there are none, it is the one server to which the
+    others' errors lead; if the errors lead to no failed server, the result is empty.
 
     Args:
         failures: every rollout server whose call failed.
-        learner_error: that of the learner's call, if it failed too; the learner itself is not lost.
+        learner_error: the error of the learner's call, if that failed, too; the learner itself is not lost.
         owners: the server of each rollout rank.
     """
     own = [(member, error) for member, error in failures if is_own_failure(member, error)]
@@ -48,12 +49,12 @@ def at_fault(
 
 
 def _peer(error: BaseException) -> Peer | None:
-    """The peer that an error names; None for an error of another kind."""
+    """Returns the peer that an error names; None if the error names none."""
     return error.peer if isinstance(error, PeerLostError | DeadlineError) else None
 
 
 def _accused(error: BaseException, owners: Sequence[Member]) -> str | None:
-    """The id of the server whose rank an error names, if it names a rollout rank."""
+    """Returns the id of the server whose rank an error names, if it names a rollout rank."""
     peer = _peer(error)
     if not isinstance(peer, RankRef) or peer.kind is not MemberKind.ROLLOUT or peer.number is None:
         return None
@@ -61,7 +62,7 @@ def _accused(error: BaseException, owners: Sequence[Member]) -> str | None:
 
 
 def _last_accused(accusations: Mapping[str, str | None], first: str | None) -> str | None:
-    """Follows the accusations from `first`, or else from the first that any server makes, to their end.
+    """Follows the accusations to their end, from `first` or else from the first that any server makes.
 
     A server that passes weights on gives up when it loses a peer, so the first accused may only be a victim.
     """

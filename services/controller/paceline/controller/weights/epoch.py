@@ -35,8 +35,8 @@ class Epoch:
     """Holds a weight group that has formed.
 
     Attributes:
-        owners: the server of each rollout rank.
-        num_gpus: GPUs that its ranks are on; 0 on CPUs.
+        owners: the server to which each rollout rank belongs.
+        num_gpus: number of GPUs of its ranks; 0 on CPUs.
     """
 
     number: int
@@ -46,7 +46,8 @@ class Epoch:
     num_gpus: int = 0
 
     def consists_of(self, learner: Member, rollouts: Sequence[Member]) -> bool:
-        """Whether its members are exactly these, and none was taken for dead and registered again since."""
+        """Whether its members are exactly these, and none was wrongly taken for dead and has registered
+        again."""
         own, others = (self.learner, *self.rollouts), (learner, *rollouts)
         return len(own) == len(others) and all(a is b for a, b in zip(own, others, strict=True))
 
@@ -110,7 +111,7 @@ class Epochs:
         )
 
     async def dissolve(self) -> None:
-        """Makes the members of the current epoch leave it, as far as they still answer."""
+        """Makes all members of the current epoch that still answer leave it."""
         epoch, self.current = self.current, None
         if epoch is None:
             return
@@ -231,9 +232,10 @@ class Epochs:
     def _to_expel(
         self, failures: list[blame.Failure], learner_error: BaseException | None, owners: Sequence[Member]
     ) -> list[blame.Failure]:
-        """The failures of the servers at fault. Where nobody is, the next attempt may show who it is.
+        """Returns the failures of the servers at fault; if no server is, the next attempt may show which it
+        is.
 
-        The second time in a row all servers that failed are expelled: attempts without end would help nobody.
+        The second time in a row, all failed servers are expelled, because attempts must end at some point.
         """
         if not failures:
             return []
@@ -245,7 +247,8 @@ class Epochs:
         return failures
 
     def succeeded(self) -> None:
-        """A push reached every server of the epoch: failures before it no longer count."""
+        """Notes that a push has reached every server of the epoch, so that earlier failures no longer
+        count."""
         self._unexplained = 0
 
     async def call_jointly(self, epoch: Epoch, member: Member, call: Coroutine[Any, Any, T]) -> T:

@@ -30,9 +30,9 @@ class Candidate:
     """A version that was transferred and compared, but that no server samples from yet.
 
     Attributes:
-        servers: those that hold the learner's digest.
+        servers: the servers whose digest equals the learner's.
         began: monotonic time at which the push began.
-        metrics: those of the transfer.
+        metrics: metrics of the transfer.
     """
 
     policy: PolicyTag
@@ -114,7 +114,7 @@ class WeightPush:
     async def _agreeing(
         self, members: Sequence[Member], sent: PushReceipt, received: Mapping[str, PushReceipt]
     ) -> tuple[Member, ...]:
-        """The servers that hold what the learner sent; expels the others, if there are any that do."""
+        """Returns the servers that hold the learner's weights; if there are any, expels the others."""
         differences: dict[str, str] = {}
         for member in members:
             difference = disagreement(sent.reports[0], received[member.member_id].reports)
@@ -129,9 +129,10 @@ class WeightPush:
 
 
 def _metrics(sent: PushReceipt, received: Iterable[PushReceipt]) -> dict[str, float]:
-    """`weights/bytes` is what leaves the learners, `relayed_bytes` what rollout ranks pass on to each other.
+    """Returns metrics: `weights/bytes` counts bytes from learners, `relayed_bytes` those between rollout
+    ranks.
 
-    Times and `peak_extra_bytes`, the staging, are those of the rank with most.
+    Times and `peak_extra_bytes` (the staging) are the maximum over all ranks.
     """
     merged = PushReceipt.merge([sent, *received])
     return {
