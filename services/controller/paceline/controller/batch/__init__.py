@@ -1,1 +1,1 @@
-"""Prompts out, scored samples in, and which of them make up a batch."""
+"""Sends prompts out, takes scored samples in, and decides which of them make up a batch."""

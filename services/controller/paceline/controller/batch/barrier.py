@@ -3,16 +3,16 @@
     scored headers -> judge -> admitted groups -> (closed) -> batch in (prompt id, sample index) order
 
 With v the version that the step samples from and d its digest, a header is admitted only if its version is v
-and its digest is d; each trajectory id is admitted at most once. Step s trains version s - 1: strictly on
-policy v is s - 1, with a bound of k (`barrier.max_staleness`) at least s - 1 - k. Where pushes land in
+and its digest is d; each trajectory id is admitted at most once. Step s trains version s - 1. Strictly on
+policy, v is s - 1; with a bound of k (`barrier.max_staleness`), v is at least s - 1 - k. Where pushes land in
 mid-answer (`rollout.in_flight`), each range of a header's tokens is of a committed version from v to s - 1.
 
 A sample is settled when it is admitted or has failed: its reward could not be computed, or its group was
 refused. The barrier closes when every sample is settled; only then are the groups with failed samples
-dropped. A good copy of a failed sample that comes before that is admitted. Groups may be added while the
-barrier is open. A complete group may be set aside: it is not trained, though nothing is wrong with it. The
-batch does not depend on the order of arrival: of repeats of a trajectory the first is kept, and repeats carry
-the same tokens.
+dropped. If a good copy of a failed sample arrives before that, the copy is admitted. Groups may be added
+while the barrier is open. A complete group may be set aside: it is valid but not trained on. The batch does
+not depend on the order of arrival: the first copy of a trajectory is kept, and all copies carry the same
+tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DroppedGroup:
-    """A prompt group that is not trained, and why."""
+    """A prompt group that is not trained on, and the reason."""
 
     prompt_id: int
     reason: str
@@ -58,14 +58,14 @@ class Barrier:
     """Collects the groups of one step.
 
     Args:
-        step: which step this is; headers of another are UNKNOWN.
+        step: the step; headers of another step are UNKNOWN.
         policy: the only policy whose tokens are admitted; with `commits` the oldest.
-        max_staleness: how many versions it may be behind the one that the step trains.
+        max_staleness: how many versions the policy may be behind the one that the step trains.
         commits: the digests of committed versions, where later ones than `policy` may have sampled too.
         counts: samples of each prompt by purpose; those of the first purpose are the batch. Headers of
             another purpose are UNKNOWN.
         prompts: the ids of the prompts.
-        prompt_counts: what single prompts get in place of `counts`.
+        prompt_counts: counts of single prompts, which replace `counts`.
 
     Raises:
         ProtocolError: the policy is too far behind.
@@ -123,7 +123,7 @@ class Barrier:
 
     @property
     def num_wanted(self) -> int:
-        """Trajectories that all groups together need."""
+        """Number of trajectories that all groups together need."""
         return sum(self._group_size(prompt_id) for prompt_id in self._expected)
 
     @property
@@ -192,7 +192,8 @@ class Barrier:
 
     def _fail(self, key: TrajectoryId, failure: _Failure) -> None:
         failures = self._failures.setdefault(key.prompt_id, {})
-        # Of several failures of a sample the least is kept, so that the reason does not depend on arrival.
+        # If a sample fails several times, the smallest reason is kept, so that it does not depend on the
+        # order of arrival.
         failures[key] = min(failure, failures.get(key, failure))
 
     def _settle(self, prompt_id: int) -> None:
@@ -235,11 +236,11 @@ class Barrier:
         return self._samples(self.purpose, lambda prompt_id: prompt_id not in self._aside)
 
     def aside(self) -> list[ScoredHeader]:
-        """The samples of groups that were set aside, in the same order."""
+        """Returns the samples of groups that were set aside, in batch order."""
         return self._samples(self.purpose, lambda prompt_id: prompt_id in self._aside)
 
     def beside(self) -> dict[str, list[ScoredHeader]]:
-        """The headers of the other purposes in groups that were not dropped, in the same order."""
+        """Returns the headers of the other purposes in groups that were not dropped, in batch order."""
         others = [purpose for purpose in self._counts if purpose != self.purpose]
         return {purpose: self._samples(purpose, lambda prompt_id: True) for purpose in others}
 
@@ -252,7 +253,7 @@ class Barrier:
         ]
 
     def _num_wanted(self, key: TrajectoryId) -> int:
-        """How many of a trajectory's purpose its group wants."""
+        """Returns how many samples of a trajectory's purpose its group wants."""
         return self._counts_of(key.prompt_id).get(key.purpose, 0) if key.prompt_id in self._expected else 0
 
     def _counts_of(self, prompt_id: int) -> Mapping[str, int]:

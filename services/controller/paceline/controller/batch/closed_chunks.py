@@ -1,8 +1,8 @@
 """Which chunks of a step the learner can work on while its barrier is still open. Pure.
 
-A chunk is a run of prompts in the order of the batch. It can be scored when its groups are complete, if no
-group before it has failed: its rows then have the places in the batch that they will have at the end. It can
-have its gradient when all chunks before it have theirs: sums depend on their order, scores do not.
+A chunk is a run of prompts in batch order. It can be scored when its groups are complete and no group before
+it has failed, because its rows then have their final places in the batch. Its gradient can be computed when
+those of all earlier chunks are: sums depend on their order, scores do not.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class ClosedChunk:
 
 
 class ClosedChunks:
-    """Gives each chunk of a step once for its scores and once for its gradient, as far as these are wanted.
+    """Gives each chunk of a step once for its scores and once for its gradient, if these are wanted.
 
     Args:
-        prompts: of the step.
+        prompts: the step's prompts.
         width: prompts per chunk.
-        num_gradients: chunks, from the first on, whose gradient is taken ahead.
-        num_unscored: chunks, from the first on, of which no scores are needed.
+        num_gradients: number of chunks at the start of the step whose gradients are computed ahead.
+        num_unscored: number of chunks at the start of the step that need no scores.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class ClosedChunks:
 
     @classmethod
     def of(cls, config: RunConfig, prompts: Collection[int]) -> ClosedChunks:
-        """Makes what `barrier.work_ahead` asks for."""
+        """Makes the chunks for the configured `barrier.work_ahead`."""
         width = config.prompts_per_chunk
         first_mini_batch = config.actor.ppo_mini_batch_size // width
         takes_gradients = config.barrier.work_ahead == "gradients"
@@ -56,7 +56,7 @@ class ClosedChunks:
         )
 
     def take(self, barrier: Barrier) -> ClosedChunk | None:
-        """The next chunk to work on; None if there is none now."""
+        """Returns the next chunk to work on; None if there is none now."""
         first_failed = min((group.prompt_id for group in barrier.dropped), default=None)
 
         def is_closed(number: int) -> bool:

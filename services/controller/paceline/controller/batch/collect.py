@@ -1,4 +1,4 @@
-"""COLLECT: scored trajectories in, until the barrier closes.
+"""COLLECT: takes scored trajectories in until the barrier closes.
 
     scored log -> judge -> barrier -> batch
                     `-> refill -> dispatch of further prompts
@@ -7,7 +7,7 @@ consumes     the `scored` stream as a log, from the end of the last finished ste
              so that a step which is executed again reads the same entries in the same order
 unblocked by a log entry, a change in the fleet
 deadlines    barrier.collect_timeout_s for the collection, barrier.stall_timeout_s without progress of the
-             barrier; while services that it needs are being waited for, both stand still
+             barrier; both clocks stop while the collection waits for services
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class Batch:
 
     Attributes:
         samples: headers of the groups to train, in (prompt id, sample index) order.
-        num_groups: all groups that were asked for.
+        num_groups: number of requested groups.
         beside: the samples of further purposes, in the same order.
         set_aside: the samples of groups that a refill set aside.
-        num_extra: groups that a refill asked for; None without a refill.
+        num_extra: number of groups that a refill requested; None without a refill.
         gen_s: seconds until the last sample was generated.
-        reward_s: seconds that its scoring took beyond that.
+        reward_s: further seconds until that sample was scored.
         wait_s: seconds between the first and the last arrival.
     """
 
@@ -82,7 +82,7 @@ class Batch:
 
 
 class _Collection:
-    """One order's barrier, its refill, and the times of what arrived."""
+    """One order's barrier, its refill, and the times of arrivals."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class _Collection:
         self.last: ScoredHeader | None = None
 
     def stand_still(self, seconds: float) -> None:
-        """Takes a wait for services out of the deadlines."""
+        """Extends the deadlines by the time of a wait for services."""
         self.began += seconds
         self.last_progress += seconds
 
@@ -140,13 +140,13 @@ class Collector:
     """Collects the scored trajectories of a step's batch.
 
     Args:
-        wait_for_services: returns at once while there is a rollout server and a reward service, else when
-            they are back; raises where they do not come.
+        wait_for_services: returns as soon as there are a rollout server and a reward service; raises if they
+            do not come back.
         count: called with (admitted, wanted) as trajectories come in.
 
     Attributes:
         position: the last log entry that was read.
-        blob_keys: the blobs that the entries named, trained on or not, by step; those of steps that were not
+        blob_keys: the blobs that the entries named, trained on or not, by step, for steps that were not
             cleaned up.
     """
 
@@ -175,7 +175,7 @@ class Collector:
         return self._early[0][0] if self._early else self.position
 
     async def recall(self, position: str, version: int) -> None:
-        """Moves to the log position in the journal, and looks up what the broker holds of the run.
+        """Moves to the log position in the journal, and looks up the run's data in the broker.
 
         Raises:
             LostDataError: the broker has lost the run's data.
@@ -187,21 +187,21 @@ class Collector:
         await self._dispatcher.recall(version)
 
     async def begin_anew(self) -> None:
-        """Removes the run's data from the broker: everything will be sent and collected again."""
+        """Removes the run's data from the broker, so that everything is sent and collected again."""
         await self._mailboxes.begin_anew()
         self._dispatcher.forget()
         self.position, self.blob_keys = LOG_START, {}
         self._early.clear()
 
     async def clean_up(self, step: int) -> None:
-        """Removes what the steps before `step` left in the broker, all of which are finished.
+        """Removes from the broker the data of the steps before `step`, which are all finished.
 
         Raises:
             LostDataError: the broker has lost the run's data.
         """
         await self._dispatcher.clean_up(step)
         over = [key for of_step, keys in self.blob_keys.items() if of_step < step for key in keys]
-        # Nothing is sampled any more from the version before the committed one.
+        # The version before the committed one is not sampled from any more.
         await self._mailboxes.clean_up(
             version=step - 2, position=self._journal.standing.log_position, blob_keys=over
         )
@@ -216,7 +216,7 @@ class Collector:
         return await self._mailboxes.texts(headers, required=required)
 
     async def trajectories(self, headers: Sequence[ScoredHeader]) -> list[Trajectory | None]:
-        """The samples' tokens and log-probs; None where they are gone."""
+        """Returns the samples' tokens and log-probs; None for those that are gone."""
         return await self._mailboxes.trajectories(headers)
 
     async def learner_log_probs(self, headers: Sequence[ScoredHeader]) -> list[Float32Array | None]:
@@ -226,7 +226,7 @@ class Collector:
     # --- a collection
 
     async def dispatch(self, order: Order) -> None:
-        """Sends the order's prompts out, as far as the broker does not hold them already."""
+        """Sends out those of the order's prompts that the broker does not hold yet."""
         sent = await self._dispatcher.dispatch(order)
         if 0 < len(sent) < len(order.prompts):
             self._journal.record("redispatch", step=order.step, prompts=sent)
@@ -243,9 +243,8 @@ class Collector:
         """Waits for the barrier to close; meanwhile `refill` replaces groups that teach nothing.
 
         Args:
-            is_over: whether nobody samples from the order's policy any more: all that there is of it is in
-                the log.
-            ahead: whether the order is of a step that has not begun.
+            is_over: whether no server samples from the order's policy any more, so that the log is complete.
+            ahead: whether the order belongs to a step that has not begun.
 
         Raises:
             DeadlineError: the barrier made no progress for barrier.stall_timeout_s, or did not close within
@@ -353,7 +352,7 @@ class Collector:
     # --- waiting
 
     async def _look_around(self, collection: _Collection) -> None:
-        """Nothing came: are the services there, and the run's data?"""
+        """Checks, when no entry has come, that the services and the run's data are there."""
         began = time.monotonic()
         await self._wait_for_services()
         now = time.monotonic()
@@ -367,7 +366,7 @@ class Collector:
             await self._check_under_way(collection)
 
     async def _check_under_way(self, collection: _Collection) -> None:
-        """Raises LostDataError where the barrier is open and no further entry will come."""
+        """Raises LostDataError if the barrier is open and no further entry can come."""
         if not await self._mailboxes.idle(self._dispatcher.stream(collection.order.policy.version)):
             return
         scored = names.scored(self._run_id)
@@ -405,7 +404,8 @@ def _lost(barrier: Barrier) -> LostDataError:
 def _settle(
     collection: _Collection, header: ScoredHeader, events: list[Mapping[str, Any]]
 ) -> Mapping[int, Prompt]:
-    """Judges the group that a header may have completed; the prompts that replace it if it is set aside."""
+    """Judges the group that a header may have completed; returns the prompts that replace it, if it is set
+    aside."""
     if collection.refill is None:
         return {}
     replacement = collection.refill.settle(collection.barrier, [header.trajectory_id.prompt_id])

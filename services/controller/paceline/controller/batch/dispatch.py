@@ -1,9 +1,9 @@
-"""DISPATCH: prompt groups out, each once.
+"""DISPATCH: sends prompt groups out, each once.
 
     order -> prompts that are not in the stream yet -> prompts:vN mailbox
 
-A step that is executed again, after a restart of the controller, sends only what is missing. A repeated
-prompt would do no harm: its samples have the same seeds, and the barrier drops repeats.
+A step that is executed again after a restart of the controller sends only the missing prompts. A repeated
+prompt would do no harm, because its samples have the same seeds, and the barrier drops repeats.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """The prompts of one collection, and which samples each of them gets; purposes differ.
+    """The prompts of one collection, and the samples that each of them gets; no purpose occurs twice.
 
     Attributes:
-        prompt_asks: what single prompts get in place of `asks`.
+        prompt_asks: the samples of single prompts, which replace `asks`.
     """
 
     step: int
@@ -65,7 +65,7 @@ class Order:
         return {prompt_id: _counts(asks) for prompt_id, asks in self.prompt_asks.items()}
 
     def asks_of(self, prompt_id: int) -> tuple[Ask, ...]:
-        """Returns what a prompt gets."""
+        """Returns the samples that a prompt gets."""
         return self.prompt_asks.get(prompt_id, self.asks)
 
 
@@ -78,7 +78,7 @@ def _counts(asks: Iterable[Ask]) -> dict[str, int]:
 
 
 class Dispatcher:
-    """Sends prompts out, their images before them.
+    """Sends prompts out, after storing their images.
 
     Args:
         images: makes the images' pixels; None where prompts have none.
@@ -112,12 +112,12 @@ class Dispatcher:
                 yield decode_prompt_group(entry.payload)
 
     def forget(self) -> None:
-        """Everything is sent again: the broker has lost it."""
+        """Forgets what was sent, because the broker has lost it; everything is sent again."""
         self._sent.clear()
         self._images.forget()
 
     async def clean_up(self, step: int) -> None:
-        """Forgets what the steps before `step` were sent, and removes their images."""
+        """Forgets the prompts of the steps before `step`, and removes their images."""
         self._sent = {key for key in self._sent if key[0] >= step}
         await self._images.drop(before=step)
 

@@ -1,4 +1,4 @@
-"""The images of the prompts that are under way: at the broker while a step needs them, by hash.
+"""The images of prompts in progress: the broker holds them, by hash, while a step needs them.
 
 prompt sent -> processed, stored unless it is there -> (fetched by hash) -> step finished: removed
 """
@@ -33,7 +33,7 @@ class PromptImages:
         return self._reader is not None
 
     async def store(self, sources: Sequence[ImageSource], step: int) -> tuple[Image, ...]:
-        """The images, at the broker until `step` is finished.
+        """Stores the images at the broker until `step` is finished.
 
         Raises:
             DataError: an image cannot be made any more.
@@ -51,7 +51,7 @@ class PromptImages:
         return image
 
     def note(self, images: Sequence[Image], step: int) -> None:
-        """Images that are at the broker are needed by a step."""
+        """Notes that a step needs images that the broker already holds."""
         for image in images:
             self._needed[image.hash] = max(step, self._needed.get(image.hash, 0))
 
@@ -64,5 +64,5 @@ class PromptImages:
             del self._needed[image_hash]
 
     def forget(self) -> None:
-        """The broker has none any more."""
+        """Notes that the broker has lost all images."""
         self._needed.clear()

@@ -1,4 +1,4 @@
-"""What a run works on: prompts, the position in them, and how answers are sampled."""
+"""The inputs of a run: prompts, the cursor over them, and the sampling parameters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from paceline.data.reading.prompt_reader import PromptReader
 log = logging.getLogger(__name__)
 
 _MOST_SOURCES = 20
-# What MLflow refuses in the name of a metric.
+# Characters that MLflow refuses in the name of a metric.
 _NO_NAME = re.compile(r"[^A-Za-z0-9_.:/ -]")
 
 
@@ -39,7 +39,7 @@ class HeldOutPrompts:
     """A set of held-out prompts.
 
     Attributes:
-        prompts: no id is another set's, too.
+        prompts: the set's prompts; ids are unique over all sets.
     """
 
     of: HeldOutSet
@@ -69,7 +69,7 @@ class Inputs:
     encode: Callable[[object], list[int]] | None = None
 
     def made_prompt(self, value: object, prompt_id: int, context: RewardContext) -> Prompt:
-        """Makes a prompt of text or messages as a data file's rows are; raises DataError or ModelError."""
+        """Makes a prompt of text or messages like a row of a data file; raises DataError or ModelError."""
         assert self.encode is not None, "a run's inputs come with its tokenizer"
         return Prompt(
             prompt_id=prompt_id,
@@ -86,7 +86,8 @@ class Inputs:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Of all prompts' tokens and of what their rewards need, so that a resumed run notices other data."""
+        """Digest of all prompts' tokens and of the inputs of their rewards: a resumed run notices changed
+        data."""
         digest = hashlib.blake2b(digest_size=16)
         unnamed = next((held_out.prompts for held_out in self.val if not held_out.of.name), None)
         named = {held_out.of.name: held_out.prompts for held_out in self.val if held_out.of.name}
@@ -98,7 +99,7 @@ class Inputs:
         return digest.hexdigest()
 
     def sampling(self, config: RunConfig, temperature: float) -> SamplingSpec:
-        """How answers are sampled at a temperature."""
+        """Returns the sampling parameters at a temperature."""
         return SamplingSpec(
             temperature=temperature,
             max_tokens=config.data.max_response_length,
@@ -106,7 +107,7 @@ class Inputs:
         )
 
     def held_out_sampling(self, of: HeldOutSet) -> SamplingSpec:
-        """How the answers to a set of held-out prompts are sampled."""
+        """Returns the sampling parameters of a set of held-out prompts."""
         return SamplingSpec(
             temperature=of.temperature,
             max_tokens=of.max_tokens,
@@ -151,7 +152,7 @@ def load_inputs(config: RunConfig) -> Inputs:
 
 
 def source_name(prompt: Prompt) -> str:
-    """What metrics call the data source of a prompt."""
+    """Returns the name of a prompt's data source in metrics."""
     return _source_name(prompt.context.data_source)
 
 
@@ -160,12 +161,12 @@ def _source_name(source: str) -> str:
 
 
 def _tells_apart(sources: Sized) -> bool:
-    """Whether metrics by source say more than those of all, without being too many."""
+    """Whether metrics by source are useful: there are several sources, but not too many."""
     return 1 < len(sources) <= _MOST_SOURCES
 
 
 def _by_source(prompts: Mapping[int, Prompt]) -> dict[str, set[int]]:
-    """The ids of each source; {} where all have the same, or there are too many to be metrics."""
+    """Returns the ids of each source; {} if there is only one source, or too many for metrics."""
     by_source: dict[str, set[int]] = {}
     for prompt_id, prompt in prompts.items():
         by_source.setdefault(source_name(prompt), set()).add(prompt_id)

@@ -1,11 +1,11 @@
-"""The run's data in the broker: created, missed, cleaned up, begun anew.
+"""The run's data in the broker: creates it, notices its loss, cleans it up, and starts it anew.
 
     check -> begin_anew where it is lost -> (steps: prompts, trajectories, scored, blobs; clean_up) -> purge
 
-A marker is stored with the first data. Where it is gone, the broker has lost the data,
-say because a server without persistence was restarted. Where it names another process of the server, the last
-messages may be lost: an older snapshot was loaded, or a replica that lagged took over. The run's own server
-loses nothing with its process. Single messages are lost where the mailboxes are idle and a collection is not
+A marker is stored with the first data. If the marker is gone, the broker has lost the data, say because a
+server without persistence was restarted. If it names another process of the server, the last messages may be
+lost: an older snapshot was loaded, or a replica that lagged took over. The run's own server loses no data
+when its process ends. Single messages are lost if the mailboxes are idle although a collection is not
 complete.
 """
 
@@ -28,8 +28,8 @@ class Mailboxes:
     """Owns the streams and blobs of a run.
 
     Args:
-        broker: where they are.
-        run_id: names them.
+        broker: the broker that holds them.
+        run_id: part of their names.
         own_server: whether the server was started for this run and keeps its data when it dies.
     """
 
@@ -37,7 +37,7 @@ class Mailboxes:
         self._broker, self._run_id, self._own_server = broker, run_id, own_server
 
     async def check(self) -> None:
-        """Creates groups that are missing; raises LostDataError where the run's data is gone."""
+        """Creates missing consumer groups; raises LostDataError if the run's data is gone."""
         (marker,) = await self._broker.get_blobs([names.marker(self._run_id)])
         if marker != await self._server():
             raise LostDataError(
@@ -47,9 +47,10 @@ class Mailboxes:
         await self._create_groups()
 
     async def idle(self, prompts: str) -> bool:
-        """Whether nobody has anything left to do for the run: what `scored` holds now is all that will come.
+        """Whether no service has work left for the run, so that `scored` is complete.
 
-        Asked in the order in which messages go on: one that is answered meanwhile is seen further on.
+        Mailboxes are checked in the order in which messages pass through them, so that none is missed on its
+        way.
 
         Args:
             prompts: the mailbox of the prompts.

@@ -1,4 +1,4 @@
-"""All checks of a run directory, in order; memory and time grow with the run as its files do."""
+"""All checks of a run directory, in order; their memory and time grow with the size of the run's files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def verify(run_dir: Path) -> Findings:
     valid, files = _valid_steps(journal), StepFiles(run_dir, lines, findings)
 
     def check_files(history: History, step: StepHistory, number: int, entry: JournalEntry) -> None:
-        # Those of a void step were written over.
+        # The files of a void step were overwritten.
         if valid.get(number) == entry.line:
             files.check(step, number, entry, history.run_id, history.term)
 
@@ -65,7 +65,7 @@ def follow(
 
 
 def _valid_steps(journal: Path) -> dict[int, int]:
-    """The line of each step's last end, but for steps that a rewind made void."""
+    """Returns the line of each step's last end, except for steps that a rewind made void."""
     valid: dict[int, int] = {}
     with journal.open("rb") as lines:
         for number, line in enumerate(lines, start=1):

@@ -1,4 +1,5 @@
-"""Digests of what a run writes: the journal has them from the writing, `paceline verify` takes them again."""
+"""Digests of a run's files: the journal records them at the writing, and `paceline verify` recomputes
+them."""
 
 from __future__ import annotations
 
@@ -14,6 +15,6 @@ def digest_of(content: bytes) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """Returns that of a file's content."""
+    """Returns the digest of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=DIGEST_BYTES)).hexdigest()

@@ -1,4 +1,4 @@
-"""What a check found: breaches by invariant, each with the journal entries that show it, and counts."""
+"""The result of a check: breaches by invariant, each with the journal entries that show it, and counts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_ENDS = 20
 
 
 class Invariant(enum.Enum):
-    """What must hold; the value is what is printed."""
+    """An invariant that must hold; the value is the printed text."""
 
     RECORD = (
         "the record: lines numbered without gaps, terms that increase, one line of metrics per step that "
@@ -46,7 +46,7 @@ class JournalEntry:
 
     @property
     def kind(self) -> str:
-        """The name of the event; "None" where the line has none."""
+        """The name of the event; "None" if the line has none."""
         return str(self.event.get("event"))
 
     def __getitem__(self, key: str) -> Any:
@@ -73,7 +73,7 @@ class Breach:
 
 
 def _cut(text: str) -> str:
-    """What fits a few lines of a terminal; a step's dispatch alone may name thousands of prompts."""
+    """Cuts text to a few lines of a terminal; a single dispatch may name thousands of prompts."""
     if len(text) <= _LONGEST:
         return text
     return f"{text[:_LONGEST]} ... (and {len(text) - _LONGEST:,} more characters)"
@@ -118,7 +118,8 @@ NEVER = (
 
 @dataclass(kw_only=True, slots=True)
 class Findings:
-    """Collects breaches and counts; as sentences, ends of processes, own code and what was not looked at."""
+    """Collects breaches and counts, and sentences on ends of processes, the user's own code and skipped
+    checks."""
 
     breaches: list[Breach] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
@@ -132,7 +133,7 @@ class Findings:
         self.breaches.append(Breach(invariant=invariant, sentence=sentence, entries=shown))
 
     def to_json(self) -> str:
-        """The counts, how many breaches each invariant has, and what was not looked at."""
+        """Returns the counts, the number of breaches of each invariant, and the skipped checks."""
         breaches = Counter(breach.invariant.name for breach in self.breaches)
         plain = {
             "counts": self.counts,

@@ -1,10 +1,10 @@
-"""A dataflow that a script leads: each verb, and each answer, is a line of JSON over the script's socket.
+"""A dataflow that a script controls: each verb and each answer is a line of JSON over the script's socket.
 
     controller: {"step": 7}    script: {"verb": "draw"}    controller: {"ok": [...]}    script: {"verb": ...
     the last: {"verb": "next"}, or {"verb": "stop"} to end the run with this step
 
-The script leads one step at a time. A controller that was started again connects anew, and the script repeats
-its verbs, whose answers are the same.
+The script controls one step at a time. A restarted controller connects anew, and the script repeats its
+verbs, which get the same answers.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from paceline.data.samples import ScoredSample
 from paceline.data.scripted import SOCKET, plain_prompt, plain_samples
 
 _MOST_BYTES = 1 << 30
-# A notebook may think for long; the journal says meanwhile that the run waits for it.
+# A notebook may take long between verbs; meanwhile the journal says that the run waits for it.
 _PATIENCE_S = 7 * 86_400.0
 _NOTE_S = 60.0
 
 
 async def flow(step: Verbs) -> None:
-    """Does what the script says."""
+    """Carries out a step with the script's verbs."""
     path = os.environ.get(SOCKET)
     if not path:
         raise ConfigError("trainer.dataflow is that of scripts; use paceline.api.session, which sets it")

@@ -1,11 +1,12 @@
-"""The verbs of a step: what a dataflow is written in.
+"""The verbs of a step: the operations that a dataflow calls.
 
     draw -> sample -> (sample ...) -> train -> publish
 
 Journal, barrier, deadlines, turns, guard and rollback are in the verbs, so that any dataflow over them is as
-safe as the built-in one. A step that was interrupted begins again with its first verb: the cursor gives the
-same prompts, the log the same samples, the learner its answer to the same batch. What a sampling asks for is
-journalled by its number in the step; a dataflow that asks for something else the second time is ended.
+safe as the built-in one. An interrupted step begins again with its first verb: the cursor gives the same
+prompts, the log the same samples, and the learner its earlier answer to the same batch. Each sampling's
+request is journalled with its number in the step; if a dataflow requests something else the second time, the
+run ends.
 
 docs/decisions/0031-a-dataflow-begins-its-step-again.md
 """
@@ -50,7 +51,8 @@ from paceline.service.observability.telemetry import span
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepParts:
-    """What the verbs work with; `write_metrics` writes the line of a step that ends the run."""
+    """The parts of the controller that the verbs use; `write_metrics` writes the line of the run's last
+    step."""
 
     run: Run
     progress: Progress
@@ -72,17 +74,17 @@ class Verbs:
     """One attempt at a step.
 
     Args:
-        policy: the one that the step samples from.
-        committed: the one that the learner trains.
+        policy: the policy that the step samples from.
+        committed: the policy that the learner trains.
         began: when the step began, in monotonic seconds.
-        cleanup_s: what the clean-up before it took.
+        cleanup_s: the seconds that the clean-up before the step took.
         patience: how many seconds a dataflow may take between two verbs.
 
     Attributes:
-        number: the step's.
-        rolled_back: whether the guard has had the learner go back.
-        failure: the error of a verb; it ends the step, whatever the dataflow makes of it.
-        timeout: runs out where the dataflow takes too long between two verbs.
+        number: the step's number.
+        rolled_back: whether the guard has rolled the learner back.
+        failure: the error of a verb; it ends the step even if the dataflow catches it.
+        timeout: expires if the dataflow takes too long between two verbs.
     """
 
     def __init__(
@@ -129,12 +131,12 @@ class Verbs:
         """Makes a prompt of text or chat messages, with an id of its own.
 
         Args:
-            value: as in a data file.
-            of: what it comes from, which says how it is scored.
-            ground_truth: that of its scorers; None: the same.
+            value: the prompt, as in a data file.
+            of: the prompt from which it comes and which determines how it is scored.
+            ground_truth: the ground truth for scorers; None: that of `of`.
 
         Returns:
-            None where it is longer than data.max_prompt_length tokens.
+            None if the prompt is longer than data.max_prompt_length tokens.
         """
         origin = of.prompt if isinstance(of, ScoredSample) else of
         inputs, limit = self._parts.inputs, self._parts.run.config.data.max_prompt_length
@@ -154,13 +156,14 @@ class Verbs:
         return made
 
     def reply(self, sample: ScoredSample, text: str) -> Prompt | None:
-        """Makes the prompt that goes on from a sample: its prompt, the sample, then `text` by the user."""
+        """Makes the prompt that continues a sample: its prompt, the sample, then `text` as the user's
+        message."""
         return self.prompt(sample.continued(text), of=sample)
 
     # --- samples
 
     def ask(self, purpose: str = "train", n: int | None = None, *, temperature: float | None = None) -> Ask:
-        """Says how many samples each prompt gets for a purpose; left out: rollout.n, rollout.temperature."""
+        """Sets the samples per prompt for a purpose; the defaults are rollout.n and rollout.temperature."""
         return self._parts.batches.ask(purpose, n, temperature)
 
     async def sample(
@@ -169,13 +172,14 @@ class Verbs:
         """Samples from the step's policy and has the samples scored: DISPATCH and COLLECT.
 
         Args:
-            prompts: drawn or made ones; a None is left out.
+            prompts: prompts that were drawn or made; a None is skipped.
             asks: purposes with their samples per prompt, or only purposes; none: what the configured
                 estimator needs.
-            texts: whether samples get their texts.
+            texts: whether the returned samples have their texts.
 
         Returns:
-            The samples of all prompts but those without a reward, or that dynamic sampling set aside.
+            The samples of all prompts, except groups without a reward and those that dynamic sampling set
+            aside.
         """
         with self._verb("sample"):
             chosen = sorted((p for p in prompts if p is not None), key=lambda prompt: prompt.prompt_id)
@@ -211,7 +215,7 @@ class Verbs:
             return batch
         with span("collect"):
             if is_over:
-                # Its trajectories are in the log, and the policy is gone.
+                # The trajectories are in the log, but the policy is gone.
                 return await parts.collector.collect(order, refill, is_over=lambda: True)
             async with parts.ahead.during(order, parts.guard.adjustments) as watch:
                 collection = parts.collector.collect(order, refill, watch=watch)
@@ -252,7 +256,7 @@ class Verbs:
             The learner's metrics.
 
         Raises:
-            ConfigError: a sample is there twice, is not of this step, or may not be trained.
+            ConfigError: a sample occurs twice, is not of this step, or may not be trained on.
         """
         with self._verb("train"):
             if self._result is not None:
@@ -279,7 +283,8 @@ class Verbs:
                 with span("learn"), timer() as learn:
                     result = await parts.learner.train(parts.alignment.learner, order)
             except IllegalTransitionError as error:
-                # It was trained on trajectories that the broker has lost since, and these are others.
+                # The step was trained on trajectories that the broker has since lost; these are different
+                # ones.
                 await parts.alignment.send_back(self.number, str(error))
             if not journal.standing.in_progress(self.number).trained:
                 journal.record("trained", step=self.number, digest=order.digest)
@@ -322,7 +327,8 @@ class Verbs:
             self._ended = True
 
     async def _judge(self, result: TrainResult, batch: Batch, seconds: float | None) -> dict[str, float]:
-        """Applies the guard to weights that are not published yet; rolls them back if it says so."""
+        """Applies the guard to weights that are not published yet; rolls them back if the guard requires
+        it."""
         parts, step = self._parts, self.number
         decision, metrics = parts.guard.judge(
             TrainedStep(step=step, result=result, batch=batch, seconds=seconds)
@@ -350,7 +356,7 @@ class Verbs:
         self._parts.progress.stop_reason = reason
 
     def allow(self, seconds: float) -> None:
-        """Lets the dataflow take `seconds` between two verbs."""
+        """Allows the dataflow to take `seconds` between two verbs."""
         self.patience = seconds
         self._wait(seconds)
 
@@ -363,7 +369,7 @@ class Verbs:
         self._notes[f"dataflow/{name}"] = float(value)
 
     def metrics(self) -> dict[str, float]:
-        """Returns those of the step that is published.
+        """Returns the metrics of the step, which must be published.
 
         Raises:
             ConfigError: the dataflow has not published it.
@@ -379,7 +385,7 @@ class Verbs:
 
     @contextmanager
     def _verb(self, name: str) -> Iterator[None]:
-        """One verb at a time, none after one that failed, and no time runs meanwhile."""
+        """Runs one verb at a time, and none after a failed one; stops the dataflow's timeout meanwhile."""
         if self.failure is not None:
             raise self.failure
         if self._under_way or self._ended:

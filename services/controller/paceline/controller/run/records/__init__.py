@@ -1,1 +1,1 @@
-"""What a run leaves in its directory: checkpoints, metrics, samples for people."""
+"""The files of a run in its directory: checkpoints, metrics, and samples for people."""

@@ -26,10 +26,10 @@ _VOID = "void_"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ControllerState:
-    """The controller's state at the end of a step, for a run that goes on from its checkpoint.
+    """The controller's state at the end of a step, for a run that resumes from its checkpoint.
 
     Attributes:
-        policy: the committed one, whose weights the checkpoint has, as text; "" in old checkpoints.
+        policy: the committed policy, whose weights the checkpoint has, as text; "" in old checkpoints.
         guard: the state of the guard's policy.
         good: whether a rollback may return to these weights.
         metrics: the step's metrics up to its checkpoint, with which the step can be finished.
@@ -67,13 +67,14 @@ def folder_of(root: Folder, step: int) -> Folder:
 
 
 def of_step(root: Folder, run_id: str, step: int) -> ControllerState | None:
-    """The controller's state in the checkpoint of a step; None where that is missing or incomplete."""
+    """Returns the controller's state in a step's checkpoint; None if the checkpoint is missing or
+    incomplete."""
     folder = folder_of(root, step)
     return next((s for f, s in complete(root) if f == folder and s.run_id == run_id), None)
 
 
 def complete(root: Folder) -> Iterator[tuple[Folder, ControllerState]]:
-    """The checkpoints with an intact manifest, which is written last; the newest first."""
+    """Returns the checkpoints with an intact manifest, which is written last; the newest first."""
     for folder in _with_manifest(root):
         try:
             yield folder, _state_in(folder)
@@ -82,9 +83,9 @@ def complete(root: Folder) -> Iterator[tuple[Folder, ControllerState]]:
 
 
 def candidates(root: Folder, run_id: str) -> Iterator[Folder]:
-    """What a learner of the run may try to load, the newest first.
+    """Returns the checkpoints that a learner of the run may try to load, the newest first.
 
-    Damaged ones are among them: the learner passes over them, or ends if there is no other.
+    Damaged ones are included: the learner skips them, or ends if there is no other.
     """
     for folder in _with_manifest(root):
         try:
@@ -121,7 +122,7 @@ def _state_in(folder: Folder) -> ControllerState:
 
 
 def _manifest_digest(folder: Folder) -> str:
-    """The digest of a checkpoint's manifest; "" where the storage does not give it."""
+    """Returns the digest of a checkpoint's manifest; "" if the storage does not provide it."""
     try:
         return digest_of(folder.read(MANIFEST))
     except OSError as error:
@@ -130,11 +131,11 @@ def _manifest_digest(folder: Folder) -> str:
 
 
 def outdated(root: Folder, keep: int) -> list[Folder]:
-    """The old checkpoints that may go.
+    """Returns the old checkpoints that may be removed.
 
     The newest `keep` complete checkpoints and the newest good one stay. Incomplete and damaged ones stay only
     if they are newer than the newest complete one; they do not count. A void one stays until there is a
-    complete one of its step or a later.
+    complete one of its step or of a later step.
     """
     intact = list(complete(root))
     if not intact:
@@ -155,12 +156,12 @@ def remove(folders: Sequence[Folder]) -> None:
 
 
 def later(root: Folder, last_step: int) -> list[Folder]:
-    """The checkpoints of steps after `last_step`, the incomplete ones too."""
+    """Returns the checkpoints of steps after `last_step`, including incomplete ones."""
     return [folder for folder in _steps(root) if _step_of(folder) > last_step]
 
 
 def set_aside(folders: Sequence[Folder]) -> None:
-    """Sees to it that nobody goes on from void checkpoints.
+    """Makes sure that no run resumes from void checkpoints.
 
     They are renamed; in an object store, which has no renaming, they become incomplete.
     """
@@ -192,20 +193,20 @@ class Checkpoints:
         return seconds
 
     async def written(self) -> None:
-        """Returns when the checkpoint that was saved last is complete, or has failed."""
+        """Returns when the last checkpoint is complete, or has failed."""
         writing, self._writing = self._writing, None
         if writing is not None:
             await writing
 
     async def abandon(self) -> None:
-        """Waits no longer for the checkpoint that was saved last: the learner is gone, or the run ends."""
+        """Stops waiting for the last checkpoint, because the learner is gone or the run ends."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.cancel()
             await asyncio.gather(writing, return_exceptions=True)
 
     async def _complete(self, learner: Member, folder: Folder, state: ControllerState) -> None:
-        """Waits for a checkpoint and removes old ones. One that fails is one less; the run goes on."""
+        """Waits for a checkpoint and removes old ones. If a checkpoint fails, the run goes on without it."""
         journal = self._run.journal
         try:
             await self._learner.wait_checkpoint(learner, step=state.step)
@@ -217,7 +218,8 @@ class Checkpoints:
         try:
             keep = self._run.config.trainer.keep_checkpoints
             old = await in_thread(outdated, self._run.checkpoints, keep)
-            # First the journal: whatever ends this task or process, no checkpoint is missing unsaid.
+            # The journal comes first: if this task or process ends in between, the journal still explains the
+            # missing checkpoint.
             for superseded in old:
                 journal.record("checkpoint_removed", folder=str(superseded))
             await in_thread(remove, old)
@@ -227,7 +229,7 @@ class Checkpoints:
     async def roll_back(self, learner: Member, *, step: int, reason: str) -> dict[str, float]:
         """Makes the learner load the last good weights as version `step`; returns metrics.
 
-        Where they are damaged, it loads the good ones before them.
+        If these are damaged, it loads the good ones before them.
 
         Raises:
             CheckpointError: there are none.

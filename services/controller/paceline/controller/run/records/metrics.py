@@ -78,7 +78,7 @@ def of_ages(samples: Sequence[ScoredHeader], step: int) -> dict[str, float]:
 
 
 def _spread(batch: Batch) -> dict[str, float]:
-    """How much the rewards differ, over the batch and within its groups."""
+    """Returns how much the rewards differ, over the batch and within its groups."""
     rewards = [header.reward or 0.0 for header in batch.samples]
     if not rewards:
         return {}
@@ -88,7 +88,7 @@ def _spread(batch: Batch) -> dict[str, float]:
 
 
 def _component_spread(samples: Sequence[ScoredHeader]) -> dict[str, float]:
-    """Of each scorer's component its spread, and the shares of samples at either end of its values."""
+    """Returns each component's spread, and the shares of samples at either end of its values."""
     values: dict[str, list[float]] = defaultdict(list)
     for header in samples:
         for name, value in header.components.items():
@@ -116,7 +116,7 @@ def _scoring_times(samples: Sequence[ScoredHeader]) -> dict[str, float]:
 
 
 def episode_metrics(samples: Sequence[ScoredHeader]) -> dict[str, float]:
-    """Turns, tool calls and why episodes ended; empty where all answers were single ones."""
+    """Returns turns, tool calls and stop reasons of episodes; empty if all samples were single answers."""
     episodes = [header.episode for header in samples if header.episode is not None]
     if not episodes:
         return {}
@@ -149,7 +149,7 @@ class MetricsFile:
         self._path = path
 
     def cut(self, last_step: int) -> None:
-        """Drops the lines of later steps: those of steps that are not finished, or void."""
+        """Drops the lines of later steps, which are unfinished or void."""
         lines = _lines(self._path)
         complete = [line for line in lines if line.endswith("\n")]
         kept = [line for line in complete if int(json.loads(line)["step"]) <= last_step]
@@ -163,7 +163,7 @@ class MetricsFile:
         os.replace(temporary, self._path)
 
     def append(self, step: int, metrics: Mapping[str, float]) -> str:
-        """Writes one step with the time, to the disk; a value that is not finite becomes null.
+        """Writes a step's line, with the time, to the disk; a value that is not finite becomes null.
 
         Returns:
             The digest of the line.

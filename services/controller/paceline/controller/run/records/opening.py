@@ -1,4 +1,4 @@
-"""Opens a run directory: the run that is there goes on, if it was begun with the same data and settings."""
+"""Opens a run directory; its run is resumed if it was begun with the same data and settings."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class OpenedRun(NamedTuple):
     """A run that begins or goes on.
 
     Attributes:
-        journal: with its event `run`.
+        journal: the journal, to which the event `run` was written.
         run_id: the run's id.
-        notices: what a person should know of how it goes on.
+        notices: sentences for people on how the run was resumed.
     """
 
     journal: Journal
@@ -45,8 +45,8 @@ def open_run(run_dir: Path, config: RunConfig, inputs: Inputs, clock: Clock) -> 
     """Opens the journal and begins a term.
 
     Raises:
-        ConfigError: another controller works in this directory, or the run that is there may not go on: it
-            was begun with other data or settings, or trainer.resume is never.
+        ConfigError: another controller works in this directory, or its run may not be resumed, because it was
+            begun with other data or settings, or trainer.resume is never.
     """
     journal = Journal(run_dir / JOURNAL, clock)
     if config.trainer.resume == "never" and _is_used(run_dir, journal):
@@ -66,7 +66,7 @@ def open_run(run_dir: Path, config: RunConfig, inputs: Inputs, clock: Clock) -> 
 
 
 def begin_term(journal: Journal, run_id: str, config: RunConfig, inputs: Inputs) -> None:
-    """Journals that a controller begins, and with which settings."""
+    """Journals that a controller begins, with its settings."""
     journal.record(
         "run",
         run_id=run_id,
@@ -81,7 +81,8 @@ def begin_term(journal: Journal, run_id: str, config: RunConfig, inputs: Inputs)
 
 
 def _own_code(config: RunConfig) -> dict[str, list[str]]:
-    """What is the user's own, by key: its reference and its file's digest, "" where the file is not here."""
+    """Returns reference and file digest of the user's own code, by key; "" if the file is not on this
+    host."""
     files = {key: source_file(reference) for key, reference in config.own_code.items()}
     return {
         key: [reference, "" if (file := files[key]) is None else file_digest(file)]
@@ -90,7 +91,7 @@ def _own_code(config: RunConfig) -> dict[str, list[str]]:
 
 
 def _changes(before: Mapping[str, Sequence[str]], now: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """What the user has changed of their own code since the last start."""
+    """Returns what the user has changed in their own code since the last start."""
     for key, (reference, digest) in now.items():
         earlier, known = before.get(key, (reference, digest))
         if (earlier, known) != (reference, digest):
@@ -99,7 +100,7 @@ def _changes(before: Mapping[str, Sequence[str]], now: Mapping[str, Sequence[str
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
-    """What must stay as it is within a run, by key: which prompts a step has, and which answers."""
+    """Returns, by key, the settings that must not change within a run: those of prompts and answers."""
     data, rollout = config.data, config.rollout
     sampling = config.algorithm.dynamic_sampling
     return {
@@ -137,7 +138,7 @@ def _check_same(run_dir: Path, standing: Standing, digest: str, settings: Mappin
 
 
 def _id_in_checkpoints(config: RunConfig, run_dir: Path) -> str:
-    """The id of a run of which only checkpoints are left."""
+    """Returns the id of a run of which only the checkpoints are left."""
     root = checkpoints_of(config, run_dir)
     return next((state.run_id for _, state in checkpoints.complete(root)), "")
 

@@ -1,4 +1,4 @@
-"""What a step's prompts came from: the share and the mean reward of each training set and data source."""
+"""Metrics by origin of prompts: the share and the mean reward of each training set and data source."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _PORTION = 256
 
 
 class Stored(Protocol):
-    """What the broker holds of samples."""
+    """The data of samples that the broker holds."""
 
     async def texts(self, headers: Sequence[ScoredHeader]) -> Sequence[str]:
         """Returns the texts of the responses."""
@@ -224,9 +224,9 @@ async def save_trajectories(
 async def saving_trajectories(
     run: Run, step: int, batch: Batch, prompts: Mapping[int, Prompt], stored: Stored
 ) -> AsyncIterator[None]:
-    """Writes a trained batch's samples beside what the block does; they are written when it ends in order.
+    """Writes a trained batch's samples while the block runs; they are complete when the block ends in order.
 
-    Also when the guard ends the run: its last samples show why.
+    They are also written when the guard ends the run, because the last samples show why.
     """
     saving = asyncio.create_task(
         save_trajectories(run, "step", step, batch, prompts, stored), name="save trajectories"

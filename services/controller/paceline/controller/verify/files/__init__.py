@@ -1,1 +1,1 @@
-"""Whether what lies on disk beside the journal is what the journal says."""
+"""Compares the files beside the journal with the journal."""

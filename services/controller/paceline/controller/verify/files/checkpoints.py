@@ -1,4 +1,4 @@
-"""Whether the checkpoints on disk are those of the journal: files, policy, cursor, guard and metrics."""
+"""Compares the checkpoints on disk with the journal: files, policy, cursor, guard and metrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _METADATA = ".metadata"
 
 
 def check_checkpoints(root: Folder, history: History, metrics: MetricsLines) -> None:
-    """Each checkpoint of the journal is there, and what is there is what this run wrote at its step."""
+    """Checks that each checkpoint of the journal exists, with the content that this run wrote at its step."""
     findings = history.findings
     for number, entry in sorted(history.checkpoints.items()):
         if not root.child(f"step_{number:06d}").has(MANIFEST):
@@ -43,7 +43,7 @@ def check_checkpoints(root: Folder, history: History, metrics: MetricsLines) -> 
 def _fault(
     folder: Folder, number: int, history: History, metrics: MetricsLines, entry: JournalEntry | None
 ) -> tuple[str, tuple[str, ...]]:
-    """What is wrong with a checkpoint, "" for nothing; the digests of its shards."""
+    """Returns a checkpoint's fault, or "", and the digests of its shards."""
     try:
         text = folder.read(MANIFEST)
         plain = manifest_fields(text, origin=MANIFEST)
@@ -82,7 +82,7 @@ def _state_fault(state: Mapping[str, Any], number: int, history: History, metric
     line = metrics.of(number)
     of_line = line[1] if line is not None else {}
     for name, value in (state.get("metrics") or {}).items():
-        # It is known only when the checkpoint is written.
+        # This value is known only once the checkpoint is written.
         is_known = name in of_line and math.isfinite(value) and name != "timing_s/checkpoint"
         if is_known and of_line[name] != value:
             return f"has {name} = {value}, metrics.jsonl has {of_line[name]}"

@@ -1,4 +1,4 @@
-"""The lines of metrics.jsonl: where each step's is, and whether they are in order."""
+"""The lines of metrics.jsonl: finds each step's line, and checks their order."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 
 class MetricsLines:
-    """The file's lines, read once for their steps and once more as they are asked for.
+    """The file's lines, which are read once for their steps and again on request.
 
     Attributes:
-        steps: of each complete line, in the order of the file; -1 for one that cannot be read.
+        steps: the step of each complete line, in the order of the file; -1 for an unreadable line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -31,7 +31,7 @@ class MetricsLines:
                 start += len(line)
 
     def of(self, step: int) -> tuple[bytes, dict[str, Any]] | None:
-        """A step's line and what it says; None without one."""
+        """Returns a step's line and its content; None if there is none."""
         if step < 0 or step not in self._places:
             return None
         start, length = self._places[step]
@@ -41,7 +41,7 @@ class MetricsLines:
         return line, json.loads(line)
 
     def fault(self, finished: Collection[int], last: int) -> str:
-        """What is wrong with the steps of the lines; "" for nothing.
+        """Returns a fault in the order of the lines' steps, or "".
 
         Args:
             finished: the steps that have a line.

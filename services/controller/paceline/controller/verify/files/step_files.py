@@ -1,4 +1,4 @@
-"""Whether the files of a finished step say what the journal does: its metrics and its trajectories."""
+"""Compares the metrics and trajectories of finished steps with the journal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.core.policy import PolicyRange, PolicyTag, token_ages
 from paceline.core.samples.trajectory import SCHEMA_VERSION
 
 _VALIDATION = "val/"
-# Each set that was asked for has one.
+# Each requested set has one.
 _COUNTS_PROMPTS = re.compile(r"val/([^/]+/)?num_prompts")
 
 
@@ -28,7 +28,7 @@ class StepFiles:
     """Checks the files of steps, one step after another.
 
     Args:
-        run_dir: where they are.
+        run_dir: the run's directory.
         metrics: the lines of metrics.jsonl.
     """
 
@@ -129,7 +129,7 @@ def _parts(rows: Sequence[TrajectoryRow], check: FileCheck) -> Iterator[PolicyRa
 def _of_answers(
     validation: ValidationCheck, rows: Sequence[TrajectoryRow], check: FileCheck
 ) -> dict[str, float]:
-    """What the file of a validation says of each set: components and lengths."""
+    """Returns components and lengths of each set, from a validation's file."""
     metrics: dict[str, float] = {}
     for of in validation.sets:
         places = [place for place, row in enumerate(rows) if row.key.prompt_id in of.prompts]

@@ -1,7 +1,7 @@
-"""Whether a file of trajectories holds what the journal says, down to tokens and log-probs.
+"""Compares a file of trajectories with the journal, down to tokens and log-probs.
 
-A trajectory's blob is put together again from its row, and its digest compared with that in the journal: it
-is the digest of the bytes that the learner trained on.
+A trajectory's blob is rebuilt from its row, and its digest is compared with that in the journal, which is the
+digest of the bytes that the learner trained on.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ class FileCheck:
     """Checks one of the trajectory files.
 
     Args:
-        run_id, policy: of its trajectories.
-        shapes: how components make the reward; None where that is not known.
-        recomputes: whether blobs can be put together again: the messages are of this version's schema.
+        run_id, policy: run and policy of its trajectories.
+        shapes: how components make up the reward; None if not known.
+        recomputes: whether blobs can be rebuilt, because the messages have this version's schema.
 
     Attributes:
-        faults: a sentence each.
-        components: of each row, in order.
-        num_sampled: sampled tokens of each row.
-        num_recomputed: rows whose digest was taken again.
-        num_without_tokens: rows that have none.
-        can_recompute: whether the file has all that blobs are made of.
+        faults: one sentence per fault.
+        components: the components of each row, in order.
+        num_sampled: number of sampled tokens of each row.
+        num_recomputed: number of rows whose digest was recomputed.
+        num_without_tokens: number of rows without tokens.
+        can_recompute: whether the file has all parts of blobs.
     """
 
     run_id: str

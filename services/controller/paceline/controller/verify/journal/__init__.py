@@ -1,1 +1,1 @@
-"""What the journal of a run says, event by event, and whether it agrees with itself."""
+"""Reads the journal of a run, event by event, and checks that it is consistent."""

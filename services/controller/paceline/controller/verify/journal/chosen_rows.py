@@ -1,4 +1,4 @@
-"""The rows that a step trained, read from the journal: all of its one sampling, or those that are listed."""
+"""The rows that a step trained on, from the journal: those of its only sampling, or the listed ones."""
 
 from __future__ import annotations
 

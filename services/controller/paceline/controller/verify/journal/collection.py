@@ -1,4 +1,4 @@
-"""One collection of a step, read from the journal: which trajectories came in and where each prompt ended."""
+"""One collection of a step, from the journal: which trajectories came in and how each prompt ended."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CALLED = {_TRAIN: "samples", _GREEDY: "greedy answers"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """What a sampling asks for: the step's dispatch, or a further one of its dataflow."""
+    """The request of a sampling: the step's dispatch, or a further one of its dataflow."""
 
     entry: JournalEntry
     step: int
@@ -40,12 +40,12 @@ class Wanted:
 
     @property
     def purpose(self) -> str:
-        """That of the samples that are the batch."""
+        """The purpose of the samples that form the batch."""
         return next(iter(self.counts), _TRAIN)
 
     @property
     def num_samples(self) -> int:
-        """How many of them each prompt has."""
+        """Number of samples of that purpose per prompt."""
         return self.counts.get(self.purpose, 0)
 
     @property
@@ -58,7 +58,7 @@ class Collection:
     """Admissions, drops and refills of one collection.
 
     Attributes:
-        prompts: what was asked for so far.
+        prompts: the prompts that were requested so far.
         admitted: the events of the admitted trajectories.
         verdicts: how often each was given.
     """
@@ -74,7 +74,7 @@ class Collection:
 
     @property
     def drop_reasons(self) -> list[str]:
-        """Of each prompt that was dropped."""
+        """The reason of each dropped prompt."""
         left_out = self._left_out.values()
         return [str(entry.get("reason")) for entry in left_out if entry.kind == "group_dropped"]
 
@@ -129,7 +129,7 @@ class Collection:
             self.prompts.add(prompt)
 
     def close(self, entry: JournalEntry) -> list[int]:
-        """Returns the prompts that are left, ascending; notes those without an end.
+        """Returns the prompts that are trained on, ascending; notes prompts whose end the journal lacks.
 
         Args:
             entry: the `batch` event.

@@ -17,7 +17,7 @@ _SLACK_S = 30.0
 def check(entries: Iterable[JournalEntry], config: RunConfig, findings: Findings) -> Iterator[JournalEntry]:
     """Compares the times between events with the deadlines of the phase they lie in; passes the events on.
 
-    The time before a controller's start is nobody's: it was not there.
+    The time before a controller's start does not count, because no controller was running.
     """
     limits: Mapping[str, float] = {}
     phase, before = Phase.STARTING, None

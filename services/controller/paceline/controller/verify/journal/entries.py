@@ -1,4 +1,4 @@
-"""Reads events.jsonl as it lies on disk, event by event: it may be larger than memory."""
+"""Reads events.jsonl event by event, because the file may be larger than memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.core.errors import DataError
 def read(path: Path, findings: Findings) -> Iterator[JournalEntry]:
     """The journal's entries; notes lines that cannot be read and gaps in the numbers.
 
-    A line that a crash cut off is allowed as the last of the file, or of a term.
+    A line that a crash cut off is allowed at the end of the file, or at the end of a term.
 
     Raises:
         DataError: the journal was written before events had terms.

@@ -5,9 +5,9 @@
 With a bound (`barrier.max_staleness`) steps are dispatched and collected while an earlier one is trained;
 `withdrawn` makes the trajectories of such a step void.
 
-`resume` makes the step's collection begin again, from the same log: each trajectory must come out as before.
-`recollect` makes the step's trajectories void, `rewind` every step after the one it goes back to; a step that
-is dispatched again must ask for the same prompts.
+After `resume` the step's collection begins again from the same log, and each trajectory must get the same
+verdict as before. `recollect` makes the step's trajectories void, and `rewind` makes every step after its
+target void. A step that is dispatched again must have the same prompts.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class History:
     """The state of a run after the events so far.
 
     Args:
-        config: has the settings of terms whose event `run` does not record them.
+        config: the settings of terms whose event `run` does not record them.
         on_finished: called with each step that is finished, its number and its event `step`.
 
     Attributes:
-        versions: the committed ones.
+        versions: the committed versions.
         steps: the finished steps that no rewind made void.
-        finished: the last of them; -1 before step 0, the start.
-        checkpoints: `checkpoint` events by step, but for void ones and those that were removed.
+        finished: the last finished step; -1 before step 0, the start.
+        checkpoints: `checkpoint` events by step, except for void and removed checkpoints.
         ended: the last event, if it is the end of the run.
     """
 
@@ -487,7 +487,7 @@ class History:
             step.validation.close(entry)
         self._order.finish(entry)
         self._on_finished(self, step, number, entry)
-        # Memory stays small however long the run is.
+        # This keeps memory small even for long runs.
         self.steps[number], self.finished = step.finished(entry), max(self.finished, number)
         self._open.finish(number)
 
@@ -502,7 +502,7 @@ class History:
 
     def _on_checkpoint_removed(self, entry: JournalEntry) -> None:
         name = str(entry["folder"]).rstrip("/").rpartition("/")[2]
-        # Those of void steps are named void_step_N, and left this list with the rewind.
+        # Checkpoints of void steps are named void_step_N; the rewind has removed them from this list.
         if name.startswith("step_"):
             self.checkpoints.pop(int(name.removeprefix("step_")), None)
 

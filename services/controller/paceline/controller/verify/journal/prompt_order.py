@@ -1,4 +1,4 @@
-"""Repeats the controller's draw of prompts from seed and data, and compares what the run asked for."""
+"""Repeats the controller's draw of prompts from seed and data, and compares it with the run's requests."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from paceline.data.mixture import MixtureState, PromptMixture
 
 
 class PromptOrder:
-    """Follows the draw of prompts; does nothing where the journal does not name them.
+    """Follows the draw of prompts; does nothing if the journal does not name the prompts.
 
-    Weights that a function of the user's chose are taken as the journal has them.
+    Weights that the user's function chose are taken from the journal.
     """
 
     def __init__(self, findings: Findings) -> None:
@@ -55,7 +55,7 @@ class PromptOrder:
         )
 
     def again(self, step: int) -> None:
-        """The step begins again: the draw goes back to where the step before it ended."""
+        """Notes that the step begins again: the draw goes back to the end of the step before."""
         if self._draw is not None:
             self._ends.append(self._after.get(step, self._draw.state))
         self._take(step)
@@ -75,7 +75,7 @@ class PromptOrder:
             )
 
     def finish(self, entry: JournalEntry) -> None:
-        """Checks where the cursor stands at the end of a step."""
+        """Checks the cursor's position at the end of a step."""
         stated = entry.get("cursor") or {}
         if self._draw is None or not stated:
             self._go_to(stated)

@@ -1,4 +1,4 @@
-"""Metrics computed once more from what the journal says of a step, to be compared with metrics.jsonl."""
+"""Recomputes a step's metrics from the journal, for comparison with metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def of_components(components: Sequence[Mapping[str, float]], prefix: str) -> dic
 
 
 def differences(line: Mapping[str, Any], computed: Mapping[str, float]) -> Iterator[str]:
-    """A sentence for each metric of a line that is another than the one computed."""
+    """Returns a sentence for each metric of a line that differs from the recomputed one."""
     for name, expected in computed.items():
         value = line.get(name)
         if name == "critic/score/mean":
@@ -65,7 +65,7 @@ def differences(line: Mapping[str, Any], computed: Mapping[str, float]) -> Itera
 
 
 def strangers(names: Iterable[str], computed: Collection[str], prefix: str) -> Iterator[str]:
-    """A sentence for each name of a line's metrics that begins with `prefix` and was not computed."""
+    """Returns a sentence for each metric of a line that begins with `prefix` and was not recomputed."""
     strange = (name for name in names if name.startswith(prefix) and name not in computed)
     yield from (f"has {name}, of which the journal knows nothing" for name in strange)
 

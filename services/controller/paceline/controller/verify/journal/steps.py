@@ -1,4 +1,4 @@
-"""What the journal says of one step: all of it until the step is finished, a little of it after that."""
+"""The journal's record of one step: complete until the step is finished, reduced afterwards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.core.training import BatchRow
 
 
 class Finished(NamedTuple):
-    """What is kept of a finished step: a long run has many."""
+    """The reduced record of a finished step, because a long run has many steps."""
 
     line: int
     n: int
@@ -38,18 +38,19 @@ class Finished(NamedTuple):
 
 @dataclass(kw_only=True, slots=True)
 class StepHistory:
-    """What the journal says of one step.
+    """The journal's record of one step.
 
     Attributes:
-        collections: those of its samplings, in order; the last is open until the batch is complete.
+        collections: the collections of its samplings, in order; the last is open until the batch is complete.
         samplings: the events of samplings after its dispatch, by number, since trajectories were void.
         before: the admissions before the controller was started again, by trajectory.
         term: the settings with which its batch was made; None without a batch.
-        rows: those of the last batch.
-        metrics: what its line should say.
-        num_dropped: prompts that the last collection dropped.
-        shapes: how scorers enter the reward, in the terms in which it was collected; None where that changed.
-        validation: that which followed it.
+        rows: the rows of the last batch.
+        metrics: the expected metrics of the step.
+        num_dropped: number of prompts that the last collection dropped.
+        shapes: how scorers enter the reward, in the terms of its collection; None if this changed between
+            them.
+        validation: the validation that followed the step.
         saved: events of the files of its trajectories, by name.
     """
 
@@ -144,7 +145,7 @@ class StepHistory:
             self.metrics["barrier/staleness/max"] = float(oldest)
 
     def finished(self, entry: JournalEntry) -> Finished:
-        """What is kept of it after its event `step`."""
+        """Returns the reduced record that is kept after the event `step`."""
         first, batch = self.dispatch or entry, self.batch
         return Finished(
             line=first.line,
@@ -159,10 +160,10 @@ class StepHistory:
 
 
 class OpenSteps:
-    """The steps that are dispatched and not finished: the one in progress and, with a bound, those after it.
+    """The dispatched but unfinished steps: the one in progress and, with a bound, those after it.
 
     Attributes:
-        current: the one in progress; None between steps.
+        current: the step in progress; None between steps.
         ahead: the steps after it that are dispatched, by number.
     """
 
@@ -178,7 +179,7 @@ class OpenSteps:
         return [*([] if self.current is None else [self.current]), *self.ahead.values()]
 
     def dispatch(self, wanted: Wanted, *, is_ahead: bool) -> StepHistory:
-        """Takes a dispatch: of a new step, or once more of one, which must ask for the same."""
+        """Takes the dispatch of a new step, or a repeated dispatch, which must have the same request."""
         before = self._void_asked.pop(wanted.step, None)
         step = self.ahead.get(wanted.step) if is_ahead else self.current
         if step is not None and step.wanted is not None and step.number == wanted.step:
@@ -197,7 +198,7 @@ class OpenSteps:
         return step
 
     def withdraw(self, number: int, entry: JournalEntry) -> None:
-        """Makes the trajectories of a step void that was dispatched ahead and has no batch."""
+        """Makes the trajectories of a step that was dispatched ahead and has no batch void."""
         if self.current is not None and self.current.number == number and self.current.batch is None:
             self._void(self.current)
             self.current = None
@@ -235,10 +236,10 @@ class OpenSteps:
 
 
 def plain_digest(plain: object) -> str:
-    """Returns the digest of what JSON can say."""
+    """Returns the digest of a value that JSON can express."""
     return digest_of(json.dumps(plain, sort_keys=True).encode())
 
 
 def asked_digest(wanted: Wanted) -> str:
-    """Returns the digest of what a step asked for at first."""
+    """Returns the digest of a step's first request."""
     return plain_digest([wanted.prompts, wanted.counts])

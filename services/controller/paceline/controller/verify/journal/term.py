@@ -1,4 +1,4 @@
-"""What the event `run` tells `paceline verify` of a term's settings, which may change with each term."""
+"""A term's settings, which the event `run` records for `paceline verify`; they may change with each term."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ class Term:
     Attributes:
         num_samples: the samples of each prompt.
         on_cpu: whether the same batch gives the same weights to the bit.
-        save_trajectories: whether steps leave files of their trajectories.
+        save_trajectories: whether steps write their trajectories to files.
         limits: by phase, the longest time in seconds without an event.
         max_staleness: the most policy versions that a batch may be older than the weights that its step
             trains.
         in_flight: `rollout.in_flight`: whether pushes land in mid-answer.
-        shapes: of the scorers, by component; empty where a row's own columns weight them.
+        shapes: the scorers' shapes, by component; empty if columns of a row weight them.
         schema: the schema version of the messages, whose bytes enter the digests of trajectories; 0: not
             known.
-        cursor: seed, batch size and shuffling of the draw of prompts; None where it is not known.
-        prompt_sets: of each training set its name and its runs of prompt ids without gaps: first id, last
-            id and rank.
-        schedule: pairs of a step and the weights that the sets have from it on.
-        weights_chosen: whether a function of the user's chooses the weights after each step.
-        is_recorded: whether the journal says all this; if not, the configuration does.
+        cursor: seed, batch size and shuffling of the draw of prompts; None if not known.
+        prompt_sets: each training set's name and its ranges of consecutive prompt ids: first id, last id and
+            rank.
+        schedule: pairs of a step and the sets' weights from this step on.
+        weights_chosen: whether the user's function chooses the weights after each step.
+        is_recorded: whether these settings come from the journal; if not, they come from the configuration.
     """
 
     num_samples: int
@@ -90,7 +90,7 @@ class Term:
             return cls(**_old(config))
         if "prompt_ranges" in plain:  # From before there could be several training sets.
             plain = {**plain, "prompt_sets": [("", plain["prompt_ranges"])]}
-        # A later version may have written more.
+        # A later version may have written further settings.
         known = {name: value for name, value in plain.items() if name in cls.__dataclass_fields__}
         return cls(**{**known, "is_recorded": True})
 
@@ -103,7 +103,7 @@ class Term:
         return plain
 
     def note_unseen(self, findings: Findings) -> None:
-        """Notes what cannot be looked at with these settings."""
+        """Notes the checks that are impossible with these settings."""
         unseen = findings.unseen
         if not self.is_recorded:
             unseen[
@@ -123,7 +123,7 @@ class Term:
             unseen["whether components add up to rewards in a term whose rows weight them (weight_key)"] += 1
 
     def mixture(self) -> PromptMixture | None:
-        """The draw of prompts, at its beginning; None where it is not known."""
+        """Returns the draw of prompts, at its beginning; None if not known."""
         if self.cursor is None:
             return None
         sets: dict[str, list[int]] = {}
@@ -138,7 +138,7 @@ class Term:
 
 
 def _old(config: RunConfig) -> dict[str, Any]:
-    """What a configuration says without the journal."""
+    """Returns the settings of a configuration, if the journal has none."""
     return {
         "num_samples": config.rollout.n,
         "on_cpu": config.learner.device == "cpu",
@@ -150,7 +150,7 @@ def _old(config: RunConfig) -> dict[str, Any]:
 
 
 def _limits(config: RunConfig) -> dict[str, float]:
-    """Per phase, the longest time in seconds that it may be without an event."""
+    """Returns the longest time in seconds without an event, by phase."""
     push = config.weights.push_timeout_s + config.weights.join_timeout_s
     collection = config.collect_timeout_s + config.service.recovery_timeout_s + config.broker.outage_timeout_s
     return {

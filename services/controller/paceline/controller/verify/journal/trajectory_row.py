@@ -1,4 +1,4 @@
-"""A row that a file of trajectories should have, as the journal says."""
+"""A row that a file of trajectories must have according to the journal."""
 
 from __future__ import annotations
 

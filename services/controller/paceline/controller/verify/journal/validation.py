@@ -1,4 +1,4 @@
-"""One validation, read from the journal: which answers it asked for, and which came in."""
+"""One validation, from the journal: which answers it requested, and which came in."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from paceline.core.ids import Purpose, TrajectoryId
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AskedSet:
-    """A set of held-out prompts, as a validation asked for it.
+    """A set of held-out prompts, as a validation requested it.
 
     Attributes:
-        prefix: what its metrics begin with.
+        prefix: prefix of its metrics' names.
         num_samples: answers per prompt.
-        right_above: None in journals from before there were several sets.
+        right_above: rewards above it are right; None in journals that are older than named sets.
     """
 
     prefix: str
@@ -68,7 +68,7 @@ class ValidationCheck:
         term: the settings with which it was made.
 
     Attributes:
-        sets: what it asked for.
+        sets: the requested sets.
     """
 
     def __init__(self, entry: JournalEntry, term: Term, findings: Findings) -> None:
@@ -117,7 +117,7 @@ class ValidationCheck:
         self._dropped.add(prompt)
 
     def close(self, entry: JournalEntry) -> None:
-        """Notes prompts without an end; `entry` is that of the finished step."""
+        """Notes prompts whose end the journal lacks; `entry` is the entry of the finished step."""
         for prompt in sorted(self._wanted.keys() - self._dropped):
             wanted = self._wanted[prompt]
             count = sum(self._key(prompt, index) in self._admitted for index in range(wanted))

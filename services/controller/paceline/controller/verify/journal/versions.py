@@ -1,4 +1,4 @@
-"""The committed versions of a run: one digest each, whatever happens; a rollback has that of its source.
+"""The committed versions of a run: each has one digest; a rollback has the digest of its source.
 
 A version that is committed again after a rewind may have another digest only if its batch differs, or if it
 was trained on a GPU, where the same batch need not give the same bits.
@@ -24,7 +24,7 @@ class Versions:
     """Follows commits, rollbacks and rewinds.
 
     Attributes:
-        newest: the version that was committed last; -1 for none.
+        newest: the last committed version; -1 if there is none.
         repeatable: whether the same batch gives the same weights to the bit.
     """
 
@@ -36,7 +36,7 @@ class Versions:
         self.newest = -1
 
     def digest(self, version: int) -> str | None:
-        """Returns the digest of a committed version; None where it was not committed, or is void."""
+        """Returns the digest of a committed version; None if it was not committed, or is void."""
         commit = self._commits.get(version)
         return None if commit is None else commit.digest
 
@@ -62,7 +62,7 @@ class Versions:
             )
 
     def restart(self) -> None:
-        """A controller that starts again decides anew on a rollback that was under way."""
+        """Notes a restart of the controller, which decides anew on a rollback in progress."""
         self._went_back = {v: entry for v, entry in self._went_back.items() if v <= self.newest}
 
     def roll_back(self, entry: JournalEntry) -> None:
@@ -107,7 +107,7 @@ class Versions:
                 entry,
             )
         if earlier is None:
-            # A long run has many: the names of their servers are left out.
+            # A long run has many versions, so the names of their servers are left out.
             short = {name: entry.get(name) for name in ("n", "event", "version", "digest")}
             kept = JournalEntry(line=entry.line, event=short)
             self._commits[version] = Commit(entry=kept, digest=digest, batch=batch)
