@@ -84,7 +84,7 @@ class Standing:
 
     @property
     def committed(self) -> PolicyTag | None:
-        """The last committed policy."""
+        """The policy that was committed last and is not void."""
         if not self.commits:
             return None
         version = max(self.commits)

@@ -61,7 +61,7 @@ class Host(Section):
 
 
 class Hosts(Section):
-    """The content of HOSTS.yaml."""
+    """The content of HOSTS.yaml: the hosts and the configuration."""
 
     config: str = Field(description="The run's configuration, relative to this file.")
     address: str = Field(description="Address of this machine that the hosts reach; the controller's.")
