@@ -108,7 +108,7 @@ async def test_a_push_into_a_model_with_a_vision_tower_resets_what_is_kept_of_im
 async def test_a_push_is_received_then_the_prefix_cache_is_reset() -> None:
     llm = FakeLlm([receipt(0, 100, 3.0), receipt(1, 140, 2.0)])
     result = await engine(llm).receive(4, 20.0)
-    assert llm.calls == [("paceline_receive", 30.0, (4, 20.0)), ("reset_prefix_cache",)]
+    assert llm.calls == [("paceline_receive", 30.0, (4, 20.0, False)), ("reset_prefix_cache",)]
     assert (result.version, result.num_bytes, result.transfer_ms, result.digest_ms) == (4, 240, 3.0, 1.5)
     assert (result.peak_extra_bytes, result.relayed_bytes) == (140, 120)
     assert [report.rank for report in result.reports] == ["rollout rank 0", "rollout rank 1"]
