@@ -15,6 +15,7 @@ from unit.test_bounded_run import ages, bounded
 from paceline.controller.verify.check import verify
 from paceline.core.errors import ConfigError
 from paceline.core.samples.trajectory import PromptGroup
+from support.faulty_fleet import FaultyFleet, Killed
 from support.sequencer_run import SequencerRun, config, events_of, run
 
 
@@ -182,3 +183,22 @@ def test_what_does_not_go_with_pushes_in_mid_answer(changes: dict[str, Any], mes
     with pytest.raises(ConfigError, match=message):
         config(**in_flight(1) | changes)
     assert config(**in_flight(1)).pushes_in_flight
+
+
+async def test_a_controller_that_is_killed_reads_again_what_had_come_of_later_steps(tmp_path: Path) -> None:
+    fleet, kills = FaultyFleet(tmp_path, in_flight(2, 6)), [2, 4]
+    fleet.services.may_end = lambda group: (
+        group.prompt_id % 2 == 1 or group.step <= fleet.services.version + 1
+    )
+
+    def kill(it: SequencerRun, event: dict[str, Any]) -> None:
+        if event["event"] == "step" and event["step"] in kills:
+            kills.remove(event["step"])
+            raise Killed
+
+    while not await fleet.live(kill):
+        pass
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert kills == []
+    assert [e for e in events if e["event"] in ("recollect", "lost", "rewind", "withdrawn")] == []
+    assert [len(order.rows) for order in fleet.services.orders] == [6] * 6
