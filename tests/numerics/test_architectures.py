@@ -37,7 +37,7 @@ def check(folder: Path, config: Any, *, longest: int = 100, trust: bool = False)
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_an_architecture_of_the_table_passes(model_type: str, tmp_path: Path) -> None:
     outcome = check(tmp_path, tiny_config(model_type), longest=8 if model_type == "cohere2" else 100)
-    assert outcome.largest_error < 2e-5
+    assert outcome.largest_error < 5e-5
     assert 2 <= outcome.num_layers <= 4
 
 
