@@ -115,8 +115,6 @@ def test_attention_that_cannot_be_exchanged_is_refused_with_a_sentence(
     [
         ("persimmon", "PersimmonForCausalLM"),
         ("flex_olmo", "FlexOlmoForCausalLM"),
-        ("qwen3_5_text", "Qwen3_5ForCausalLM"),
-        ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
     ],
 )
 def test_an_architecture_outside_the_table_needs_trust_and_the_self_test(
