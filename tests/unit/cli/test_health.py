@@ -65,5 +65,5 @@ async def test_it_loads_little_and_leaves_no_channel_to_the_end_of_the_interpret
         sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE
     )
     out, _ = await asyncio.wait_for(process.communicate(), 120)
-    assert out.decode() == "0 0 []\n"
     await server.stop()
+    assert out.decode() == "0 0 []\n"

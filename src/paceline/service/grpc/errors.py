@@ -37,7 +37,6 @@ from paceline.core.errors import (
 )
 from paceline.core.members import Peer, peer_from_plain, peer_to_plain
 from paceline.core.text import encodable, one_line, printable
-from paceline.wire.json_object import read_json_object
 
 ERROR_KEY = "paceline-error-bin"
 # gRPC drops headers above 8 KiB, and with them the error's class.
@@ -83,6 +82,9 @@ def from_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> Pacelin
     raw = next((value for key, value in metadata or () if key == ERROR_KEY), None)
     if raw is None:
         return None
+    # Imported by the few that are sent an error: it loads numpy.
+    from paceline.wire.json_object import read_json_object
+
     try:
         text = raw if isinstance(raw, str) else raw.decode()
         body: dict[str, Any] = read_json_object(text, "error of a peer")
