@@ -371,7 +371,7 @@ async def test_who_waits_in_a_group_of_a_dead_controller_is_freed_when_another_d
     await answered(bench.servicer.JoinWeightGroup(joining, None), None)
     await answered(bench.servicer.DescribeWeights(learner_pb2.DescribeLearnerWeightsRequest(), None), there)
     with pytest.raises(
-        PeerLostError, match="called off, since the controller that formed the group went away"
+        PeerLostError, match="cancelled, since the controller that formed the group went away"
     ):
         Abandonment(store, 3).check("push")
     with pytest.raises(VersionMismatchError, match="weight group None"):

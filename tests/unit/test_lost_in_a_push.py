@@ -326,7 +326,7 @@ def test_the_ranks_of_the_epoch_hear_of_it_and_no_others() -> None:
     abandon("127.0.0.1", store.port, epoch=3, lost="rollout-1", timeout_s=120.0)
     time.sleep(0.15)
     epochs[4].check("weight push")
-    with pytest.raises(PeerLostError, match="weight push: called off, since rollout-1 went away") as caught:
+    with pytest.raises(PeerLostError, match="weight push: cancelled, since rollout-1 went away") as caught:
         epochs[3].check("weight push")
     assert caught.value.peer == "rollout-1"
 

@@ -23,7 +23,7 @@ def require_packages(config: RunConfig, *, engine: bool = True) -> None:
     """Whether the packages are installed that the services import; imports none of them.
 
     Args:
-        engine: the engine's, too, which is on the rollout servers' hosts alone.
+        engine: the engine's, too, which is only on the rollout servers' hosts.
 
     Raises:
         ConfigError: there is no engine of this name.

@@ -81,7 +81,7 @@ class EvaluationResult:
         return asdict(self)
 
     def of_rewards(self) -> dict[str, float]:
-        """What follows from the rewards alone, by the names that metrics end with."""
+        """What follows only from the rewards, by the names that metrics end with."""
         metrics = {
             "reward/mean": self.reward.value,
             "reward/low": self.reward.low,

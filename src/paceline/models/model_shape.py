@@ -1,4 +1,4 @@
-"""The sizes of a model that matter for memory, read from config.json alone."""
+"""The sizes of a model that matter for memory, read from config.json only."""
 
 from __future__ import annotations
 

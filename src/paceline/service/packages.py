@@ -15,5 +15,5 @@ def version(package: str) -> str | None:
 
 
 def own_version() -> str:
-    """Returns Paceline's version; images, which have the source alone, name theirs in PACELINE_VERSION."""
+    """Returns Paceline's version; images, which have only the source, name theirs in PACELINE_VERSION."""
     return os.environ.get("PACELINE_VERSION") or version("paceline") or "from source"

@@ -7,7 +7,7 @@
     STALE, SYNCING, SERVING --Slept--> ASLEEP --Woken(weights)--> STALE; no commit before Woken(kv_cache)
     every state --Drained--> DRAINING, for good
 
-Only `Committed` leads to SERVING. It is legal in SYNCING alone, and there only for the version that has been
+Only `Committed` leads to SERVING. It is legal only in SYNCING, and there only for the version that has been
 received
 completely, with a KV cache: no token is ever drawn from weights that did not arrive.
 """

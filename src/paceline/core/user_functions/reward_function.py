@@ -181,7 +181,7 @@ def inspect_group_function(reference: str, function: object) -> RewardFunction:
         function: the object.
 
     Raises:
-        ConfigError: it cannot be called with a list of items alone; says how to write it.
+        ConfigError: it cannot be called with nothing but a list of items; says how to write it.
     """
     if not callable(function) or inspect.isclass(function):
         raise ConfigError(

@@ -228,7 +228,7 @@ def _filter_calls() -> None:
 
 
 def _map_users(child: int) -> None:
-    """Two users where this is root: one that builds, one that the program is. Else this user alone."""
+    """Two users where this is root: one that builds, one that the program is. Else only this user."""
     user, group = os.getuid(), os.getgid()
     folder = Path("/proc", str(child))
     if user == 0:

@@ -11,7 +11,7 @@ from paceline.core.guard import RULES, Action, Reading
 Row = Mapping[str, Any]
 
 QUIET = (Action.WARN.value, Action.SKIP.value)
-"""Actions that a page shows in the guard's table alone."""
+"""Actions that a page shows only in the guard's table."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -145,7 +145,7 @@ def assign_sources(sources: Sequence[RankLayout], needs: Sequence[Need]) -> Cove
     A box that only one source holds comes from that source. A box that several hold (copies of the learner's
     weights, unsharded tensors) comes from the node of those who need it, if some holders are there. It is
     assigned, largest first, to the holder with the least to send so far; a large one is first cut into as
-    many parts as there are holders. The result depends on the arguments alone, so every rank computes the
+    many parts as there are holders. The result depends only on the arguments, so every rank computes the
     same.
 
     Tensors that lie alike on the sources, such as those of a model's layers, are cut once.

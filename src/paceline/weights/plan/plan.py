@@ -114,7 +114,7 @@ class TransferPlan:
     """Says which piece goes from whom to whom in a push.
 
     What leaves whom for whom, and in chunks of which size, is known of every rank. Flows are cut into chunks
-    when they are asked for: a rank cuts its own alone.
+    when they are asked for: a rank cuts only its own.
 
     A chunk is a piece for the member of its flow that receives it from the learner, and one more for each
     member that this one relays it to. A relay passes on everything that it received over one channel in a

@@ -46,7 +46,7 @@ class Connecting:
 
         Raises:
             DeadlineError: it was not in time.
-            PeerLostError: the join was called off.
+            PeerLostError: the join was cancelled.
             BaseException: what `connect` raised.
         """
         while self._thread.is_alive():

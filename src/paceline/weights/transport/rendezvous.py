@@ -111,7 +111,7 @@ def _listener(host: str, ports: Sequence[int]) -> socket.socket:
 
 
 class Abandonment:
-    """Polls the rendezvous store for whether a join or push was called off.
+    """Polls the rendezvous store for whether a join or push was cancelled.
 
     NCCL reports no error for a lost peer; the call just never finishes.
 
@@ -128,7 +128,7 @@ class Abandonment:
         self._next = time.monotonic() + _ASK_EVERY_S
 
     def check(self, phase: str) -> None:
-        """Raises PeerLostError, naming the lost member, if the join or push was called off."""
+        """Raises PeerLostError, naming the lost member, if the join or push was cancelled."""
         if time.monotonic() < self._next:
             return
         self.rest()
@@ -138,7 +138,7 @@ class Abandonment:
             lost = peer_from_plain(json.loads(self._store.get(_ABANDONED)))
         except RuntimeError as error:
             raise PeerLostError(f"{phase}: lost the connection to {_STORE}: {error}", peer=_STORE) from error
-        raise PeerLostError(f"{phase}: called off, since {lost} went away", peer=lost)
+        raise PeerLostError(f"{phase}: cancelled, since {lost} went away", peer=lost)
 
     def report(self, rank: RankRef, error: BaseException) -> None:
         """Calls the join or push off for an error of `rank` that is its own, not the loss of a peer."""
@@ -186,7 +186,7 @@ def await_all(spec: WeightGroupSpec, rank: int, store: Store, deadline: Deadline
 
     Raises:
         DeadlineError: a rank did not come; the error names it.
-        PeerLostError: the join was called off, since a member went away.
+        PeerLostError: the join was cancelled, since a member went away.
     """
     here, called_off = epoch_store(store, spec.epoch), Abandonment(store, spec.epoch)
     pause_s, longest_s = _LOOK_EVERY_S

@@ -56,7 +56,7 @@ def do_nothing() -> None:
 
 
 class Engine(Protocol):
-    """An inference engine that gets its weights by push alone.
+    """An inference engine that gets its weights only by push.
 
     An engine runs on one or more ranks (tensor parallelism). `describe`, `join`, `receive`, `digest` and
     `leave` concern all of its ranks; the caller orders them one at a time.

@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="PATTERN",
-        help="faults of this kind and target alone, such as 'kill rollout-*'; may be repeated (default: all)",
+        help="only faults of this kind and target, such as 'kill rollout-*'; may be repeated (default: all)",
     )
     arguments.add_form(parser)
 

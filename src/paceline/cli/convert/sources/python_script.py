@@ -251,7 +251,7 @@ def _assignments(module: ast.Module) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _imports(module: ast.Module) -> Iterator[tuple[str, str]]:
-    """Dotted paths of what the script imports by name; TRL's own rewards by their names alone."""
+    """Dotted paths of what the script imports by name; TRL's own rewards by name only."""
     for node in ast.walk(module):
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:

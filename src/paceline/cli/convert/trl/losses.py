@@ -88,7 +88,7 @@ def _cispo(tree: Tree) -> Tree | Changed:
 
 
 def correction(value: Any, tree: Tree) -> Tree | Changed:
-    """The weights for the difference of sampler and learner, which TRL uses with vLLM alone."""
+    """The weights for the difference of sampler and learner, which TRL uses only with vLLM."""
     if not value or not tree["use_vllm"]:
         return {}
     mode = tree["vllm_importance_sampling_mode"]

@@ -65,7 +65,7 @@ def correction(value: Any, tree: Tree) -> Tree:
     low, separator, high = bound.rpartition("_")
     if separator:
         if value != "token":
-            raise ValueError(f"bounds on both sides are for tokens alone; see {key}.method: icepop")
+            raise ValueError(f"bounds on both sides are only for tokens; see {key}.method: icepop")
         return {f"{key}.method": "icepop", f"{key}.low": number(low), f"{key}.high": number(high)}
     return {f"{key}.method": "tis", f"{key}.level": value, f"{key}.cap": number(bound)}
 

@@ -23,7 +23,7 @@ _ALWAYS = {
     "TOKENIZERS_PARALLELISM": "false",
     # The flashinfer sampler cannot return the log-probabilities that were sampled from.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    # The ranks of an engine are on one host, and talk on loopback alone.
+    # The ranks of an engine are on one host, and talk only on loopback.
     "VLLM_HOST_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
     # NVLink multicast memory is scarce, and a learner on the same host may need it.
