@@ -286,7 +286,9 @@ def step(learner: Learner, num_prompts: int, args: argparse.Namespace) -> dict[s
             f"halved micro-batches, whole ones for old log-probs: a mean log-ratio of {ratio:.1e}", flush=True
         )
     else:
-        assert ratio == 0.0, "old log-probs and update were not computed alike"
+        assert ratio == 0.0, (
+            f"old log-probs and update were not computed alike: a mean log-ratio of {ratio:.1e}"
+        )
     return dict(result.metrics)
 
 
