@@ -27,6 +27,7 @@ from paceline.learner.distributed.engine_memory import GpuMemory
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.architectures import UncompilableError
 from paceline.learner.model.decoder import compiling
+from paceline.learner.model.decoder.experts import routers
 from paceline.learner.model.loading import forget_forward_passes
 from paceline.learner.model.networks import PolicyNetwork, body_of, decoder_layers
 from paceline.learner.train.scoring import score
@@ -184,9 +185,12 @@ def test_without_padding_there_is_more_to_compile_and_the_log_says_so(
 
 
 def test_layers_with_experts_share_graphs_and_updates_know_what_was_chosen(
-    ranks: Ranks, compiler: Compiler, tmp_path: Path
+    ranks: Ranks, compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With choices and without, layers are compiled before the first step."""
+    """With choices and without, layers are compiled before the first step.
+
+    Old log-probs come from the graphs of the update, which note choices: on a GPU others round differently.
+    """
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -203,6 +207,17 @@ def test_layers_with_experts_share_graphs_and_updates_know_what_was_chosen(
         assert own["actor/load_balance"] >= 1.0
         assert compiler.num_graphs == num_graphs
         assert own["actor/first_ppo_kl"] == 0.0
+
+    honest, notes = PolicyNetwork.forward, []
+
+    def forward(network: PolicyNetwork, *given: Any) -> Any:
+        notes.append([router.notes_choice for router in routers(network.lm)])
+        return honest(network, *given)
+
+    monkeypatch.setattr(PolicyNetwork, "forward", forward)
+    take_step(compiled, 3)
+    assert len(notes) > 1
+    assert notes == [[True] * 3] * len(notes)
 
 
 @pytest.mark.more

@@ -6,12 +6,14 @@ compiler makes other kernels, which round differently, and the ratio on policy w
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from paceline.learner.batch.types import LogProbs, MicroBatch, ScoredBatch
+from paceline.learner.model.decoder.experts import recorded_choices
 from paceline.learner.model.loading import forget_forward_passes
 from paceline.learner.model.networks import PolicyNetwork
 from paceline.learner.train.state.learner import Learner
@@ -71,7 +73,13 @@ def _old_log_probs(learner: Learner, batches: Sequence[MicroBatch]) -> list[Tens
 def _log_probs_of(
     network: PolicyNetwork, batches: Sequence[MicroBatch], temperature: float, *, with_graph: bool = False
 ) -> list[Tensor]:
-    return _score_all(network, batches, lambda b: b.table(network(b, temperature)[0]), with_graph=with_graph)
+    def log_probs(batch: MicroBatch) -> Tensor:
+        # Compiled layers whose routers note choices are graphs of their own, and an update's are those.
+        with recorded_choices(network.lm) if with_graph else contextlib.nullcontext():
+            flat = network(batch, temperature)[0]
+        return batch.table(flat)
+
+    return _score_all(network, batches, log_probs, with_graph=with_graph)
 
 
 def _score_all(
