@@ -180,6 +180,16 @@ def test_layers_with_a_state_are_neither_compiled_nor_shared_and_have_no_pairs_o
     assert arithmetic_of(network("qwen3_next")).per_pair == 3 * 64
 
 
+def test_a_tower_without_windows_sees_all_pairs_of_patches_in_each_layer() -> None:
+    arithmetic = arithmetic_of(network("qwen3_5"))
+    assert arithmetic.per_pair == 3 * 64
+    assert arithmetic.per_patch_pair == 2 * 4 * 16
+    # Patches of 96 numbers; a layer's four projections, MLP and two norms; a merger of 4 patches.
+    layer = 4 * 16 * 17 + 16 * 24 + 24 + 24 * 16 + 16 + 4 * 16
+    merger = 2 * 16 + 64 * 65 + 65 * 32
+    assert arithmetic.per_patch == 2 * (97 * 16 + 2 * layer) + 2 * merger // 4
+
+
 def test_the_engine_keeps_states_in_float32_and_no_prefixes(tmp_path: Path) -> None:
     tiny_config("qwen3_next").save_pretrained(tmp_path)
     run = run_config(model={"path": str(tmp_path), "dtype": "bfloat16"})

@@ -72,11 +72,13 @@ def _of_tower(tower: Any) -> tuple[int, int]:
     patches_per_token = config.spatial_merge_size**2
     merger = sum(parameter.numel() for parameter in tower.merger.parameters())
     rest = sum(parameter.numel() for parameter in tower.parameters()) - merger
-    num_whole = len(config.fullatt_block_indexes)
-    window = (config.window_size // config.patch_size) ** 2
     pair = 4 * config.hidden_size
     products = 2 * rest + 2 * merger // patches_per_token
-    return products + pair * window * (config.depth - num_whole), pair * num_whole
+    whole = getattr(config, "fullatt_block_indexes", None)
+    if whole is None:  # all layers see all pairs; positions are looked up
+        return products - 2 * tower.pos_embed.weight.numel(), pair * config.depth
+    window = (config.window_size // config.patch_size) ** 2
+    return products + pair * window * (config.depth - len(whole)), pair * len(whole)
 
 
 def peak_flops(device: torch.device) -> float | None:
