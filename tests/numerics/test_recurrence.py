@@ -205,3 +205,21 @@ def test_the_engine_keeps_states_in_float32_and_no_prefixes(tmp_path: Path) -> N
 
     tiny_config("qwen3_moe").save_pretrained(tmp_path)
     assert "mamba_ssm_cache_dtype" not in engine_arguments(single, on_cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("major", "triton", "expected"),
+    [
+        (9, (3, 3, 1), False),
+        (9, (3, 4, 0), True),
+        (9, (3, 6, 0), True),
+        (9, (3, 7, 1), False),
+        (10, (3, 6, 0), False),
+        (8, (3, 6, 0), False),
+    ],
+)
+def test_kernels_that_compute_no_gradients_are_not_used(
+    major: int, triton: tuple[int, ...], expected: bool
+) -> None:
+    """fla-core raises in the backward pass there."""
+    assert recurrence_kernel.is_refused(major, triton) is expected

@@ -8,8 +8,11 @@ do not know of is done here: the convolution's first tokens of a sequence, and w
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -24,9 +27,38 @@ Rule = Callable[..., tuple[Tensor, Tensor | None]]
 """flash-linear-attention's `chunk_gated_delta_rule`"""
 
 
+_WRONG_ON_HOPPER = (3, 4), (3, 7, 1)
+"""From the first version of Triton to before the second, the gated backward pass is wrong: fla-core refuses it"""
+
+
 def rule_for(device: torch.device) -> Rule | None:
-    """The kernel for a device; None where there is none: on a CPU, or without flash-linear-attention."""
-    return _installed() if device.type == "cuda" else None
+    """The kernel for a device; None where there is none: on a CPU, or without flash-linear-attention.
+
+    None too where it could compute no gradients: on a Hopper GPU with some versions of Triton.
+    """
+    if device.type != "cuda" or is_refused(torch.cuda.get_device_capability(device)[0], _triton()):
+        return None
+    return _installed()
+
+
+def is_refused(major: int, triton: tuple[int, ...]) -> bool:
+    """Whether flash-linear-attention refuses a GPU's backward pass with a version of Triton.
+
+    Args:
+        major: of the GPU's compute capability; 9 is Hopper.
+        triton: the version's numbers.
+    """
+    first, fixed = _WRONG_ON_HOPPER
+    return major == 9 and first <= triton < fixed and find_spec("tilelang") is None
+
+
+@cache
+def _triton() -> tuple[int, ...]:
+    try:
+        text = version("triton")
+    except PackageNotFoundError:
+        return ()
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:3])
 
 
 @cache
