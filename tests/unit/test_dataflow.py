@@ -352,7 +352,7 @@ def test_what_is_no_dataflow_is_refused(source: str, message: str, tmp_path: Pat
 
 
 def test_it_does_not_go_with_work_ahead(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="which samples a dataflow trains"):
+    with pytest.raises(ConfigError, match="which samples it trains on"):
         settings(tmp_path, REVISE, barrier__work_ahead="scores", actor__use_kl_loss=True)
     with pytest.raises(ConfigError, match="write path/to/file.py:function"):
         config(trainer__dataflow="flow.py")

@@ -49,7 +49,7 @@ STAGES: dict[str, Any] = {**SETS, "data__curriculum": [{"from_step": 3, "weights
         ),
         ({**SETS, "data__train_max_prompts": 3}, "leave train_max_prompts out"),
         ({**SETS, "data__train_sets": {"a": {"files": "x", "weight": 0}}}, "all weights .* 0 from step 1 on"),
-        ({"data__curriculum": [{"from_step": 1, "weights": {"a": 1}}]}, "name those, too"),
+        ({"data__curriculum": [{"from_step": 1, "weights": {"a": 1}}]}, "set train_sets, too"),
         ({**SETS, "data__curriculum": [{"from_step": 2, "weights": {"mat": 1}}]}, "'mat'.* has math, code"),
         ({**SETS, "data__curriculum": [{"from_step": 2, "weights": {"math": 0}}]}, "0 from step 2 on"),
         ({**SETS, "data__curriculum": [{"from_step": 2, "weights": {"math": -1}}]}, "curriculum.*0"),

@@ -28,7 +28,7 @@ Rule = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 _WRONG_ON_HOPPER = (3, 4), (3, 7, 1)
-"""From the first version of Triton to before the second, the gated backward pass is wrong: fla-core refuses it"""
+"""From the first version of Triton to before the second, fla-core refuses the backward pass as wrong"""
 
 
 def rule_for(device: torch.device) -> Rule | None:
