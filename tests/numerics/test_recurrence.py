@@ -207,19 +207,38 @@ def test_the_engine_keeps_states_in_float32_and_no_prefixes(tmp_path: Path) -> N
     assert "mamba_ssm_cache_dtype" not in engine_arguments(single, on_cpu=True)
 
 
+def crossing(query: Tensor, *others: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """A kernel that does not know where the second sequence ends."""
+    offsets = options["cu_seqlens"][[0, 1, 3]]
+    states = options["initial_state"]
+    found = rule_by_sequence(
+        query,
+        *others,
+        **options | {"cu_seqlens": offsets, "cu_seqlens_cpu": offsets, "initial_state": states[:2]},
+    )
+    return found[0], torch.cat([found[1], states[2:]])
+
+
+def without_gradients(*inputs: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """A kernel that raises in the backward pass, as fla-core with some versions of Triton."""
+    out, last = rule_by_sequence(*inputs, **options)
+
+    def refuse(_: Tensor) -> None:
+        raise RuntimeError("incorrect results for gated chunk_bwd_dqkwg")
+
+    out.register_hook(refuse)
+    return out, last
+
+
 @pytest.mark.parametrize(
-    ("major", "triton", "expected"),
-    [
-        (9, (3, 3, 1), False),
-        (9, (3, 4, 0), True),
-        (9, (3, 6, 0), True),
-        (9, (3, 7, 1), False),
-        (10, (3, 6, 0), False),
-        (8, (3, 6, 0), False),
-    ],
+    ("rule", "said"),
+    [(rule_by_sequence, ""), (crossing, "its numbers differ"), (without_gradients, "incorrect results")],
 )
-def test_kernels_that_compute_no_gradients_are_not_used(
-    major: int, triton: tuple[int, ...], expected: bool
+def test_a_kernel_is_used_only_if_a_trial_gives_right_numbers(
+    rule: recurrence_kernel.Rule, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """fla-core raises in the backward pass there."""
-    assert recurrence_kernel.is_refused(major, triton) is expected
+    """Also where no gradients are wanted, as in a first pass that only scores."""
+    with torch.no_grad():
+        assert recurrence_kernel.works(rule, torch.float32, CPU) is not bool(said)
+    assert said in caplog.text
+    assert bool(caplog.text) is bool(said)

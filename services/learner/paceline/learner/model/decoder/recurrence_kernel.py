@@ -8,11 +8,11 @@ do not know of is done here: the convolution's first tokens of a sequence, and w
 
 from __future__ import annotations
 
-import re
+import inspect
+import logging
 from collections.abc import Callable
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,52 +23,95 @@ from paceline.learner.batch.chained import ChainedSequences
 from paceline.learner.batch.types import PackedSequences
 from paceline.learner.model.decoder.rows import take_rows
 
+log = logging.getLogger(__name__)
+
 Rule = Callable[..., tuple[Tensor, Tensor | None]]
 """flash-linear-attention's `chunk_gated_delta_rule`"""
 
+TOLERANCE = 0.03
+"""Relative difference of a trial's numbers: bfloat16 makes 0.01, a state that crosses sequences 3"""
 
-_WRONG_ON_HOPPER = (3, 4), (3, 7, 1)
-"""From the first version of Triton to before the second, fla-core refuses the backward pass as wrong"""
+_TRIED_OFFSETS = (0, 70, 73, 201)
+_TRIED_HEADS, _TRIED_WIDTH = 2, 128
 
 
 def rule_for(device: torch.device) -> Rule | None:
-    """The kernel for a device; None where there is none: on a CPU, or without flash-linear-attention.
+    """Returns the kernel for a device, tried once.
 
-    None too where it could compute no gradients: on a Hopper GPU with some versions of Triton.
+    None on a CPU, without flash-linear-attention, and where the trial fails. On Hopper GPUs it fails with
+    torch 2.11, which brings Triton 3.6: fla-core refuses the backward pass there, as its numbers are wrong.
     """
-    if device.type != "cuda" or is_refused(torch.cuda.get_device_capability(device)[0], _triton()):
-        return None
-    return _installed()
-
-
-def is_refused(major: int, triton: tuple[int, ...]) -> bool:
-    """Whether flash-linear-attention refuses a GPU's backward pass with a version of Triton.
-
-    Args:
-        major: of the GPU's compute capability; 9 is Hopper.
-        triton: the version's numbers.
-    """
-    first, fixed = _WRONG_ON_HOPPER
-    return major == 9 and first <= triton < fixed and find_spec("tilelang") is None
+    return _tried(device) if device.type == "cuda" else None
 
 
 @cache
-def _triton() -> tuple[int, ...]:
-    try:
-        text = version("triton")
-    except PackageNotFoundError:
-        return ()
-    return tuple(int(number) for number in re.findall(r"\d+", text)[:3])
-
-
-@cache
-def _installed() -> Rule | None:
+def _tried(device: torch.device) -> Rule | None:
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # type: ignore[import-not-found]
     except ImportError:
         return None
     rule: Rule = chunk_gated_delta_rule
-    return rule
+    return rule if works(rule, torch.bfloat16, device) else None
+
+
+def works(rule: Rule, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a kernel's outputs and gradients are those of transformers' code, on drawn numbers."""
+    try:
+        difference = _difference(rule, dtype, device)
+    except Exception as error:  # noqa: BLE001 - whatever a compiler or a library says
+        reason = f"{type(error).__name__}: {error}"
+    else:
+        if difference <= TOLERANCE:
+            return True
+        reason = f"its numbers differ from those of transformers' code by {difference:.3g}, relative"
+    log.warning("flash-linear-attention does not work here (%s); rows of such layers are padded", reason)
+    return False
+
+
+@torch.enable_grad()
+def _difference(rule: Rule, dtype: torch.dtype, device: torch.device) -> float:
+    """The largest relative difference of outputs, last states and gradients of three sequences."""
+    from transformers.models.qwen3_next import modeling_qwen3_next
+
+    plain = inspect.unwrap(modeling_qwen3_next.torch_chunk_gated_delta_rule)
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    rows = (1, _TRIED_OFFSETS[-1], _TRIED_HEADS)
+    size = (len(_TRIED_OFFSETS) - 1, _TRIED_HEADS, _TRIED_WIDTH, _TRIED_WIDTH)
+    drawn = [*(draw(*rows, _TRIED_WIDTH).to(dtype) for _ in range(3)), -F.softplus(draw(*rows))]
+    inputs = [each.requires_grad_() for each in (*drawn, draw(*rows).sigmoid().to(dtype), 0.1 * draw(*size))]
+    weights = draw(*rows, _TRIED_WIDTH), draw(*size)
+
+    def by_sequence(*given: Tensor) -> tuple[Tensor, Tensor]:
+        parts = []
+        for index, (start, stop) in enumerate(pairwise(_TRIED_OFFSETS)):
+            *own, decay, beta = (part[:, start:stop] for part in given[:-1])
+            state = given[-1][index : index + 1]
+            parts.append(plain(*own, g=decay, beta=beta, initial_state=state, **options))
+        out, last = zip(*parts, strict=True)
+        return torch.cat(out, 1), torch.cat(last)
+
+    def by_kernel(*given: Tensor) -> tuple[Tensor, Tensor | None]:
+        lengths = {"cu_seqlens": offsets, "cu_seqlens_cpu": offsets.cpu()}
+        return rule(*given[:-1], initial_state=given[-1], **lengths, **options)
+
+    options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    offsets = torch.tensor(_TRIED_OFFSETS, device=device)
+    results = []
+    # Layers that recompute count what is saved for their backward pass; this is not theirs.
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        for call in (by_kernel, by_sequence):
+            out, last = call(*inputs)
+            assert last is not None
+            total = (out.float() * weights[0]).sum() + (last.float() * weights[1]).sum()
+            results.append([out.detach(), last.detach(), *torch.autograd.grad(total, inputs)])
+    return max(
+        float((mine.float() - theirs.float()).norm() / theirs.float().norm())
+        for mine, theirs in zip(*results, strict=True)
+    )
 
 
 def run_layer(layer: Any, hidden: Tensor, packed: PackedSequences, rule: Rule) -> Tensor:
