@@ -111,10 +111,10 @@ class Times(TrainerCallback):  # type: ignore[misc]
 
 def rows(data: dict[str, Any]) -> list[dict[str, Any]]:
     """The training rows, with the system prompt of the configuration."""
-    found = [json.loads(line) for line in (ROOT / data["train_files"]).read_text().splitlines()]
-    for row in found:
+    examples = [json.loads(line) for line in (ROOT / data["train_files"]).read_text().splitlines()]
+    for row in examples:
         row["prompt"].insert(0, {"role": "system", "content": data["system_prompt"]})
-    return found
+    return examples
 
 
 def settings(
@@ -123,7 +123,7 @@ def settings(
     """TRL's configuration of the job."""
     data, rows_at_once = config["data"], min(args.rows_at_once, batch)
     longest = data["max_prompt_length"] + data["max_response_length"]
-    with_vllm = {"vllm_gpu_memory_utilization": args.vllm, "vllm_max_model_length": longest}
+    vllm_options = {"vllm_gpu_memory_utilization": args.vllm, "vllm_max_model_length": longest}
     return GRPOConfig(
         output_dir=str(args.out),
         per_device_train_batch_size=rows_at_once,
@@ -150,7 +150,7 @@ def settings(
         seed=args.seed,
         use_vllm=args.vllm > 0,
         vllm_mode="colocate",
-        **(with_vllm if args.vllm else {}),
+        **(vllm_options if args.vllm else {}),
     )
 
 

@@ -211,12 +211,12 @@ def crossing(query: Tensor, *others: Tensor, **options: Any) -> tuple[Tensor, Te
     """A kernel that does not know where the second sequence ends."""
     offsets = options["cu_seqlens"][[0, 1, 3]]
     states = options["initial_state"]
-    found = rule_by_sequence(
+    out, last = rule_by_sequence(
         query,
         *others,
         **options | {"cu_seqlens": offsets, "cu_seqlens_cpu": offsets, "initial_state": states[:2]},
     )
-    return found[0], torch.cat([found[1], states[2:]])
+    return out, torch.cat([last, states[2:]])
 
 
 def without_gradients(*inputs: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
