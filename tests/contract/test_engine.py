@@ -307,13 +307,13 @@ async def test_a_receive_beside_running_requests_is_refused(subject: Subject) ->
 
 async def in_mid_answer(subject: Subject, tag: str, seed: int, recompute: bool) -> list[Sample]:
     """The samples of `LONG` requests of which a push of these weights finds some half drawn."""
-    engine, version = subject.engine, next(VERSIONS)
+    engine = subject.engine
     for attempt in range(20):
         drawing = asyncio.create_task(engine.generate(requests(f"{tag}:{attempt}", LONG)))
         await asyncio.sleep(0.02 * (attempt + 2))
         await engine.pause(recompute=recompute)
         paused_at = [len(sample.token_ids) for sample in drawing.result()] if drawing.done() else []
-        await subject.learner.push_seed(engine, seed, version)
+        await subject.learner.push_seed(engine, seed, next(VERSIONS))
         await engine.resume()
         samples = await drawing
         if not paused_at and all(len(sample.versions) == 2 for sample in samples):
