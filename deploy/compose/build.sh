@@ -62,7 +62,7 @@ packages=(--build-arg "REQUIREMENTS=$requirements")
 version=$(sed -n 's/^version = "\(.*\)"$/\1/p' pyproject.toml)
 # "dirty" where the tree is not that of the commit.
 revision=$(git describe --always --dirty --abbrev=12 --exclude '*' 2> /dev/null || echo unknown)
-packages+=(--build-arg "VERSION=$version" --build-arg "REVISION=$revision")
+arguments+=(--build-arg "VERSION=$version" --build-arg "REVISION=$revision")
 
 [ $# -gt 0 ] || set -- controller reward learner rollout redis
 for image in "$@"; do

@@ -189,15 +189,19 @@ class Stack:
         return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
 
     def wait_for(
-        self, what: str, condition: Callable[[list[dict[str, Any]]], bool], timeout_s: float
+        self, what: str, condition: Callable[[list[dict[str, Any]]], bool], timeout_s: float, ends: int = 0
     ) -> None:
-        """Waits until the journal's events fulfil a condition, at most until the run has ended."""
+        """Waits until the journal's events fulfil a condition, at most until the run has ended.
+
+        ends: how often it had ended before, of which its journal tells.
+        """
         end = time.monotonic() + timeout_s
         while time.monotonic() < end:
             events = self.lines("events.jsonl")
             if condition(events):
                 return
-            assert all(event["event"] != "end" for event in events), f"the run ended before: {what}"
+            ended = sum(event["event"] == "end" for event in events)
+            assert ended <= ends, f"the run ended before: {what}"
             time.sleep(1.0)
         raise AssertionError(f"not within {timeout_s:g} s: {what}\n{self.logs()}")
 

@@ -162,7 +162,7 @@ def test_images_say_what_they_are(tmp_path: Path) -> None:
     version = tomllib.loads((source.ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
         "version"
     ]
-    for words in build(tmp_path, "controller", "learner").values():
+    for words in build(tmp_path, "controller", "learner", "redis", "prometheus").values():
         assert f"VERSION={version}" in words
         (revision,) = (word for word in words if word.startswith("REVISION="))
         assert re.fullmatch(r"REVISION=(unknown|[0-9a-f]{12,40}(-dirty)?)", revision)
@@ -172,3 +172,7 @@ def test_images_say_what_they_are(tmp_path: Path) -> None:
         assert f'org.opencontainers.image.title="Paceline {service}"' in last
         assert 'org.opencontainers.image.version="$VERSION"' in last
         assert 'ENV PACELINE_VERSION="$VERSION ($REVISION)"' in last
+    for image in ("redis", "prometheus"):
+        text = (source.ROOT / "deploy" / "compose" / image / "Dockerfile").read_text(encoding="utf-8")
+        for label, value in (("version", "$VERSION"), ("revision", "$REVISION")):
+            assert f'org.opencontainers.image.{label}="{value}"' in text
