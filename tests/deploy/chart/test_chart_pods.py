@@ -167,3 +167,38 @@ def test_a_pod_of_a_lost_node_is_given_up_after_a_minute(many: dict[tuple[str, s
     for name, pod in pods(many):
         seconds = {each["key"]: each.get("tolerationSeconds") for each in pod["tolerations"][:2]}
         assert seconds == {"node.kubernetes.io/not-ready": 60, "node.kubernetes.io/unreachable": 60}, name
+
+
+def test_a_lost_nodes_pod_is_made_anew_as_its_kind_allows(many: dict[tuple[str, str], Manifest]) -> None:
+    """A Deployment's at once; a Job's once the lost one is known to be gone, which is no failure."""
+    replaced = {}
+    for (kind, name), manifest in many.items():
+        spec = manifest.get("spec", {})
+        if "template" not in spec:
+            continue
+        pod = spec["template"]["spec"]
+        claims = {
+            each["persistentVolumeClaim"]["claimName"]
+            for each in pod["volumes"]
+            if "persistentVolumeClaim" in each
+        }
+        if kind == "Job":
+            ignored, *_ = spec["podFailurePolicy"]["rules"]
+            assert ignored == {
+                "action": "Ignore",
+                "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+            }, name
+            assert (pod["restartPolicy"], spec["podReplacementPolicy"]) == ("Never", "Failed"), name
+            replaced[name] = "when the lost one is gone"
+        elif kind == "Deployment":
+            # None has a volume that only one node may use.
+            assert claims <= {"models"}, name
+            assert "nodeName" not in pod, name
+            replaced[name] = "at once"
+        else:
+            assert spec["replicas"] == 1, name
+            replaced[name] = "when the lost one is gone"
+    gone, once = "when the lost one is gone", "at once"
+    assert replaced == {"controller": gone, "learner": gone, "redis": gone, "rollout": once, "reward": once}
+    # Two controllers never write to one run directory, whatever the cluster believes of a node.
+    assert many["PersistentVolumeClaim", "controller"]["spec"]["accessModes"] == ["ReadWriteOncePod"]
