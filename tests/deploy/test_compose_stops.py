@@ -56,8 +56,8 @@ def in_middle_of(stack: Stack, step: int) -> int:
 
 
 def inspect(stack: Stack, service: str) -> dict[str, Any]:
-    (found,) = json.loads(docker("inspect", stack.containers(service)[0]))
-    return dict(found)
+    (description,) = json.loads(docker("inspect", stack.containers(service)[0]))
+    return dict(description)
 
 
 def docker(*words: str) -> str:
@@ -210,6 +210,6 @@ def test_images_say_of_which_version_they_are(stack: Stack) -> None:
 
 def of_image(image: str) -> list[str]:
     """Version and revision, by its labels."""
-    (found,) = json.loads(docker("image", "inspect", image))
-    labels = found["Config"]["Labels"]
+    (description,) = json.loads(docker("image", "inspect", image))
+    labels = description["Config"]["Labels"]
     return [labels[f"org.opencontainers.image.{name}"] for name in ("version", "revision")]
