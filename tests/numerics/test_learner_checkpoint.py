@@ -448,7 +448,7 @@ def test_pinned_memory_is_given_back_before_it_is_freed(monkeypatch: pytest.Monk
     assert calls == [("register", address), ("unregister", address)]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "muon"])
 def test_averages_in_host_memory_are_those_beside_the_parameters(
     optimizer: str, model: Path, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -467,7 +467,7 @@ def test_averages_in_host_memory_are_those_beside_the_parameters(
         load(resumed, tmp_path / "step_000002")
         take_step(resumed, 3)
         assert same(tensors(plain), tensors(resumed))
-    other = {"adamw": "muon", "muon": "adamw"}[optimizer]
+    other = {"adamw": "muon", "muon": "adamw_8bit", "adamw_8bit": "adamw"}[optimizer]
     changed = Learner.build(run_config(model, actor={"optim": {"type": other}}), ranks)
     with pytest.raises(CheckpointError, match="(?s)with the optimizer that is configured: .*actor_optimizer"):
         load(changed, tmp_path / "step_000002")
@@ -505,13 +505,13 @@ def test_all_averages_lie_in_one_piece_of_host_memory_and_parts_are_bounded(
 ) -> None:
     monkeypatch.setattr(host_averages, "PART_BYTES", 5000)
     sizes: list[int] = []
-    adamw = host_averages.adamw
+    float32_step = host_averages.float32_step
 
-    def counting(parameters: Any, *args: Any, **kwargs: Any) -> None:
+    def counting(parameters: Any, *args: Any) -> None:
         sizes.append(sum(parameter.nbytes for parameter in parameters))
-        adamw(parameters, *args, **kwargs)
+        float32_step(parameters, *args)
 
-    monkeypatch.setattr(host_averages, "adamw", counting)
+    monkeypatch.setattr(host_averages, "float32_step", counting)
     learner = Learner.build(run_config(model, actor={"memory": {"offload": True}}), ranks)
     averages = [t for name, t in learner.actor.optimizer.state().items() if "exp_avg" in name]
     storages = {t.to_local().untyped_storage().data_ptr() for t in averages if isinstance(t, DTensor)}

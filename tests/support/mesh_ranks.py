@@ -13,6 +13,7 @@ from paceline.learner.distributed.mesh import RankGroup
 from paceline.learner.distributed.publisher import WeightPublisher
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.loading import Precision, load_policy
+from paceline.learner.train.state.compact_averages import compacted
 from support import context_ranks, memory_faults
 from support.mesh_steps import VARIANTS, against_one_rank, remeshed
 
@@ -55,7 +56,7 @@ def seen(group: RankGroup, number: torch.Tensor) -> dict[str, Any]:
 
 
 def shards(ranks: Ranks, model: Path) -> dict[str, Any]:
-    """By parameter: the rows that the publisher says this rank has, and whether a host copy is the same."""
+    """By parameter: the rows that the publisher says this rank has, whether copies are the same."""
     network = load_policy(model, ranks, Precision(compute=torch.float32))
     layout = WeightPublisher(network.lm, ranks.device).layout()
     mesh, parameters = cpu_mesh_like(ranks.fsdp), dict(network.lm.named_parameters())
@@ -64,8 +65,18 @@ def shards(ranks: Ranks, model: Path) -> dict[str, Any]:
         parameter = parameters[part.name].detach()
         copy = sharded_like(parameter, local_part(parameter).clone(), mesh)
         same = torch.equal(copy.full_tensor(), parameter.full_tensor())  # type: ignore[operator]
-        said[part.name] = [part.box.start[0], part.box.stop[0], same]
+        said[part.name] = [part.box.start[0], part.box.stop[0], same and has_codes_of_the_whole(parameter)]
     return said
+
+
+def has_codes_of_the_whole(parameter: torch.Tensor) -> bool:
+    """Whether what ranks make of their rows in 8 bits is together what one rank makes of all rows."""
+    if parameter.ndim == 1:
+        return True
+    parts = compacted(local_part(parameter), signed=True)
+    together = [sharded_like(parameter, part).full_tensor() for part in parts]  # type: ignore[operator]
+    whole = compacted(parameter.full_tensor(), signed=True)  # type: ignore[operator]
+    return all(map(torch.equal, together, whole))
 
 
 def every_time(ranks: Ranks, models: str, expected: str, checkpoints: str, small: str) -> dict[str, Any]:

@@ -363,6 +363,28 @@ def test_muon_by_hand() -> None:
     assert experts.num_in_matrices == 16 * 2048 * (2 * (4096 + 512) + 128)
 
 
+def test_averages_in_8_bits_by_hand() -> None:
+    """Two bytes a number, and two scales of four for 256; of the critic by its own setting."""
+    shape = ModelShape.of(HALF)
+    assert shape is not None
+    plans = [
+        LearnerMemory.of(
+            run_of(learner={"world_size": 1}, algorithm={"adv_estimator": "gae"}, **sections), shape
+        )
+        for sections in (
+            {},
+            {"actor": {"optim": {"type": "adamw_8bit"}}},
+            {"critic": {"optim": {"type": "adamw_8bit"}}},
+        )
+    ]
+    numbers = shape.num_parameters
+    assert plans[0].resident["optimizer"] == 16 * numbers
+    for plan in plans[1:]:
+        assert plan.resident["optimizer"] == pytest.approx(8 * numbers + (2 + 8 / 256) * numbers, abs=1)
+        assert plan._optimizer_step["slice"] == 640 << 20
+    assert "slice" not in plans[0]._optimizer_step
+
+
 def test_an_engine_by_hand() -> None:
     engine = EngineMemory.of(run_of(rollout={"tensor_model_parallel_size": 2}), shape_of(SEVEN))
     assert engine.weights == 7_615_616_512

@@ -173,6 +173,28 @@ def rule(
     )
 
 
+def optimizer(ours: str, *, whole: Collection[str], compact: Collection[str]) -> Convert:
+    """The type of an optimizer.
+
+    Args:
+        ours: the section here.
+        whole: their names of AdamW with averages in float32.
+        compact: of those with averages in 8 bits.
+    """
+
+    def convert(value: Any, tree: Tree) -> Tree | Changed:
+        if value in whole:
+            return {f"{ours}.type": "adamw"}
+        if value in compact:
+            return Changed(
+                {f"{ours}.type": "adamw_8bit"},
+                "a block of 256 averages lies within one row, and the squares' average is not rounded to 0",
+            )
+        raise ValueError(f"there is no optimizer {value}; see {ours}.type")
+
+    return convert
+
+
 def number(value: Any) -> float:
     """A number that may be written as text, as YAML reads 1e-6."""
     try:

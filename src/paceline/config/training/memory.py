@@ -38,9 +38,9 @@ class MemoryConfig(Section):
     offload: bool | None = Field(
         None,
         description="Keep the optimizers' averages in pinned host memory: 8 bytes per parameter of a rank's "
-        "shard with AdamW, 4 with Muon. They are copied to the GPU in parts in each optimizer step. null: if "
-        "nothing else fits the memory plan, or if it is estimated to be faster than recomputing and the host "
-        "has 20 bytes of free memory per parameter; never on a CPU.",
+        "shard with AdamW, 2 with its 8 bits, 4 with Muon. They are copied to the GPU in parts in each "
+        "optimizer step. null: if nothing else fits the memory plan, or if it is estimated to be faster than "
+        "recomputing and the host has 20 bytes of free memory per parameter; never on a CPU.",
     )
 
     @property

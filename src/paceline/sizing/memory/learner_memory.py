@@ -21,6 +21,8 @@ OFFLOADED = GIB
 """Bytes of averages that are on the GPU at a time, if they are kept in host memory"""
 MUON_BYTES = 28
 """Bytes per number of a matrix that a rank orthogonalizes: what it receives, computes and sends."""
+COMPACT_STEP = 640 << 20
+"""Bytes of the slice of 8-bit averages that are float32 at a time, and of what turns them into codes."""
 LOGITS = GIB
 """Chunks of logits and the head's gradient; the learner bounds them."""
 
@@ -44,6 +46,8 @@ class LearnerMemory:
         has_critic: whether a critic trains, too.
         muon: the policy's matrices have Muon.
         critic_muon: the critic's have.
+        compact: the policy's averages have 8 bits.
+        critic_compact: the critic's have.
         frozen: the shapes of frozen networks with weights of their own, by name.
         offloads_frozen: whether each is in host memory except while it scores.
         num_adapters: numbers of the policy's adapters, which alone train; 0: all its weights do.
@@ -72,6 +76,8 @@ class LearnerMemory:
     gpu_bytes: int = 0
     muon: bool = False
     critic_muon: bool = False
+    compact: bool = False
+    critic_compact: bool = False
 
     @classmethod
     def of(cls, config: RunConfig, shape: ModelShape, totals: Collection[int] = ()) -> LearnerMemory:
@@ -107,6 +113,8 @@ class LearnerMemory:
             gpu_bytes=max(totals, default=0),
             muon=actor.optim.type == "muon",
             critic_muon=config.critic.optim.type == "muon",
+            compact=actor.optim.type == "adamw_8bit",
+            critic_compact=config.critic.optim.type == "adamw_8bit",
         )
 
     @property
@@ -129,14 +137,20 @@ class LearnerMemory:
 
     @property
     def _averages(self) -> int:
-        """Bytes of the averages: AdamW keeps two per number, Muon one; all adapters are matrices."""
+        """Bytes of the averages: AdamW keeps two per number, Muon one; all adapters are matrices.
+
+        In 8 bits two of them, with their scales, take 65 / 32 bytes; the scales of adapters more.
+        """
         matrices = self.shape.num_in_matrices
         of_muon = (self.num_adapters or matrices) if self.muon else 0
         trained = self._num_trained
         if self.has_critic:
             trained += self.shape.num_parameters
             of_muon += matrices if self.critic_muon else 0
-        return 8 * self._share(trained) - 4 * self._share(of_muon)
+        compact = self._num_trained if self.compact and not self.num_adapters else 0
+        compact += self.shape.num_parameters if self.has_critic and self.critic_compact else 0
+        saved = 4 * self._share(of_muon) + 191 * self._share(compact) // 32
+        return 8 * self._share(trained) - saved
 
     @property
     def scoring(self) -> Parts:
@@ -182,6 +196,8 @@ class LearnerMemory:
             visitors = {"visiting": max(0, 12 * self._share(self.shape.largest) - OFFLOADED)}
         if self.muon or (self.has_critic and self.critic_muon):
             visitors["matrix"] = MUON_BYTES * self.shape.largest_matrix
+        if self.compact or (self.has_critic and self.critic_compact):
+            visitors["slice"] = COMPACT_STEP
         return {**self.resident, "gradients": 4 * self._share(numbers), **visitors}
 
     @property

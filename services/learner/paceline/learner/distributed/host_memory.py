@@ -33,12 +33,24 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def sharded_like(tensor: Tensor, local: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The tensor whose part on this rank is `local`, sharded over `mesh` as another is."""
+def sharded_like(tensor: Tensor, local: Tensor, mesh: DeviceMesh | None = None) -> Tensor:
+    """The tensor whose part on this rank is `local`, sharded by rows as another is.
+
+    Args:
+        tensor: the other, with as many rows.
+        local: this rank's rows; their shape may be another.
+        mesh: over which it is sharded; None: the other's.
+    """
     if not isinstance(tensor, DTensor):
         return local
+    shape = torch.Size((tensor.shape[0], *local.shape[1:])) if tensor.ndim else tensor.shape
     return DTensor.from_local(
-        local, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        local,
+        mesh or tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.cli.convert.rules import ConversionRule, no_effect, only, options
+from paceline.cli.convert.rules import ConversionRule, no_effect, only, optimizer, options, rule
 
 _DECODING = "changes the sampled distribution, which the loss would have to account for"
 _STEPS = "checkpoints are kept by their step, not by a metric"
@@ -16,8 +16,17 @@ REST: tuple[ConversionRule, ...] = (
     only(_DECODING, "vllm_structured_outputs_regex", example="a*"),
     options("chat_template_kwargs", "data.chat_template_kwargs"),
     only("AdamW is the optimizer", "optim_args optim_target_modules", example="x"),
-    only(
-        "AdamW is the optimizer", "optim", neutral=("adamw_torch", "adamw_torch_fused"), example="adafactor"
+    rule(
+        "optim",
+        "`actor.optim.type`",
+        optimizer(
+            "actor.optim",
+            whole=("adamw_torch", "adamw_torch_fused"),
+            compact=("adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit"),
+        ),
+        ({"optim": "adamw_torch_fused"}, {"actor.optim.type": "adamw"}),
+        ({"optim": "adamw_8bit"}, {"actor.optim.type": "adamw_8bit"}),
+        ({"optim": "adafactor"}, None),
     ),
     only("call it vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap", example=2.0),
     only("no response is left out for its length; see algorithm.overlong", "mask_truncated_completions"),

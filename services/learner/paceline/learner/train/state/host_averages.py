@@ -1,81 +1,121 @@
-"""AdamW's averages in host memory (`actor.memory.offload`): parts of them visit the GPU in each step.
+"""AdamW's averages in host memory (`actor.memory.offload`) or in 8 bits: a step takes them in parts.
 
 host -- one part --> GPU, AdamW -- the part before --> host, both ways at once
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim.adamw import adamw
 
 from paceline.learner.distributed.host_memory import local_part, pinned_memory, sharded_like
+from paceline.learner.train.state.compact_averages import float32_step, is_compact, step_compact
 
 PART_BYTES: Final = 256 << 20
 """Of parameters whose averages are a part; the averages of two parts are on the GPU at a time."""
 
 AVERAGES: Final = ("exp_avg", "exp_avg_sq")
 
+Form = tuple[torch.dtype, tuple[int, ...]]
+"""Type and shape of this rank's part of an average."""
 
-def host_averages(names: Mapping[Tensor, Sequence[str]], mesh: DeviceMesh) -> dict[Tensor, dict[str, Tensor]]:
-    """Averages of zeros in pinned memory, by parameter and name, sharded as the parameters are.
+_ALIGNMENT: Final = 16
+
+
+def zero_averages(
+    forms: Mapping[nn.Parameter, Mapping[str, Form]], host: DeviceMesh | None
+) -> dict[Tensor, dict[str, Tensor]]:
+    """Averages of zeros, by parameter and name, sharded as the parameters are.
 
     Args:
-        names: of each parameter's averages; the parameters are sharded.
-        mesh: of CPUs, in the shape of theirs.
+        forms: of each parameter's averages, by name.
+        host: a mesh of CPUs in the shape of the parameters', for averages in pinned memory; None: they are
+            beside the parameters.
     """
-    locals_ = {parameter: local_part(parameter) for parameter in names}
-    total = sum(len(own) * locals_[parameter].numel() for parameter, own in names.items())
-    pinned = any(local.is_cuda for local in locals_.values())
-    buffer = pinned_memory(4 * total) if pinned else torch.zeros(4 * total, dtype=torch.uint8)
-    numbers = buffer.view(torch.float32)
+    sizes = [_num_bytes(form) for own in forms.values() for form in own.values()]
+    buffer = torch.empty(0, dtype=torch.uint8)
+    if host is not None:
+        pinned = any(local_part(parameter).is_cuda for parameter in forms)
+        buffer = pinned_memory(sum(sizes)) if pinned else torch.zeros(sum(sizes), dtype=torch.uint8)
     averages: dict[Tensor, dict[str, Tensor]] = {}
     begin = 0
-    for parameter, local in locals_.items():
+    for parameter, own in forms.items():
         averages[parameter] = {}
-        for name in names[parameter]:
-            place = numbers[begin : begin + local.numel()].view(local.shape)
-            begin += local.numel()
-            averages[parameter][name] = sharded_like(parameter, place, mesh)
+        for name, (dtype, shape) in own.items():
+            if host is None:
+                place = torch.zeros(shape, dtype=dtype, device=local_part(parameter).device)
+            else:
+                place = buffer[begin : begin + dtype.itemsize * math.prod(shape)].view(dtype).view(shape)
+                begin += _num_bytes((dtype, shape))
+            averages[parameter][name] = sharded_like(parameter, place, host)
     return averages
 
 
+def _num_bytes(form: Form) -> int:
+    """How much of a buffer an average takes, up to where the next may begin."""
+    dtype, shape = form
+    return -(-dtype.itemsize * math.prod(shape) // _ALIGNMENT) * _ALIGNMENT
+
+
 @torch.no_grad()
-def step_from_host(optimizer: torch.optim.AdamW) -> None:
-    """A step with averages in host memory: the same numbers as `optimizer.step()`."""
+def step_in_parts(optimizer: torch.optim.AdamW) -> None:
+    """Takes a step with averages in host memory or in 8 bits; those in float32 as `optimizer.step()`."""
     way_back = _WayBack()
     for group in optimizer.param_groups:
-        beta1, beta2 = group["betas"]
         for part in _parts([parameter for parameter in group["params"] if parameter.grad is not None]):
-            states = [optimizer.state[parameter] for parameter in part]
-            hosts = [[local_part(state[name]) for state in states] for name in AVERAGES]
             device = local_part(part[0]).device
+            steps = [optimizer.state[parameter]["step"] for parameter in part]
+            kept = [_averages_of(optimizer.state[parameter]) for parameter in part]
             way_back.make_room()
-            averages, squares = ([host.to(device, non_blocking=True) for host in kind] for kind in hosts)
-            adamw(
-                [local_part(parameter) for parameter in part],
-                [local_part(parameter.grad) for parameter in part],
-                averages,
-                squares,
-                [],
-                [state["step"] for state in states],
-                fused=True,
-                amsgrad=False,
-                beta1=beta1,
-                beta2=beta2,
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
-            if device.type == "cuda":  # on a CPU the averages are the hosts' own
-                way_back.send([*averages, *squares], [*hosts[0], *hosts[1]], device)
+            visiting = [
+                {name: tensor.to(device, non_blocking=True) for name, tensor in own.items()} for own in kept
+            ]
+            _step(part, visiting, steps, group)
+            # On a CPU, and beside the parameters, they are the kept ones themselves.
+            moved = [
+                (visitor, own[name])
+                for visitors, own in zip(visiting, kept, strict=True)
+                for name, visitor in visitors.items()
+                if visitor is not own[name]
+            ]
+            if moved:
+                way_back.send(moved, device)
     way_back.close()  # a checkpoint may read them next
+
+
+def _averages_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: local_part(tensor) for name, tensor in state.items() if name != "step"}
+
+
+def _step(
+    part: Sequence[Tensor],
+    averages: Sequence[Mapping[str, Tensor]],
+    steps: Sequence[Tensor],
+    group: Mapping[str, Any],
+) -> None:
+    """AdamW's step on parameters with their averages, which are on the parameters' device."""
+    whole = []
+    for parameter, own, step in zip(part, averages, steps, strict=True):
+        assert parameter.grad is not None
+        local, gradient = local_part(parameter), local_part(parameter.grad)
+        if is_compact(own):
+            step_compact(local, gradient, own, step, group)
+        else:
+            whole.append((local, gradient, own, step))
+    float32_step(
+        [local for local, _, _, _ in whole],
+        [gradient for _, gradient, _, _ in whole],
+        [own[AVERAGES[0]] for _, _, own, _ in whole],
+        [own[AVERAGES[1]] for _, _, own, _ in whole],
+        [step for _, _, _, step in whole],
+        group,
+    )
 
 
 class _WayBack:
@@ -90,13 +130,13 @@ class _WayBack:
         while len(self._parts) > 1:
             self._parts.popleft().synchronize()
 
-    def send(self, visitors: Sequence[Tensor], hosts: Sequence[Tensor], device: torch.device) -> None:
-        """Begins to copy what the current stream computes."""
+    def send(self, moved: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> None:
+        """Begins to copy visitors, which the current stream computes, to where they are kept."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
-            for visitor, host in zip(visitors, hosts, strict=True):
+            for visitor, host in moved:
                 host.copy_(visitor, non_blocking=True)
                 visitor.record_stream(self._stream)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]

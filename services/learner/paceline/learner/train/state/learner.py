@@ -220,6 +220,7 @@ def _trainable(
             eps=optim.eps,
             weight_decay=optim.weight_decay,
             muon_momentum=optim.momentum if optim.type == "muon" else None,
+            compact=optim.type == "adamw_8bit",
             grad_clip=grad_clip,
             host=host_mesh(ranks) if config.actor.memory.offloads else None,
         ),

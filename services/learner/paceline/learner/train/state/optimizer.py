@@ -9,7 +9,7 @@ import gc
 import logging
 import math
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Generic, TypeVar
 
@@ -21,9 +21,11 @@ from torch.distributed.tensor import DTensor
 from paceline.core.errors import EnvironmentLackError
 from paceline.learner.batch.pack import pack
 from paceline.learner.distributed.catching_up import PassCollectives, forget_broken_pass
+from paceline.learner.distributed.host_memory import local_part
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.loading import as_fsdp, hugging_face_names
-from paceline.learner.train.state.host_averages import AVERAGES, host_averages, step_from_host
+from paceline.learner.train.state.compact_averages import compact_forms
+from paceline.learner.train.state.host_averages import AVERAGES, Form, step_in_parts, zero_averages
 from paceline.learner.train.state.muon import MOMENTUM, Muon, is_muons
 
 log = logging.getLogger(__name__)
@@ -166,6 +168,7 @@ class Optimizer:
         eps: AdamW's.
         weight_decay: decoupled.
         muon_momentum: the layers' matrices have Muon, with this momentum; None: AdamW has them, too.
+        compact: the matrices' averages have 8 bits; not with Muon.
         grad_clip: largest global norm of the gradient.
         host: where the averages are, if not with the parameters: a mesh of CPUs.
     """
@@ -178,10 +181,11 @@ class Optimizer:
         eps: float = 1e-8,
         weight_decay: float = 0.01,
         muon_momentum: float | None = None,
+        compact: bool = False,
         grad_clip: float = 1.0,
         host: DeviceMesh | None = None,
     ) -> None:
-        self._host = host
+        self._host, self._compact = host, compact
         self._network, self._grad_clip = network, grad_clip
         self._parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
         matrices = {
@@ -203,23 +207,22 @@ class Optimizer:
     def make_averages(self) -> None:
         """Creates the state: averages of zeros, into which a checkpoint can load."""
         of_muon = set(self._muon.parameters)
-        averages: dict[Tensor, dict[str, Tensor]]
-        names: dict[Tensor, Sequence[str]] = {
-            parameter: (MOMENTUM,) if parameter in of_muon else AVERAGES for parameter in self._parameters
-        }
-        if self._host is None:
-            averages = {
-                parameter: {name: torch.zeros_like(parameter) for name in own}
-                for parameter, own in names.items()
-            }
-        else:
-            averages = host_averages(names, self._host)
+        forms = {parameter: self._forms(parameter, of_muon) for parameter in self._parameters}
+        averages = zero_averages(forms, self._host)
         for parameter, state in averages.items():
             if parameter in of_muon:
                 self._muon.state[parameter] = state
             else:
                 steps = torch.zeros((), dtype=torch.float32, device=parameter.device)
                 self._adamw.state[parameter] = {"step": steps, **state}
+
+    def _forms(self, parameter: Tensor, of_muon: Collection[Tensor]) -> dict[str, Form]:
+        """The types and shapes of a parameter's averages, by name."""
+        local = local_part(parameter)
+        if self._compact and parameter.ndim > 1:
+            return compact_forms(local)
+        names = (MOMENTUM,) if parameter in of_muon else AVERAGES
+        return {name: (local.dtype, tuple(local.shape)) for name in names}
 
     def step(
         self, lr: float, *, loss_is_finite: bool, veto: Callable[[float], str] | None = None
@@ -246,10 +249,10 @@ class Optimizer:
             for group in self._adamw.param_groups:
                 group["lr"] = lr
             self._muon.step(lr)
-            if self._host is None:
+            if self._host is None and not self._compact:
                 self._adamw.step()
             else:
-                step_from_host(self._adamw)
+                step_in_parts(self._adamw)
         for parameter in self._parameters:
             parameter.grad = None
         return StepOutcome(grad_norm=norm, skip_reason=reason, finite=finite)

@@ -1,0 +1,160 @@
+"""AdamW's averages in 8 bits each (arXiv:2110.02861): codes of a dynamic map, and a scale per block.
+
+average, float32 --> block's largest number --> scale, float32
+                 --> number / scale --> the nearest of 256 values --> code, uint8
+
+A block is up to 256 numbers of one row, so averages that are sharded by rows are the same, to the bit, on any
+number of ranks. Vectors keep float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.optim.adamw import adamw
+
+BLOCK: Final = 256
+SLICE: Final = 16 << 20
+"""Numbers whose averages are float32 at a time."""
+
+CODES: Final = ("exp_avg_codes", "exp_avg_sq_codes")
+SCALES: Final = ("exp_avg_scales", "exp_avg_sq_scales")
+
+
+def compact_forms(parameter: Tensor) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """The types and shapes of a matrix's averages, by name.
+
+    Args:
+        parameter: (R, ..., C), this rank's rows.
+    """
+    *rows, columns = parameter.shape
+    codes = (torch.uint8, tuple(parameter.shape))
+    scales = (torch.float32, (*rows, -(-columns // BLOCK)))
+    return dict.fromkeys(CODES, codes) | dict.fromkeys(SCALES, scales)
+
+
+def is_compact(state: Mapping[str, Tensor]) -> bool:
+    """Whether a parameter's averages are in 8 bits."""
+    return CODES[0] in state
+
+
+def float32_step(
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    averages: list[Tensor],
+    squares: list[Tensor],
+    steps: list[Tensor],
+    group: Mapping[str, Any],
+) -> None:
+    """Takes AdamW's step on parameters with averages in float32; changes all but the gradients."""
+    beta1, beta2 = group["betas"]
+    adamw(
+        parameters,
+        gradients,
+        averages,
+        squares,
+        [],
+        steps,
+        fused=True,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+
+
+def step_compact(
+    parameter: Tensor, gradient: Tensor, state: Mapping[str, Tensor], step: Tensor, group: Mapping[str, Any]
+) -> None:
+    """Takes AdamW's step on a matrix whose averages are in 8 bits, a slice of its rows at a time.
+
+    Args:
+        parameter: (R, ..., C), changed.
+        gradient: (R, ..., C).
+        state: codes and scales on the parameter's device, changed.
+        step: how many steps were taken before, changed.
+        group: of AdamW's parameters: its settings.
+    """
+    num_rows = max(1, SLICE // max(1, parameter[:1].numel()))
+    for begin in range(0, len(parameter), num_rows):
+        rows = slice(begin, begin + num_rows)
+        averages = [
+            expanded(state[codes][rows], state[scales][rows], signed=signed)
+            for codes, scales, signed in _KINDS
+        ]
+        float32_step([parameter[rows]], [gradient[rows]], averages[:1], averages[1:], [step.clone()], group)
+        for average, (codes, scales, signed) in zip(averages, _KINDS, strict=True):
+            kept = compacted(average, signed=signed)
+            state[codes][rows].copy_(kept[0])
+            state[scales][rows].copy_(kept[1])
+    step.add_(1)
+
+
+def expanded(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
+    """The numbers that codes and scales stand for.
+
+    Args:
+        codes: (..., C) uint8.
+        scales: (..., ceil(C / 256)) float32.
+        signed: whether the codes are of the map with negative values.
+
+    Returns:
+        (..., C) float32.
+    """
+    values = dynamic_map(signed, codes.device)[codes.int()]
+    return values.mul_(scales.repeat_interleave(BLOCK, dim=-1)[..., : codes.shape[-1]])
+
+
+def compacted(average: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
+    """The codes and scales nearest to an average.
+
+    Without a sign no positive number becomes 0: AdamW divides by the root of the squares' average.
+
+    Args:
+        average: (..., C) float32.
+        signed: whether it may have negative numbers.
+
+    Returns:
+        (..., C) uint8 and (..., ceil(C / 256)) float32.
+    """
+    values = dynamic_map(signed, average.device)
+    columns = average.shape[-1]
+    padded = pad(average.abs(), (0, -columns % BLOCK))
+    blocks = padded.view(*padded.shape[:-1], -1, BLOCK)
+    scales = blocks.amax(dim=-1)
+    divisors = torch.where(scales > 0, scales, 1.0).repeat_interleave(BLOCK, dim=-1)[..., :columns]
+    codes = torch.bucketize(average / divisors, (values[1:] + values[:-1]) / 2, out_int32=True)
+    if not signed:
+        codes = torch.where((codes == 0) & (average > 0), 1, codes)
+    return codes.to(torch.uint8), scales
+
+
+@cache
+def dynamic_map(signed: bool, device: torch.device | str = "cpu") -> Tensor:
+    """The 256 values that codes stand for, in order: 0, 1, and the middles of the parts of seven decades.
+
+    The decade below 1 has the most parts; each one further down has half as many.
+
+    Returns:
+        (256,) float32.
+    """
+    middles = []
+    for exponent in range(7):
+        parts = 2 ** (exponent if signed else exponent + 1)
+        bounds = torch.linspace(0.1, 1.0, parts + 1, dtype=torch.float64)
+        middles.append(10.0 ** (exponent - 6) * (bounds[1:] + bounds[:-1]) / 2)
+    positive = torch.cat(middles)
+    negative = [-positive] if signed else []
+    values = torch.cat([*negative, torch.tensor([0.0, 1.0], dtype=torch.float64), positive])
+    return values.sort().values.float().to(device)
+
+
+_KINDS: Final = tuple(zip(CODES, SCALES, (True, False), strict=True))
