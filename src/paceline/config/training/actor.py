@@ -28,10 +28,10 @@ class OptimConfig(Section):
     type: Literal["adamw", "adamw_8bit", "muon"] = Field(
         "adamw",
         description="adamw: AdamW. adamw_8bit: AdamW whose averages of matrices have 8 bits per number, with "
-        "a scale for 256 of a row: 2 bytes per parameter instead of 8; its steps differ slightly from those of "
-        "adamw. muon: Muon for the layers' matrices, and AdamW for embeddings, the head, vectors, and experts that "
-        "are stored together. Muon keeps one average instead of two; its steps are as long as AdamW's at the "
-        "same lr.",
+        "a scale for 256 of a row: 2 bytes per parameter instead of 8; its steps differ slightly from those "
+        "of adamw. muon: Muon for the layers' matrices, and AdamW for embeddings, the head, vectors, and "
+        "experts that are stored together. Muon keeps one average instead of two; its steps are as long as "
+        "AdamW's at the same lr.",
     )
     lr_scheduler: Literal["constant", "linear", "cosine", "cosine_with_restarts"] = Field(
         "constant", description="Shape after the warm-up, over the rest of trainer.total_steps."
