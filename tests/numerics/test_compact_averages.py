@@ -126,20 +126,20 @@ def test_a_regression_is_learned_as_with_float32() -> None:
 
     group = {**GROUP, "weight_decay": 0.0}
     start = torch.randn(40, 300, generator=generator)
-    whole = torch.nn.Parameter(start.clone())
-    library = torch.optim.AdamW([whole], **group)  # type: ignore[arg-type]
+    exact = torch.nn.Parameter(start.clone())
+    library = torch.optim.AdamW([exact], **group)  # type: ignore[arg-type]
     ours, step = torch.nn.Parameter(start.clone()), torch.zeros(())
     state = empty_state(ours)
     for _ in range(300):
         library.zero_grad()
-        loss_of(whole).backward()
+        loss_of(exact).backward()
         library.step()
         ours.grad = None
         loss_of(ours).backward()
         assert ours.grad is not None
         with torch.no_grad():
             step_compact(ours.data, ours.grad, state, step, group)
-    begin, float32, compact = (loss_of(weights).item() for weights in (start, whole, ours))
+    begin, float32, compact = (loss_of(weights).item() for weights in (start, exact, ours))
     assert float32 < begin / 50
     assert compact < 1.5 * float32 + begin / 1000
 

@@ -65,18 +65,18 @@ def shards(ranks: Ranks, model: Path) -> dict[str, Any]:
         parameter = parameters[part.name].detach()
         copy = sharded_like(parameter, local_part(parameter).clone(), mesh)
         same = torch.equal(copy.full_tensor(), parameter.full_tensor())  # type: ignore[operator]
-        said[part.name] = [part.box.start[0], part.box.stop[0], same and has_codes_of_the_whole(parameter)]
+        said[part.name] = [part.box.start[0], part.box.stop[0], same and has_codes_of_one_rank(parameter)]
     return said
 
 
-def has_codes_of_the_whole(parameter: torch.Tensor) -> bool:
+def has_codes_of_one_rank(parameter: torch.Tensor) -> bool:
     """Whether what ranks make of their rows in 8 bits is together what one rank makes of all rows."""
     if parameter.ndim == 1:
         return True
     parts = compacted(local_part(parameter), signed=True)
     together = [sharded_like(parameter, part).full_tensor() for part in parts]  # type: ignore[operator]
-    whole = compacted(parameter.full_tensor(), signed=True)  # type: ignore[operator]
-    return all(map(torch.equal, together, whole))
+    alone = compacted(parameter.full_tensor(), signed=True)  # type: ignore[operator]
+    return all(map(torch.equal, together, alone))
 
 
 def every_time(ranks: Ranks, models: str, expected: str, checkpoints: str, small: str) -> dict[str, Any]:

@@ -173,17 +173,17 @@ def rule(
     )
 
 
-def optimizer(ours: str, *, whole: Collection[str], compact: Collection[str]) -> Convert:
+def optimizer(ours: str, *, exact: Collection[str], compact: Collection[str]) -> Convert:
     """The type of an optimizer.
 
     Args:
         ours: the section here.
-        whole: their names of AdamW with averages in float32.
+        exact: their names of AdamW with averages in float32.
         compact: of those with averages in 8 bits.
     """
 
     def convert(value: Any, tree: Tree) -> Tree | Changed:
-        if value in whole:
+        if value in exact:
             return {f"{ours}.type": "adamw"}
         if value in compact:
             return Changed(

@@ -21,7 +21,7 @@ REST: tuple[ConversionRule, ...] = (
         "`actor.optim.type`",
         optimizer(
             "actor.optim",
-            whole=("adamw_torch", "adamw_torch_fused"),
+            exact=("adamw_torch", "adamw_torch_fused"),
             compact=("adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit"),
         ),
         ({"optim": "adamw_torch_fused"}, {"actor.optim.type": "adamw"}),

@@ -58,7 +58,7 @@ def _optimizer(theirs: str, ours: str, rate: float) -> tuple[ConversionRule, ...
         rule(
             f"{theirs}.optimizer",
             f"`{ours}.type`",
-            optimizer(ours, whole=("AdamW",), compact=("AdamW8bit",)),
+            optimizer(ours, exact=("AdamW",), compact=("AdamW8bit",)),
             ({f"{theirs}.optimizer": "AdamW8bit"}, {f"{ours}.type": "adamw_8bit"}),
             ({f"{theirs}.optimizer": "AdamW"}, {f"{ours}.type": "adamw"}),
             ({f"{theirs}.optimizer": "SGD"}, None),

@@ -100,20 +100,20 @@ def _step(
     group: Mapping[str, Any],
 ) -> None:
     """AdamW's step on parameters with their averages, which are on the parameters' device."""
-    whole = []
+    in_float32 = []
     for parameter, own, step in zip(part, averages, steps, strict=True):
         assert parameter.grad is not None
         local, gradient = local_part(parameter), local_part(parameter.grad)
         if is_compact(own):
             step_compact(local, gradient, own, step, group)
         else:
-            whole.append((local, gradient, own, step))
+            in_float32.append((local, gradient, own, step))
     float32_step(
-        [local for local, _, _, _ in whole],
-        [gradient for _, gradient, _, _ in whole],
-        [own[AVERAGES[0]] for _, _, own, _ in whole],
-        [own[AVERAGES[1]] for _, _, own, _ in whole],
-        [step for _, _, _, step in whole],
+        [local for local, _, _, _ in in_float32],
+        [gradient for _, gradient, _, _ in in_float32],
+        [own[AVERAGES[0]] for _, _, own, _ in in_float32],
+        [own[AVERAGES[1]] for _, _, own, _ in in_float32],
+        [step for _, _, _, step in in_float32],
         group,
     )
 
