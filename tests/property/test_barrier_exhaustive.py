@@ -3,7 +3,8 @@
 A bag holds what may arrive: good copies, copies from another server, failed rewards, refused groups, samples
 of other policies, steps and prompts. Each message may come at any time or never; the collection ends when the
 barrier closes. Every reachable state is compared with what follows from the set of messages alone, in
-whatever order they came.
+whatever order they came. The same for bounds of 0, 1 and 2 versions, where pushes wait for answers, and where
+they land in mid-answer.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -21,13 +22,14 @@ import pytest
 from paceline.controller.batch.barrier import Barrier, Verdict
 from paceline.controller.batch.refill import Refill
 from paceline.core.ids import Purpose, TrajectoryId
-from paceline.core.policy import PolicyTag
+from paceline.core.policy import PolicyRange, PolicyTag
 from paceline.core.samples.trajectory import FinishReason, RewardContext, ScoredHeader
 from paceline.data.prompts import Prompt
 from support.headers import POLICY, scored
-from support.more import more
 
 T = TypeVar("T")
+VERSIONS = [PolicyTag(version=v, digest=f"{v:014x}aa") for v in range(POLICY.version)]
+VERSIONS += [POLICY, PolicyTag(version=POLICY.version + 1, digest="00000000000004aa")]
 NUM_SAMPLES = 2
 FIRST = (1, 2)
 FURTHER = (3, 4)
@@ -52,13 +54,49 @@ class Bag:
     verdicts: frozenset[Verdict]
     with_greedy: bool = False
     max_extra: int | None = None
-    policy: PolicyTag = POLICY
+    k: int = 0
+    in_flight: bool = False
+
+    @property
+    def policy(self) -> PolicyTag:
+        """The oldest that the bound allows."""
+        return VERSIONS[POLICY.version - self.k]
+
+    @property
+    def commits(self) -> Mapping[int, str] | None:
+        """Those of all versions, too old and too new ones as well, where pushes land in mid-answer."""
+        return {tag.version: tag.digest for tag in VERSIONS} if self.in_flight else None
+
+    @property
+    def allowed(self) -> Collection[PolicyTag]:
+        """The policies whose tokens may be trained, as step 4 trains version 3."""
+        return (
+            [tag for tag in VERSIONS if 0 <= 3 - tag.version <= self.k] if self.in_flight else [self.policy]
+        )
 
 
-def good(prompt_id: int, sample_index: int, **fields: Any) -> ScoredHeader:
+def drawn(header: ScoredHeader, versions: Sequence[int | PolicyTag]) -> ScoredHeader:
+    """The header, with a token of each of these versions; that of its policy without them."""
+    tags = [VERSIONS[v] if isinstance(v, int) else v for v in versions]
+    if not tags:
+        return header
+    ranges = tuple(PolicyRange(tag, place, place + 1) for place, tag in enumerate(tags))
+    return replace(
+        header,
+        policy=tags[0],
+        ranges=ranges if len(tags) > 1 else (),
+        num_response_tokens=len(tags),
+        num_sampled_tokens=len(tags),
+    )
+
+
+def good(
+    prompt_id: int, sample_index: int, *, versions: Sequence[int | PolicyTag] = (), **fields: Any
+) -> ScoredHeader:
     fields.setdefault("reward", float(sample_index))
-    header = scored(prompt_id, sample_index, **fields)
-    return replace(header, blob_digest=f"{header.trajectory_id} of {header.policy}")
+    header = drawn(scored(prompt_id, sample_index, **fields), versions)
+    policies = [str(part.policy) for part in header.policy_ranges]
+    return replace(header, blob_digest=f"{header.trajectory_id} of {', '.join(policies)}")
 
 
 def samples(prompt_id: int, **fields: Any) -> list[ScoredHeader]:
@@ -69,11 +107,9 @@ def failed(prompt_id: int, sample_index: int, kind: str = "timeout", **fields: A
     return scored(prompt_id, sample_index, reward_error=(kind, f"it was a {kind}"), **fields)
 
 
-OLDER = PolicyTag(version=POLICY.version - 2, digest="00000000000000bb")
 GREEDY = {"purpose": Purpose.GREEDY}
 OTHER = {"server_id": "rollout-1"}
 """A copy from another server has the same tokens, so its blob has the same digest."""
-SLOWEST = "versions around that of a bound"
 BAGS = {
     "copies": Bag(
         messages=(*samples(1), *samples(2), *samples(1, **OTHER), *samples(2, **OTHER)),
@@ -101,28 +137,6 @@ BAGS = {
                 Verdict.UNKNOWN,
             }
         ),
-    ),
-    SLOWEST: Bag(
-        messages=(
-            *samples(1, policy=OLDER),
-            *samples(2, policy=OLDER),
-            *(good(1, 0, policy=PolicyTag(version=v, digest=OLDER.digest)) for v in (0, 2, 3)),
-            *(failed(2, 1, policy=PolicyTag(version=v, digest=OLDER.digest)) for v in (0, 2)),
-            good(2, 1, policy=POLICY),
-            good(1, 1, policy=PolicyTag(version=OLDER.version, digest="f" * 16)),
-            good(1, 0, policy=OLDER, step=3),
-            good(2, 0, policy=OLDER, **OTHER),
-        ),
-        verdicts=frozenset(
-            {
-                Verdict.ADMITTED,
-                Verdict.DUPLICATE,
-                Verdict.WRONG_VERSION,
-                Verdict.WRONG_DIGEST,
-                Verdict.UNKNOWN,
-            }
-        ),
-        policy=OLDER,
     ),
     "failures and late copies": Bag(
         messages=(
@@ -182,6 +196,48 @@ BAGS = {
         verdicts=frozenset({Verdict.ADMITTED, Verdict.REWARD_ERROR, Verdict.GROUP_DROPPED}),
         max_extra=1,
     ),
+}
+
+
+def bounded(k: int, *, in_flight: bool) -> Bag:
+    """Samples of all versions around those that a bound of `k` allows in step 4."""
+    oldest, newest = 3 - k, 3
+    forged = PolicyTag(version=newest if in_flight else oldest, digest="f" * 16)
+    messages: list[Message] = [
+        *(good(1, 0, versions=[v]) for v in range(VERSIONS[-1].version + 1)),
+        good(1, 1, versions=[oldest]),
+        good(1, 1, versions=[newest if in_flight else oldest], **OTHER),
+        good(2, 1, versions=[oldest]),
+        Refused(prompt_id=2),
+        failed(2, 1, policy=VERSIONS[oldest - 1]),
+        failed(2, 1, policy=VERSIONS[oldest]),
+        good(1, 1, versions=[forged]),
+        good(2, 0, versions=[oldest], step=3),
+    ]
+    if in_flight:
+        messages += [
+            good(2, 0, versions=[*range(oldest, newest + 1)]),
+            good(2, 0, versions=[oldest - 1, oldest]),
+            good(2, 0, versions=[newest, newest + 1]),
+            good(2, 1, versions=[oldest, forged] if k else [oldest, newest + 1]),
+        ]
+    else:
+        messages += [good(2, 0, versions=[oldest]), good(2, 0, versions=[oldest], **OTHER)]
+    wrong = {Verdict.WRONG_VERSION, Verdict.WRONG_DIGEST, Verdict.UNKNOWN}
+    return Bag(
+        messages=tuple(messages),
+        verdicts=frozenset({Verdict.ADMITTED, Verdict.REWARD_ERROR} | wrong),
+        k=k,
+        in_flight=in_flight,
+    )
+
+
+BOUNDED = {
+    f"a bound of {k}, pushes {'in mid-answer' if in_flight else 'between answers'}": bounded(
+        k, in_flight=in_flight
+    )
+    for k in (0, 1, 2)
+    for in_flight in (False, True)
 }
 
 
@@ -255,7 +311,7 @@ def _counts(header: ScoredHeader, bag: Bag) -> bool:
     """Whether a header is of this collection at all."""
     key = header.trajectory_id
     return (
-        header.policy == bag.policy
+        all(part.policy in bag.allowed for part in header.policy_ranges)
         and key.step == 4
         and key.purpose != "validate"
         and key.sample_index < (NUM_SAMPLES if key.purpose == "train" else 1)
@@ -273,7 +329,8 @@ class State:
         self.barrier = Barrier(
             step=4,
             policy=bag.policy,
-            max_staleness=bag.policy.staleness_in(4),
+            max_staleness=bag.k,
+            commits=bag.commits,
             counts={"train": NUM_SAMPLES} | ({"greedy": 1} if bag.with_greedy else {}),
             prompts=FIRST,
         )
@@ -352,6 +409,9 @@ def explore(bag: Bag) -> tuple[dict[tuple[int, object], State], Counter[Verdict 
                 continue
             following, verdict = state.after(message)
             verdicts[verdict] += 1
+            if following.key == state.key and not _matters(message, bag):
+                # All that may follow is the same: it is no new state.
+                continue
             still = set(following.barrier.missing)
             assert still - missing <= set(FURTHER), "a settled group was opened again"
             key = (arrived | 1 << number, following.key)
@@ -361,29 +421,37 @@ def explore(bag: Bag) -> tuple[dict[tuple[int, object], State], Counter[Verdict 
     return states, verdicts
 
 
+def _matters(message: Message, bag: Bag) -> bool:
+    """Whether the collection may depend on it."""
+    return isinstance(message, Refused) or _counts(message, bag)
+
+
 def _may_come(message: Message, state: State) -> bool:
     """Prompts that the refill has not drawn yet have no samples."""
     prompt = message.prompt_id if isinstance(message, Refused) else message.trajectory_id.prompt_id
     return prompt not in FURTHER or prompt in state.barrier._expected
 
 
-@pytest.mark.parametrize("name", sorted(BAGS.keys() - {SLOWEST}) + more(SLOWEST))
+@pytest.mark.parametrize("name", [*BAGS, *BOUNDED])
 def test_every_state_follows_from_what_has_arrived(name: str) -> None:
-    bag = BAGS[name]
+    bag = (BAGS | BOUNDED)[name]
     oracle = Oracle(bag)
     states, verdicts = explore(bag)
     assert bag.verdicts <= verdicts.keys()
     closed = [(arrived, state.barrier) for (arrived, _), state in states.items() if state.barrier.closed]
-    assert len(states) > 150
-    assert len(closed) > 10
+    assert len(states) > 15
+    assert closed
     for (arrived, _), state in states.items():
         messages = [m for number, m in enumerate(bag.messages) if arrived >> number & 1]
+        missing = [m for number, m in enumerate(bag.messages) if not arrived >> number & 1]
         expected, barrier = oracle.expect(messages), state.barrier
         assert barrier.closed == expected.closed
         assert barrier.num_groups == len(expected.asked)
         assert barrier.num_admitted == len(_admitted(messages, expected.asked, bag))
         if barrier.closed:
             check_outcome(barrier, expected, bag)
+        # No deadlock: what every sample has a good copy of ends.
+        assert barrier.closed or any(_matters(message, bag) for message in missing)
 
 
 def _admitted(messages: Iterable[Message], asked: Collection[int], bag: Bag) -> set[TrajectoryId]:
@@ -401,8 +469,10 @@ def _admitted(messages: Iterable[Message], asked: Collection[int], bag: Bag) -> 
 def check_outcome(barrier: Barrier, expected: Expectation, bag: Bag) -> None:
     """I1 to I3 for a closed barrier."""
     batch, greedy = barrier.batch(), barrier.beside().get("greedy", [])
-    # I1: nothing but the step's policy, under any name.
-    assert {h.policy for h in [*batch, *barrier.aside(), *greedy]} <= {bag.policy}
+    # I1: nothing but what the bound allows, under any name.
+    ranges = [part for h in [*batch, *barrier.aside(), *greedy] for part in h.policy_ranges]
+    assert all(0 <= part.policy.staleness_in(4) <= bag.k for part in ranges)
+    assert {part.policy for part in ranges} <= set(bag.allowed)
     # I2: each prompt ends in one of three ways, with a reason where it is left out.
     assert {d.prompt_id: d.reason for d in barrier.dropped} == expected.dropped
     assert {h.trajectory_id.prompt_id for h in batch} == expected.trained
