@@ -1,140 +1,32 @@
-"""Random faults in runs with a bound on staleness: no token beyond the bound, none lost, none trained twice.
+"""Random faults in runs with a bound on staleness; `benchmarks/bounded_faults.py` injects any number.
 
-A fault strikes after a random event of the journal: the controller is killed; servers end, with weights that
-nobody else has; the broker comes back empty, or without half of its messages; the learner goes back to its
-newest checkpoint. Several faults strike a run.
+What `paceline verify` finds in the record of a run that faults have struck is as good as in one without: each
+violation that is planted into such a record is found.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
-import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline.controller.batch import collect
-from paceline.controller.run import backoff
+from paceline.controller.batch.barrier import Barrier, Verdict
 from paceline.controller.verify.check import verify
-from paceline.core.samples.trajectory import PromptGroup
-from support.faulty_fleet import FaultyFleet, Killed
-from support.sequencer_run import SequencerRun, config
+from support import bounded_faults
+from support.bounded_faults import Faults, faulty_run
 
-STEPS, ROWS = 7, 6
-NUM_SEEDS = int(os.environ.get("PACELINE_FAULT_SEEDS", "4"))
-MOST_EVENTS = 230
-MOST_SECONDS = 300.0
-SERVERS = ("rollout-0", "rollout-1")
-QUIET = ("trajectory", "dispatch", "batch", "trained")
-"""Events at which no call to a fake member is under way; such a call does not break off."""
-
-
-def changes(k: int, in_flight: str) -> dict[str, Any]:
-    return {
-        "rollout__in_flight": in_flight,
-        "trainer__total_steps": STEPS,
-        "trainer__save_freq": 5,
-        "trainer__test_freq": 3,
-        "trainer__val_before_train": False,
-        "trainer__save_trajectories": False,
-        "barrier__mode": "bounded",
-        "barrier__max_staleness": k,
-        "algorithm__rollout_correction": {"method": "tis"},
-        "barrier__stall_timeout_s": 60.0,
-        "service__recovery_timeout_s": 60.0,
-    }
+NUM_SEEDS = 3
+Events = list[dict[str, Any]]
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collect, "_CHECK_S", 0.03)
-    monkeypatch.setattr(collect, "_BLOCK_S", 0.01)
-    monkeypatch.setattr(backoff, "_FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(os, "fsync", lambda file: None)
-
-
-Strike = Callable[[SequencerRun, dict[str, Any]], None]
-
-
-def faults(fleet: FaultyFleet, rng: random.Random) -> dict[str, Strike]:
-    def killed(it: SequencerRun, event: dict[str, Any]) -> None:
-        raise Killed
-
-    def all_killed(it: SequencerRun, event: dict[str, Any]) -> None:
-        fleet.services.standings.clear()
-        raise Killed
-
-    def emptied(it: SequencerRun, event: dict[str, Any]) -> None:
-        fleet.empty()
-        if rng.random() < 0.5:
-            raise Killed
-
-    def halved(it: SequencerRun, event: dict[str, Any]) -> None:
-        fleet.lose_messages("half")
-
-    def servers_end(it: SequencerRun, event: dict[str, Any]) -> None:
-        fleet.end_servers(it, SERVERS)
-
-    def server_ends(it: SequencerRun, event: dict[str, Any]) -> None:
-        fleet.end_servers(it, rng.sample(SERVERS, 1))
-
-    def learner_ends(it: SequencerRun, event: dict[str, Any]) -> None:
-        fleet.restart_learner(it, "it was killed")
-
-    strikes = (killed, all_killed, emptied, halved, servers_end, server_ends, learner_ends)
-    return {strike.__name__: strike for strike in strikes}
-
-
-async def faulty_run(k: int, in_flight: str, seed: int, folder: Path, struck: Counter[str]) -> None:
-    """One run, from its beginning to its end."""
-    rng, fleet = random.Random(f"{k}/{seed}"), FaultyFleet(folder, changes(k, in_flight))
-    waiting = random.Random(seed)
-
-    def may_end(group: PromptGroup) -> bool:
-        """New weights find about half of the later steps' groups half drawn."""
-        return group.step <= fleet.services.version + 1 or waiting.random() < 0.05
-
-    if in_flight != "wait":
-        fleet.services.may_end = may_end
-    due = sorted(rng.sample(range(20, MOST_EVENTS), 3))
-    known, told, number = faults(fleet, rng), list[str](), [0]
-
-    def strike(it: SequencerRun, event: dict[str, Any]) -> None:
-        number[0] += 1
-        if due and number[0] >= due[0]:
-            name = rng.choice(sorted(known))
-            if name.endswith(("ends", "end")) and event["event"] not in QUIET:
-                return
-            due.pop(0)
-            told.append(f"{name} after event {number[0]}, {event['event']} of step {event.get('step')}")
-            struck[name] += 1
-            known[name](it, event)
-
-    try:
-        async with asyncio.timeout(MOST_SECONDS):
-            while not await fleet.live(strike):
-                pass
-    except Exception as error:
-        raise AssertionError(f"k={k}, seed={seed}: {', '.join(told)}") from error
-    check(fleet, k, f"k={k}, seed={seed}: {', '.join(told)}")
-    struck["mixed"] += (folder / "events.jsonl").read_text().count('"ranges"')
-
-
-def check(fleet: FaultyFleet, k: int, what: str) -> None:
-    for order in fleet.services.orders:
-        assert 0 <= order.policy.staleness_in(order.step) <= k, what
-        assert len(order.rows) == ROWS, what
-    lines = [json.loads(line) for line in (fleet.folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(STEPS + 1)), what
-    (fleet.folder / "config.resolved.yaml").write_text(config(**fleet.changes).model_dump_json())
-    findings = verify(fleet.folder)
-    assert [str(breach) for breach in findings.breaches] == [], what
-    assert findings.counts["rows trained"] == STEPS * ROWS, what
+def quick() -> Iterator[None]:
+    with bounded_faults.quick():
+        yield
 
 
 @pytest.mark.parametrize("in_flight", ["wait", "keep"])
@@ -144,6 +36,86 @@ async def test_random_faults_leave_every_step_whole_and_within_its_bound(
 ) -> None:
     struck = Counter[str]()
     for seed in range(NUM_SEEDS):
-        await faulty_run(k, in_flight, seed, tmp_path / f"{seed}", struck)
-    assert (struck.pop("mixed") > 0) == (in_flight == "keep")
+        struck += await faulty_run(k, in_flight, seed, tmp_path / f"{seed}")
+    assert (struck.pop("mixed", 0) > 0) == (in_flight == "keep")
     assert struck
+
+
+async def test_a_barrier_that_lets_old_tokens_pass_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samples from beyond the bound come, and this barrier admits them."""
+    judge = Barrier.judge
+
+    def judge_too_mildly(barrier: Barrier, header: Any) -> Verdict:
+        is_old = judge(barrier, header) is Verdict.WRONG_VERSION
+        return (
+            Verdict.ADMITTED
+            if is_old and header.trajectory_id.step == barrier.step
+            else judge(barrier, header)
+        )
+
+    monkeypatch.setattr(Barrier, "judge", judge_too_mildly)
+    monkeypatch.setattr(bounded_faults, "STRIKES", (Faults.beyond_the_bound,))
+    monkeypatch.setattr(bounded_faults, "MOST_SECONDS", 20.0)
+    with pytest.raises(AssertionError, match="beyond_the_bound"):
+        await faulty_run(1, "wait", 0, tmp_path / "run")
+
+
+# --- what is planted in the record of such a run
+
+
+def _last_admitted(events: Events) -> dict[str, Any]:
+    """The last sample that was admitted for training."""
+    admitted = [e for e in events if e["event"] == "trajectory" and e["verdict"] == "admitted"]
+    return [event for event in admitted if event["id"].startswith("train:")][-1]
+
+
+def older_tokens(events: Events) -> None:
+    last = _last_admitted(events)
+    last["policy"] = "v0@" + last["policy"].partition("@")[2]
+
+
+def a_lost_prompt(events: Events) -> None:
+    events.remove(_last_admitted(events))
+
+
+def another_digest(events: Events) -> None:
+    _last_admitted(events)["digest"] = "0" * 32
+
+
+def a_step_that_is_trained_again(events: Events) -> None:
+    place = max(place for place, e in enumerate(events) if e["event"] == "trained")
+    events.insert(place + 1, {**events[place], "digest": "0" * 32})
+
+
+def a_step_without_training(events: Events) -> None:
+    events.remove([e for e in events if e["event"] == "trained"][-1])
+
+
+def a_step_that_is_not_finished(events: Events) -> None:
+    events.remove([e for e in events if e["event"] == "step"][-1])
+
+
+PLANTED: tuple[Callable[[Events], None], ...] = (
+    older_tokens,
+    a_lost_prompt,
+    another_digest,
+    a_step_that_is_trained_again,
+    a_step_without_training,
+    a_step_that_is_not_finished,
+)
+
+
+@pytest.mark.parametrize("in_flight", ["wait", "keep"])
+async def test_what_is_planted_into_the_record_of_a_run_with_faults_is_found(
+    in_flight: str, tmp_path: Path
+) -> None:
+    await faulty_run(1, in_flight, 7, tmp_path / "run")
+    journal = tmp_path / "run" / "events.jsonl"
+    text = journal.read_text()
+    for plant in PLANTED:
+        events = [json.loads(line) for line in text.splitlines()]
+        plant(events)
+        journal.write_text("".join(json.dumps(event) + "\n" for event in events))
+        assert verify(tmp_path / "run").breaches, plant.__name__

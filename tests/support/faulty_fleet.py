@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+from paceline.broker import names
+from paceline.broker.base import Outgoing
 from paceline.broker.memory import MemoryBroker
 from paceline.core.members import LearnerState, MemberKind
+from paceline.core.samples.trajectory import ScoredHeader
+from paceline.wire import decode_scored, encode_scored_header
 from support.fake_fleet import FakeServices, score_all
-from support.sequencer_run import SequencerRun, config, run_of
+from support.sequencer_run import RUN, SequencerRun, config, run_of
 
 
 class Killed(Exception):
@@ -41,6 +45,20 @@ class FaultyFleet:
                 del stream.entries[number]
                 for group in stream.groups.values():
                     group.pending.pop(number, None)
+
+    def scored_headers(self) -> list[ScoredHeader]:
+        """Those that the broker holds."""
+        stream = self.broker._store.streams.get(names.scored(RUN))
+        entries = [] if stream is None else stream.entries.values()
+        messages = [decode_scored(entry.payload) for entry in entries]
+        return [message for message in messages if isinstance(message, ScoredHeader)]
+
+    def send(self, headers: Iterable[ScoredHeader]) -> None:
+        """Appends headers to the log of scored samples, as a reward service does."""
+        messages = [
+            Outgoing(stream=names.scored(RUN), payload=encode_scored_header(header)) for header in headers
+        ]
+        self.sending = asyncio.get_running_loop().create_task(self.broker.append(messages))
 
     def restart_learner(self, it: SequencerRun, reason: str) -> None:
         steps = [int(path.parent.name[5:]) for path in self.folder.glob("checkpoints/step_*/manifest.json")]
