@@ -1,6 +1,7 @@
-"""A stand-in for Kubernetes' API server, for helm: keeps objects, and lets nobody change a Job's template.
+"""A stand-in for Kubernetes' API server: keeps objects, and lets nobody change a Job's template.
 
-Nothing is run, and an applied object takes the place of the former whole.
+For helm and kubectl. Nothing is run: a Job is complete as soon as it is there, and there are no pods. An
+applied object takes the place of the former whole.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 _KINDS = {
-    "/api/v1": ("ConfigMap", "Secret", "Service", "PersistentVolumeClaim"),
+    "/api/v1": ("ConfigMap", "Secret", "Service", "PersistentVolumeClaim", "Pod"),
     "/apis/apps/v1": ("Deployment", "StatefulSet"),
     "/apis/batch/v1": ("Job",),
     "/apis/networking.k8s.io/v1": ("NetworkPolicy",),
@@ -51,11 +52,19 @@ class KubernetesServer:
         _, _, rest = path.partition("/namespaces/")
         _, _, rest = rest.partition("/")
         plural, _, name = rest.partition("/")
+        if name.endswith("/scale"):
+            return self._scale(plural, name.removesuffix("/scale"), json.loads(body) if body else {})
         if method == "GET" and plural and not name:
             items = [each for (kind, _), each in self.objects.items() if kind == plural]
             listed = _label(query)
             items = [each for each in items if listed.items() <= each["metadata"].get("labels", {}).items()]
-            return 200, {"kind": "SecretList", "apiVersion": "v1", "metadata": {}, "items": items}
+            kind, version = next(
+                (kind, group.removeprefix("/apis/").removeprefix("/api/"))
+                for group, kinds in _KINDS.items()
+                for kind in kinds
+                if _plural(kind) == plural
+            )
+            return 200, {"kind": f"{kind}List", "apiVersion": version, "metadata": {}, "items": items}
         if method in ("GET", "DELETE"):
             if (plural, name) not in self.objects:
                 return _status(404, "NotFound", f'{plural} "{name}" not found')
@@ -71,9 +80,22 @@ class KubernetesServer:
         former = self.objects.get(key)
         if plural == "jobs" and former and former["spec"]["template"] != wanted["spec"]["template"]:
             return _status(422, "Invalid", "spec.template: Invalid value: field is immutable")
+        if plural == "jobs":
+            wanted["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
         wanted["metadata"] |= {"uid": key[1], "resourceVersion": "1"}
         self.objects[key] = wanted
         return 200 if former else 201, wanted
+
+    def _scale(self, plural: str, name: str, wanted: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        scaled = self.objects[plural, name]
+        scaled["spec"]["replicas"] = wanted.get("spec", {}).get("replicas", scaled["spec"]["replicas"])
+        spec = {"replicas": scaled["spec"]["replicas"]}
+        return 200, {
+            "kind": "Scale",
+            "apiVersion": "autoscaling/v1",
+            "metadata": {"name": name},
+            "spec": spec,
+        }
 
 
 def _label(query: str) -> dict[str, str]:
@@ -147,6 +169,11 @@ def _discovery(path: str) -> dict[str, Any] | None:
         {"name": _plural(kind), "singularName": "", "namespaced": True, "kind": kind, "verbs": verbs}
         for kind in _KINDS[path]
     ]
+    if path == "/apis/apps/v1":
+        scale = {"name": "deployments/scale", "group": "autoscaling", "version": "v1", "kind": "Scale"}
+        resources.append(
+            scale | {"singularName": "", "namespaced": True, "verbs": ["get", "patch", "update"]}
+        )
     version = path.removeprefix("/apis/").removeprefix("/api/")
     return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": version, "resources": resources}
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -83,6 +87,76 @@ def test_helm_installs_upgrades_and_removes_a_run(tmp_path: Path) -> None:
         assert server.of("Deployment")["run-rollout"]["spec"]["replicas"] == 2
         helm("uninstall", "run", "--kube-apiserver", server.url, "--namespace", "ml")
         assert set(server.objects) == {("persistentvolumeclaims", "run-controller")}
+
+
+# The stand-in has no schemas, by which helm and kubectl would validate.
+_PROGRAM = """#!/bin/sh
+case "$1 $3" in
+  apply*) exec {program} "$@" --validate=false ;;
+  "install "*|*" upgrade") exec {program} "$@" --disable-openapi-validation ;;
+esac
+exec {program} "$@"
+"""
+
+
+def test_the_commands_of_the_operators_page_do_what_it_says(tmp_path: Path) -> None:
+    """The block of docs/operate.md, line by line, from an empty namespace to its end."""
+    page = (source.ROOT / "docs" / "operate.md").read_text()
+    _, _, chapter = page.partition("\n## Kubernetes\n")
+    lines = chapter.split("```\n")[1].splitlines()
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("kubectl", "helm"):
+        path = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
+        if path is None:
+            pytest.skip(f"there is no {name}: apt install kubernetes-client, python tools/get_helm.py")
+        (programs / name).write_text(_PROGRAM.format(program=path))
+    (programs / "paceline").write_text(f'#!/bin/sh\nexec {sys.executable} -m paceline.cli.main "$@"\n')
+    for program in programs.iterdir():
+        program.chmod(0o755)
+    (tmp_path / "deploy").symlink_to(source.ROOT / "deploy")
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    (tmp_path / "values.yaml").write_text("overrides: []\n")
+    with kubernetes_server() as server:
+        cluster = {"name": "stand-in", "cluster": {"server": server.url}}
+        context = {"name": "stand-in", "context": {"cluster": "stand-in", "user": "me"}}
+        kubeconfig = {"clusters": [cluster], "contexts": [context], "current-context": "stand-in"}
+        (tmp_path / "kubeconfig").write_text(
+            yaml.safe_dump({"apiVersion": "v1", "kind": "Config"} | kubeconfig)
+        )
+        env = os.environ | {
+            "PATH": f"{programs}:{os.environ['PATH']}",
+            "KUBECONFIG": str(tmp_path / "kubeconfig"),
+        }
+
+        def type_in(*typed: str) -> None:
+            script = "set -euo pipefail\n" + "\n".join(typed)
+            done = subprocess.run(
+                ["bash", "-c", script],
+                cwd=tmp_path,
+                env=env,
+                capture_output=True,
+                text=True,
+                timeout=300,
+                check=False,
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
+
+        secrets_line, install, selector, logs, wait, scale, upgrade, uninstall = lines
+        type_in(secrets_line)
+        assert len(server.of("Secret")) == 7
+        type_in(install)
+        jobs = set(server.of("Job"))
+        assert len(jobs) == 2
+        type_in(selector, logs, wait)
+        type_in(scale)
+        assert server.of("Deployment")["run-rollout"]["spec"]["replicas"] == 3
+        type_in(upgrade)
+        assert set(server.of("Job")) == jobs
+        assert server.of("Deployment")["run-rollout"]["spec"]["replicas"] == 3
+        type_in(uninstall)
+        left = {kind for kind, _ in server.objects}
+        assert left == {"persistentvolumeclaims", "secrets"}
 
 
 def test_another_redis_takes_the_place_of_the_charts(
