@@ -137,6 +137,10 @@ def test_no_service_talks_in_plain_text() -> None:
     assert "--port 0 --tls-port 6379 --tls-auth-clients yes" in start
 
 
+def test_redis_comes_back_with_its_engine_until_it_is_taken_down() -> None:
+    assert SERVICES["redis"]["restart"] == "unless-stopped"
+
+
 def test_redis_keeps_what_it_has_and_refuses_what_it_has_no_room_for() -> None:
     for path in (COMPOSE / "redis" / "start.sh", source.ROOT / "deploy/helm/paceline/files/redis-start.sh"):
         start = path.read_text(encoding="utf-8")
