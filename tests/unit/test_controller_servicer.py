@@ -132,6 +132,13 @@ async def made(tmp_path: Path, cfg: RunConfig) -> AsyncIterator[Bench]:
     journal.close()
 
 
+async def test_heartbeats_bring_what_a_process_takes_of_its_machine(bench: Bench) -> None:
+    await bench.register(common_pb2.MEMBER_KIND_ROLLOUT, "rollout-0")
+    await bench.beat("rollout-0", "serving", usage=pb.Usage(cpu_seconds=3.0, memory_bytes=3 << 30))
+    await bench.beat("rollout-0", "serving")  # of an older version
+    assert bench.supervisor.usage_metrics()["perf/resident_gib/rollout"] == 3.0
+
+
 async def test_a_heartbeat_brings_state_and_policy(bench: Bench) -> None:
     assert (await bench.register(common_pb2.MEMBER_KIND_ROLLOUT, "rollout-0")).run_id == "run-1"
     assert await bench.status() == {"rollout-0": "registered"}

@@ -70,6 +70,35 @@ RECEIVABLE_STATES = frozenset(
 """States of the rollout servers that take part in a push; a server that is asleep is woken for it."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuUsage:
+    """What a GPU does, for whatever process.
+
+    Attributes:
+        utilisation: share of the driver's last period in which a kernel ran.
+        memory_bytes: in use.
+    """
+
+    uuid: str
+    utilisation: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Usage:
+    """What a process and those that it has started take of their machine.
+
+    Attributes:
+        cpu_seconds: since they began.
+        memory_bytes: resident; pages that they share count for each of them.
+        gpus: those that the process may use.
+    """
+
+    cpu_seconds: float
+    memory_bytes: int
+    gpus: tuple[GpuUsage, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class RankRef:
     """A rank of a weight group; str() is its name in sentences.

@@ -91,6 +91,14 @@ class Column:
         return next((f"{values[m.name]:{m.format}}" for m in self.metrics if m.name in values), "")
 
 
+# Of the members' machines, by kind.
+_MACHINES = {
+    "gpu_utilisation": "GPU utilisation",
+    "gpu_memory_gib": "GPU memory in use",
+    "cpu_cores": "CPU cores in use",
+    "resident_gib": "Memory of processes",
+}
+
 # Charts and columns come in the order of their first line here, the lines of a chart in the order of theirs.
 METRICS: tuple[ShownMetric, ...] = (
     ShownMetric(TRAIN_REWARD, REWARD, "training", column="reward"),
@@ -151,6 +159,11 @@ METRICS: tuple[ShownMetric, ...] = (
     ShownMetric("perf/memory_gib/update_actor", "Learner's GPU memory", "update of the policy"),
     ShownMetric("perf/memory_gib/update_critic", "Learner's GPU memory", "update of the critic"),
     ShownMetric("perf/memory_gib/old_log_prob", "Learner's GPU memory", "old log-probs"),
+    *(
+        ShownMetric(f"perf/{name}/{kind}", title, kind)
+        for name, title in _MACHINES.items()
+        for kind in ("rollout", "learner", "reward", "controller")
+    ),
     ShownMetric("actor/lr", "Learning rate", "actor"),
     ShownMetric("critic/lr", "Learning rate", "critic"),
 )
@@ -172,6 +185,10 @@ CHART_NOTES: Mapping[str, str] = {
     "Turns and tool calls": "means over episodes",
     "Tool time": "mean over episodes, of all calls together",
     "Learner's GPU memory": "the most that tensors took in a phase, GiB",
+    "GPU utilisation": "share of the time in which a kernel ran, mean over GPUs",
+    "GPU memory in use": "the fullest GPU of a kind, GiB",
+    "CPU cores in use": "by processes and what they started",
+    "Memory of processes": "resident, GiB; shared pages count for each",
     "Work ahead": "share of the rows, done before the batch was complete",
     "Cut responses": "share that hit data.max_response_length",
     "Returns and values": "means over tokens",

@@ -23,7 +23,12 @@ from paceline.rpc.v1 import controller_pb2, controller_pb2_grpc
 from paceline.service.grpc.errors import clip
 from paceline.service.identity.credentials import Credentials
 from paceline.storage.folder import Folder
-from paceline.wire.calls.members import member_kind_from_proto, member_kind_to_proto, member_state_from_word
+from paceline.wire.calls.members import (
+    member_kind_from_proto,
+    member_kind_to_proto,
+    member_state_from_word,
+    usage_from_proto,
+)
 from paceline.wire.calls.protobuf import policy_tag_from_proto, policy_tag_to_proto
 from paceline.wire.calls.run_events import run_event_to_proto
 
@@ -159,6 +164,8 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
             is_final=request.is_final,
         )
         await self._supervisor.apply(changes)
+        if known and request.HasField("usage"):
+            self._supervisor.usage.note(member, usage_from_proto(request.usage))
         return controller_pb2.HeartbeatResponse(
             known=known,
             run_over=self._over.is_set(),

@@ -137,6 +137,7 @@ class HeartbeatRequest(_message.Message):
     IS_FINAL_FIELD_NUMBER: _builtins.int
     NOTICE_FIELD_NUMBER: _builtins.int
     STOPPING_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
     member_id: _builtins.str
     incarnation: _builtins.str
     state: _builtins.str
@@ -155,6 +156,10 @@ class HeartbeatRequest(_message.Message):
     def policy(self) -> _common_pb2.PolicyTag:
         """the policy that it holds"""
 
+    @_builtins.property
+    def usage(self) -> Global___Usage:
+        """what it takes of its machine; absent with a failure"""
+
     def __init__(
         self,
         *,
@@ -167,14 +172,74 @@ class HeartbeatRequest(_message.Message):
         is_final: _builtins.bool = ...,
         notice: _builtins.str = ...,
         stopping: _builtins.bool = ...,
+        usage: Global___Usage | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "in_flight", b"in_flight", "incarnation", b"incarnation", "is_final", b"is_final", "member_id", b"member_id", "notice", b"notice", "policy", b"policy", "state", b"state", "stopping", b"stopping"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "in_flight", b"in_flight", "incarnation", b"incarnation", "is_final", b"is_final", "member_id", b"member_id", "notice", b"notice", "policy", b"policy", "state", b"state", "stopping", b"stopping", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HeartbeatRequest: _TypeAlias = HeartbeatRequest  # noqa: Y015
+
+@_typing.final
+class Usage(_message.Message):
+    """What a process and those that it has started take of their machine."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CPU_SECONDS_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    GPUS_FIELD_NUMBER: _builtins.int
+    cpu_seconds: _builtins.float
+    """since they began"""
+    memory_bytes: _builtins.int
+    """resident; shared pages count for each"""
+    @_builtins.property
+    def gpus(self) -> _containers.RepeatedCompositeFieldContainer[Global___GpuUsage]: ...
+    def __init__(
+        self,
+        *,
+        cpu_seconds: _builtins.float = ...,
+        memory_bytes: _builtins.int = ...,
+        gpus: _abc.Iterable[Global___GpuUsage] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpu_seconds", b"cpu_seconds", "gpus", b"gpus", "memory_bytes", b"memory_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Usage: _TypeAlias = Usage  # noqa: Y015
+
+@_typing.final
+class GpuUsage(_message.Message):
+    """A GPU that the process may use, whoever uses it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UUID_FIELD_NUMBER: _builtins.int
+    UTILISATION_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    uuid: _builtins.str
+    utilisation: _builtins.float
+    """share of the driver's last period in which a kernel ran"""
+    memory_bytes: _builtins.int
+    """in use"""
+    def __init__(
+        self,
+        *,
+        uuid: _builtins.str = ...,
+        utilisation: _builtins.float = ...,
+        memory_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory_bytes", b"memory_bytes", "utilisation", b"utilisation", "uuid", b"uuid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GpuUsage: _TypeAlias = GpuUsage  # noqa: Y015
 
 @_typing.final
 class HeartbeatResponse(_message.Message):

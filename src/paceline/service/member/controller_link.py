@@ -30,8 +30,9 @@ from paceline.service.grpc import channels
 from paceline.service.grpc.fencing import TermFence
 from paceline.service.identity.credentials import Credentials
 from paceline.service.observability import metrics, telemetry
+from paceline.service.observability.usage import UsageSampler
 from paceline.service.process import STARTED_AS
-from paceline.wire.calls.members import member_kind_to_proto
+from paceline.wire.calls.members import member_kind_to_proto, usage_to_proto
 from paceline.wire.calls.protobuf import policy_tag_from_proto, policy_tag_to_proto
 
 log = logging.getLogger(__name__)
@@ -103,6 +104,7 @@ class ControllerLink:
         self._kind, self._num_ranks, self._fence = kind, num_ranks, fence or TermFence()
         self._channel = channels.connect(controller_address, credentials=credentials, role="controller")
         self._stub = controller_pb2_grpc.ControllerServiceStub(self._channel)
+        self._usage = UsageSampler(uses_gpus=kind is not MemberKind.REWARD)
         self._poked = asyncio.Event()
         self._notices: list[str] = []
         self.may_start = asyncio.Event()
@@ -296,6 +298,7 @@ class ControllerLink:
             is_final=is_final,
             notice="; ".join(self._notices),
             stopping=self._may_leave is not None,
+            usage=usage_to_proto(self._usage.sample()) if report else None,
         )
         return await channels.call(
             self._stub.Heartbeat, request, timeout_s=timeout_s, phase="HEARTBEAT", peer=PEER

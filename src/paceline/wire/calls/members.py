@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from paceline.core.members import LearnerState, MemberKind, MemberState, RewardState, RolloutState
-from paceline.rpc.v1 import common_pb2
+from paceline.core.members import (
+    GpuUsage,
+    LearnerState,
+    MemberKind,
+    MemberState,
+    RewardState,
+    RolloutState,
+    Usage,
+)
+from paceline.rpc.v1 import common_pb2, controller_pb2
 from paceline.wire.fields import reject
 
 _KIND_NUMBERS = {
@@ -52,3 +60,27 @@ def member_state_from_word(kind: MemberKind, word: str) -> MemberState:
             "unknown_state",
             f"a {kind.value} member has no state {word[:40]!r}, only {known}",
         )
+
+
+def usage_to_proto(usage: Usage) -> controller_pb2.Usage:
+    """Writes what a process takes of its machine."""
+    return controller_pb2.Usage(
+        cpu_seconds=usage.cpu_seconds,
+        memory_bytes=usage.memory_bytes,
+        gpus=[
+            controller_pb2.GpuUsage(uuid=gpu.uuid, utilisation=gpu.utilisation, memory_bytes=gpu.memory_bytes)
+            for gpu in usage.gpus
+        ],
+    )
+
+
+def usage_from_proto(message: controller_pb2.Usage) -> Usage:
+    """Reads what a process takes of its machine."""
+    return Usage(
+        cpu_seconds=message.cpu_seconds,
+        memory_bytes=message.memory_bytes,
+        gpus=tuple(
+            GpuUsage(uuid=gpu.uuid, utilisation=gpu.utilisation, memory_bytes=gpu.memory_bytes)
+            for gpu in message.gpus
+        ),
+    )

@@ -11,6 +11,7 @@ from paceline.controller.fleet.departures import Departures
 from paceline.controller.fleet.membership import SWEEP_S, Fleet, FleetChange, Health, Member
 from paceline.controller.fleet.meter import FleetMeter
 from paceline.controller.fleet.quarantine import Quarantine
+from paceline.controller.fleet.usage import FleetUsage
 from paceline.controller.journal import Journal
 from paceline.core.clock import Clock
 from paceline.core.errors import ConfigError, DeadlineError, PeerLostError, WeightSyncError
@@ -22,6 +23,7 @@ from paceline.core.members import (
     RewardState,
     RolloutState,
 )
+from paceline.service.observability.usage import UsageSampler
 
 
 class Supervisor:
@@ -35,6 +37,7 @@ class Supervisor:
         self.fleet = fleet
         self._quarantine, self._meter = Quarantine(clock), FleetMeter(clock)
         self.departures = Departures(fleet, clock)
+        self.usage = FleetUsage(clock, UsageSampler(uses_gpus=False).sample)
         self._journal, self._events = journal, events
         self._changed = asyncio.Condition()
         self._announced: set[tuple[str, str]] = set()
@@ -61,6 +64,10 @@ class Supervisor:
                 self._has_served = True
                 self._quarantine.succeeded(change.member.member_id)
         await self._wake()
+
+    def usage_metrics(self) -> dict[str, float]:
+        """What the members have taken of their machines since the last call."""
+        return self.usage.metrics([member.member_id for member in self.fleet.members() if member.usable])
 
     async def _wake(self) -> None:
         async with self._changed:

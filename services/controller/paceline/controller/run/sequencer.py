@@ -225,7 +225,7 @@ class Sequencer:
         metrics, rolled_back = await self._train_step()
         metrics |= await self._validation.validate(self._policy)
         stop, guarded = self._guard.judge_validation(step, metrics)
-        metrics |= guarded
+        metrics |= guarded | self._supervisor.usage_metrics()
         self._curriculum.after(step, metrics)
         # A rollback is saved at once, so that a resumed run does not repeat the steps that led to it.
         is_due = rolled_back or trainer.saves_after(step)
