@@ -198,15 +198,15 @@ STEP_METRICS: Mapping[str, str] = {
     "perf/tokens_per_s_per_gpu": "The same per GPU of learner and rollout servers; absent on CPUs.",
     "perf/num_gpus": "GPUs of learner and rollout servers in the step's push; 0 on CPUs.",
     "perf/overhead_share": "Share of the step that is neither generating nor scoring nor learning.",
-    "perf/cpu_cores/KIND": (
-        "CPU cores that processes of a kind (controller, rollout, learner, reward) kept busy in the step, "
+    "perf/cpu_cores/NAME": (
+        "By kind (controller, rollout, learner, reward): CPU cores that its processes kept busy in the step, "
         "with those that they started; of a learner's ranks the first."
     ),
-    "perf/resident_gib/KIND": "Their resident memory at its end; shared pages count for each process.",
-    "perf/gpu_utilisation/KIND": (
+    "perf/resident_gib/NAME": "Their resident memory at its end; shared pages count for each process.",
+    "perf/gpu_utilisation/NAME": (
         "Mean share of the driver's periods in which a kernel ran on a GPU that they may use."
     ),
-    "perf/gpu_memory_gib/KIND": "The most memory in use on one of these GPUs, by whatever process.",
+    "perf/gpu_memory_gib/NAME": "The most memory in use on one of these GPUs, by whatever process.",
     "perf/mfu": (
         "Share of the GPUs' peak arithmetic that the policy's update uses; absent where the peak is "
         "not known."
