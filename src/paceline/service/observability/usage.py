@@ -31,7 +31,7 @@ class UsageSampler:
         self._measured = 0.0
 
     def sample(self) -> Usage:
-        """Returns the newest sample."""
+        """Returns the newest sample of what the process takes."""
         now = time.monotonic()
         if self._sample is None or now - self._measured >= _EVERY_S:
             self._sample, self._measured = self._measure(), now
