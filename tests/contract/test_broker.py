@@ -7,6 +7,8 @@ import asyncio
 import pytest
 
 from paceline.broker import Ack, Broker, Outgoing
+from paceline.broker.base import Progress
+from paceline.broker.memory import MemoryBroker
 from support.streams import Stopwatch, drain, messages, payloads, reclaim_all, soon
 
 G = "group"
@@ -398,6 +400,80 @@ class TestMissingStreams:
         assert await broker.length(stream) == 0
         await fill(broker, stream, 1)
         assert payloads(await drain(broker, stream, G, "a")) == ["0"]
+
+
+class TestProgress:
+    async def taken(self, broker: Broker, stream: str, count: int = 2) -> list[str]:
+        await fill(broker, stream, count)
+        return [e.entry_id for e in await broker.read(stream, G, "a", max_entries=count, block_s=0)]
+
+    async def test_parts_follow_each_other_and_one_that_is_repeated_changes_nothing(
+        self, broker: Broker, stream: str
+    ) -> None:
+        one, two = await self.taken(broker, stream)
+        every_byte = bytes(range(256))
+        parts = [Progress(entry_id=one, offset=0, data=b"abc"), Progress(entry_id=two, offset=0, data=b"x")]
+        assert await broker.save_progress(stream, G, "a", parts) == [one, two]
+        more = [Progress(entry_id=one, offset=3, data=every_byte)]
+        assert await broker.save_progress(stream, G, "a", more) == [one]
+        assert await broker.save_progress(stream, G, "a", more) == [one]
+        assert await broker.progress(stream, G, one) == b"abc" + every_byte
+        assert await broker.progress(stream, G, two) == b"x"
+        # From the beginning: instead of all others.
+        assert await broker.save_progress(stream, G, "a", [Progress(entry_id=one, offset=0, data=b"z")])
+        assert await broker.progress(stream, G, one) == b"z"
+
+    async def test_no_part_leaves_a_hole(self, broker: Broker, stream: str) -> None:
+        one, two = await self.taken(broker, stream)
+        parts = [Progress(entry_id=one, offset=1, data=b"abc"), Progress(entry_id=two, offset=0, data=b"x")]
+        assert await broker.save_progress(stream, G, "a", parts) == [two]
+        assert await broker.progress(stream, G, one) == b""
+
+    async def test_it_goes_to_whoever_takes_the_entry_and_no_other_can_save(
+        self, broker: Broker, stream: str
+    ) -> None:
+        one, two = await self.taken(broker, stream)
+        await broker.save_progress(stream, G, "a", [Progress(entry_id=one, offset=0, data=b"abc")])
+        await broker.release(stream, G, "a", [one])
+        (entry,) = await broker.reclaim(stream, G, "b", min_idle_s=LONG_S, max_entries=1)
+        assert (entry.entry_id, await broker.progress(stream, G, one)) == (one, b"abc")
+        late = [Progress(entry_id=i, offset=0, data=b"late") for i in (one, two)]
+        assert await broker.save_progress(stream, G, "a", late) == [two]
+        assert await broker.save_progress(stream, G, "b", late) == [one]
+        assert await broker.progress(stream, G, one) == b"late"
+
+    @pytest.mark.parametrize("with_answer", [False, True])
+    async def test_it_goes_with_the_acknowledgement(
+        self, broker: Broker, stream: str, prefix: str, with_answer: bool
+    ) -> None:
+        ids = await self.taken(broker, stream, 3)
+        parts = [Progress(entry_id=i, offset=0, data=b"abc") for i in ids]
+        await broker.save_progress(stream, G, "a", parts)
+        if with_answer:
+            ack = Ack(stream=stream, group=G, entry_ids=ids[:2])
+            await broker.append([Outgoing(stream=prefix + "answers", payload=b"")], ack=ack)
+        else:
+            await broker.ack(stream, G, ids[:2])
+        assert [await broker.progress(stream, G, i) for i in ids] == [b"", b"", b"abc"]
+        assert await broker.save_progress(stream, G, "a", parts) == ids[2:]
+        # Nothing is left under any name: the stream, its answers, and what was saved of the third.
+        assert await broker.purge(stream) == (1 if isinstance(broker, MemoryBroker) else 2)
+
+    async def test_it_goes_with_the_stream(self, broker: Broker, stream: str) -> None:
+        ids = await self.taken(broker, stream, 1200)
+        parts = [Progress(entry_id=i, offset=0, data=b"abc") for i in ids]
+        assert await broker.save_progress(stream, G, "a", parts) == ids
+        await broker.delete_streams([stream])
+        assert await broker.purge(stream) == 0
+        assert await broker.progress(stream, G, ids[0]) == b""
+        assert await broker.save_progress(stream, G, "a", parts) == []
+
+    async def test_many_bytes_are_saved_in_several_commands(self, broker: Broker, stream: str) -> None:
+        ids = await self.taken(broker, stream, 3)
+        data = bytes(5 * 2**20)
+        parts = [Progress(entry_id=i, offset=0, data=data) for i in ids]
+        assert await broker.save_progress(stream, G, "a", parts) == ids
+        assert [len(await broker.progress(stream, G, i)) for i in ids] == [len(data)] * 3
 
 
 class TestBlobs:

@@ -55,6 +55,15 @@ class Ack:
     entry_ids: Sequence[str]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """Bytes to save beside an entry that is still worked on, from `offset` on; at 0 they replace all others."""
+
+    entry_id: str
+    offset: int
+    data: bytes
+
+
 class Broker(Protocol):
     """Streams with consumer groups, and blobs."""
 
@@ -99,6 +108,20 @@ class Broker(Protocol):
 
     async def ack(self, stream: str, group: str, entry_ids: Sequence[str]) -> None:
         """Acknowledges entries: they are not delivered again. Unknown ids are ignored."""
+        ...
+
+    async def save_progress(
+        self, stream: str, group: str, consumer: str, parts: Sequence[Progress]
+    ) -> list[str]:
+        """Saves what a consumer has got so far of entries; returns the ids of those for which it did.
+
+        Left out are entries that are not the consumer's any more, and parts that would leave a hole. What is
+        saved is removed with the entry's acknowledgement and with its stream. Waits through no outage.
+        """
+        ...
+
+    async def progress(self, stream: str, group: str, entry_id: str) -> bytes:
+        """Returns what was saved of an entry that is not acknowledged; b"" if there is nothing."""
         ...
 
     async def read_log(self, stream: str, *, after: str, max_entries: int, block_s: float) -> list[Entry]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
-from paceline.broker.base import Ack, Entry, Outgoing
+from paceline.broker.base import Ack, Entry, Outgoing, Progress
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import BrokerError
 
@@ -20,6 +20,7 @@ class _Pending:
     consumer: str
     last_sign_s: float
     deliveries: int = 1
+    progress: bytes = b""
 
 
 @dataclass(slots=True)
@@ -184,6 +185,24 @@ class MemoryBroker:
     async def ack(self, stream: str, group: str, entry_ids: Sequence[str]) -> None:
         """Acknowledges entries: they are not delivered again. Unknown ids are ignored."""
         self._ack(Ack(stream=stream, group=group, entry_ids=entry_ids))
+
+    async def save_progress(
+        self, stream: str, group: str, consumer: str, parts: Sequence[Progress]
+    ) -> list[str]:
+        """Saves what a consumer has got so far of entries; returns the ids of those for which it did."""
+        state, saved = self._group(stream, group), []
+        for part in parts if state is not None else ():
+            pending = state.pending.get(_number(part.entry_id))
+            if pending and pending.consumer == consumer and part.offset <= len(pending.progress):
+                pending.progress = pending.progress[: part.offset] + part.data
+                saved.append(part.entry_id)
+        return saved
+
+    async def progress(self, stream: str, group: str, entry_id: str) -> bytes:
+        """Returns what was saved of an entry that is not acknowledged; b"" if there is nothing."""
+        state = self._group(stream, group)
+        pending = state.pending.get(_number(entry_id)) if state is not None else None
+        return pending.progress if pending is not None else b""
 
     def _ack(self, ack: Ack) -> None:
         state = self._group(ack.stream, ack.group)

@@ -5,7 +5,8 @@ from __future__ import annotations
 # KEYS: the blobs' keys, one stream per message, then the stream to acknowledge in, if any. ARGV: the numbers
 # of blobs and of messages, the blobs' values, payload and traceparent of each message, then the group and ids
 # to acknowledge. A script that fails stops where it is and undoes nothing, so what can fail is checked first;
-# a full server refuses the first write or none. The acknowledgement is last: it needs no memory.
+# a full server refuses the first write or none. The acknowledgement is last: it needs no memory. With it goes
+# what SAVE_PROGRESS has saved.
 APPEND = """
 local blobs, messages = tonumber(ARGV[1]), tonumber(ARGV[2])
 for i = blobs + 1, #KEYS do
@@ -29,9 +30,54 @@ for i = 1, messages do
   at = at + 2
 end
 for first = at + 1, #ARGV, 1000 do
-  redis.call('XACK', KEYS[#KEYS], ARGV[at], unpack(ARGV, first, math.min(first + 999, #ARGV)))
+  local saved = {}
+  for i = first, math.min(first + 999, #ARGV) do
+    saved[#saved + 1] = KEYS[#KEYS] .. ':' .. ARGV[at] .. ':' .. ARGV[i]
+  end
+  redis.call('XACK', KEYS[#KEYS], ARGV[at], unpack(ARGV, first, first + #saved - 1))
+  redis.call('UNLINK', unpack(saved))
 end
 return ids
+"""
+
+# KEYS: the stream. ARGV: group, consumer, then entry id, offset and bytes of each part. Returns the ids of the
+# parts that were saved, in STREAM:GROUP:ID. A part that comes a second time changes nothing, as an append would.
+SAVE_PROGRESS = """
+local saved = {}
+for i = 3, #ARGV, 3 do
+  local key, offset = KEYS[1] .. ':' .. ARGV[1] .. ':' .. ARGV[i], tonumber(ARGV[i + 1])
+  local row = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[i], ARGV[i], 1, ARGV[2])
+  if #row == 1 and offset <= redis.call('STRLEN', key) then
+    if offset == 0 then
+      redis.call('SET', key, ARGV[i + 2])
+    else
+      redis.call('SETRANGE', key, offset, ARGV[i + 2])
+    end
+    saved[#saved + 1] = ARGV[i]
+  end
+end
+return saved
+"""
+
+# KEYS: streams. Removes them with all that was saved of entries which are not acknowledged.
+DELETE_STREAMS = """
+for _, stream in ipairs(KEYS) do
+  local groups = redis.call('EXISTS', stream) == 1 and redis.call('XINFO', 'GROUPS', stream) or {}
+  for _, row in ipairs(groups) do
+    local start = '-'
+    while start do
+      local rows, saved = redis.call('XPENDING', stream, row[2], start, '+', 1000), {}
+      for i, pending in ipairs(rows) do
+        saved[i] = stream .. ':' .. row[2] .. ':' .. pending[1]
+      end
+      start = rows[1] and '(' .. rows[#rows][1]
+      if start then
+        redis.call('UNLINK', unpack(saved))
+      end
+    end
+  end
+  redis.call('UNLINK', stream)
+end
 """
 
 # KEYS: the stream. ARGV: group, consumer, idle milliseconds to set, entry ids. Returns the consumer's own
@@ -76,6 +122,7 @@ while left > 0 do
       left = left - 1
     else
       redis.call('XACK', KEYS[1], ARGV[1], row[1])
+      redis.call('UNLINK', KEYS[1] .. ':' .. ARGV[1] .. ':' .. row[1])
     end
   end
   start = '(' .. ids[#ids]

@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, TypeVar
 
-from paceline.broker.base import Ack, Entry, Outgoing
+from paceline.broker.base import Ack, Entry, Outgoing, Progress
 from paceline.broker.redis import lua_scripts
 from paceline.broker.redis.redis_client import GroupExistsError, RedisClient, StreamMissingError
 from paceline.core.errors import BrokerError
@@ -19,12 +19,13 @@ log = logging.getLogger(__name__)
 RELEASED_IDLE_MS: Final = 24 * 3600 * 1000
 """Idle time of a released entry: more than any lease."""
 
-_MESSAGES_PER_APPEND: Final = 256
-_BYTES_PER_APPEND: Final = 8 * 2**20
+_ITEMS_PER_COMMAND: Final = 256
+_BYTES_PER_COMMAND: Final = 8 * 2**20
 _KEYS_PER_FETCH: Final = 64
 _KEYS_PER_DELETE: Final = 1000
 _OLDEST_SERVER: Final = (6, 2)
 _FIRST_CONTACT_S: Final = 15.0
+_Item = TypeVar("_Item")
 
 
 class RedisStreamsBroker:
@@ -43,7 +44,7 @@ class RedisStreamsBroker:
     async def append(self, messages: Sequence[Outgoing], *, ack: Ack | None = None) -> list[str]:
         """Stores messages in order, each with its blobs before it, and acknowledges; returns entry ids."""
         ids: list[str] = []
-        batches = list(_batches(messages))
+        batches = list(_batches(messages, _size))
         for batch in batches[:-1]:
             ids += await self._append_batch(batch, None)
         if batches or ack is not None:
@@ -135,7 +136,28 @@ class RedisStreamsBroker:
     async def ack(self, stream: str, group: str, entry_ids: Sequence[str]) -> None:
         """Acknowledges entries: they are not delivered again. Unknown ids are ignored."""
         if entry_ids:
-            await self._client.run("XACK", stream, group, *entry_ids)
+            await self._append_batch([], Ack(stream=stream, group=group, entry_ids=entry_ids))
+
+    async def save_progress(
+        self, stream: str, group: str, consumer: str, parts: Sequence[Progress]
+    ) -> list[str]:
+        """Saves what a consumer has got so far of entries; returns the ids of those for which it did."""
+        saved: list[str] = []
+        for batch in _batches(parts, lambda part: len(part.data)):
+            words = [word for part in batch for word in (part.entry_id, part.offset, part.data)]
+            try:
+                ids = await self._client.run_script(
+                    lua_scripts.SAVE_PROGRESS, [stream], [group, consumer, *words], limit_s=0.0
+                )
+            except StreamMissingError:
+                break
+            saved += [entry_id.decode() for entry_id in ids]
+        return saved
+
+    async def progress(self, stream: str, group: str, entry_id: str) -> bytes:
+        """Returns what was saved of an entry that is not acknowledged; b"" if there is nothing."""
+        (saved,) = await self.get_blobs([f"{stream}:{group}:{entry_id}"])
+        return saved or b""
 
     async def advance(self, stream: str, group: str, entry_id: str) -> None:
         """Says that a group which reads the stream as a log has done everything up to `entry_id`."""
@@ -165,7 +187,8 @@ class RedisStreamsBroker:
 
     async def delete_streams(self, streams: Sequence[str]) -> None:
         """Removes streams with their groups."""
-        await self._unlink(streams)
+        for chunk in _chunks(streams, _KEYS_PER_DELETE):
+            await self._client.run_script(lua_scripts.DELETE_STREAMS, chunk, [])
 
     async def put_blob(self, key: str, value: bytes) -> None:
         """Stores a blob without a message; replaces an earlier value."""
@@ -242,16 +265,19 @@ def _chunks(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
     return (items[start : start + size] for start in range(0, len(items), size))
 
 
-def _batches(messages: Iterable[Outgoing]) -> Iterator[list[Outgoing]]:
-    """Splits messages into appends that block the server for a short time only."""
-    batch: list[Outgoing] = []
+def _batches(items: Iterable[_Item], size: Callable[[_Item], int]) -> Iterator[list[_Item]]:
+    """Splits what is sent into commands that block the server for a short time only."""
+    batch: list[_Item] = []
     num_bytes = 0
-    for message in messages:
-        size = len(message.payload) + sum(map(len, (message.blobs or {}).values()))
-        if batch and (len(batch) == _MESSAGES_PER_APPEND or num_bytes + size > _BYTES_PER_APPEND):
+    for item in items:
+        if batch and (len(batch) == _ITEMS_PER_COMMAND or num_bytes + size(item) > _BYTES_PER_COMMAND):
             yield batch
             batch, num_bytes = [], 0
-        batch.append(message)
-        num_bytes += size
+        batch.append(item)
+        num_bytes += size(item)
     if batch:
         yield batch
+
+
+def _size(message: Outgoing) -> int:
+    return len(message.payload) + sum(map(len, (message.blobs or {}).values()))
