@@ -33,7 +33,7 @@ from paceline.core.errors import (
 from paceline.core.members import EnginePart, MemberKind, RankRef
 from paceline.core.samples.trajectory import FinishReason, SamplingSpec
 from paceline.engines.vllm import VLLM as VLLM_FACTS
-from paceline.rollout.engines.base import Sample, SampleRequest
+from paceline.rollout.engines.base import Engine, Sample, SampleRequest
 from paceline.rollout.sampler import Sampler
 from paceline.weights.digest.agreement import disagreement, model_digest
 from paceline.wire import encode_prompt_group
@@ -351,6 +351,93 @@ async def test_a_push_in_mid_answer_changes_the_tokens_after_it_alone(
             np.testing.assert_allclose(sample.log_probs[end:], drawn.log_probs, rtol=1e-5, atol=1e-5)
     assert tokens(mixed) != tokens(unbroken)
     await subject.learner.push_seed(engine, 0, next(VERSIONS))
+
+
+async def broken_off(engine: Engine, asked: list[SampleRequest]) -> dict[str, Sample]:
+    """What requests have drawn when they are aborted, some of them half of their tokens."""
+    for wait_s in (0.02 * 1.5**attempt for attempt in range(20)):
+        drawing = asyncio.create_task(engine.generate(asked))
+        await asyncio.sleep(wait_s)
+        parts = await engine.drawn({request.request_id: 0 for request in asked} | {"unknown": 0})
+        is_done = drawing.done()
+        drawing.cancel()
+        await asyncio.wait([drawing])
+        if parts and not is_done:
+            assert await engine.drawn({request.request_id: 0 for request in asked}) == {}
+            return parts
+    raise AssertionError("no request was found half drawn")
+
+
+def tail(sample: Sample, first: int) -> Sample:
+    return replace(sample, token_ids=sample.token_ids[first:], log_probs=sample.log_probs[first:])
+
+
+KINDS = {
+    "long": LONG,
+    "stopping": replace(LONG, stop_token_ids=(1, 2)),
+    "greedy": replace(LONG, temperature=0.0),
+    "cold": replace(LONG, temperature=0.5),
+    "truncated": replace(LONG, top_p=0.9, top_k=50),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_sample_that_is_broken_off_goes_on_as_the_one_that_was_not(
+    subject: Subject, kind: str
+) -> None:
+    engine = subject.engine
+    assert engine.continues
+    await subject.learner.push_seed(engine, 0, next(VERSIONS))
+    asked = requests(f"half:{kind}", KINDS[kind])
+    unbroken = {r.request_id: s for r, s in zip(asked, await engine.generate(asked), strict=True)}
+    rest = [request for request in asked if len(unbroken[request.request_id].token_ids) > 1]
+    seams = 0
+    for _ in range(3):  # broken off again and again
+        parts = await broken_off(engine, rest)
+        going_on = []
+        for request in rest:
+            whole, begun = unbroken[request.request_id], len(request.drawn)
+            part = parts.get(request.request_id)
+            if part is None:
+                going_on.append(request)
+                continue
+            end = begun + len(part.token_ids)
+            expected = replace(whole, token_ids=whole.token_ids[begun:end], log_probs=whole.log_probs[begun:end])
+            check_same([part], [expected])
+            has_ended = part.finish_reason is not FinishReason.ABORT
+            assert not has_ended or (end, part.finish_reason) == (len(whole.token_ids), whole.finish_reason)
+            if end < len(whole.token_ids):
+                seams += 1
+                going_on.append(replace(request, drawn=whole.token_ids[:end].tolist()))
+        rest = going_on
+    assert seams >= 10
+    assert rest
+    for request, sample in zip(rest, await engine.generate(rest), strict=True):
+        whole = unbroken[request.request_id]
+        check_same([sample], [tail(whole, len(request.drawn))])
+        assert sample.finish_reason is whole.finish_reason
+
+
+async def test_what_was_told_before_is_left_out_and_ended_samples_wait_for_the_others(subject: Subject) -> None:
+    engine = subject.engine
+    short, long = requests("short", replace(LONG, max_tokens=2), count=1), requests("long", LONG, count=1)
+    whole = await engine.generate([*short, *long])
+    for wait_s in (0.02 * 1.3**attempt for attempt in range(25)):
+        drawing = asyncio.create_task(engine.generate([*short, *long]))
+        await asyncio.sleep(wait_s)
+        parts = await engine.drawn({short[0].request_id: 1, long[0].request_id: 5})
+        is_done = drawing.done()
+        drawing.cancel()
+        await asyncio.wait([drawing])
+        if len(parts) == 2 and not is_done:
+            break
+    check_same([parts[short[0].request_id]], [tail(whole[0], 1)])
+    if not isinstance(engine, FakeEngine):  # which ends all samples of a call at once
+        assert parts[short[0].request_id].finish_reason is FinishReason.LENGTH
+    assert len({version for _, version in parts[long[0].request_id].versions}) == 1
+    part = parts[long[0].request_id]
+    end = 5 + len(part.token_ids)
+    check_same([part], [replace(whole[1], token_ids=whole[1].token_ids[5:end], log_probs=whole[1].log_probs[5:end])])
 
 
 async def test_a_paused_engine_draws_nothing_and_requests_can_be_aborted(subject: Subject) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -74,13 +74,13 @@ class FakeEngine(Engine):
 
     `events` has what happened, in order: ("generate", prompt ids) once per group, ("abort", prompt ids),
     ("join", epoch), ("receive", version), ("sleep", None), ("wake", part), ("leave", None),
-    ("shutdown", None). `hold()` makes generation wait
-    until `release()`. A prompt in `errors` fails with its error, one in `stuck` does not end.
+    ("shutdown", None). `hold()` makes generation wait until `release()`. A prompt in `errors` fails with its error, one in `stuck` does not end.
 
     Args:
         ranks: what the weights go through; by default `num_ranks` of `PaperRank`.
         max_model_len: prompts of so many tokens are refused.
         token_s: time that a token takes.
+        continues: whether samples may go on from tokens that were drawn before.
     """
 
     def __init__(
@@ -91,7 +91,12 @@ class FakeEngine(Engine):
         ranks: Sequence[Rank] | None = None,
         max_model_len: int = 1 << 20,
         token_s: float = 0.0,
+        continues: bool = True,
     ) -> None:
+        self._continues = continues
+        self._requests: dict[str, SampleRequest] = {}
+        self._num_held = 0
+        self.num_drawn = 0
         self._vocab_size, self._max_model_len, self._token_s = vocab_size, max_model_len, token_s
         self._ranks = ranks or [PaperRank(rank, num_ranks) for rank in range(num_ranks)]
         self._weights = 0
@@ -123,9 +128,10 @@ class FakeEngine(Engine):
     def kv_cache_tokens(self) -> int:
         return 2**20
 
-    def hold(self) -> None:
-        """Generation begins but does not end."""
+    def hold(self, num_tokens: int = 0) -> None:
+        """Generation begins but does not end: after so many tokens of each sample, or all that it has."""
         self._open.clear()
+        self._num_held = num_tokens
 
     def release(self) -> None:
         """It ends."""
@@ -201,7 +207,7 @@ class FakeEngine(Engine):
     ) -> list[Sample]:
         """Samples that follow from seed, prompt, pixels and weights."""
         for request in requests:
-            if len(request.prompt_token_ids) >= self._max_model_len:
+            if len(request.prompt_token_ids) + len(request.drawn) >= self._max_model_len:
                 raise InvalidMessageError(
                     f"the engine refuses request {request.request_id}: the prompt is too long",
                     reason="refused_by_engine",
@@ -214,9 +220,11 @@ class FakeEngine(Engine):
         self.max_under_way = max(self.max_under_way, self._under_way)
         try:
             ids = {request.request_id for request in requests}
+            self._requests |= {request.request_id: request for request in requests}
+            held = 0 if self._open.is_set() else self._num_held
             for request_id in ids:
-                self._drawn[request_id], self._draws[request_id] = 0, [(0, self._version, self._weights)]
-            lengths = [len(self.sample(request).token_ids) for request in requests]
+                self._drawn[request_id], self._draws[request_id] = held, [(0, self._version, self._weights)]
+            lengths = [len(self._rest(request).token_ids) for request in requests]
             await self._open.wait()
             if prompt in self.stuck:
                 await asyncio.Event().wait()
@@ -225,6 +233,7 @@ class FakeEngine(Engine):
             await self._pass_time(max(lengths), ids)
             self._check_alive()
             samples = [self._composed(request) for request in requests]
+            self.num_drawn += sum(len(sample.token_ids) for sample in samples)
         except asyncio.CancelledError:
             self.events.append(("abort", prompt))
             raise
@@ -233,6 +242,7 @@ class FakeEngine(Engine):
             for request in requests:
                 self._drawn.pop(request.request_id, None)
                 self._draws.pop(request.request_id, None)
+                self._requests.pop(request.request_id, None)
         for _ in requests:
             ended()
         return samples
@@ -260,7 +270,7 @@ class FakeEngine(Engine):
         draws, weights = self._draws[request.request_id], self._weights
         samples = []
         for _, _, self._weights in draws:
-            samples.append(self.sample(request))
+            samples.append(self._rest(request))
         self._weights = weights
         token_ids = samples[0].token_ids.copy()
         begins = [(first, version) for first, version, _ in draws if first < len(token_ids)]
@@ -269,8 +279,35 @@ class FakeEngine(Engine):
             token_ids[first:end] = later.token_ids[first:end]
         return replace(samples[0], token_ids=token_ids, versions=tuple(begins))
 
+    @property
+    def continues(self) -> bool:
+        return self._continues
+
+    async def drawn(self, wanted: Mapping[str, int]) -> dict[str, Sample]:
+        self._check_alive()
+        parts = {}
+        for request_id, first in wanted.items():
+            if request_id not in self._requests:
+                continue
+            sample, end = self._composed(self._requests[request_id]), self._drawn[request_id]
+            begins = {max(0, begin - first): version for begin, version in sample.versions if begin < end}
+            if len(sample.token_ids[first:end]):
+                parts[request_id] = Sample(
+                    token_ids=sample.token_ids[first:end],
+                    log_probs=sample.log_probs[first:end],
+                    finish_reason=FinishReason.ABORT if end < len(sample.token_ids) else sample.finish_reason,
+                    versions=tuple(begins.items()),
+                )
+        return parts
+
+    def _rest(self, request: SampleRequest) -> Sample:
+        """What follows the tokens that were drawn before; with other weights, at least one token."""
+        sample = self.sample(request)
+        first = min(len(request.drawn), len(sample.token_ids) - 1)
+        return replace(sample, token_ids=sample.token_ids[first:], log_probs=sample.log_probs[first:])
+
     def sample(self, request: SampleRequest) -> Sample:
-        """What the engine draws for a request now."""
+        """What the engine draws for a request from its first token on, with the present weights."""
         spec = request.sampling
         seed = request.seed if spec.temperature > 0 else 0
         pictures = [int(image.pixels.view(np.uint32).sum(dtype=np.uint64)) for image in request.images]
@@ -283,7 +320,7 @@ class FakeEngine(Engine):
         reason = FinishReason.LENGTH
         if count < spec.max_tokens:
             token_ids[-1], reason = rng.choice(stops), FinishReason.STOP
-        log_probs = np.full(count, self.log_prob, np.float32)
+        log_probs = (self.log_prob - token_ids / 1024).astype(np.float32)
         return Sample(token_ids=token_ids, log_probs=log_probs, finish_reason=reason)
 
     async def sleep(self) -> int:

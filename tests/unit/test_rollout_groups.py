@@ -41,7 +41,7 @@ async def test_headers_and_blobs_carry_what_was_drawn() -> None:
             )
             assert blob.trajectory_id == header.trajectory_id
             assert blob.response_token_ids.tolist() == expected.token_ids.tolist()
-            assert blob.response_log_probs.tolist() == [-1.0] * len(expected.token_ids)
+            assert blob.response_log_probs.tolist() == expected.log_probs.tolist()
             assert blob.response_mask.tolist() == [1] * len(expected.token_ids)
             assert blob.seed == group(7).seeds[index]
             assert (blob.policy, blob.finish_reason) == (V0, expected.finish_reason)
@@ -257,7 +257,7 @@ async def test_samples_that_no_reader_accepts_are_their_groups_failure() -> None
         await b.ask(group(3))
         [refusal] = await b.refusals(1)
         assert (refusal.prompt_id, refusal.reason) == (3, "out_of_range")
-        assert "response_log_probs holds 0.5, a log-probability is at most 0" in refusal.message
+        assert "a log-probability is at most 0" in refusal.message
         b.engine.log_prob = -1.0
         await b.ask(group(4))
         await b.headers(4)

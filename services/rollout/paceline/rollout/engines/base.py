@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,7 +24,8 @@ class SampleRequest:
 
     `request_id` is unique among the requests under way. `sampling.stop_token_ids` are all the tokens that end
     the response. Requests of different `cache_salt` share no cached prefix. `images` are the prompt's, in the
-    order of their placeholders.
+    order of their placeholders. `drawn` are the first tokens of the response where they were drawn before, see
+    `Engine.continues`: fewer than `sampling.max_tokens`, and none that ends it.
     """
 
     request_id: str
@@ -33,6 +34,7 @@ class SampleRequest:
     seed: int
     cache_salt: str = ""
     images: Sequence[LoadedImage] = ()
+    drawn: Sequence[int] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -154,6 +156,29 @@ class Engine(Protocol):
                 health, and they are drawn again.
         """
         ...
+
+    @property
+    def continues(self) -> bool:
+        """Whether a request may begin with tokens that were drawn before, here or in another engine.
+
+        Its `Sample` then has those that follow: with the same weights, those of the sample that was not
+        interrupted. No request has both `images` and `drawn`.
+        """
+        return False
+
+    async def drawn(self, wanted: Mapping[str, int]) -> dict[str, Sample]:
+        """What requests under way have drawn so far, by their ids; requests without further tokens are left out.
+
+        A sample that has ended is told until its `generate` returns; one that has not has the finish reason
+        ABORT. Called only if the engine `continues`.
+
+        Args:
+            wanted: how many of its first tokens to leave out of each, without those that it was given.
+
+        Raises:
+            DeadlineError, PeerLostError: the engine hangs, or died.
+        """
+        return {}
 
     async def sleep(self) -> int:
         """Gives up the GPU memory of weights and KV cache; requests under way are aborted. May be repeated.

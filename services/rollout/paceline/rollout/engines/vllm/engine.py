@@ -10,7 +10,7 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,8 +21,9 @@ from paceline.rollout.engines.base import Engine, Sample, SampleRequest, do_noth
 from paceline.rollout.engines.processes import EngineProcesses, kill
 from paceline.rollout.engines.vllm import calls
 from paceline.rollout.engines.vllm.images import vision
-from paceline.rollout.engines.vllm.sampling.log_probs import Fetched, LogProbs
+from paceline.rollout.engines.vllm.sampling.log_probs import Fetched, LogProbs, Versions
 from paceline.rollout.engines.vllm.sampling.samples import submit, to_sample
+from paceline.rollout.engines.vllm.sampling.under_way import UnderWay
 from paceline.rollout.engines.vllm.start import environment
 from paceline.rollout.engines.vllm.start.arguments import WORKER_EXTENSION
 from paceline.rollout.engines.vllm.start.startup import build, built, in_daemon, prepare
@@ -51,6 +52,7 @@ class VllmEngine(Engine):
         self._llm, self._processes, self._has_tower = llm, processes, has_tower
         self._images = vision.ImageSender()
         self._log_probs: LogProbs | None = None
+        self._under_way = UnderWay(self._state_of, self._read_log_probs)
         self._unusable: PeerLostError | None = None
         self._asleep: set[EnginePart] = set()
         self._is_paused = False
@@ -105,6 +107,15 @@ class VllmEngine(Engine):
 
         await self.call_workers("paceline_batch_draws", (), _DESCRIBE_S)
         self._log_probs = LogProbs(fetch)
+
+    def _state_of(self, internal_id: str) -> Any:
+        return None if self._llm is None else self._llm.output_processor.request_states.get(internal_id)
+
+    async def _read_log_probs(
+        self, ids: list[str], starts: list[int], counts: list[int]
+    ) -> tuple[bytes, list[Versions], list[bool]]:
+        reply, *_ = await self.call_workers("paceline_read_log_probs", (ids, starts, counts), _FETCH_S)
+        return bytes(reply["log_probs"]), reply["versions"], reply["known"]
 
     @property
     def vocab_size(self) -> int:
@@ -192,10 +203,12 @@ class VllmEngine(Engine):
     ) -> list[Sample]:
         """Draws all samples, in order; cancelling it aborts them."""
 
-        async def result(collector: Any) -> Sample:
+        async def result(request: SampleRequest, collector: Any) -> Sample:
             output = await collector.get()
             ended()
-            return await to_sample(output, collector.request_id, self._log_probs)
+            sample = await to_sample(output, collector.request_id, self._log_probs)
+            self._under_way.end(request.request_id, sample)
+            return sample
 
         pending: list[Any] = []
         results: list[asyncio.Task[Sample]] = []
@@ -204,7 +217,9 @@ class VllmEngine(Engine):
                 keeps = self._log_probs is not None
                 collector = await submit(self._llm, request, images=self._images, keeps_log_probs=keeps)
                 pending.append(collector)
-            results = [asyncio.create_task(result(collector)) for collector in pending]
+                self._under_way.begin(request.request_id, collector.request_id)
+            both = zip(requests, pending, strict=True)
+            results = [asyncio.create_task(result(request, collector)) for request, collector in both]
             return await asyncio.gather(*results)
         except BaseException as error:
             if self._llm.errored and isinstance(error, Exception):
@@ -220,6 +235,16 @@ class VllmEngine(Engine):
         finally:
             for task in results:
                 task.cancel()
+            self._under_way.forget(request.request_id for request in requests)
+
+    @property
+    def continues(self) -> bool:
+        """Draws by seed and position do; vLLM's own sampler has a random state per request."""
+        return self._log_probs is not None
+
+    async def drawn(self, wanted: Mapping[str, int]) -> dict[str, Sample]:
+        """What requests under way have drawn so far."""
+        return await self._under_way.drawn(wanted)
 
     async def sleep(self) -> int:
         """Unmaps weights and KV cache on every TP rank."""

@@ -215,6 +215,20 @@ class PacelineWorkerExtension:
         return {"log_probs": values.numpy().tobytes(), "versions": versions} if self.rank == 0 else {}
 
     @_answering
+    def paceline_read_log_probs(self, ids: list[str], starts: list[int], counts: list[int]) -> Reply:
+        """The log-probabilities and versions of requests under way, from TP rank 0.
+
+        Those of requests that have ended and were taken meanwhile are left out: `known` says which.
+        """
+        sampler = self.model_runner.sampler
+        known = [sampler.knows(request_id) for request_id in ids]
+        wanted = [[x for x, is_known in zip(part, known, strict=True) if is_known] for part in (ids, starts, counts)]
+        versions, values = sampler.versions(*wanted), sampler.read(*wanted)
+        if self.rank != 0:
+            return {}
+        return {"log_probs": values.numpy().tobytes(), "versions": versions, "known": known}
+
+    @_answering
     def paceline_free_bytes(self) -> Reply:
         """Memory of this rank's GPU that no process has; 0 on a CPU."""
         device = torch.device(self.device)

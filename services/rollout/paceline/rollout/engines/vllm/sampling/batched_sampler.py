@@ -96,6 +96,14 @@ class BatchedSampler(abc.ABC):
         """Takes places as `Places.take` does."""
         return self._places.take(request_ids, starts, counts)
 
+    def read(self, request_ids: Sequence[str], starts: Sequence[int], counts: Sequence[int]) -> Tensor:
+        """Reads places as `Places.read` does."""
+        return self._places.read(request_ids, starts, counts)
+
+    def knows(self, request_id: str) -> bool:
+        """Knows a request as `Places.knows` does."""
+        return self._places.knows(request_id)
+
     def versions(
         self, request_ids: Sequence[str], starts: Sequence[int], counts: Sequence[int]
     ) -> list[list[tuple[int, int]]]:

@@ -85,7 +85,7 @@ class Places:
     def versions(
         self, request_ids: Sequence[str], starts: Sequence[int], counts: Sequence[int]
     ) -> list[list[tuple[int, int]]]:
-        """The (first token, version) of each version that drew tokens of samples that have ended."""
+        """The (first token, version) of each version that drew `counts` tokens of requests."""
         told = []
         for name, start, count in zip(request_ids, starts, counts, strict=True):
             begins: dict[int, int] = {}
@@ -95,13 +95,27 @@ class Places:
             told.append(list(begins.items()))
         return told
 
-    def take(self, request_ids: Sequence[str], starts: Sequence[int], counts: Sequence[int]) -> Tensor:
-        """The log-probabilities of samples that have ended, one after the other; frees their rows.
+    def knows(self, request_id: str) -> bool:
+        """Whether the tables have log-probabilities of a request, which nobody has taken yet."""
+        return request_id in self._taken or request_id in self._ended
 
-        A sample's last token has been copied to the host already, and its log-probability was written
-        before that. So on a GPU this waits for nothing that is running.
+    def take(self, request_ids: Sequence[str], starts: Sequence[int], counts: Sequence[int]) -> Tensor:
+        """As `read`, of samples that have ended; frees their rows."""
+        values = self.read(request_ids, starts, counts)
+        for name in request_ids:
+            if self._ended.pop(name, None) is None:
+                self._free.append(self._taken.pop(name))
+            self._before.pop(name, None)
+            self._begins.pop(name, None)
+        return values
+
+    def read(self, request_ids: Sequence[str], starts: Sequence[int], counts: Sequence[int]) -> Tensor:
+        """The log-probabilities of requests, one after the other.
+
+        The last token that is asked for has been copied to the host already, and its log-probability was
+        written before that. So on a GPU this waits for nothing that is running.
         """
-        missing = [name for name in request_ids if name not in self._taken and name not in self._ended]
+        missing = [name for name in request_ids if not self.knows(name)]
         if missing:
             raise WeightSyncError(f"the worker has no log-probabilities of request {missing[0]}")
         spans = [slice(start, start + count) for start, count in zip(starts, counts, strict=True)]
@@ -115,16 +129,14 @@ class Places:
         values, filled, used = torch.full((sum(counts),), torch.nan), 0, 0
         for name, span, count in zip(request_ids, spans, counts, strict=True):
             if name in self._ended:
-                kept = self._ended.pop(name)[span]
+                kept = self._ended[name][span]
                 values[filled : filled + len(kept)] = kept
             else:
                 values[filled : filled + count] = in_rows[used : used + count]
                 used += count
-                self._free.append(self._taken.pop(name))
             if name in self._before:
-                kept = self._before.pop(name)[span]
+                kept = self._before[name][span]
                 values[filled : filled + len(kept)] = kept
-            self._begins.pop(name, None)
             filled += count
         return values
 

@@ -34,6 +34,8 @@ async def submit(
         InvalidMessageError: vLLM refuses the request.
     """
     vllm, sampling = _vllm(), request.sampling
+    # Draws follow from seed and position: where the tokens before came from makes no difference.
+    token_ids = [*request.prompt_token_ids, *request.drawn]
     seeded: dict[str, Any] = {"seed": request.seed, "logprobs": 0, "flat_logprobs": True}
     if keeps_log_probs:
         seeded = {"extra_args": {SEED: request.seed}}
@@ -41,7 +43,7 @@ async def submit(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
-        max_tokens=sampling.max_tokens,
+        max_tokens=sampling.max_tokens - len(request.drawn),
         stop_token_ids=list(sampling.stop_token_ids),
         detokenize=False,
         output_kind=vllm.FINAL_ONLY,
@@ -51,7 +53,7 @@ async def submit(
     if request.images:
         prompt = prompt_with_images(request, llm.model_config.hf_config)
     else:
-        prompt = vllm.tokens_input(list(request.prompt_token_ids), cache_salt=request.cache_salt or None)
+        prompt = vllm.tokens_input(token_ids, cache_salt=request.cache_salt or None)
     try:
         if request.images:
             return await images.send(llm, request.request_id, prompt, params)
