@@ -419,7 +419,8 @@ class TestProgress:
         assert await broker.save_progress(stream, G, "a", more) == [one]
         assert await broker.progress(stream, G, one) == b"abc" + every_byte
         assert await broker.progress(stream, G, two) == b"x"
-        # From the beginning: instead of all others.
+        assert await broker.save_progress(stream, G, "a", [Progress(entry_id=one, offset=2, data=b"yz")])
+        assert await broker.progress(stream, G, one) == b"abyz"
         assert await broker.save_progress(stream, G, "a", [Progress(entry_id=one, offset=0, data=b"z")])
         assert await broker.progress(stream, G, one) == b"z"
 

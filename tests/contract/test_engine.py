@@ -402,7 +402,9 @@ async def test_a_sample_that_is_broken_off_goes_on_as_the_one_that_was_not(
                 going_on.append(request)
                 continue
             end = begun + len(part.token_ids)
-            expected = replace(whole, token_ids=whole.token_ids[begun:end], log_probs=whole.log_probs[begun:end])
+            expected = replace(
+                whole, token_ids=whole.token_ids[begun:end], log_probs=whole.log_probs[begun:end]
+            )
             check_same([part], [expected])
             has_ended = part.finish_reason is not FinishReason.ABORT
             assert not has_ended or (end, part.finish_reason) == (len(whole.token_ids), whole.finish_reason)
@@ -418,7 +420,9 @@ async def test_a_sample_that_is_broken_off_goes_on_as_the_one_that_was_not(
         assert sample.finish_reason is whole.finish_reason
 
 
-async def test_what_was_told_before_is_left_out_and_ended_samples_wait_for_the_others(subject: Subject) -> None:
+async def test_what_was_told_before_is_left_out_and_ended_samples_wait_for_the_others(
+    subject: Subject,
+) -> None:
     engine = subject.engine
     short, long = requests("short", replace(LONG, max_tokens=2), count=1), requests("long", LONG, count=1)
     whole = await engine.generate([*short, *long])
@@ -437,7 +441,9 @@ async def test_what_was_told_before_is_left_out_and_ended_samples_wait_for_the_o
     assert len({version for _, version in parts[long[0].request_id].versions}) == 1
     part = parts[long[0].request_id]
     end = 5 + len(part.token_ids)
-    check_same([part], [replace(whole[1], token_ids=whole[1].token_ids[5:end], log_probs=whole[1].log_probs[5:end])])
+    check_same(
+        [part], [replace(whole[1], token_ids=whole[1].token_ids[5:end], log_probs=whole[1].log_probs[5:end])]
+    )
 
 
 async def test_a_paused_engine_draws_nothing_and_requests_can_be_aborted(subject: Subject) -> None:

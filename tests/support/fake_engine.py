@@ -74,7 +74,8 @@ class FakeEngine(Engine):
 
     `events` has what happened, in order: ("generate", prompt ids) once per group, ("abort", prompt ids),
     ("join", epoch), ("receive", version), ("sleep", None), ("wake", part), ("leave", None),
-    ("shutdown", None). `hold()` makes generation wait until `release()`. A prompt in `errors` fails with its error, one in `stuck` does not end.
+    ("shutdown", None). `hold()` makes generation wait until `release()`. A prompt in `errors` fails with its
+    error, one in `stuck` does not end.
 
     Args:
         ranks: what the weights go through; by default `num_ranks` of `PaperRank`.

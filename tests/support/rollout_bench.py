@@ -122,6 +122,7 @@ async def bench(
     engine: FakeEngine | None = None,
     broker: MemoryBroker | None = None,
     episodes: Callable[[Engine], Episodes] | None = None,
+    name: str = "rollout-0",
 ) -> AsyncIterator[Bench]:
     broker, engine = broker or MemoryBroker(), engine or FakeEngine(num_ranks=num_ranks)
     changes: list[str] = []
@@ -136,7 +137,7 @@ async def bench(
                 engine=engine,
                 broker=broker,
                 run_id=RUN,
-                server_id="rollout-0",
+                server_id=name,
                 incarnation="x",
                 limits=limits,
                 spawn=spawn,

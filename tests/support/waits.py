@@ -111,11 +111,14 @@ NEEDLESS: dict[str, str] = {
     "paceline.broker.mailbox:Mailbox.__aexit__: asyncio.wait": _CANCELLED,
     "paceline.service.member.bootstrap:MemberSession.join.say_goodbye: asyncio.wait": _CANCELLED,
     "paceline.rollout.app:RolloutApp._load: asyncio.wait": _CANCELLED,
-    "paceline.rollout.sampler:Sampler._serve: self._going.wait": (
+    "paceline.rollout.sampler:Sampler._take_groups: self._going.wait": (
         "a push that is under way ends with a commit or a failure; whoever closes the sampler cancels this"
     ),
     "paceline.rollout.sampler:Sampler._draw_samples: self._going.wait": (
         "`_draw` waits for it with the group's deadline"
+    ),
+    "paceline.rollout.progress:ProgressKeeper.save_regularly: going.wait": (
+        "a push that is under way ends with a commit or a failure; whoever closes the sampler cancels this"
     ),
     "paceline.rollout.sampler:Sampler.close: asyncio.wait": (
         "cancelled; the engine answers the abort or dies, and each group has a deadline"

@@ -86,8 +86,8 @@ async def test_at_most_so_many_groups_as_configured() -> None:
         await b.headers(5)
 
 
-async def test_a_drained_server_finishes_its_groups_and_begins_no_more() -> None:
-    async with bench() as b:
+async def test_a_drained_server_finishes_what_no_other_can_go_on_with_and_begins_no_more() -> None:
+    async with bench(engine=FakeEngine(continues=False)) as b:
         await b.push(V0)
         b.engine.hold()
         await b.ask(group(1))
@@ -114,7 +114,7 @@ async def test_a_drained_server_finishes_its_groups_and_begins_no_more() -> None
 
 
 async def test_a_drained_server_that_is_full_begins_nothing_when_room_comes() -> None:
-    async with bench() as b:
+    async with bench(engine=FakeEngine(continues=False)) as b:
         await b.push(V0)
         b.engine.hold()
         await b.ask(*(group(p) for p in range(6)))

@@ -57,7 +57,7 @@ class Ack:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """Bytes to save beside an entry that is still worked on, from `offset` on; at 0 they replace all others."""
+    """Bytes to save beside an entry that is still worked on, in place of all that stands from `offset` on."""
 
     entry_id: str
     offset: int

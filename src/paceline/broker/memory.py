@@ -190,8 +190,8 @@ class MemoryBroker:
         self, stream: str, group: str, consumer: str, parts: Sequence[Progress]
     ) -> list[str]:
         """Saves what a consumer has got so far of entries; returns the ids of those for which it did."""
-        state, saved = self._group(stream, group), []
-        for part in parts if state is not None else ():
+        state, saved = self._group(stream, group) or _Group(), []
+        for part in parts:
             pending = state.pending.get(_number(part.entry_id))
             if pending and pending.consumer == consumer and part.offset <= len(pending.progress):
                 pending.progress = pending.progress[: part.offset] + part.data
@@ -200,8 +200,8 @@ class MemoryBroker:
 
     async def progress(self, stream: str, group: str, entry_id: str) -> bytes:
         """Returns what was saved of an entry that is not acknowledged; b"" if there is nothing."""
-        state = self._group(stream, group)
-        pending = state.pending.get(_number(entry_id)) if state is not None else None
+        state = self._group(stream, group) or _Group()
+        pending = state.pending.get(_number(entry_id))
         return pending.progress if pending is not None else b""
 
     def _ack(self, ack: Ack) -> None:

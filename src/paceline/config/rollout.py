@@ -199,6 +199,13 @@ class RolloutConfig(Section):
         description="Most attempts, over all servers, to sample a prompt group before it is dropped and the "
         "reason recorded; an attempt whose server died counts.",
     )
+    save_progress_s: float = Field(
+        5.0,
+        ge=0,
+        description="How often a server saves what unfinished samples have, of prompt groups that have been "
+        "under way for that long; if it dies, another goes on from there. 0: only when it leaves. Only "
+        "draws by seed and position can be gone on with (rollout.sampler: batched).",
+    )
     engine_kwargs: dict[str, bool | int | float | str | dict[str, object]] = Field(
         {},
         description="Further arguments of vLLM's AsyncEngineArgs; what breaks exactness is refused.",

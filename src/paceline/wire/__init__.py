@@ -19,11 +19,13 @@ from paceline.wire.mailbox.messages import (
     encode_trajectory_header,
     refusal_of,
 )
+from paceline.wire.mailbox.progress import decode_progress, encode_progress
 
 __all__ = [
     "LIMITS",
     "blob_digest",
     "decode_log_probs",
+    "decode_progress",
     "decode_prompt_group",
     "decode_scored",
     "decode_trajectory",
@@ -31,6 +33,7 @@ __all__ = [
     "decode_trajectory_headers",
     "encode_group_refusal",
     "encode_log_probs",
+    "encode_progress",
     "encode_prompt_group",
     "encode_scored_header",
     "encode_trajectory",

@@ -82,12 +82,17 @@ def read_ranges(fields: Fields, num_tokens: int) -> tuple[PolicyRange, ...]:
     """Reads the field `ranges` of a response of `num_tokens` tokens, if there is one."""
     if fields.missing("ranges"):
         return ()
-    ranges = tuple(_read_range(fields, item) for item in fields.items("ranges", max_items=LIMITS.max_items))
+    ranges = read_range_list(fields)
     if fault := range_fault(ranges, num_tokens):
         fields.reject("inconsistent", f"ranges: {fault}")
     if ranges[0].policy != read_policy(fields):
         fields.reject("inconsistent", f"ranges begin with {ranges[0].policy}, which is not `policy`")
     return ranges
+
+
+def read_range_list(fields: Fields) -> tuple[PolicyRange, ...]:
+    """Reads the field `ranges` without a check that they follow each other."""
+    return tuple(_read_range(fields, item) for item in fields.items("ranges", max_items=LIMITS.max_items))
 
 
 def _read_range(fields: Fields, item: Any) -> PolicyRange:

@@ -26,6 +26,7 @@ class SamplerLimits:
         lease_s, max_stream_length, append_timeout_s: of the mailboxes.
         probe_timeout_s: longest time for a single token, before the engine counts as hung.
         in_flight: what becomes of samples under way when new weights come (`rollout.in_flight`).
+        save_progress_s: `rollout.save_progress_s`.
         max_staleness: how many versions older than the server's own the one may be that a group is to be
             drawn from, or from newer ones.
     """
@@ -42,6 +43,7 @@ class SamplerLimits:
     groups_together: bool = False
     in_flight: str = "wait"
     max_staleness: int = 0
+    save_progress_s: float = 5.0
 
     @property
     def mixes_versions(self) -> bool:
@@ -63,6 +65,7 @@ class SamplerLimits:
             groups_together=config.reward.has_groups,
             in_flight=rollout.in_flight,
             max_staleness=config.barrier.bound if config.pushes_in_flight else 0,
+            save_progress_s=rollout.save_progress_s,
             num_open=max(rollout.episode.max_open or 4 * rollout.max_num_seqs, rollout.max_num_seqs),
         )
 

@@ -5,8 +5,8 @@
                         `-- refused, or given up after so many attempts -> scored
 
 A sampler is open for one policy at a time, or closed. A group that is not finished when the sampler closes is
-given back: another server gets it, or its step is over. With `rollout.in_flight` it does not close for a
-push: it pauses, and what is under way goes on with the new weights.
+given back with what it has: another server goes on with it, or its step is over. With `rollout.in_flight` it
+does not close for a push: it pauses, and what is under way goes on with the new weights.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from paceline.rollout.episodes.loop import Slot
 from paceline.rollout.episodes.recorder import Draw
 from paceline.rollout.failures import Admission, FailureStreak, GroupFailure, failure_of
 from paceline.rollout.images import Images
+from paceline.rollout.progress import HandedOverError, ProgressKeeper
 from paceline.rollout.trajectories import check_samples, sample_requests, trajectory_messages
 from paceline.service.observability import telemetry
 from paceline.wire import encode_group_refusal
@@ -77,6 +78,7 @@ class Sampler:
         self._draining = asyncio.Event()
         is_full = bool if episodes is None else lambda: episodes.is_full
         self._capacity, self._streak = Capacity(limits, is_full), FailureStreak()
+        self._progress = ProgressKeeper(engine, self._mixed_policies, every_s=limits.save_progress_s)
 
     @property
     def in_flight(self) -> int:
@@ -94,6 +96,9 @@ class Sampler:
         oldest = policy.version - self._limits.max_staleness
         self._policies = {v: known for v, known in self._policies.items() if v >= oldest}
         self._policies[policy.version] = self._policy = policy
+
+    def _mixed_policies(self) -> dict[int, PolicyTag]:
+        return self._policies if self._limits.mixes_versions else {}
 
     @property
     def is_paused(self) -> bool:
@@ -117,21 +122,27 @@ class Sampler:
         self._going.set()
 
     async def drain(self) -> None:
-        """Takes no more groups, for good, and returns when those under way are delivered."""
+        """Takes no more groups, for good; returns when those under way are handed over, or delivered.
+
+        Delivered are those that nobody could go on with: episodes, prompts with images, and all samples of an
+        engine that does not begin with given tokens.
+        """
         self._draining.set()
         if self.is_paused:
             await self.close()
         elif self._session is not None:
+            await self._progress.hand_over()
             # Ends: a mailbox that is empty is asked for a second, and each group has a deadline.
             await asyncio.wait([self._session])
 
     async def close(self) -> None:
-        """Takes no more groups, aborts those under way, and returns when the engine has none of them left."""
+        """Takes no more groups; saves what those under way have; returns when the engine has aborted them."""
         session, self._session = self._session, None
         if session is None:
             return
         if self._capacity.num_groups:
             log.info("aborting %d groups that are under way", self._capacity.num_groups)
+            await self._progress.save()
         session.cancel()
         # Ends: the engine answers or dies, and each group has a deadline.
         await asyncio.wait([session])
@@ -162,6 +173,18 @@ class Sampler:
         )
         try:
             async with box, asyncio.TaskGroup() as tasks:
+                saving = tasks.create_task(self._progress.save_regularly(self._going), name="progress")
+                await self._take_groups(box)
+                saving.cancel()
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        finally:
+            # A task that was cancelled before its first step has counted nothing down.
+            self._capacity.clear()
+
+    async def _take_groups(self, box: Mailbox) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
                 while not self._draining.is_set():
                     await self._going.wait()
                     await self._capacity.wait_for_room()
@@ -181,9 +204,6 @@ class Sampler:
         except BaseExceptionGroup as failures:
             # One cause is enough: the rest was cancelled for it.
             raise failures.exceptions[0] from None
-        finally:
-            # A task that was cancelled before its first step has counted nothing down.
-            self._capacity.clear()
 
     async def _begin(self, delivery: _Delivery, tasks: asyncio.TaskGroup) -> None:
         entry, group = delivery.entry, delivery.admission.read(delivery.entry)
@@ -218,7 +238,7 @@ class Sampler:
 
         try:
             with telemetry.span("rollout.generate", traceparent=entry.traceparent, attributes=attributes):
-                messages = await self._draw(group, sample_ended)
+                messages = await self._draw(delivery, group, sample_ended)
                 if isinstance(messages, GroupFailure):
                     await self._settle(delivery, messages)
                     self._streak.failed(group, messages)
@@ -227,27 +247,31 @@ class Sampler:
                 delivering = len(messages)
                 self._capacity.delivery_began(delivering)
                 await self._finish(delivery, messages)
+        except HandedOverError:
+            log.info("prompt %d is given back half drawn", group.prompt_id)
+            await delivery.box.give_back([entry])
         finally:
             self._capacity.group_ended(undrawn=undrawn, delivering=delivering)
 
     async def _draw(
-        self, group: PromptGroup, sample_ended: Callable[[], None]
+        self, delivery: _Delivery, group: PromptGroup, sample_ended: Callable[[], None]
     ) -> list[Outgoing] | GroupFailure:
         """The messages with the group's samples, or why it has none.
 
         Raises:
+            HandedOverError: another server gets the group.
             PeerLostError: the engine has died, or no longer answers.
         """
         limit_s, started, serial = self._limits.group_timeout_s, time.monotonic(), next(self._serials)
         try:
             async with asyncio.timeout(limit_s):
-                draws = await self._draw_samples(group, serial, sample_ended)
+                draws = await self._draw_samples(delivery, group, serial, sample_ended)
             return trajectory_messages(
                 group,
                 draws,
                 server_id=self._server_id,
                 draw=f"{self._incarnation}.{serial}",
-                policies=self._policies if self._limits.mixes_versions else {},
+                policies=self._mixed_policies(),
                 seconds=time.monotonic() - started,
                 together=self._limits.groups_together,
             )
@@ -258,12 +282,14 @@ class Sampler:
                 "rollout.request_timeout_s if its responses are that long"
             )
             return GroupFailure(reason="deadline", message=message)
+        except HandedOverError:
+            raise
         except Exception as error:  # noqa: BLE001 - the group's error, unless the engine has died of it
             await self._engine.check_health()
             return failure_of(error)
 
     async def _draw_samples(
-        self, group: PromptGroup, serial: int, sample_ended: Callable[[], None]
+        self, delivery: _Delivery, group: PromptGroup, serial: int, sample_ended: Callable[[], None]
     ) -> list[Draw]:
         if group.messages and self._episodes is not None:
             return await self._episodes.draw(
@@ -271,8 +297,13 @@ class Sampler:
             )
         images = await self._images.fetch(group.images) if group.images else ()
         await self._going.wait()
-        requests = sample_requests(group, serial, images, salt=str(self._policy))
-        samples = await self._engine.generate(requests, sample_ended)
+        policy = delivery.admission.policy if self._policy is None else self._policy
+        requests = sample_requests(group, serial, images, salt=str(policy))
+        if images or not self._engine.continues:
+            samples = await self._engine.generate(requests, sample_ended)
+        else:
+            box, entry = delivery.box, delivery.entry
+            samples = await self._progress.draw(box, entry, group, requests, sample_ended, policy=policy)
         check_samples(group, samples)
         return [Draw.single(group.prompt_token_ids, sample) for sample in samples]
 

@@ -40,18 +40,21 @@ end
 return ids
 """
 
-# KEYS: the stream. ARGV: group, consumer, then entry id, offset and bytes of each part. Returns the ids of the
-# parts that were saved, in STREAM:GROUP:ID. A part that comes a second time changes nothing, as an append would.
+# KEYS: the stream. ARGV: group, consumer, then entry id, offset and bytes of each part. Returns the ids of
+# the parts that were saved, each in STREAM:GROUP:ID. A part that comes a second time changes nothing, as an
+# append would.
 SAVE_PROGRESS = """
 local saved = {}
 for i = 3, #ARGV, 3 do
   local key, offset = KEYS[1] .. ':' .. ARGV[1] .. ':' .. ARGV[i], tonumber(ARGV[i + 1])
   local row = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[i], ARGV[i], 1, ARGV[2])
-  if #row == 1 and offset <= redis.call('STRLEN', key) then
-    if offset == 0 then
-      redis.call('SET', key, ARGV[i + 2])
-    else
+  local length = redis.call('STRLEN', key)
+  if #row == 1 and offset <= length then
+    if offset > 0 and length <= offset + #ARGV[i + 2] then
       redis.call('SETRANGE', key, offset, ARGV[i + 2])
+    else
+      local before = offset > 0 and redis.call('GETRANGE', key, 0, offset - 1) or ''
+      redis.call('SET', key, before .. ARGV[i + 2])
     end
     saved[#saved + 1] = ARGV[i]
   end

@@ -8,7 +8,7 @@ import hashlib
 # itself (CLIENT SETINFO) and goes on where it may not; servers before 7.2 do not know the command.
 COMMANDS = (
     "auth", "hello", "ping", "select", "info",
-    "set", "setrange", "strlen", "mget", "exists", "unlink", "scan", "type", "eval", "evalsha",
+    "set", "mget", "setrange", "getrange", "strlen", "exists", "unlink", "scan", "type", "eval", "evalsha",
     "xack", "xadd", "xclaim", "xgroup", "xinfo", "xlen", "xpending", "xread", "xreadgroup", "xtrim",
 )  # fmt: skip
 

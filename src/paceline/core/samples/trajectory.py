@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -123,6 +123,40 @@ class Trajectory:
     segment_starts: tuple[int, ...] = ()
     images: tuple[Image, ...] = ()
     ranges: tuple[PolicyRange, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PartialSample:
+    """Response tokens of a sample that is not delivered yet, from token `first` on.
+
+    `token_ids` and `log_probs` are (T,) with T >= 1. `ranges` count from the response's first token, as
+    `Trajectory.ranges` do: they go from `first` to `end`.
+    """
+
+    sample_index: int
+    seed: int
+    first: int
+    token_ids: Int32Array
+    log_probs: Float32Array
+    ranges: tuple[PolicyRange, ...]
+
+    @property
+    def end(self) -> int:
+        """The number of response tokens up to and with these."""
+        return self.first + len(self.token_ids)
+
+    def joined(self, later: PartialSample) -> PartialSample:
+        """Returns these tokens and the later ones as one."""
+        last, begins = self.ranges[-1], later.ranges[0]
+        ranges = (*self.ranges, *later.ranges)
+        if last.policy == begins.policy and last.end == begins.first:
+            ranges = (*self.ranges[:-1], replace(last, end=begins.end), *later.ranges[1:])
+        return replace(
+            self,
+            token_ids=np.concatenate([self.token_ids, later.token_ids]),
+            log_probs=np.concatenate([self.log_probs, later.log_probs]),
+            ranges=ranges,
+        )
 
 
 def sampled_spans(mask: UInt8Array) -> list[tuple[int, int]]:

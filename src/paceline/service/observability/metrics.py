@@ -146,6 +146,18 @@ LEASES_LOST = Metric(
     labels=("mailbox",),
     services=("rollout", "reward"),
 )
+TOKENS_CARRIED_OVER = Metric(
+    name="paceline_tokens_carried_over_total",
+    help="Tokens of unfinished samples that this server goes on from: an earlier attempt had drawn them.",
+    kind=MetricKind.COUNTER,
+    services=("rollout",),
+)
+PROGRESS_SAVED = Metric(
+    name="paceline_progress_saved_bytes_total",
+    help="Bytes of what unfinished samples have, saved for the case that this server dies or leaves.",
+    kind=MetricKind.COUNTER,
+    services=("rollout",),
+)
 REWARD_QUEUE = Metric(
     name="paceline_reward_queue_items",
     help="Items that this service has asked a scorer about and has no score for yet, waiting or under way; "

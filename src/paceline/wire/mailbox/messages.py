@@ -63,7 +63,8 @@ PROMPT_GROUP, TRAJECTORY, HEADER, GROUP, SCORED, REFUSAL = (
 LOG_PROB_TOLERANCE = 1e-3
 """A log-probability is at most 0; rounding may leave it this much above."""
 
-_MAX_SEED = 2**63 - 1
+MAX_SEED = 2**63 - 1
+"""The largest seed of a sample."""
 
 
 def encode_prompt_group(group: PromptGroup) -> bytes:
@@ -93,7 +94,7 @@ def decode_prompt_group(data: bytes, *, vocab_size: int | None = None) -> Prompt
         InvalidMessageError: the message is invalid; `reason` is a short word for why.
     """
     fields = unpack(PROMPT_GROUP, data)
-    seeds = fields.integers("seeds", max_items=LIMITS.max_samples, maximum=_MAX_SEED)
+    seeds = fields.integers("seeds", max_items=LIMITS.max_samples, maximum=MAX_SEED)
     if not seeds:
         fields.reject("out_of_range", "seeds is empty: a group asks for at least one sample")
     return PromptGroup(
@@ -148,7 +149,7 @@ def decode_trajectory(data: bytes, *, vocab_size: int | None = None) -> Trajecto
             "unequal_lengths",
             f"{len(response)} response tokens, {len(log_probs)} log-probs, {len(mask)} mask values",
         )
-    _check_log_probs(fields, log_probs)
+    check_log_probs(fields, log_probs)
     largest = np.maximum.reduce(mask)
     if largest > 1:
         fields.reject("out_of_range", f"response_mask holds {largest}, allowed are 0 and 1")
@@ -164,7 +165,7 @@ def decode_trajectory(data: bytes, *, vocab_size: int | None = None) -> Trajecto
         response_mask=mask,
         finish_reason=read_choice(fields, "finish_reason", FinishReason),
         sampling=read_sampling(fields),
-        seed=fields.integer("seed", maximum=_MAX_SEED),
+        seed=fields.integer("seed", maximum=MAX_SEED),
         segment_starts=_read_segment_starts(fields, mask),
         images=read_images(fields),
         ranges=read_ranges(fields, len(response)),
@@ -206,7 +207,8 @@ def blob_digest(blob: bytes) -> str:
     return hashlib.blake2b(blob, digest_size=DIGEST_BYTES).hexdigest()
 
 
-def _check_log_probs(fields: Fields, log_probs: Any) -> None:
+def check_log_probs(fields: Fields, log_probs: Any) -> None:
+    """Rejects `response_log_probs` that are not finite, or above 0."""
     # NaN fails every comparison, and min and max propagate it: two passes find NaN, infinities and the range.
     # (Ufuncs, because calling an array's methods takes longer than scanning such an array.)
     if np.minimum.reduce(log_probs) > -np.inf and np.maximum.reduce(log_probs) <= LOG_PROB_TOLERANCE:

@@ -24,8 +24,8 @@ class SampleRequest:
 
     `request_id` is unique among the requests under way. `sampling.stop_token_ids` are all the tokens that end
     the response. Requests of different `cache_salt` share no cached prefix. `images` are the prompt's, in the
-    order of their placeholders. `drawn` are the first tokens of the response where they were drawn before, see
-    `Engine.continues`: fewer than `sampling.max_tokens`, and none that ends it.
+    order of their placeholders. `drawn` are the first tokens of the response where they were drawn before
+    (`Engine.continues`): fewer than `sampling.max_tokens`, and none that ends it.
     """
 
     request_id: str
@@ -167,10 +167,10 @@ class Engine(Protocol):
         return False
 
     async def drawn(self, wanted: Mapping[str, int]) -> dict[str, Sample]:
-        """What requests under way have drawn so far, by their ids; requests without further tokens are left out.
+        """What requests under way have drawn so far, by their ids.
 
-        A sample that has ended is told until its `generate` returns; one that has not has the finish reason
-        ABORT. Called only if the engine `continues`.
+        Requests without further tokens are left out. A sample that has ended is told until its `generate`
+        returns; one that has not has the finish reason ABORT. Called only if the engine `continues`.
 
         Args:
             wanted: how many of its first tokens to leave out of each, without those that it was given.

@@ -222,7 +222,9 @@ class PacelineWorkerExtension:
         """
         sampler = self.model_runner.sampler
         known = [sampler.knows(request_id) for request_id in ids]
-        wanted = [[x for x, is_known in zip(part, known, strict=True) if is_known] for part in (ids, starts, counts)]
+        wanted = [
+            [x for x, is_known in zip(part, known, strict=True) if is_known] for part in (ids, starts, counts)
+        ]
         versions, values = sampler.versions(*wanted), sampler.read(*wanted)
         if self.rank != 0:
             return {}

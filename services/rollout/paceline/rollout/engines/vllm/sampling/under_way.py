@@ -13,8 +13,9 @@ from paceline.rollout.engines.base import Sample
 from paceline.rollout.engines.vllm.sampling.log_probs import Versions
 
 Read = Callable[[list[str], list[int], list[int]], Awaitable[tuple[bytes, list[Versions], list[bool]]]]
-"""Takes requests by AsyncLLM's names, the position of the first value and the number of values of each; returns
-float32 log-probabilities and versions of those that the workers know, and which these are."""
+"""Takes requests by AsyncLLM's names, the position of the first value and the number of values of each.
+
+It returns float32 log-probabilities and versions of those that the workers know, and which these are."""
 
 
 class UnderWay:
@@ -47,7 +48,9 @@ class UnderWay:
 
     async def drawn(self, wanted: Mapping[str, int]) -> dict[str, Sample]:
         """Tells what `Engine.drawn` tells."""
-        ended = {name: _after(self._ended[name], first) for name, first in wanted.items() if name in self._ended}
+        ended = {
+            name: _after(self._ended[name], first) for name, first in wanted.items() if name in self._ended
+        }
         ids, starts, parts = [], [], []
         for name in wanted.keys() - ended.keys():
             state = self._state_of(self._internal.get(name, ""))
