@@ -45,6 +45,7 @@ PAUSES = {
     "unit/test_api:press": _LEADS,
     "unit/test_episode_groups:test_conversations_that_do_not_fit_the_kv_cache_wait_in_order": _SHOWS,
     "unit/test_episodes:test_an_abandoned_call_leaves_a_process_for_the_next": _LEADS,
+    "unit/test_half_drawn:test_a_group_of_another_owner_is_not_saved_over": _SHOWS,
     "unit/test_lost_in_a_push:test_it_is_asked_only_now_and_then": _AT_LEAST,
     "unit/test_lost_in_a_push:test_the_ranks_of_the_epoch_hear_of_it_and_no_others": _AT_LEAST,
     "unit/test_reward_consumer:test_a_service_that_leaves_scores_what_it_has_and_takes_no_more": _AT_LEAST,

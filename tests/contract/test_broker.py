@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from paceline.broker import Ack, Broker, Outgoing
-from paceline.broker.base import Progress
+from paceline.broker.base import SavedPart
 from paceline.broker.memory import MemoryBroker
 from support.streams import Stopwatch, drain, messages, payloads, reclaim_all, soon
 
@@ -410,45 +410,51 @@ class TestProgress:
     async def test_parts_follow_each_other_and_one_that_is_repeated_changes_nothing(
         self, broker: Broker, stream: str
     ) -> None:
-        one, two = await self.taken(broker, stream)
+        first, second = await self.taken(broker, stream)
         every_byte = bytes(range(256))
-        parts = [Progress(entry_id=one, offset=0, data=b"abc"), Progress(entry_id=two, offset=0, data=b"x")]
-        assert await broker.save_progress(stream, G, "a", parts) == [one, two]
-        more = [Progress(entry_id=one, offset=3, data=every_byte)]
-        assert await broker.save_progress(stream, G, "a", more) == [one]
-        assert await broker.save_progress(stream, G, "a", more) == [one]
-        assert await broker.progress(stream, G, one) == b"abc" + every_byte
-        assert await broker.progress(stream, G, two) == b"x"
-        assert await broker.save_progress(stream, G, "a", [Progress(entry_id=one, offset=2, data=b"yz")])
-        assert await broker.progress(stream, G, one) == b"abyz"
-        assert await broker.save_progress(stream, G, "a", [Progress(entry_id=one, offset=0, data=b"z")])
-        assert await broker.progress(stream, G, one) == b"z"
+        parts = [
+            SavedPart(entry_id=first, offset=0, data=b"abc"),
+            SavedPart(entry_id=second, offset=0, data=b"x"),
+        ]
+        assert await broker.save_progress(stream, G, "a", parts) == [first, second]
+        more = [SavedPart(entry_id=first, offset=3, data=every_byte)]
+        assert await broker.save_progress(stream, G, "a", more) == [first]
+        assert await broker.save_progress(stream, G, "a", more) == [first]
+        assert await broker.progress(stream, G, first) == b"abc" + every_byte
+        assert await broker.progress(stream, G, second) == b"x"
+        assert await broker.save_progress(stream, G, "a", [SavedPart(entry_id=first, offset=2, data=b"yz")])
+        assert await broker.progress(stream, G, first) == b"abyz"
+        assert await broker.save_progress(stream, G, "a", [SavedPart(entry_id=first, offset=0, data=b"z")])
+        assert await broker.progress(stream, G, first) == b"z"
 
     async def test_no_part_leaves_a_hole(self, broker: Broker, stream: str) -> None:
-        one, two = await self.taken(broker, stream)
-        parts = [Progress(entry_id=one, offset=1, data=b"abc"), Progress(entry_id=two, offset=0, data=b"x")]
-        assert await broker.save_progress(stream, G, "a", parts) == [two]
-        assert await broker.progress(stream, G, one) == b""
+        first, second = await self.taken(broker, stream)
+        parts = [
+            SavedPart(entry_id=first, offset=1, data=b"abc"),
+            SavedPart(entry_id=second, offset=0, data=b"x"),
+        ]
+        assert await broker.save_progress(stream, G, "a", parts) == [second]
+        assert await broker.progress(stream, G, first) == b""
 
     async def test_it_goes_to_whoever_takes_the_entry_and_no_other_can_save(
         self, broker: Broker, stream: str
     ) -> None:
-        one, two = await self.taken(broker, stream)
-        await broker.save_progress(stream, G, "a", [Progress(entry_id=one, offset=0, data=b"abc")])
-        await broker.release(stream, G, "a", [one])
+        first, second = await self.taken(broker, stream)
+        await broker.save_progress(stream, G, "a", [SavedPart(entry_id=first, offset=0, data=b"abc")])
+        await broker.release(stream, G, "a", [first])
         (entry,) = await broker.reclaim(stream, G, "b", min_idle_s=LONG_S, max_entries=1)
-        assert (entry.entry_id, await broker.progress(stream, G, one)) == (one, b"abc")
-        late = [Progress(entry_id=i, offset=0, data=b"late") for i in (one, two)]
-        assert await broker.save_progress(stream, G, "a", late) == [two]
-        assert await broker.save_progress(stream, G, "b", late) == [one]
-        assert await broker.progress(stream, G, one) == b"late"
+        assert (entry.entry_id, await broker.progress(stream, G, first)) == (first, b"abc")
+        late = [SavedPart(entry_id=i, offset=0, data=b"late") for i in (first, second)]
+        assert await broker.save_progress(stream, G, "a", late) == [second]
+        assert await broker.save_progress(stream, G, "b", late) == [first]
+        assert await broker.progress(stream, G, first) == b"late"
 
     @pytest.mark.parametrize("with_answer", [False, True])
     async def test_it_goes_with_the_acknowledgement(
         self, broker: Broker, stream: str, prefix: str, with_answer: bool
     ) -> None:
         ids = await self.taken(broker, stream, 3)
-        parts = [Progress(entry_id=i, offset=0, data=b"abc") for i in ids]
+        parts = [SavedPart(entry_id=i, offset=0, data=b"abc") for i in ids]
         await broker.save_progress(stream, G, "a", parts)
         if with_answer:
             ack = Ack(stream=stream, group=G, entry_ids=ids[:2])
@@ -462,7 +468,7 @@ class TestProgress:
 
     async def test_it_goes_with_the_stream(self, broker: Broker, stream: str) -> None:
         ids = await self.taken(broker, stream, 1200)
-        parts = [Progress(entry_id=i, offset=0, data=b"abc") for i in ids]
+        parts = [SavedPart(entry_id=i, offset=0, data=b"abc") for i in ids]
         assert await broker.save_progress(stream, G, "a", parts) == ids
         await broker.delete_streams([stream])
         assert await broker.purge(stream) == 0
@@ -472,7 +478,7 @@ class TestProgress:
     async def test_many_bytes_are_saved_in_several_commands(self, broker: Broker, stream: str) -> None:
         ids = await self.taken(broker, stream, 3)
         data = bytes(5 * 2**20)
-        parts = [Progress(entry_id=i, offset=0, data=data) for i in ids]
+        parts = [SavedPart(entry_id=i, offset=0, data=data) for i in ids]
         assert await broker.save_progress(stream, G, "a", parts) == ids
         assert [len(await broker.progress(stream, G, i)) for i in ids] == [len(data)] * 3
 

@@ -396,28 +396,28 @@ async def test_a_sample_that_is_broken_off_goes_on_as_the_one_that_was_not(
         parts = await broken_off(engine, rest)
         going_on = []
         for request in rest:
-            whole, begun = unbroken[request.request_id], len(request.drawn)
+            uncut, begun = unbroken[request.request_id], len(request.drawn)
             part = parts.get(request.request_id)
             if part is None:
                 going_on.append(request)
                 continue
             end = begun + len(part.token_ids)
             expected = replace(
-                whole, token_ids=whole.token_ids[begun:end], log_probs=whole.log_probs[begun:end]
+                uncut, token_ids=uncut.token_ids[begun:end], log_probs=uncut.log_probs[begun:end]
             )
             check_same([part], [expected])
             has_ended = part.finish_reason is not FinishReason.ABORT
-            assert not has_ended or (end, part.finish_reason) == (len(whole.token_ids), whole.finish_reason)
-            if end < len(whole.token_ids):
+            assert not has_ended or (end, part.finish_reason) == (len(uncut.token_ids), uncut.finish_reason)
+            if end < len(uncut.token_ids):
                 seams += 1
-                going_on.append(replace(request, drawn=whole.token_ids[:end].tolist()))
+                going_on.append(replace(request, drawn=uncut.token_ids[:end].tolist()))
         rest = going_on
     assert seams >= 10
     assert rest
     for request, sample in zip(rest, await engine.generate(rest), strict=True):
-        whole = unbroken[request.request_id]
-        check_same([sample], [tail(whole, len(request.drawn))])
-        assert sample.finish_reason is whole.finish_reason
+        uncut = unbroken[request.request_id]
+        check_same([sample], [tail(uncut, len(request.drawn))])
+        assert sample.finish_reason is uncut.finish_reason
 
 
 async def test_what_was_told_before_is_left_out_and_ended_samples_wait_for_the_others(
@@ -425,7 +425,7 @@ async def test_what_was_told_before_is_left_out_and_ended_samples_wait_for_the_o
 ) -> None:
     engine = subject.engine
     short, long = requests("short", replace(LONG, max_tokens=2), count=1), requests("long", LONG, count=1)
-    whole = await engine.generate([*short, *long])
+    uncut = await engine.generate([*short, *long])
     for wait_s in (0.02 * 1.3**attempt for attempt in range(25)):
         drawing = asyncio.create_task(engine.generate([*short, *long]))
         await asyncio.sleep(wait_s)
@@ -435,14 +435,14 @@ async def test_what_was_told_before_is_left_out_and_ended_samples_wait_for_the_o
         await asyncio.wait([drawing])
         if len(parts) == 2 and not is_done:
             break
-    check_same([parts[short[0].request_id]], [tail(whole[0], 1)])
+    check_same([parts[short[0].request_id]], [tail(uncut[0], 1)])
     if not isinstance(engine, FakeEngine):  # which ends all samples of a call at once
         assert parts[short[0].request_id].finish_reason is FinishReason.LENGTH
     assert len({version for _, version in parts[long[0].request_id].versions}) == 1
     part = parts[long[0].request_id]
     end = 5 + len(part.token_ids)
     check_same(
-        [part], [replace(whole[1], token_ids=whole[1].token_ids[5:end], log_probs=whole[1].log_probs[5:end])]
+        [part], [replace(uncut[1], token_ids=uncut[1].token_ids[5:end], log_probs=uncut[1].log_probs[5:end])]
     )
 
 

@@ -222,9 +222,12 @@ class FakeEngine(Engine):
         try:
             ids = {request.request_id for request in requests}
             self._requests |= {request.request_id: request for request in requests}
-            held = 0 if self._open.is_set() else self._num_held
+            num_drawn = 0 if self._open.is_set() else self._num_held
             for request_id in ids:
-                self._drawn[request_id], self._draws[request_id] = held, [(0, self._version, self._weights)]
+                self._drawn[request_id], self._draws[request_id] = (
+                    num_drawn,
+                    [(0, self._version, self._weights)],
+                )
             lengths = [len(self._rest(request).token_ids) for request in requests]
             await self._open.wait()
             if prompt in self.stuck:

@@ -117,7 +117,7 @@ NEEDLESS: dict[str, str] = {
     "paceline.rollout.sampler:Sampler._draw_samples: self._going.wait": (
         "`_draw` waits for it with the group's deadline"
     ),
-    "paceline.rollout.progress:ProgressKeeper.save_regularly: going.wait": (
+    "paceline.rollout.progress:ResumableDraws.save_regularly: going.wait": (
         "a push that is under way ends with a commit or a failure; whoever closes the sampler cancels this"
     ),
     "paceline.rollout.sampler:Sampler.close: asyncio.wait": (

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from paceline.broker import Outgoing, names
-from paceline.broker.base import Progress
+from paceline.broker.base import SavedPart
 from paceline.broker.memory import MemoryBroker, MemoryStore
 from paceline.core.errors import BrokerError, PeerLostError
 from paceline.core.policy import PolicyRange, PolicyTag, range_fault
@@ -106,14 +106,14 @@ async def test_what_a_server_that_dies_has_saved_is_not_drawn_again() -> None:
                 raise BrokerError("killed")
             await super().release(*args)
 
-    mine = Killed(store=store)
+    broker_of_a = Killed(store=store)
     engine = FakeEngine(token_s=0.003)
     with pytest.raises((BrokerError, PeerLostError)):
-        async with bench(broker=mine, engine=engine, limits=OFTEN) as a:
+        async with bench(broker=broker_of_a, engine=engine, limits=OFTEN) as a:
             await a.push(V0)
             await a.ask(of)
-            await until_saved(mine, 5)
-            mine.dead = True
+            await until_saved(broker_of_a, 5)
+            broker_of_a.dead = True
             engine.die()
             async with asyncio.timeout(60):
                 while a.server.in_flight:  # noqa: ASYNC110 - it has no event for it
@@ -153,8 +153,8 @@ async def test_samples_cut_at_random_places_by_many_servers_are_those_of_one(see
     async with bench(broker=broker, name="last", limits=limits) as b:
         await b.push(V0)
         assert await delivered(b, of) == await undisturbed(of)
-        whole = sum(len(b.engine.sample(request).token_ids) for request in requests_of(of))
-        assert whole - b.engine.num_drawn >= min(reached, whole) * (not of.sampling.stop_token_ids)
+        num_tokens = sum(len(b.engine.sample(request).token_ids) for request in requests_of(of))
+        assert num_tokens - b.engine.num_drawn >= min(reached, num_tokens) * (not of.sampling.stop_token_ids)
         assert saved(broker) == []
 
 
@@ -251,7 +251,7 @@ async def leave(broker: MemoryBroker, of: PromptGroup, data: bytes) -> None:
         await b.ask(of)
     where = (stream, names.ROLLOUT_GROUP, "other")
     (entry,) = await broker.read(*where, max_entries=1, block_s=0)
-    await broker.save_progress(*where, [Progress(entry_id=entry.entry_id, offset=0, data=data)])
+    await broker.save_progress(*where, [SavedPart(entry_id=entry.entry_id, offset=0, data=data)])
     await broker.release(*where, [entry.entry_id])
 
 
@@ -428,7 +428,7 @@ async def test_a_group_of_another_owner_is_not_saved_over() -> None:
         await b.quiet(1)
         where = (names.prompts(RUN, 0), names.ROLLOUT_GROUP, "other")
         (entry,) = await b.broker.reclaim(*where, min_idle_s=0, max_entries=9)
-        own = [Progress(entry_id=entry.entry_id, offset=0, data=b"other's")]
+        own = [SavedPart(entry_id=entry.entry_id, offset=0, data=b"other's")]
         await b.broker.save_progress(*where, own)
         await asyncio.sleep(0.1)
         await b.server.drain()

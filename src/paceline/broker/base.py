@@ -56,7 +56,7 @@ class Ack:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
+class SavedPart:
     """Bytes to save beside an entry that is still worked on, in place of all that stands from `offset` on."""
 
     entry_id: str
@@ -111,7 +111,7 @@ class Broker(Protocol):
         ...
 
     async def save_progress(
-        self, stream: str, group: str, consumer: str, parts: Sequence[Progress]
+        self, stream: str, group: str, consumer: str, parts: Sequence[SavedPart]
     ) -> list[str]:
         """Saves what a consumer has got so far of entries; returns the ids of those for which it did.
 

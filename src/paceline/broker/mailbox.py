@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Self
 
 from paceline.broker.backpressure import wait_for_room
-from paceline.broker.base import Ack, Broker, Entry, Outgoing, Progress
+from paceline.broker.base import Ack, Broker, Entry, Outgoing, SavedPart
 from paceline.broker.names import mailbox
 from paceline.core.errors import BrokerError
 from paceline.service.observability import metrics, telemetry
@@ -114,7 +114,7 @@ class Mailbox:
         with self._settling(ack.entry_ids):
             await self._broker.append(messages, ack=ack)
 
-    async def save_progress(self, parts: Sequence[Progress]) -> list[str]:
+    async def save_progress(self, parts: Sequence[SavedPart]) -> list[str]:
         """Saves beside entries what is done of them: whoever takes them next can go on from there.
 
         Returns the ids of the entries for which it did: the others have gone to another consumer.
@@ -125,7 +125,7 @@ class Mailbox:
         return await self._broker.save_progress(self._stream, self._group, self._consumer, parts)
 
     async def progress(self, entry: Entry) -> bytes:
-        """What those have saved who had the entry before; b"" if nothing."""
+        """Returns what those have saved who had the entry before; b"" if nothing."""
         return await self._broker.progress(self._stream, self._group, entry.entry_id)
 
     async def give_back(self, entries: Iterable[Entry]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
-from paceline.broker.base import Ack, Entry, Outgoing, Progress
+from paceline.broker.base import Ack, Entry, Outgoing, SavedPart
 from paceline.core.clock import Clock, SystemClock
 from paceline.core.errors import BrokerError
 
@@ -187,7 +187,7 @@ class MemoryBroker:
         self._ack(Ack(stream=stream, group=group, entry_ids=entry_ids))
 
     async def save_progress(
-        self, stream: str, group: str, consumer: str, parts: Sequence[Progress]
+        self, stream: str, group: str, consumer: str, parts: Sequence[SavedPart]
     ) -> list[str]:
         """Saves what a consumer has got so far of entries; returns the ids of those for which it did."""
         state, saved = self._group(stream, group) or _Group(), []

@@ -18,7 +18,7 @@ from typing import Final
 
 import numpy as np
 
-from paceline.broker.base import Entry, Progress
+from paceline.broker.base import Entry, SavedPart
 from paceline.broker.mailbox import Mailbox
 from paceline.core.errors import InvalidMessageError, PacelineError
 from paceline.core.policy import PolicyRange, PolicyTag
@@ -97,7 +97,7 @@ class _Attempt:
         return wholes
 
 
-class ProgressKeeper:
+class ResumableDraws:
     """Draws groups with an engine that can go on from given tokens, and saves what they have.
 
     Args:
@@ -121,7 +121,7 @@ class ProgressKeeper:
         *,
         policy: PolicyTag,
     ) -> list[Sample]:
-        """As `Engine.generate`, but goes on from what an earlier attempt has saved.
+        """Draws as `Engine.generate` does, but goes on from what an earlier attempt has saved.
 
         Args:
             requests: one per sample of the group.
@@ -230,7 +230,7 @@ class ProgressKeeper:
                 frames[attempt.entry.entry_id] = attempt, parts, frame
         saved = await box.save_progress(
             [
-                Progress(entry_id=entry_id, offset=attempt.num_bytes, data=frame)
+                SavedPart(entry_id=entry_id, offset=attempt.num_bytes, data=frame)
                 for entry_id, (attempt, _, frame) in frames.items()
             ]
         )

@@ -32,7 +32,7 @@ from paceline.rollout.episodes.loop import Slot
 from paceline.rollout.episodes.recorder import Draw
 from paceline.rollout.failures import Admission, FailureStreak, GroupFailure, failure_of
 from paceline.rollout.images import Images
-from paceline.rollout.progress import HandedOverError, ProgressKeeper
+from paceline.rollout.progress import HandedOverError, ResumableDraws
 from paceline.rollout.trajectories import check_samples, sample_requests, trajectory_messages
 from paceline.service.observability import telemetry
 from paceline.wire import encode_group_refusal
@@ -78,7 +78,7 @@ class Sampler:
         self._draining = asyncio.Event()
         is_full = bool if episodes is None else lambda: episodes.is_full
         self._capacity, self._streak = Capacity(limits, is_full), FailureStreak()
-        self._progress = ProgressKeeper(engine, self._mixed_policies, every_s=limits.save_progress_s)
+        self._progress = ResumableDraws(engine, self._mixed_policies, every_s=limits.save_progress_s)
 
     @property
     def in_flight(self) -> int:

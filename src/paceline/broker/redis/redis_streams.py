@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, TypeVar
 
-from paceline.broker.base import Ack, Entry, Outgoing, Progress
+from paceline.broker.base import Ack, Entry, Outgoing, SavedPart
 from paceline.broker.redis import lua_scripts
 from paceline.broker.redis.redis_client import GroupExistsError, RedisClient, StreamMissingError
 from paceline.core.errors import BrokerError
@@ -139,7 +139,7 @@ class RedisStreamsBroker:
             await self._append_batch([], Ack(stream=stream, group=group, entry_ids=entry_ids))
 
     async def save_progress(
-        self, stream: str, group: str, consumer: str, parts: Sequence[Progress]
+        self, stream: str, group: str, consumer: str, parts: Sequence[SavedPart]
     ) -> list[str]:
         """Saves what a consumer has got so far of entries; returns the ids of those for which it did."""
         saved: list[str] = []

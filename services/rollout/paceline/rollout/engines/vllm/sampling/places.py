@@ -100,7 +100,7 @@ class Places:
         return request_id in self._taken or request_id in self._ended
 
     def take(self, request_ids: Sequence[str], starts: Sequence[int], counts: Sequence[int]) -> Tensor:
-        """As `read`, of samples that have ended; frees their rows."""
+        """Reads the log-probabilities of samples that have ended, and frees their rows."""
         values = self.read(request_ids, starts, counts)
         for name in request_ids:
             if self._ended.pop(name, None) is None:

@@ -41,13 +41,13 @@ class UnderWay:
         self._ended[request_id] = sample
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Notes that `generate` returns."""
+        """Forgets requests whose `generate` returns."""
         for request_id in request_ids:
             self._internal.pop(request_id, None)
             self._ended.pop(request_id, None)
 
     async def drawn(self, wanted: Mapping[str, int]) -> dict[str, Sample]:
-        """Tells what `Engine.drawn` tells."""
+        """Returns what `Engine.drawn` promises."""
         ended = {
             name: _after(self._ended[name], first) for name, first in wanted.items() if name in self._ended
         }
