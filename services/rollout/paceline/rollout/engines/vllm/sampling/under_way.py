@@ -47,7 +47,7 @@ class UnderWay:
             self._ended.pop(request_id, None)
 
     async def drawn(self, wanted: Mapping[str, int]) -> dict[str, Sample]:
-        """Returns what `Engine.drawn` promises."""
+        """Fetches what requests under way have drawn so far, by their own ids; see `Engine.drawn`."""
         ended = {
             name: _after(self._ended[name], first) for name, first in wanted.items() if name in self._ended
         }
