@@ -236,13 +236,10 @@ def test_redis_serves_on_after_sigterm_while_a_service_is_connected(
     script = script.replace(fixed, f'awk -v port="$(cat {port_file})" \'$2 ~ port')
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "PACELINE_STOP_GRACE_S": grace}
     with (
+        # A shell cannot trap what was ignored when it began, as SIGINT is in tests behind a `&`. Not by a
+        # preexec_fn: gRPC's handlers of a fork may crash the child before its program begins.
         subprocess.Popen(
-            ["sh", "-c", script],
-            env=env,
-            stdout=subprocess.PIPE,
-            text=True,
-            # A shell cannot trap what was ignored when it began, as SIGINT is in tests behind a `&`.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            ["env", "--default-signal=INT", "sh", "-c", script], env=env, stdout=subprocess.PIPE, text=True
         ) as process,
         contextlib.ExitStack() as clients,
     ):

@@ -208,6 +208,9 @@ async def test_a_service_says_again_what_it_is_after_the_connection_was_lost() -
         assert kinds(await remote.score(items("a"))) == ["1.0"]
         assert kinds(await remote.score(items("a"))) == ["1.0"]
     assert first.num_described == 1
+    async with asyncio.timeout(120):  # gRPC learns on a thread of its own that the connection is gone
+        while remote.version is not None:
+            await asyncio.to_thread(time.sleep, 0.01)
     second = OddServer(description=reward_pb2.RewardDescription(contract=3))
     async with serving(second, port=int(address.rpartition(":")[2])):
         (score,) = await remote.score(items("a"))
