@@ -194,7 +194,7 @@ def test_a_start_that_failed_for_a_reason_that_may_pass_is_tried_again(tmp_path:
     assert "rollout-0 ended unexpectedly (exit code 4)" in note
     run.wait_for_pids(4)
     run.wait_for_state("running")
-    assert psutil.pid_exists(run.pids["rollout-0"])
+    run.wait_for_another_pid("rollout-0")
     assert starts.read_text() == "xxx"
     run.process.send_signal(signal.SIGTERM)
     run.finish()

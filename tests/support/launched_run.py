@@ -144,10 +144,10 @@ class Run:
         """The fake services that are up."""
         return {int(path.stem) for path in self.pids_dir.iterdir() if psutil.pid_exists(int(path.stem))}
 
-    def wait_for_another_pid(self, name: str, pid: int) -> None:
-        """Waits until run.json names another process: it is written after that one began."""
+    def wait_for_another_pid(self, name: str, pid: int = 0) -> None:
+        """Waits until run.json names another process, and one that is up: it is written after it began."""
         deadline = time.monotonic() + HANG_S
-        while self.pids[name] == pid:
+        while (named := self.pids[name]) == pid or not psutil.pid_exists(named):
             assert time.monotonic() < deadline
             time.sleep(0.02)
 
