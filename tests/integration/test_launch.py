@@ -164,7 +164,7 @@ def test_a_run_directory_in_use_is_refused(tmp_path: Path) -> None:
         timeout=HANG_S,
         check=False,
     )
-    assert "belongs to a run that is under way" in second.stderr
+    assert "belongs to a run that is still running" in second.stderr
     assert os.stat(run.run_dir / "run.json").st_mode & 0o777 == 0o600
     run.process.send_signal(signal.SIGTERM)
     run.finish()

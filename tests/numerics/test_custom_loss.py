@@ -303,7 +303,7 @@ def reads_clip(inputs: LossInputs, clip_low: float) -> LossOutputs:
         ("return Estimates(rows.token_rewards / 0)", r"its advantages are not finite"),
         (
             "return Estimates(rows.token_rewards - rows.scores.mean())",
-            r"are others when the rows lie on two ranks",
+            r"differ when the rows lie on two ranks",
         ),
         ("return Estimates(rows.log_probs['teacher'])", r"raised KeyError: 'teacher'.*has old, rollout"),
         (
@@ -327,7 +327,7 @@ def test_an_estimator_that_cannot_be_trained_with_is_one_sentence(
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ("loss = x - x.mean(0)", r"its loss is another when sequences are passed one by one"),
+        ("loss = x - x.mean(0)", r"its loss differs when sequences are passed one by one"),
         ("loss = x / inputs.mask.sum()", r"its loss is another"),
         ("loss = x\n    metrics = {'most': x.min()}", r"its metric 'most' is another"),
         (

@@ -123,7 +123,7 @@ async def test_rates_are_changed_through_the_controller(tmp_path: Path) -> None:
     controller = FakeController()
     server = await serve(controller, token="t")
     training = Training(tmp_path, None)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="is not under way"):
+    with pytest.raises(ConfigError, match="is not running"):
         training.scale_rates(0.5)
     note = run_dirs.new_note(tmp_path, "t")
     note.controller, note.state = server.address, "running"

@@ -116,6 +116,6 @@ def test_check_says_where_the_rows_come_from() -> None:
     checks = {part.name: part.run for part in parts(here=True, tests=None)}
     for part in ("training prompts", "validation prompts"):
         said = checks[part](config("127.0.0.1:50071"))
-        assert said == "the environment at 127.0.0.1:50071 is asked for them by the run"
+        assert said == "the run asks the environment at 127.0.0.1:50071 for them"
     none = checks["validation prompts"](config("127.0.0.1:50071", train_files="rows.jsonl"))
     assert none == "none (data.val_files and data.val_sets are empty: no validation)"

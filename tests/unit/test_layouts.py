@@ -146,7 +146,7 @@ def test_what_does_not_fit_is_told_with_the_reason(capsys: pytest.CaptureFixture
 def test_a_card_that_nobody_timed_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "run.yaml", "--gpus", "4xA100", "--response-tokens", "300"]) == 0
     assert (
-        "no step was ever timed on A100s: the estimate scales their published rates"
+        "no step was ever timed on A100s: the estimate scales the published rates of the card"
         in capsys.readouterr().out
     )
 

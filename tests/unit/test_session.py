@@ -159,7 +159,7 @@ async def test_a_script_whose_samples_are_drawn_anew_is_told(
         async with run_of(cfg, tmp_path, fakes) as it:
             await it.enlist_all()
             going = asyncio.create_task(it.go(other))
-            with pytest.raises(PeerLostError, match=r"its sample\(\) gives something else now"):
+            with pytest.raises(PeerLostError, match=r"its sample\(\) now gives another result"):
                 await leading
             process.said.put(None)
             await run.leave(None)

@@ -3,9 +3,9 @@
 B sequences, T positions, mask 1 on tokens of the policy. A hole in the mask (a tool's tokens) is skipped as
 if it were not there. No result carries a gradient.
 
-Every estimator is called `f(rows: SampleRows, **options)` and returns `Estimates`. One that looks beyond its
-own row does so through `rows.shard`: with the batch on several ranks, each rank passes its rows and gets its
-rows of what the whole batch would give.
+Every estimator is called `f(rows: SampleRows, **options)` and returns `Estimates`. An estimator that looks
+beyond its own row does so through `rows.shard`. If the batch lies on several ranks, each rank passes its rows
+and gets the same result for them as from the whole batch.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def generalized_advantages(
 
 
 def gae(rows: SampleRows, gamma: float, lam: float) -> Estimates:
-    """`generalized_advantages`, whitened over the batch, and the critic's targets."""
+    """Returns `generalized_advantages`, whitened over the batch, and the critic's targets."""
     raw, returns = generalized_advantages(rows.token_rewards, rows.critic_values, rows.mask, gamma, lam)
     return Estimates(_whitened(raw, rows), returns)
 
@@ -88,7 +88,7 @@ def _whitened(advantages: Tensor, rows: SampleRows) -> Tensor:
 def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
     """VAPO's lambda of a sequence, 1 - 1 / (alpha l) (arXiv:2504.05118), kept in [0, 1]; (B,) to (B,).
 
-    The formula is negative for responses shorter than 1 / alpha tokens; there 0 is taken.
+    For responses shorter than 1 / alpha tokens the formula is negative, and 0 is used.
     """
     require_range("alpha", alpha, above=0.0)
     return (1.0 - 1.0 / (alpha * full_precision(lengths).clamp(min=1.0))).clamp(0.0, 1.0)
@@ -103,8 +103,8 @@ def vapo(
 ) -> Estimates:
     """Decoupled and length-adaptive GAE (VAPO, arXiv:2504.05118; VC-PPO, arXiv:2503.01491).
 
-    `lam_policy`, or if None each response's `length_adaptive_lambda`, gives the advantages, `lam_critic` the
-    critic's targets. The rest as `gae`.
+    The advantages use `lam_policy` (if None, each response's `length_adaptive_lambda`), the critic's targets
+    `lam_critic`. Everything else is as in `gae`.
     """
     values, mask = rows.critic_values, rows.mask
     lam: float | Tensor
@@ -121,7 +121,7 @@ def grpo(rows: SampleRows, normalize_by_std: bool = True, eps: float = 1e-6) -> 
     """(s - mean_g) / (std_g + eps) on every token (GRPO, arXiv:2402.03300, section 4.1.2).
 
     Args:
-        rows: of which it reads scores, mask and group_ids.
+        rows: the rows; scores, mask and group_ids are read.
         normalize_by_std: False leaves out the division: Dr. GRPO (arXiv:2503.20783).
         eps: added to the unbiased standard deviation.
 
@@ -150,7 +150,7 @@ def rloo(rows: SampleRows) -> Estimates:
     """
     batch = GroupScores.gather(rows.scores, rows.mask, rows.group_ids, rows.shard)
     sizes = batch.groups.sizes[batch.groups.row]
-    # A group of one has mean 0, and 1 / 1 as its factor.
+    # A group of one has mean 0 and factor 1 / 1.
     return Estimates(batch.spread(batch.deviation * (sizes / (sizes - 1).clamp(min=1))))
 
 
@@ -215,7 +215,7 @@ def reinforce_plus_plus(rows: SampleRows, gamma: float) -> Estimates:
     """Return-to-go, whitened over the batch, times mask (REINFORCE++, arXiv:2501.03262).
 
     Args:
-        rows: of which it reads token_rewards, usually with the KL in the reward, and mask.
+        rows: the rows; mask and token_rewards (usually with the KL in the reward) are read.
         gamma: discount per token, in [0, 1].
 
     Raises:

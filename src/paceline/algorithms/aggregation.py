@@ -1,8 +1,4 @@
-"""From per-token losses to the one number that is differentiated.
-
-The denominators are those of the mini-batch over all ranks. A caller that holds only a part of it passes
-them; the parts' results then add up to the whole's, and so do their gradients.
-"""
+"""Reduces per-token losses to the number that is differentiated."""
 
 from __future__ import annotations
 

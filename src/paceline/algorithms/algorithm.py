@@ -17,7 +17,7 @@ TrainedNetwork = Literal["policy", "critic"]
 
 
 class StepVerbs(Protocol):
-    """What a training step is made of; every rank calls the same verbs in the same order."""
+    """The operations of a training step; every rank calls them in the same order."""
 
     @property
     def has_critic(self) -> bool:
@@ -29,27 +29,27 @@ class StepVerbs(Protocol):
         ...
 
     def estimate(self, estimator: Estimator) -> None:
-        """Estimates the advantages of all samples; what `score` gave is in the estimator's rows."""
+        """Estimates the advantages of all samples; the estimator's rows hold the results of `score`."""
         ...
 
     def update(self, network: TrainedNetwork, loss: LossFunction | None = None) -> None:
         """Takes all optimizer steps of a network on the samples and their latest advantages.
 
         Args:
-            network: once each; in the critic's warm-up the policy stays as it is.
-            loss: the policy's; the critic has its own.
+            network: each network once; during the critic's warm-up the policy does not change.
+            loss: the policy's loss; the critic has its own.
         """
         ...
 
 
 class Algorithm:
-    """Makes advantages with an estimator and trains with a policy loss, both by name; subclass it for others.
+    """Estimates advantages and trains with a policy loss, both chosen by name; subclass it for others.
 
-    An object holds no state from step to step: it is made anew for each, on every rank.
+    An object holds no state between steps: each step creates a new one on every rank.
 
     Attributes:
-        networks: the names of frozen networks that it reads; `algorithm.networks` of the configuration says
-            where they are, and `rows.log_probs` and `inputs.log_probs_of` have their log-probs.
+        networks: the names of frozen networks that it reads. `algorithm.networks` of the configuration says
+            where they are; their log-probs are in `rows.log_probs` and `inputs.log_probs_of`.
         needs: which of "critic", "greedy" (a greedy answer to each prompt) and "group" (two samples or more
             of each prompt) a run must have; `algorithm.needs` of the configuration names them too.
         scalable: the options that are clip ranges, which the guard's `lower_clip` may scale.

@@ -1,7 +1,7 @@
 """Prompt groups: which samples answer one prompt, and what a sample's score is compared with.
 
-Group ids are any integers in any order. A group of one has nothing to compare with: its mean is taken as 0,
-so that its score stands as it is.
+Group ids are any integers in any order. A group of one has nothing to compare with: its mean counts as 0,
+which leaves its score unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paceline.core.errors import NumericsError
 class Groups:
     """The place of each of B sequences in a (G, N) table: a row per group, N the largest group's size.
 
-    A table and not scatter-adds: sums of scatter-adds differ from run to run on a GPU.
+    A table is used because sums of scatter-adds differ from run to run on a GPU.
     """
 
     row: Tensor  # (B,) group of each sequence, 0..G-1
@@ -49,7 +49,7 @@ class Groups:
         return Groups(row=row, column=column, sizes=sizes)
 
     def table(self, x: Tensor, fill: float = 0.0) -> Tensor:
-        """(B,) spread into (G, N), `fill` where a group is short."""
+        """Spreads (B,) into (G, N), with `fill` where a group is short."""
         table = x.new_full((self.sizes.numel(), int(self.sizes.max().item())), fill)
         return table.index_put((self.row, self.column), x)
 
@@ -60,8 +60,8 @@ class Groups:
     def mean(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
         """Mean of each group, (G,), and 0 for a group of one; with `weights`, (B,), the weighted mean.
 
-        Equal scores give exactly that score: the rounding of a sum, divided by a standard deviation of 0 +
-        1e-6, would otherwise become an advantage.
+        The mean of equal scores is exactly that score. Otherwise the rounding error of the sum, divided by a
+        standard deviation of 0 + 1e-6, would become an advantage.
         """
         highest, lowest = self.table(x, -torch.inf).amax(-1), self.table(x, torch.inf).amin(-1)
         if weights is None:
@@ -85,7 +85,7 @@ class GroupScores:
     Attributes:
         scores: (B_all,), of all ranks.
         lengths: (B_all,), unmasked tokens of each sequence.
-        groups: of all ranks' sequences.
+        groups: groups of all ranks' sequences.
         mask: (B, T), of this rank's rows.
         shard: where these rows lie.
     """
@@ -126,7 +126,7 @@ class GroupScores:
         return self.groups.std(self.scores)[self.groups.row]
 
     def spread(self, advantages: Tensor) -> Tensor:
-        """This rank's rows of (B_all,) on each of their tokens, (B, T), 0 under the mask.
+        """Copies this rank's rows of (B_all,) to each of their tokens, (B, T), 0 under the mask.
 
         Raises:
             NumericsError: the whole batch is masked.

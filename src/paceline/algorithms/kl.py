@@ -50,8 +50,8 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
     With d = log_probs - ref_log_probs the kinds are `k1` (alias kl) d, `abs` |d|, `k2` (mse) d^2/2 and `k3`
     (low_var_kl) exp(-d) + d - 1, clipped: Schulman 2020, "Approximating KL divergence"
     (http://joschu.net/blog/kl-approx.html). A trailing `+` keeps the value of the kind and takes the
-    gradient of k2. On policy that is an unbiased gradient of the KL; k1's is 0 in the mean, and k3's is that
-    of the other KL.
+    gradient of k2. On policy, that gradient of the KL is unbiased. The gradient of k1 is 0 on average, and
+    that of k3 belongs to the reverse KL.
 
     Args:
         log_probs: any shape, differentiated.
@@ -87,16 +87,16 @@ def token_rewards(
     kl_coef: float = 0.0,
     placed: Tensor | None = None,
 ) -> Tensor:
-    """Rewards per token: the score on the last token of the policy, minus kl_coef times the KL on every one.
+    """Returns rewards per token: the score on the policy's last token, minus kl_coef times the KL of each.
 
-    Of a score of which parts are placed on tokens, the last token gets what they leave.
+    If parts of a score are placed on tokens, the last token gets the rest.
 
     Args:
         scores: (B,) sequence scores.
         mask: (B, T).
         kl: (B, T) estimates from the old and the reference log-probs; None for no KL in the reward.
         kl_coef: beta.
-        placed: (B, T), parts of the scores; what is under the mask goes to the last token.
+        placed: (B, T), parts of the scores; parts under the mask go to the last token.
 
     Returns:
         (B, T), 0 under the mask; no gradient.
@@ -123,7 +123,7 @@ def token_rewards(
 
 
 def penalized_scores(scores: Tensor, mask: Tensor, kl: Tensor | None = None, kl_coef: float = 0.0) -> Tensor:
-    """The scores minus kl_coef times the sum of each sequence's KL: what an estimator of groups compares.
+    """Returns scores minus kl_coef times each sequence's summed KL, which group estimators compare.
 
     The sum is taken in float64, so that padding, which differs between ranks, does not change its rounding.
 
@@ -149,7 +149,7 @@ def penalized_scores(scores: Tensor, mask: Tensor, kl: Tensor | None = None, kl_
 
 
 class FixedKLController:
-    """A coefficient that stays what it is."""
+    """A constant coefficient."""
 
     def __init__(self, kl_coef: float) -> None:
         require_range("kl_coef", kl_coef, at_least=0.0)
@@ -159,7 +159,7 @@ class FixedKLController:
         """Does nothing: the coefficient is fixed."""
 
     def state_dict(self) -> dict[str, float]:
-        """Returns nothing: the coefficient is configuration, which a run that goes on may change."""
+        """Returns nothing: the coefficient is configuration, which may change when a run continues."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
@@ -200,11 +200,11 @@ class AdaptiveKLController:
         self.value *= 1.0 + error * n_steps / self.horizon
 
     def state_dict(self) -> dict[str, float]:
-        """Returns what a checkpoint keeps: the value only; target and horizon are configuration."""
+        """Returns the value for a checkpoint; target and horizon are configuration."""
         return {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Takes the value of the checkpoint, or keeps the configured one where that was fixed."""
+        """Takes the checkpoint's value; keeps the configured one if the checkpoint's was fixed."""
         self.value = float(state.get("value", self.value))
 
 

@@ -1,4 +1,4 @@
-"""Weights for tokens whose sampler and trainer differ: same weights, other kernels or another precision.
+"""Importance weights for the mismatch of sampler and trainer: same weights, other kernels or precision.
 
 w = exp(clip(old_log_probs - rollout_log_probs, -20, 20)): the trainer's probability of a token over the
 sampler's. All weights are detached, of shape (B, T) and 0 under the mask; the caller multiplies the
@@ -27,8 +27,8 @@ def rollout_weights(
         old_log_probs: (B, T), the trainer's, before the update.
         rollout_log_probs: (B, T), the sampler's.
         mask: (B, T).
-        level: "token": each token's own; "sequence": the product over the sequence, on each of its tokens;
-            "geometric": the geometric mean over the sequence, likewise.
+        level: "token": each token has its own weight; "sequence": the product over its sequence; "geometric":
+            the geometric mean over its sequence.
 
     Raises:
         ConfigError: unknown level.
@@ -77,8 +77,8 @@ def sequence_mask(
     Args:
         low: at least 0.
         high: above low.
-        level: whose weight counts: "sequence" or, independent of length, "geometric". "token" drops a
-            sequence for one token out of range.
+        level: which weight is compared: "sequence", or "geometric", which does not depend on the length. With
+            "token", one token out of range drops its sequence.
 
     The other arguments as `rollout_weights`.
     """

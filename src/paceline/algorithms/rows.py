@@ -26,7 +26,7 @@ class SampleRows:
         log_probs: (B, T) each, by name: "rollout" as sampled; "old", the policy's before the step's first
             update, and "reference", where the run computes them; each frozen network's by its name.
         values: (B, T); None without a critic.
-        greedy_scores: (B,), of the greedy answer to each row's prompt; None where there are none.
+        greedy_scores: (B,), scores of the greedy answer to each row's prompt; None without greedy answers.
         shard: where the rows lie in the whole batch.
     """
 

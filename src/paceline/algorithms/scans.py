@@ -15,8 +15,8 @@ from paceline.algorithms.statistics import keep
 def discounted_sums(terms: Tensor, mask: Tensor, factor: float | Tensor) -> Tensor:
     """x_t = terms_t + factor x_{t+1} where the mask is 1, else x_{t+1}; (B, T), x after the end being 0.
 
-    Neighbours are joined to pairs, pairs to fours and so on, in float64: the sums are taken in another order
-    than one by one.
+    Neighbours are joined to pairs, pairs to fours and so on, in float64, so the order of summation differs
+    from a loop.
 
     Args:
         terms: (B, T); ignored under the mask.

@@ -40,10 +40,10 @@ def resample_indices(
     num_samples: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Which sequences make up the resampled batch, drawn with replacement (PF-PPO, arXiv:2409.06957).
+    """Draws the sequences of the resampled batch with replacement (PF-PPO, arXiv:2409.06957).
 
-    Index every tensor of the batch with the result, scores, log-probs and advantages, after the advantages
-    are made: sample and advantage move together, and a group's mean is that of the whole group.
+    Compute the advantages first, then index every tensor of the batch with the result (scores, log-probs,
+    advantages). So each sample keeps its advantage, and a group's mean is that of the whole group.
 
     Args:
         scores: (B,).
@@ -52,7 +52,7 @@ def resample_indices(
         power: at least 0; 0 draws evenly.
         group_ids: (B,) integers: best and worst of each group; None for those of the batch. "pow" ignores it.
         num_samples: how many to draw; None for B.
-        generator: on the device of scores; the draw is a function of it.
+        generator: a generator on the device of scores; it determines the draw.
 
     Returns:
         (num_samples,) indices into the batch.

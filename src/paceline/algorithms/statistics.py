@@ -3,8 +3,9 @@
 A mask is 1 (or True) on the tokens that count. What lies under a 0 is never read, not even a NaN. Half and
 integer inputs are reduced in float32; float32 and float64 keep their precision.
 
-Over several ranks whitening takes two additions: (sum, count), then the squared deviations from the common
-mean. Two passes, because sum(x^2) - n mean^2 loses all its digits where the mean is large beside the spread.
+Over several ranks, whitening takes two reductions: (sum, count), then the squared deviations from the common
+mean. One pass with sum(x^2) - n mean^2 would lose all digits where the mean is large compared with the
+spread.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class RowShard:
 
     Attributes:
         all_reduce: adds a small 1-D tensor over all ranks.
-        gather: (B,) of this rank to (B_all,) of all ranks, in one order everywhere.
+        gather: turns (B,) of this rank into (B_all,) of all ranks, in the same order on every rank.
         rows: where this rank's rows lie in what `gather` returns: a slice, or their indices.
     """
 
@@ -71,8 +72,8 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
         mask: the shape of x.
         dim: the dim to reduce; None reduces all and gives a 0-dim tensor.
 
-    The mean of nothing is 0 by this formula: a row of padding adds nothing and is no error. `masked_var`,
-    `masked_whiten` and `aggregate` raise where everything is masked.
+    Without unmasked entries the mean is 0, so a row of padding is no error. `masked_var`, `masked_whiten` and
+    `aggregate` raise where everything is masked.
     """
     total = masked_sum(x, mask, dim)
     kept = mask.bool().to(total.dtype)
@@ -91,7 +92,7 @@ def masked_var(x: Tensor, mask: Tensor) -> Tensor:
 def masked_whiten(x: Tensor, mask: Tensor, all_reduce: AllReduce = _alone) -> Tensor:
     """(x - mu) rsqrt(var + 1e-8) with the mean and unbiased variance of the unmasked entries; the shape of x.
 
-    Masked entries are shifted and scaled too and mean nothing; multiply by the mask where they would be read.
+    Masked entries are shifted and scaled too, without a meaning; multiply by the mask before reading them.
 
     Args:
         x: (B, T); over several ranks this rank's rows, of which there may be none.

@@ -1,4 +1,4 @@
-"""What scripts may hook into a training run: callbacks, and the run that they act on."""
+"""Callbacks of a training run, and the run that they act on."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ _ANSWER_S = 20.0
 
 
 class Training:
-    """A run that is under way.
+    """A run that is going on.
 
     Attributes:
         run_dir: its folder.
-        stopping: whether a callback has asked for its end.
+        stopping: whether a callback has asked to end the run.
     """
 
     def __init__(self, run_dir: Path, process: subprocess.Popen[str]) -> None:
         self.run_dir, self._process, self.stopping = run_dir, process, False
 
     def stop(self) -> None:
-        """Ends the run after the step in progress, with a checkpoint; the loop gets the steps until then."""
+        """Ends the run after the step in progress, with a checkpoint; the loop gets the remaining steps."""
         if not self.stopping:
             self.stopping = True
             self._process.send_signal(signal.SIGINT)
 
     def scale_rates(self, lr_scale: float) -> int:
-        """Multiplies the configured learning rates, in place of the scale in force, the guard's too.
+        """Multiplies the configured learning rates; replaces the current scale, including the guard's.
 
         Returns:
             The first step that is trained with it.
@@ -48,7 +48,9 @@ class Training:
         """
         note = run_dirs.read_note(self.run_dir)
         if note is None or not note.controller or not note.alive:
-            raise ConfigError(f"the run in {self.run_dir} is not under way: its rates cannot be changed")
+            raise ConfigError(
+                f"the run in {self.run_dir} is not running: its learning rates cannot be changed"
+            )
         # A notebook has an event loop of its own in this thread.
         with ThreadPoolExecutor(1) as pool:
             call = pool.submit(asyncio.run, _set_rates(note.controller, note.token, lr_scale))
@@ -56,25 +58,25 @@ class Training:
 
 
 class Callback:
-    """Hears of the run's steps: override what you need. The run does not wait for callbacks."""
+    """Is told about the run's steps: override what you need. The run does not wait for callbacks."""
 
     def before_step(self, number: int, training: Training) -> None:
         """Is called when a step has begun."""
 
     def after_step(self, step: Step, training: Training) -> None:
-        """A step is finished; step 0 is the starting model. The loop gets it afterwards."""
+        """Is called when a step is finished, before the loop gets it; step 0 is the starting model."""
 
 
 @dataclass(kw_only=True)
 class EarlyStop(Callback):
-    """Ends a run whose metric has not become better for a while.
+    """Ends a run whose metric has stopped improving.
 
     Args:
         metric: its name in docs/metrics.md; steps without it do not count.
-        patience: how many measurements in a row may be no better than the best.
-        min_delta: what counts as better.
-        minimize: less is better.
-        target: the run ends, too, when the metric gets there.
+        patience: how many measurements in a row may fail to improve on the best.
+        min_delta: smallest improvement that counts.
+        minimize: whether smaller values are better.
+        target: the run also ends when the metric reaches this value.
     """
 
     metric: str = "val/reward/mean"
@@ -87,7 +89,7 @@ class EarlyStop(Callback):
         self._best, self._waited = -math.inf, 0
 
     def after_step(self, step: Step, training: Training) -> None:
-        """Compares the metric, and stops the run once patience ends."""
+        """Compares the metric, and stops the run when patience is exhausted."""
         value = step.metrics.get(self.metric)
         if value is None:
             return

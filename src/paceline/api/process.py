@@ -1,4 +1,4 @@
-"""A `paceline train` of a script's own: started, heard line by line, and ended with the script's block."""
+"""A `paceline train` process that a script starts, reads line by line, and ends when its block ends."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from paceline.runs import run_dir as run_dirs
 from paceline.service.process import DIE_WITH_PARENT, PARENT_PID
 
 _COMMAND = (sys.executable, "-m", "paceline.cli.main", "train", "--json")
-# It has closed its output by then.
+# The process has closed its output by then.
 _EXIT_S = 60.0
 _STOPPED = 128 + signal.SIGINT
 
 
 class TrainProcess:
-    """One run; a context manager, which starts it and, where its block is left, has it end after its step.
+    """One run, as a context manager: starts the run; when the block is left, ends it after its step.
 
     Args:
         config: a file, or the same tree as a mapping.
@@ -37,7 +37,7 @@ class TrainProcess:
 
     Attributes:
         run_dir: its folder.
-        process: what was started.
+        process: the process that was started.
 
     Raises:
         ConfigError: the configuration cannot be run.
@@ -72,7 +72,7 @@ class TrainProcess:
                         DIE_WITH_PARENT: "1",
                         PARENT_PID: str(os.getpid()),
                     },
-                    # A terminal's Ctrl-C reaches this process alone, which passes it on.
+                    # A terminal's Ctrl-C reaches only this process, which passes it on.
                     start_new_session=True,
                 )
             )
@@ -80,26 +80,26 @@ class TrainProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Waits for its end, which the block has seen or brought about."""
+        """Waits for the end of the process, which the block has seen or caused."""
         self._stack.close()
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Yields what it says until it closes its output."""
+        """Yields the events of the process until it closes its output."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith("{"):
                 yield json.loads(line)
 
     def interrupt(self) -> None:
-        """Has it end after the step in progress, with a checkpoint; the second time at once."""
+        """Ends the run after the step in progress, with a checkpoint; a second call ends it at once."""
         self.process.send_signal(signal.SIGINT)
 
     def end(self, tell: Callable[[str], object]) -> None:
-        """Interrupts it and waits; tells notes for people. A KeyboardInterrupt meanwhile ends it at once."""
+        """Interrupts the run and waits; passes notes to `tell`. A KeyboardInterrupt ends the run at once."""
         self.interrupt()
         while True:
             try:
-                # It must not block on a pipe that nobody reads.
+                # The process must not block on a pipe that nobody reads.
                 for event in self.events():
                     if event["event"] == "note":
                         tell(event["text"])
@@ -109,7 +109,7 @@ class TrainProcess:
                 self.interrupt()
 
     def check(self, *, may_stop: bool) -> None:
-        """Raises the error that it ended with; `may_stop`: an interrupt is none.
+        """Raises the error with which the run ended; with `may_stop`, an interrupt is no error.
 
         Raises:
             ConfigError: the run cannot be started, or it is finished.

@@ -15,17 +15,17 @@ from paceline.runs import run_dir as run_dirs
 from paceline.show.report.lines import read_jsonl
 
 _PORTION = 1000
-"""Lines of metrics.jsonl that are in memory at once as Python's numbers."""
+"""Lines of metrics.jsonl that are held at once as Python numbers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedRun:
-    """What a run has written so far.
+    """The records that a run has written so far.
 
     Attributes:
         config: config.resolved.yaml.
         metrics: a pyarrow.Table with a row per step and a column per metric; null where a step has none.
-        events: the journal, in order; read anew each time that it is gone through.
+        events: the journal in order; each iteration reads it again.
     """
 
     run_dir: Path
@@ -48,14 +48,14 @@ class LoadedRun:
 
 
 def load_run(run: str | Path | None = None) -> LoadedRun:
-    """Reads a run that has ended or is under way.
+    """Reads a run that has ended or is going on.
 
     Args:
         run: its directory, or its name under runs/; None for the latest one.
 
     Raises:
         ConfigError: there is no such run.
-        DataError: the folder holds none.
+        DataError: the folder holds no run.
     """
     run_dir = run_dirs.find(None if run is None else str(run))
     config = run_dir / run_dirs.RESOLVED
@@ -71,7 +71,7 @@ def load_run(run: str | Path | None = None) -> LoadedRun:
 
 @dataclass(frozen=True, slots=True)
 class _Events:
-    """A journal's events, which a long run has too many of to hold."""
+    """A journal's events, read one by one, because a long run has too many to hold in memory."""
 
     path: Path
 
@@ -85,7 +85,7 @@ def _table(path: Path) -> Any:
 
     lines, parts = read_jsonl(path), []
     while rows := list(islice(lines, _PORTION)):
-        # from_pylist takes the columns of the first row alone.
+        # from_pylist takes only the columns of the first row.
         names = dict.fromkeys(name for row in rows for name in row)
         parts.append(pyarrow.table({name: [row.get(name) for row in rows] for name in names}))
     if not parts:

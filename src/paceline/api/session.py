@@ -1,4 +1,4 @@
-"""Training as a loop that a script leads: it says what each step samples and trains.
+"""Training as a loop in a script, which decides what each step samples and trains.
 
     async with session("run.yaml") as run:
         async for step in run:
@@ -6,9 +6,9 @@
             await step.train(samples)
             await step.publish()
 
-The verbs are those of docs/python.md, each awaited. They are carried out by the run's
-controller, as safely as in a dataflow of its own; a controller that was started again in the middle of a step
-gets the step's verbs once more, and answers as before.
+The verbs are those of docs/python.md, each awaited. The run's controller carries them out, as safely as in a
+dataflow. If the controller restarts in the middle of a step, it gets the step's verbs again and gives the
+same answers.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ Ask = tuple[str, int | None, float | None]
 async def session(
     config: str | Path | Mapping[str, Any], *overrides: str, say: Callable[[str], object] | None = print
 ) -> AsyncIterator[LedRun]:
-    """Starts the services of a run whose steps the block leads, and stops all in order.
+    """Starts the services of a run whose steps the block controls, and stops them in order.
 
     Leaving the loop over the session after a step's publish() ends the run with this step and a checkpoint.
-    An error in the block ends it at once; the same call goes on with the step.
+    An error in the block ends the run at once; the same call later continues with this step.
 
     Args:
         config: a file, or the same tree as a mapping.
         overrides: "dotted.key=value", as on the command line.
-        say: gets notes for people, and what happens at the start.
+        say: is called with notes for people and with events of the start-up.
 
     Raises:
         ConfigError: the run cannot be started, or it is finished.
@@ -75,11 +75,11 @@ class EndedError(PeerLostError):
 
 
 class LedRun:
-    """A run that is led; iterate over it once.
+    """A run controlled by the script; iterate over it once.
 
     Attributes:
         run_dir: the run's folder.
-        metrics: of the last finished step.
+        metrics: metrics of the last finished step.
     """
 
     def __init__(self, process: TrainProcess, say: Callable[[str], object]) -> None:
@@ -98,7 +98,7 @@ class LedRun:
         return self
 
     async def __anext__(self) -> LedStep:
-        """Returns the next step, once the run is there."""
+        """Returns the next step, as soon as the run has begun it."""
         if self._step is not None:
             await self._step.finish("next")
             self._step = None
@@ -109,7 +109,7 @@ class LedRun:
         return self._step
 
     async def link(self, step: int | None) -> _Link | None:
-        """Waits for the controller, where it carries `step` out, or any; None where the run has ended.
+        """Waits for a controller that is in `step` (None: in any step); returns None if the run has ended.
 
         Raises:
             PeerLostError: the run went on, or back, to another step.
@@ -121,13 +121,14 @@ class LedRun:
         link = self._link
         if link is not None and step not in (None, link.step):
             raise PeerLostError(
-                f"step {step} is void: the run is in step {link.step}; go on with the loop, which gives it",
+                f"step {step} is void: the run is in step {link.step}; continue the loop, which returns that "
+                "step",
                 peer="controller",
             )
         return link
 
     async def leave(self, word: str | None) -> None:
-        """Says `word` to the step that is published, or nothing, and waits for the run's end."""
+        """Sends `word`, if any, to the published step, and waits for the run's end."""
         step, self._step = self._step, None
         if step is not None and step.is_published and word is not None:
             await step.finish(word)
@@ -138,7 +139,7 @@ class LedRun:
         await asyncio.to_thread(self._listening.join)
 
     async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Takes a connection of the controller, which begins a step or goes on with it."""
+        """Accepts a connection of the controller, which begins or continues a step."""
         try:
             hello = json.loads(await reader.readline())
         except (ValueError, ConnectionError):
@@ -166,7 +167,7 @@ class LedRun:
 
 
 class _Link:
-    """One connection: of one attempt of the controller at one step."""
+    """A connection, which belongs to one attempt of the controller at one step."""
 
     def __init__(self, step: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.step, self.reader, self.writer, self.is_lost = step, reader, writer, False
@@ -193,7 +194,7 @@ class LedStep:
     """A step; its verbs are those of a dataflow, each awaited.
 
     Attributes:
-        number: of the step, from 1.
+        number: number of the step, from 1.
         is_published: whether it can be finished.
     """
 
@@ -215,7 +216,7 @@ class LedStep:
         return None if plain is None else self._known(plain)
 
     async def reply(self, sample: ScoredSample, text: str) -> Prompt | None:
-        """Makes the prompt that goes on from a sample: its prompt, the sample, then `text` by the user."""
+        """Makes the prompt that continues a sample: its prompt, the sample, then `text` by the user."""
         return await self.prompt(sample.continued(text), of=sample)
 
     def ask(self, purpose: str = "train", n: int | None = None, *, temperature: float | None = None) -> Ask:
@@ -249,7 +250,7 @@ class LedStep:
         return metrics
 
     async def publish(self) -> None:
-        """Has the guard judge the step, and brings the weights to the rollout servers."""
+        """Lets the guard judge the step, and pushes the weights to the rollout servers."""
         await self._call(verb="publish")
         self.is_published = True
 
@@ -289,7 +290,7 @@ class LedStep:
                 return answer["ok"]
 
     async def _replay(self, link: _Link) -> bool:
-        """Repeats the verbs that a new controller has not carried out; returns whether it is still there."""
+        """Repeats the step's verbs with a new controller; returns whether it is still connected."""
         while link.num_answered < len(self._calls):
             request, before = self._calls[link.num_answered]
             answer = await link.ask(request)
@@ -297,11 +298,11 @@ class LedStep:
                 return False
             if "error" in answer:
                 raise ConfigError(answer["error"])
-            # The learner's metrics have seconds among them.
+            # The learner's metrics contain seconds.
             if request["verb"] != "train" and answer["ok"] != before:
                 raise PeerLostError(
-                    f"step {self.number} was interrupted, and its {request['verb']}() gives something else "
-                    "now, as samples were drawn anew: start the script again, which begins this step again",
+                    f"step {self.number} was interrupted, and its {request['verb']}() now gives another "
+                    "result, because samples were drawn again: restart the script, which repeats this step",
                     peer="controller",
                 )
         return True

@@ -1,4 +1,4 @@
-"""Training as a loop over finished steps: a `paceline train` of its own, which ends with the loop."""
+"""Training as a loop over finished steps, run by a `paceline train` process that ends with the loop."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ def train(
     """Starts the services, yields each finished step, and stops all in order.
 
     The run does not wait for the loop's body. Leaving the loop ends the run after the step in progress, with
-    a checkpoint; so does KeyboardInterrupt, and a second one ends it at once. The same call goes on with it.
+    a checkpoint; so does KeyboardInterrupt, and a second one ends it at once. The same call later continues
+    the run.
 
     Args:
         config: a file, or the same tree as a mapping.
         overrides: "dotted.key=value", as on the command line.
         callbacks: called in their order before and after each step.
-        say: gets notes for people, and what happens at the start.
+        say: is called with notes for people and with events of the start-up.
 
     Raises:
         ConfigError: the run cannot be started, or it is finished.

@@ -37,8 +37,8 @@ def scheme_of(url: str) -> str:
 def redact(text: str) -> str:
     """Returns the text with `***` in place of the user and password of every address in it.
 
-    Of a Redis address everything up to the last @ of its line goes: a password that is not percent-encoded
-    may hold any character.
+    In a Redis address, everything up to the last @ of the line is replaced, because a password that is not
+    percent-encoded may hold any character.
     """
     text = re.sub(r"\b(rediss?|unix)://[^\n]*@", r"\1://***@", text)
     text = re.sub(r"://\S*@", "://***@", text)
@@ -73,7 +73,7 @@ def check_reach(url: str, *, insecure: bool) -> None:
         raise ConfigError(
             f"broker.url {redact(url)!r} is on another machine and has no password: everyone there can "
             "change what is trained on. Give it a user (`paceline certs acl` prints the line) and set "
-            f"{REDIS_PASSWORD}_FILE; or, on a network that you trust wholly, set broker.insecure: true"
+            f"{REDIS_PASSWORD}_FILE; or, on a network that you trust fully, set broker.insecure: true"
         )
     if scheme == "redis":
         log.warning("%s is reached in plain text: rediss:// encrypts", redact(url))

@@ -19,8 +19,8 @@ async def append_when_room(
     """Appends once each of the messages' streams has fewer than `max_length` entries.
 
     Acknowledged entries count until the stream is trimmed, so a full stream is trimmed first. Writers that
-    find room at the same moment may each exceed the bound by one batch: it protects the broker's memory and
-    is no quota.
+    find room at the same moment may each exceed the bound by one batch; the bound protects the broker's
+    memory and is not exact.
 
     Raises:
         DeadlineError: the stream was still full after `timeout_s` seconds; names the stream.

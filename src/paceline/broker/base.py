@@ -1,17 +1,17 @@
-"""The seam between the services and the message broker.
+"""The interface between the services and the message broker.
 
 A stream is a mailbox. An entry is delivered to one consumer of a group at a time and stays that consumer's
 until it is acknowledged. Another consumer can reclaim an entry whose consumer has gone silent: delivery is at
 least once, and readers must drop repeats by the message's own id. Blobs are plain values beside the streams.
 
-A stream can also be read as a log: by position, without taking anything from anybody.
+A stream can also be read as a log: by position, without taking entries from other readers.
 
 A stream or group that does not exist has no entries: reading it returns [] after the wait, renewing returns
 [], acknowledging does nothing. A reader whose stream is deleted gets no more entries, and no error.
 
 Commands wait through an outage of the server: it may be restarted, fail over, freeze or be full. Every method
-raises BrokerError when the outage outlasts a bound, or at once for what waiting does not mend. A command that
-was cut off is repeated, so a message may be stored twice.
+raises BrokerError when the outage outlasts a bound, or at once if waiting cannot help. An interrupted command
+is repeated, so a message may be stored twice.
 """
 
 from __future__ import annotations
@@ -174,9 +174,9 @@ class Broker(Protocol):
         ...
 
     async def incarnation(self) -> str:
-        """Names the server's process: it is another after a restart or a failover.
+        """Names the server's process; the name changes after a restart or a failover.
 
-        Such a server may have lost its last messages: what a server keeps depends on how it is set up.
+        A new process may have lost the last messages, depending on the server's configuration.
         """
         ...
 

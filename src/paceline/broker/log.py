@@ -18,7 +18,7 @@ def is_after(entry_id: str, other: str) -> bool:
 
 
 async def read_all(broker: Broker, stream: str) -> AsyncIterator[Entry]:
-    """Returns every entry that the stream holds; ends where nothing more is there at once."""
+    """Yields every entry that the stream holds now, without waiting for more."""
     position = LOG_START
     while entries := await broker.read_log(stream, after=position, max_entries=_PORTION, block_s=0.0):
         for entry in entries:

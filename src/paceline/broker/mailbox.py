@@ -1,4 +1,4 @@
-"""A consumer of one stream: takes entries, renews their leases during the work, gives back the rest."""
+"""A consumer of a stream: takes entries, renews their leases while it works, gives unfinished ones back."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ class Mailbox:
         await self._release(self._leased.copy())
 
     async def take(self, max_entries: int | None = None, *, block_s: float | None = None) -> list[Entry]:
-        """Entries whose leases others let lapse, else new ones; waits for the first, [] when none came.
+        """Takes entries whose leases have lapsed, else new ones; waits for the first; [] if none came.
 
-        Entries that this mailbox has leased already do not come again.
+        Entries that this mailbox already holds are not returned again.
 
         Raises:
             BrokerError: the broker is gone.
@@ -97,7 +97,7 @@ class Mailbox:
     async def finish(
         self, entries: Iterable[Entry], messages: Sequence[Outgoing], *, max_length: int, timeout_s: float
     ) -> None:
-        """Appends the messages that answer the entries, once there is room, and acknowledges with the last.
+        """Appends the messages that answer the entries, once there is room; acknowledges with the last one.
 
         A consumer that dies at any instant never leaves an entry acknowledged and unanswered. While this
         waits for room, the leases are renewed.
@@ -146,14 +146,15 @@ class Mailbox:
         )
         if len(entries) < wanted:
             self._next_reclaim_s = now + self._lease_s / 2
-        # After a stall of this process its own lapsed entries come back to it, and are already worked on.
+        # After a stall of this process, its own lapsed entries may come back while it still works on them.
         fresh = [entry for entry in entries if entry.entry_id not in self._leased]
         if fresh:
             log.info("%s: %d entries reclaimed by %s", self._stream, len(fresh), self._consumer)
         return fresh
 
     async def _read(self, wanted: int, deadline: float) -> list[Entry]:
-        # Wakes up for the next reclaim: the lease bounds the recovery time, however long the caller waits.
+        # Wakes up for the next reclaim, because the lease bounds the recovery time, however long the caller
+        # waits.
         until = min(deadline, self._next_reclaim_s)
         return await self._broker.read(
             self._stream,
@@ -175,7 +176,7 @@ class Mailbox:
                 # The next round may succeed in time; if not, the entries are delivered again.
                 log.warning("%s: %d leases not renewed: %s", self._stream, len(entry_ids), error)
                 continue
-            # Those being settled may be acknowledged already.
+            # Entries that are being settled may be acknowledged already.
             lost = self._leased.intersection(entry_ids) - set(renewed) - self._being_settled
             self._leased -= lost
             if lost:
@@ -198,7 +199,7 @@ class Mailbox:
 
     @contextmanager
     def _settling(self, entry_ids: Sequence[str]) -> Iterator[None]:
-        # They stay leased: a full server may let their answers wait for long.
+        # These entries stay leased, because a full server may delay their answers for long.
         self._being_settled.update(entry_ids)
         try:
             yield
@@ -211,7 +212,7 @@ class Mailbox:
         if not entry_ids:
             return
         try:
-            # Their leases lapse anyway; giving them back is only quicker, and not worth a long wait.
+            # Their leases lapse anyway. Giving them back is only quicker, and not worth a long wait.
             async with asyncio.timeout(self._lease_s):
                 await self._broker.release(self._stream, self._group, self._consumer, list(entry_ids))
         except (BrokerError, TimeoutError) as error:

@@ -13,20 +13,20 @@ def prefix(run_id: str) -> str:
 
 
 def prompts(run_id: str, version: int | None) -> str:
-    """Names the prompt groups for exactly one policy version: a server at another cannot even read them.
+    """Names the stream of prompt groups for one policy version, which servers at other versions do not read.
 
-    None: those for a version or newer ones, where pushes land in mid-answer.
+    None names the stream for runs with pushes in mid-answer, whose servers may have a newer version.
     """
     return f"{prefix(run_id)}prompts" + ("" if version is None else f":v{version}")
 
 
 def trajectories(run_id: str) -> str:
-    """Headers of finished samples, for the scorers."""
+    """Names the stream of finished samples' headers, for the scorers."""
     return f"{prefix(run_id)}trajectories"
 
 
 def scored(run_id: str) -> str:
-    """Names the scored headers, for the barrier."""
+    """Names the stream of scored headers, for the barrier."""
     return f"{prefix(run_id)}scored"
 
 
@@ -39,8 +39,8 @@ def mailbox(stream: str) -> str:
 def blob(run_id: str, trajectory_id: str, server_id: str, incarnation: str) -> str:
     """Names the arrays of one sample.
 
-    Each start of a server has keys of its own: a copy that is generated again overwrites nothing. The
-    barrier admits one copy and deletes the others.
+    Each start of a server has its own keys, so a repeated sample overwrites nothing. The barrier admits one
+    copy and deletes the others.
     """
     return f"{prefix(run_id)}blob:{trajectory_id}:{server_id}:{incarnation}"
 
@@ -56,7 +56,7 @@ def learner_log_probs(blob_key: str) -> str:
 
 
 def image(run_id: str, image_hash: str) -> str:
-    """Names the pixels of an image of the run's prompts; there as long as a step that needs it."""
+    """Names the pixels of an image of the run's prompts; kept as long as a step needs them."""
     return f"{prefix(run_id)}image:{image_hash}"
 
 

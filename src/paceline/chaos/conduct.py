@@ -40,10 +40,10 @@ _STOP_S = 120.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """How many faults a run gets, from which seed, how many a minute, and how many at the same time.
+    """How many faults a run gets, from which seed, at which rate, and how many at the same time.
 
     Attributes:
-        overlap: the most faults that the run has not recovered from; 1: one after the other.
+        overlap: most faults at a time from which the run has not recovered yet; 1: one after the other.
         stop: whether the run ends after the last recovery; else at its last step.
         only: patterns of the faults that may come; empty: all.
     """
@@ -144,7 +144,7 @@ class Conductor:
     async def _recovered(
         self, fault: Fault, members: frozenset[str], pid: int | None, began: float, limit_s: float
     ) -> tuple[float | None, float | None]:
-        """Seconds until a step was finished after the fault, and until the members that it hit work again."""
+        """Returns seconds from the fault until a step was finished, and until all hit members worked."""
         service = fault.target.partition("/")[0]
 
         async def timed(waiting: Any) -> float | None:
@@ -169,7 +169,7 @@ class Conductor:
             raise DeadlineError(phase=phase, peer="a step with all members", seconds=limit_s) from None
 
     async def _stop(self) -> None:
-        """Ends the run in order, between two recoveries and not in one."""
+        """Ends the run in order, but not during a recovery."""
         note = run_dirs.read_note(self._run_dir)
         if note is None:
             return

@@ -1,4 +1,4 @@
-"""The faults of `paceline chaos`: what can be done to which target, in a seeded order. Pure."""
+"""The faults of `paceline chaos`: their kinds, targets and seeded order. Pure."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ class FaultKind(enum.Enum):
     """What is done to a target; the value is its name in chaos.jsonl.
 
     KILL: SIGKILL to a process. PAUSE, LONG_PAUSE: SIGSTOP, and SIGCONT later; long is beyond
-    service.dead_after_s. LOSE_DATA: a Redis server that comes back empty. FULL: one that takes no more data.
-    CUT_CLIENTS, FORGET_SCRIPTS: it ends all connections, or forgets the scripts. DELAY, CUT, HOLE, LONG_HOLE:
-    on the way to the target every byte comes late, all connections are cut, or nothing arrives for a while.
+    service.dead_after_s. LOSE_DATA: the Redis server comes back empty. FULL: it accepts no more data.
+    CUT_CLIENTS, FORGET_SCRIPTS: it closes all connections, or forgets the scripts. DELAY, CUT, HOLE,
+    LONG_HOLE: on the network path to the target, every byte is late, all connections are cut, or nothing
+    arrives for a while.
     """
 
     KILL = "kill"
@@ -44,13 +45,14 @@ _OF_REDIS = (FaultKind.LOSE_DATA, FaultKind.FULL, FaultKind.CUT_CLIENTS, FaultKi
 _OF_LINKS = (FaultKind.DELAY, FaultKind.CUT, FaultKind.HOLE, FaultKind.LONG_HOLE)
 _SHORT_S = (1.0, 8.0)
 _BEYOND_DEAD_S = (3.0, 8.0)
-# What costs a start of an engine or of the learner, or a long silence, comes once; anything else so often.
+# How often a fault comes; a fault that costs a start of an engine or the learner, or a long silence, comes
+# once.
 _TIMES = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """Names one fault, its kind and its target. `seconds` is how long it lasts; 0 for what happens at once.
+    """Names one fault, its kind and its target. `seconds` is how long it lasts; 0 if it happens at once.
 
     `target` is a process by its name in run.json, "NAME/engine" or "NAME/child" for a process that NAME
     started, or the server at the end of a link.
@@ -62,7 +64,7 @@ class Fault:
 
     @property
     def place(self) -> str:
-        """What it works on: faults with the same place come one after the other."""
+        """What the fault affects; faults with the same place come one after another."""
         return f"link to {self.target}" if self.kind in _OF_LINKS else self.target
 
     def __str__(self) -> str:
@@ -104,7 +106,7 @@ def deck(config: RunConfig, only: Sequence[str] = ()) -> list[tuple[FaultKind, s
 
 
 def draw(config: RunConfig, *, seed: int, only: Sequence[str] = ()) -> Iterator[Fault]:
-    """Endless faults: a `deck` in a random order, then again in another one."""
+    """Yields faults endlessly: a `deck` in a random order, then the same in another order."""
     rng, faults = np.random.default_rng(seed), deck(config, only)
     while True:
         for index in rng.permutation(len(faults)):

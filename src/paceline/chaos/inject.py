@@ -1,4 +1,4 @@
-"""Injects one fault into a run that is under way; a fault that cannot be injected is an error."""
+"""Injects one fault into a running run; a fault that cannot be injected is an error."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from paceline.runs import run_dir as run_dirs
 _DELAY_S = 0.05
 _LOOK_S = 0.1
 _COMMAND_S = 10.0
-# What tells the processes of the reward service apart from its other children.
+# Identifies the processes of the reward service among its children.
 _CHILD_WORD = "paceline.reward"
 
 
@@ -34,7 +34,7 @@ class Injector:
     Its proxies stand between the members and Redis, and between the members and the controller.
 
     Args:
-        engine_word: what tells an engine's process apart (`EngineFacts.process_word`).
+        engine_word: identifies an engine's process (`EngineFacts.process_word`).
     """
 
     def __init__(self, run_dir: Path, engine_word: str) -> None:
@@ -57,7 +57,7 @@ class Injector:
         return f"127.0.0.1:{self.links[CONTROLLER].port}"
 
     async def aim(self, fault: Fault, *, within_s: float) -> Callable[[], Awaitable[Any]]:
-        """Finds a fault's target, which may just be starting again; the function returned does the fault.
+        """Finds a fault's target, which may just be restarting; returns a function that injects the fault.
 
         That function returns when the fault is over, and raises BrokerError if the Redis server does not do
         what it is told.
@@ -120,7 +120,7 @@ class Injector:
         return None
 
     async def _kill(self, process: psutil.Process) -> None:
-        # It may have ended since: then what follows is the same.
+        # The process may have ended since, with the same result.
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
 
@@ -137,7 +137,7 @@ class Injector:
         try:
             await asyncio.sleep(seconds)
         finally:
-            # It may have been killed as hung. psutil refuses a later process with its id.
+            # The process may have been killed as hung. psutil refuses a later process with the same id.
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGCONT)
 
@@ -151,7 +151,7 @@ class Injector:
             await self._tell(lambda server: server.config_set("maxmemory", before["maxmemory"]))
 
     async def _tell(self, command: Callable[[redis.Redis], Any]) -> Any:
-        """Sends a command past the proxy; to a server that is just starting again, until it takes it."""
+        """Sends a command, not through the proxy; repeats it while the server restarts."""
         deadline = asyncio.get_running_loop().time() + _COMMAND_S
         while True:
             client = redis.Redis.from_url(

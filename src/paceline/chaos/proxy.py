@@ -27,7 +27,7 @@ class Proxy:
         self._writers: set[asyncio.StreamWriter] = set()
         self._passing: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
-        # Bound at once: others are told the port before the proxy runs.
+        # Bound at once, because others learn the port before the proxy runs.
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._socket.getsockname()[1]
 
@@ -54,11 +54,11 @@ class Proxy:
             writer.transport.abort()
 
     def swallow(self) -> None:
-        """Lets no byte arrive from now on; nobody is told."""
+        """Lets no byte arrive from now on, without an error for either side."""
         self._open.clear()
 
     def release(self) -> None:
-        """Ends `swallow`: what was withheld arrives."""
+        """Ends `swallow`: the withheld bytes arrive."""
         self._open.set()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""What a run of `paceline chaos` writes down: a line per fault, the table at the end, and both as JSON."""
+"""The records of `paceline chaos`: a line per fault, the table at the end, and both as JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class FaultRecovery:
     Attributes:
         time: Unix time of the fault.
         step, phase: where the run was.
-        alone: whether the run had recovered from all earlier faults, and no other came before the recovery.
+        alone: whether the run had recovered from all earlier faults, and no later fault came before the
+            recovery.
         step_s: seconds from the fault until, after the fault's end, the run finished a step that it had not
             finished before; None: never.
         ready_s: seconds until the members that it hit worked again; None: never.

@@ -1,4 +1,4 @@
-"""Which members of a run work, as its controller says; asks all the time."""
+"""Tracks which members of a run work, by polling its controller."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.runs.run_dir import RunNote
 from paceline.service.identity.credentials import Credentials
 
 _POLL_S = 0.3
-# A member that was killed counts as working to the controller until its silence is noticed.
+# To the controller, a killed member counts as working until its silence is noticed.
 _FRESH_S = 2.5
 _WORKING = frozenset(
     state.value
@@ -63,7 +63,7 @@ class Roster:
     ) -> None:
         """Waits until an answer from now on names all `members` as working.
 
-        With `unlike`, the process of `service` must also be another one than that.
+        With `unlike`, the process of `service` must also differ from that one.
         """
         since = asyncio.get_running_loop().time()
         while True:
@@ -76,7 +76,7 @@ class Roster:
         """The members that must work again before a fault is over, if it comes now."""
         service = fault.target.partition("/")[0]
         if fault.place.startswith("link") and service == CONTROLLER:
-            # One that is starting again because of another fault is not cut off by this one.
+            # A member that is restarting because of another fault is not affected by this one.
             return self._working
         if service.startswith("learner"):
             return frozenset({"learner-0"})
@@ -90,7 +90,7 @@ class Roster:
 
     def _works(self, member: MemberStatus, asked_at: float) -> bool:
         heard = asked_at - member.seconds_since_heartbeat
-        # What was heard before its process began was said by the one before.
+        # A report from before the process began is about its predecessor.
         since = [
             self._since[name]
             for name in (member.member_id, member.member_id.rpartition("-")[0])
@@ -111,7 +111,7 @@ def controller_of(note: RunNote) -> ControllerClient:
 
 
 def _running(note: RunNote) -> dict[str, int]:
-    """The process ids of what runs: the launcher replaces the ids of those that it starts again."""
+    """Returns the ids of the running processes; the launcher replaces the ids of restarted ones."""
     pids = {}
     for name, pid in note.pids.items():
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -87,11 +87,11 @@ def validation_line(config: RunConfig) -> str:
 
 
 def _asked_for(config: RunConfig) -> str:
-    """Who has the rows, where that is not a file; "" where files do."""
+    """Returns words about the environment that supplies the rows; "" if files do."""
     environment = config.rollout.environment
     if config.data.training_sets or environment is None:
         return ""
-    return f"the environment at {environment.address} is asked for them by the run"
+    return f"the run asks the environment at {environment.address} for them"
 
 
 def _load(config: RunConfig, of: TrainSet | HeldOutSet) -> tuple[PromptSet, Tokenizer, ImageReader | None]:

@@ -28,7 +28,7 @@ from paceline.sizing.machine import free_port, is_cpu_build, num_cores
 _GIB = 2**30
 _INSTALL = "make venv in a clone, or the extra cpu or cuda (docs/start.md)"
 _MIN_FILES = 4096
-# Certificates and tokens are judged by the clock.
+# The validity of certificates and tokens depends on the clock.
 _EARLIEST = 1_750_000_000
 
 
@@ -42,7 +42,7 @@ class Status(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """What is known of one part of the machine; `hint` says what to do about it."""
+    """States what is known about one part of the machine; `hint` says what to do."""
 
     part: str
     state: str
@@ -77,7 +77,7 @@ def _packages() -> Iterable[Finding]:
 
 
 def _engines() -> Iterable[Finding]:
-    """The engines that are installed, one of which a run needs."""
+    """Lists the installed engines; a run needs one of them."""
     installed = [facts for facts in ENGINES.values() if facts.installed_build]
     if not installed:
         titles = " or ".join(facts.title for facts in ENGINES.values())
@@ -235,7 +235,7 @@ def _resources() -> Iterable[Finding]:
 def _limits() -> Iterable[Finding]:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = files == resource.RLIM_INFINITY
-    hint = f"ulimit -n {_MIN_FILES}: connections of many samples are files"
+    hint = f"ulimit -n {_MIN_FILES}: each connection takes a file descriptor"
     state = "unlimited" if unlimited else str(files)
     yield _judge("open files", state, unlimited or files >= _MIN_FILES, hint=hint)
 
@@ -243,7 +243,7 @@ def _limits() -> Iterable[Finding]:
 def _clock() -> Iterable[Finding]:
     now = time.time()
     said = datetime.datetime.fromtimestamp(now, tz=datetime.UTC).isoformat(timespec="seconds")
-    hint = "set the clock: certificates are judged by it, and times of several hosts are compared"
+    hint = "set the clock: certificates depend on it, and times of several hosts are compared"
     yield _judge("clock", said, now > _EARLIEST, hint=hint)
 
 

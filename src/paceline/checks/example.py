@@ -1,4 +1,4 @@
-"""The first rows of the data in a run: the prompt that the model gets, the rewards of their ground truths."""
+"""Shows the first rows as a run sees them: the model's prompt, and the rewards of the ground truths."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from paceline.reward.functions.spec import FunctionSpec
 from paceline.reward.scoring.scores import Score
 
 _SHOWN = 400
-# Of the first rows, whose ground truths are scored.
+# Number of first rows whose ground truths are scored.
 _NUM_SCORED = 8
 
 
 def first_prompt(prompts: PromptSet, tokenizer: Tokenizer, image_token_id: int | None = None) -> str:
-    """The first prompt, special tokens included, cut off where it is long; an image is one token in it."""
+    """Returns the first prompt with special tokens, shortened if long; an image is one token in it."""
     prompt = next(iter(prompts.prompts.values()))
     ids = prompt.token_ids.tolist()
     shown = [
@@ -34,12 +34,12 @@ def first_prompt(prompts: PromptSet, tokenizer: Tokenizer, image_token_id: int |
 
 
 def example_reward(config: RunConfig) -> str:
-    """What the reward functions give the first row's ground truth as a response; "" where it has none.
+    """Scores the first row's ground truth as if it were a response; "" if the row has none.
 
     Functions with `group: true` are left out, as there is one response.
 
-    That they refuse it is no fault: they may want more in a response than the answer alone. That they refuse
-    every one of the first rows is: a run would end at its first step.
+    A function may refuse a ground truth, because it may want more than the bare answer. If it refuses those
+    of all first rows, that is an error: the run would end at its first step.
 
     Raises:
         DataError: the first file is unreadable.
@@ -55,9 +55,9 @@ def example_reward(config: RunConfig) -> str:
     errors = [score.error for score in scores if score.error is not None]
     if len(errors) == len(scores):
         raise ConfigError(
-            f"the reward functions failed on the ground truth of each of the first {len(scores)} rows; the "
+            f"the reward functions failed on the ground truth of each of the first {len(scores)} rows, the "
             f"first time with {errors[0][0].value}: {errors[0][1]}; correct the function, or the columns "
-            "that it is given"
+            "that it gets"
         )
     return f"the first row's ground truth as a response: {_words(functions, scores[0])}"
 

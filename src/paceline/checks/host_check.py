@@ -1,4 +1,4 @@
-"""Asks every host of HOSTS.yaml, before anything starts, whether it can run its services and is reached."""
+"""Asks every host of HOSTS.yaml, before anything starts, whether it is reachable and can run its services."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from paceline.service.ports import kernel_fault
 
 _LIMIT_S = 60.0
 _CERTIFICATES = (
-    "to what `paceline certs issue DIR host-NAME` writes (`paceline hosts init` writes and copies all); or, "
-    "on a network that you trust wholly, set service.insecure=true"
+    "to the folder that `paceline certs issue DIR host-NAME` writes (`paceline hosts init` writes and copies "
+    "all of them); or, on a network that you trust fully, set service.insecure=true"
 )
 
 # Runs on the host, by the interpreter of its services.
@@ -65,7 +65,7 @@ def check_hosts(
 
     Raises:
         EnvironmentLackError: a host cannot be reached, cannot run its services, has no certificate, or its
-            kernel gives other ports than a firewall lets pass; one line per host.
+            kernel assigns ports that a firewall blocks; one line per host.
     """
     here = None
     if not (insecure or is_loopback(hosts.address) or tls_dir):
@@ -101,7 +101,7 @@ def _fault(hosts: Hosts, host: Host, insecure: bool, ports: str | None) -> str |
 
 
 def _blocked(host: Host, ports: range, kernel: Sequence[int]) -> str | None:
-    """Weights and gradients would take ports that a firewall does not let pass."""
+    """Returns what to change if weights and gradients would use ports that a firewall blocks."""
     if not (host.learner or host.rollout) or not kernel:
         return None
     fault = kernel_fault(ports, range(kernel[0], kernel[1] + 1))
@@ -111,14 +111,14 @@ def _blocked(host: Host, ports: range, kernel: Sequence[int]) -> str | None:
 def ask_python(
     hosts: Hosts, host: Host, program: str, *words: str, env: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Has a host's interpreter run a program, which prints its answer as JSON in its last line.
+    """Runs a program with a host's interpreter; the program prints its answer as JSON in its last line.
 
     Args:
-        hosts: give the remote shell.
+        hosts: where the remote shell is named.
         host: whose folder is the program's working directory.
         program: source text.
         words: its arguments.
-        env: further variables, for what no process list may show.
+        env: further variables, for values that must not appear in a process list.
 
     Raises:
         EnvironmentLackError: the host does not answer, or the program fails there.
@@ -140,14 +140,14 @@ def ask_python(
 
 
 def _misled(host: Host, meanings: dict[str, list[str]]) -> str | None:
-    """An address that leads nowhere, or to the host itself, where it is looked up on the host."""
+    """Reports an address that the host cannot resolve, or that it resolves to itself."""
     for name, leads_to in meanings.items():
         if not leads_to:
             return f"{host.name} does not know the name {name}: give addresses in HOSTS.yaml as numbers"
         if not is_loopback(name) and is_loopback(leads_to[0]):
             return (
-                f"on {host.name} the name {name} stands for {leads_to[0]}, where no other host gets: give "
-                "addresses in HOSTS.yaml as numbers"
+                f"on {host.name} the name {name} stands for {leads_to[0]}, which other hosts cannot reach: "
+                "give addresses in HOSTS.yaml as numbers"
             )
     return None
 
@@ -162,7 +162,7 @@ def _unproven(host: Host, answer: dict[str, Any]) -> str | None:
 
 
 def _ask(command: Sequence[str], order: bytes) -> tuple[int | None, str, str]:
-    """Exit code, None where there is none in time, output and errors of the remote shell."""
+    """Runs the remote shell; returns its exit code (None after the deadline), output and errors."""
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         try:
             shell = subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, stdout=output, stderr=errors)
@@ -170,7 +170,7 @@ def _ask(command: Sequence[str], order: bytes) -> tuple[int | None, str, str]:
             raise EnvironmentLackError(
                 f"{command[0]} does not start ({error.strerror}): install it, or correct shell in HOSTS.yaml"
             ) from error
-        # The remote process ends with its input: it stays open until there is an answer.
+        # The remote process ends when its input closes, so the input stays open until there is an answer.
         with shell:
             assert shell.stdin is not None
             with contextlib.suppress(BrokenPipeError):

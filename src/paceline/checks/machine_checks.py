@@ -1,4 +1,4 @@
-"""Checks the machine where the run is to start: its packages, GPUs and their memory, its trackers."""
+"""Checks the machine where the run will start: packages, GPUs and their memory, trackers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _PACKAGES = ("torch", "transformers", "safetensors", "pyarrow", "aiohttp")
 
 
 def require_packages(config: RunConfig, *, engine: bool = True) -> None:
-    """Whether the packages are installed that the services import; imports none of them.
+    """Checks that the packages that services import are installed, without importing them.
 
     Args:
-        engine: the engine's, too, which is only on the rollout servers' hosts.
+        engine: also check the engine's packages, which only hosts of rollout servers have.
 
     Raises:
         ConfigError: there is no engine of this name.
-        EnvironmentLackError: one or more are not; the wheel without extras is installed like that.
+        EnvironmentLackError: some are missing, as after installing the wheel without extras.
     """
     facts = engine_facts(config.rollout.name) if engine else None
     named = [*_PACKAGES, *([facts.package] if facts else [])]
@@ -44,7 +44,7 @@ def require_packages(config: RunConfig, *, engine: bool = True) -> None:
 
 
 def devices_line(config: RunConfig) -> str:
-    """Who gets which device of this machine."""
+    """Says which service gets which device of this machine."""
     machine = Machine.here()
     learner, rollout = _require_gpus(config, machine)
     if not learner:
@@ -84,7 +84,7 @@ def _memory_line(config: RunConfig) -> str:
 
 
 def _memory_elsewhere_line(config: RunConfig) -> str:
-    """The learner's part of the plan: nothing is known of the GPUs."""
+    """Returns the learner's part of the plan only, as nothing is known about the GPUs."""
     return "CPU, nothing to plan" if config.learner.device == "cpu" else _memory_plan(config, (), (), {})
 
 

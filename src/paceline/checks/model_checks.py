@@ -74,7 +74,7 @@ def _holds_weights(folder: str) -> bool:
 
 
 def model_line(config: RunConfig) -> str:
-    """Reads config.json; says which architecture it is, and up to which length."""
+    """Reads config.json; states the architecture and the longest sequence."""
     tree = model_config(config)
     text = tree | (tree.get("text_config") or {})  # beside a vision tower
     longest = text.get("max_position_embeddings")
@@ -100,13 +100,13 @@ def model_line(config: RunConfig) -> str:
 
 
 def _experts(config: RunConfig, text: Mapping[str, Any]) -> None:
-    """Refuses to balance the load of experts in a model without any; their number has several names."""
+    """Refuses load balancing for a model without experts, whose number has several names in config.json."""
     has_experts = any("experts" in key and value for key, value in text.items())
     config.actor.require_experts(config.model.path, has_experts=has_experts)
 
 
 def _room_for_adapters(config: RunConfig, tree: Mapping[str, Any]) -> None:
-    """Whether adapters have room in the layers whose shapes config.json gives; the learner looks at all."""
+    """Checks adapters against layers whose shapes config.json gives; the learner checks all layers."""
     lora, shape = config.model.lora, ModelShape.of(tree)
     if lora is not None and shape is not None:
         for layer, inputs, outputs in shape.matrices(lora.targets):
@@ -114,7 +114,7 @@ def _room_for_adapters(config: RunConfig, tree: Mapping[str, Any]) -> None:
 
 
 def check_critic_of_images(config: RunConfig) -> None:
-    """A critic of its own folder has to see the images, too."""
+    """Checks that a critic with a folder of its own can take images."""
     folder = config.critic.path
     if config.data.image_key is None or "critic" not in config.needs or not folder or is_named(folder):
         return
@@ -124,8 +124,8 @@ def check_critic_of_images(config: RunConfig) -> None:
         return  # the self-test says what is wrong with it
     if not family_of(kind).takes_images:
         raise ModelError(
-            f"critic.path={folder} ({kind}) takes no images, and data.image_key={config.data.image_key} "
-            "gives some: leave critic.path out, so that the critic begins as the policy, or name a model "
+            f"critic.path={folder} ({kind}) takes no images, but data.image_key={config.data.image_key} "
+            "supplies some: leave critic.path out, so that the critic begins as the policy, or name a model "
             "that takes images"
         )
 
@@ -141,7 +141,7 @@ def _tokenizer_line(config: RunConfig) -> str:
 
 
 def networks_line(config: RunConfig) -> str:
-    """Compares the tokenizers of frozen networks with the policy's; says which there are."""
+    """Compares the tokenizers of frozen networks with the policy's; lists the networks."""
     from paceline.data.frozen_networks import check_frozen_networks
 
     for name, network in config.algorithm.networks.items():

@@ -1,4 +1,4 @@
-"""Runs the checks of a configuration before anything starts: all of them, or those that take no time."""
+"""Runs the checks of a configuration before anything starts: all of them, or only the quick ones."""
 
 from __future__ import annotations
 
@@ -30,17 +30,16 @@ CHECKS: Sequence[PreflightCheck] = (
     *rollout_checks.CHECKS,
     *training_checks.CHECKS,
 )
-"""What the rooms export; those that need the machine come after those that need nothing."""
+"""The checks of all modules; those that need the machine come after those that need nothing."""
 
 
 def quick_check(config: RunConfig, *, here: bool = True) -> None:
-    """Runs those checks of `paceline check` that take no time, before `paceline train` creates anything.
+    """Runs the quick checks of `paceline check`, before `paceline train` creates anything.
 
-    It loads no tokenizer, unless a frozen network's has to be compared: data and prompts are the controller's
-    to check.
+    It loads a tokenizer only to compare those of frozen networks; the controller checks data and prompts.
 
     Args:
-        here: the run's services start on this machine, whose GPUs and network are looked at.
+        here: whether the run's services start on this machine; if so, its GPUs and network are checked.
 
     Raises:
         PacelineError: one of GIVEN_ERRORS; the first fault.
@@ -60,7 +59,7 @@ def quick_check(config: RunConfig, *, here: bool = True) -> None:
 
 
 def notes(config: RunConfig) -> list[str]:
-    """What may not be meant as it is written, for people."""
+    """Returns notes on settings that may be unintended."""
     words = []
     if (
         config.data.prompt_format == "auto"
@@ -69,25 +68,25 @@ def notes(config: RunConfig) -> list[str]:
         and first_prompt_is_text(config)
     ):
         words.append(
-            "the prompts are strings, which go to the model without its chat template; "
-            "data.prompt_format=chat uses it, as an instruct model expects; text says that this is meant"
+            "the prompts are strings, which go to the model without its chat template; instruct models "
+            "expect it: set data.prompt_format=chat, or data.prompt_format=text to silence this note"
         )
     actor = config.actor
     if actor.aggregation != "seq-mean-token-mean" == actor.policy_loss.aggregation:
         words.append(
             f"actor.loss_agg_mode={actor.aggregation} weights sequences by their lengths; the paper of "
-            f"{actor.policy_loss.type} does not, nor does verl, whatever its loss_agg_mode says; leave the "
-            "key out for seq-mean-token-mean"
+            f"{actor.policy_loss.type} does not, and neither does verl with any loss_agg_mode; leave the key "
+            "out for seq-mean-token-mean"
         )
     return words
 
 
 def parts(*, here: bool, tests: Path | None) -> list[PreflightCheck]:
-    """Returns what `paceline check` looks at, in order.
+    """Returns the checks of `paceline check`, in order.
 
     Args:
-        here: the run is to start on this machine.
-        tests: an empty folder for what the tests of the model leave to each other; None: no such tests.
+        here: whether the run will start on this machine.
+        tests: an empty folder for files that tests of the model pass to each other; None skips these tests.
     """
     if tests is None:
         return _with(CheckNeed.NOTHING) + _with(CheckNeed.HERE if here else CheckNeed.ELSEWHERE)

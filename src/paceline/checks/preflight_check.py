@@ -19,9 +19,9 @@ _PAUSE_S = 0.2
 class CheckNeed(enum.Enum):
     """What a check needs besides the configuration and the files that it names.
 
-    NOTHING: no more than these.
+    NOTHING: nothing more.
     SELF_TEST: time for the learner's self-test, and a folder for its results.
-    HERE: to be executed on the machine where the run will start.
+    HERE: must be executed on the machine where the run will start.
     ELSEWHERE: that the run will start on another machine.
     ENGINE: HERE, time for the engine's test, and the folder with the results of the self-test.
     """
@@ -40,7 +40,7 @@ class PreflightCheck:
     Attributes:
         run: returns a line of facts on a configuration; raises a PacelineError that says what is wrong. With
             SELF_TEST and ENGINE it takes the folder as `kept`.
-        wait: names what takes seconds; it is printed before the check.
+        wait: says what takes several seconds; printed before the check.
     """
 
     name: str
@@ -50,7 +50,8 @@ class PreflightCheck:
 
 
 def how_to_make(path: Path) -> str:
-    """The command that makes an input of the demo, which the recipes use too; "" for any other path."""
+    """Returns the command that makes an input of the demo, which the recipes use too; "" for any other
+    path."""
     example = Path("examples/arithmetic")
     prepare, warm_up = f"python {example}/prepare.py", f"paceline sft {example}/sft.yaml"
     made = {"data": prepare, "model": prepare, "start": warm_up}

@@ -31,7 +31,7 @@ def _example_reward(config: RunConfig) -> str:
 
 
 def models_line(config: RunConfig) -> str:
-    """Looks for the folders of the reward models, and reads what judges are asked."""
+    """Checks the folders of the reward models and the prompts of the judges."""
     for number, model in enumerate(config.reward.models):
         if not (Path(model.path) / "config.json").is_file():
             raise ModelError(
@@ -43,7 +43,7 @@ def models_line(config: RunConfig) -> str:
 
 
 def _check_question(prompt_file: str, pattern: str) -> None:
-    """Whether a judge's prompt file shows the response, and its pattern has a group."""
+    """Checks that a judge's prompt file shows the response, and that its pattern has a group."""
     from paceline.reward.judge.question import GradePattern, JudgePrompt, read_prompt_file
 
     JudgePrompt(read_prompt_file(prompt_file))
@@ -51,7 +51,7 @@ def _check_question(prompt_file: str, pattern: str) -> None:
 
 
 def services_line(config: RunConfig) -> str:
-    """Whether somebody listens where the remote scorers are said to be; what judges are asked."""
+    """Checks that remote scorers listen at their addresses, and checks the prompts of judges."""
     for judge in config.reward.judges:
         _check_question(judge.prompt_file, judge.pattern)
     for number, service in enumerate(config.reward.services):

@@ -1,4 +1,4 @@
-"""Checks what samples: the engine, episodes and their environment."""
+"""Checks the parts that sample: the engine, episodes and their environment."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from paceline.checks.preflight_check import CheckNeed, PreflightCheck, reach
 from paceline.checks.service_checks import engine_log_probs
 from paceline.config.run import RunConfig
 
-# An environment that is started beside the run imports first.
+# An environment that was started at the same time as the run imports its packages first.
 _PATIENCE_S = 10.0
 
 
@@ -27,7 +27,7 @@ def _episodes_line(config: RunConfig) -> str:
 
 
 def environment_line(config: RunConfig) -> str:
-    """Whether an environment of this contract answers where one is said to be."""
+    """Checks that an environment with this protocol answers at the configured address."""
     service = config.rollout.environment
     if service is None:
         return "none"
@@ -42,7 +42,7 @@ def environment_line(config: RunConfig) -> str:
 
 
 def _environment_line(config: RunConfig) -> str:
-    """What `environment_line` says, and what became of one episode with the environment."""
+    """Returns the line of `environment_line`, and the outcome of one episode."""
     from paceline.rollout.episodes.check import check_episode
 
     line, service = environment_line(config), config.rollout.environment

@@ -1,4 +1,4 @@
-"""Checks that services do. Each runs in its own process and imports torch, an engine or a user's module."""
+"""Checks that services perform, each in its own process: they import torch, an engine or a user's module."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check_algorithm(config: RunConfig) -> str:
 
 
 def try_dataflow(config: RunConfig) -> str:
-    """Has the controller carry a step of a user's dataflow out; returns what that did.
+    """Has the controller try a step of a user's dataflow; returns what the step did.
 
     Raises:
         ConfigError: with its reason, if the dataflow has a fault.
@@ -39,12 +39,12 @@ def try_dataflow(config: RunConfig) -> str:
 
 
 def self_test(config: RunConfig, kept: Path) -> str:
-    """The line of the learner's self-test; its small model and log-probs remain in a folder.
+    """Runs the learner's self-test and returns its line; its small model and log-probs remain in a folder.
 
     Raises:
         ModelError: with its reason, if the model is refused or its numbers are wrong.
     """
-    # Needs config.json only, which this machine has where it has the controller.
+    # Needs only config.json, which is on this machine if the controller is.
     local = with_local_models(config)
     return _check_of("learner", "self-test", local, "the model", ModelError, str(kept))
 
@@ -59,25 +59,25 @@ def engine_log_probs(config: RunConfig, kept: Path) -> str:
     name = config.rollout.name
     facts = engine_facts(name)
     if not facts.score:
-        return f"not compared, as the engine of rollout.name={name} scores no given rows"
+        return f"not compared, because the engine of rollout.name={name} cannot score given rows"
     if not facts.has_cpu_build:
         return (
-            f"not compared, which needs {facts.title}'s build for the CPU; guard.mismatch_kl compares them "
-            "in the first step of the run"
+            f"not compared, because that needs {facts.title}'s build for CPUs; guard.mismatch_kl compares "
+            "them in the first step of the run"
         )
     if family_in(kept).has_states:
         return (
-            f"not compared: {facts.title}'s build for the CPU computes layers with a state in bfloat16 "
-            "alone; guard.mismatch_kl compares them in the first step of the run"
+            f"not compared: {facts.title}'s build for CPUs computes layers with a state only in bfloat16; "
+            "guard.mismatch_kl compares them in the first step of the run"
         )
     if not any(kept.iterdir()):
-        raise ModelError("the self-test left no log-probs to compare with; see its fault")
+        raise ModelError("the self-test left no log-probs to compare with; correct its fault first")
     command = [sys.executable, "-m", "paceline.rollout.check", "log-probs", name, str(kept)]
     return _printed_by(command, "the engine's log-probs", ModelError)
 
 
 def with_local_models(config: RunConfig) -> RunConfig:
-    """The configuration with the controller's folders of policy and frozen networks, without weights."""
+    """Returns the configuration with the controller's folders of policy and frozen networks (no weights)."""
     place = partial(local_folder, model=config.model, weights=False)
     model, algorithm = local_model(config.model, "controller"), config.algorithm.with_places(place)
     return config.model_copy(update={"model": model, "algorithm": algorithm})
@@ -100,13 +100,13 @@ def _check_of(
 
 
 def _printed_by(command: Sequence[str], subject: str, fault: type[ConfigError] | type[ModelError]) -> str:
-    """The last line that a check prints: an engine's kernels print lines of their own."""
+    """Returns the last line that a check prints; an engine's kernels may print lines before it."""
     try:
         process = subprocess.run(command, capture_output=True, text=True, timeout=_CHECK_S, check=False)
     except subprocess.TimeoutExpired:
         raise fault(
-            f"the check of {subject} gave no answer within {_CHECK_S:.0f} s: this machine is too busy, or it "
-            f"hangs; look at `{' '.join(['python', *command[1:-1], '...'])}`"
+            f"the check of {subject} gave no answer within {_CHECK_S:.0f} s: the machine is too busy, or the "
+            f"check hangs; look at `{' '.join(['python', *command[1:-1], '...'])}`"
         ) from None
     if process.returncode:
         said = process.stderr.rpartition("fatal: ")[2].strip()

@@ -1,4 +1,4 @@
-"""Checks what trains: the algorithm and the dataflow, each tried where it is the user's own."""
+"""Checks the algorithm and the dataflow; those that a user wrote are tried."""
 
 from __future__ import annotations
 

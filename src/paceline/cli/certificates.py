@@ -1,11 +1,12 @@
-"""A run's own certificate authority: makes it, and issues short-lived certificates to services and people.
+"""A run's own certificate authority, which issues short-lived certificates to services and people.
 
 DIR/ca.pem, DIR/ca.key               the authority; the key signs, and no service needs it
-DIR/next.key                         its successor's, while ca.pem has both certificates and the former signs
-DIR/NAME/{ca,cert,key}.pem           what PACELINE_TLS_DIR of the service NAME points to
+DIR/next.key                         the next authority's key, while the old one still signs (ca.pem has both)
+DIR/NAME/{ca,cert,key}.pem           files of the service NAME; its PACELINE_TLS_DIR points here
 
-An authority is replaced without a stop. After half of its lifetime everybody trusts a second one, too; after
-three quarters the second one signs, which everybody knows by then. The first is dropped when it has expired.
+An authority is replaced while the run goes on. After half of its lifetime everybody also trusts a second one.
+After three quarters the second one signs; by then everybody knows it. The first is dropped when it has
+expired.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ CA_KEY_FILE, NEXT_KEY_FILE = "ca.key", "next.key"
 ISSUED_DAYS = 30.0
 AUTHORITY_DAYS = 365.0
 OF_A_RUN = (*_SERVICES, "client", "redis")
-"""What the services of a run, and who calls them, prove."""
+"""Names for which certificates are issued: the services of a run and their callers."""
 
-# Nobody can log in as `default`; but Redis loads its append-only file with that user's permissions, and drops
-# each transaction that these do not allow.
+# Nobody can log in as `default`. But Redis loads its append-only file with that user's permissions, and drops
+# each transaction that they do not allow.
 _DEFAULT_USER = "user default off resetpass allkeys allchannels +@all"
 
 _SECRET_MODE = 0o600
@@ -45,7 +46,7 @@ _CLOCK_SKEW = datetime.timedelta(minutes=5)
 
 @dataclass(frozen=True, slots=True)
 class Authority:
-    """Signs certificates with `key`, that of `certificate`, which is among those that everyone trusts."""
+    """Signs certificates with `key`, which belongs to `certificate`; everyone trusts that certificate."""
 
     certificate: x509.Certificate
     key: ec.EllipticCurvePrivateKey
@@ -97,7 +98,7 @@ class Authority:
 
     @classmethod
     def of_today(cls, folder: Path) -> Authority:
-        """Reads the authority, and lets its successor follow when it is time.
+        """Reads the authority, and creates its successor or switches to it when the time has come.
 
         Raises:
             ConfigError, EnvironmentLackError: as `load`, or the folder cannot be written.
@@ -113,7 +114,8 @@ class Authority:
             _write(folder / NEXT_KEY_FILE, _key_pem(key), secret=True)
             trusted.append(successor)
         authority = authority._trusting(folder, trusted)
-        # Where it was made late, what the former has signed may end before the quarter is over.
+        # If the successor was made late, certificates signed by the old authority may end before the quarter
+        # is over.
         if now < min(successor.not_valid_before_utc + _CLOCK_SKEW + days / 4, end - days / 8):
             return authority
         (folder / NEXT_KEY_FILE).replace(folder / CA_KEY_FILE)
@@ -125,7 +127,7 @@ class Authority:
         return self.certificate.not_valid_after_utc
 
     def _trusting(self, folder: Path, trusted: Sequence[x509.Certificate]) -> Authority:
-        """The same authority with these certificates in its file."""
+        """Returns the same authority with these certificates in its file."""
         if tuple(trusted) != self.trusted:
             _write(folder / CA_FILE, "".join(map(_pem, trusted)))
         return replace(self, trusted=tuple(trusted))
@@ -136,14 +138,14 @@ class Authority:
         """Writes ca.pem, cert.pem and key.pem for a process into `folder`, each replaced at once.
 
         Args:
-            folder: of the process; the key is readable for this user only.
+            folder: folder of the process; only this user can read the key.
             name: common name of the subject.
-            role: which Paceline's clients check: a server of the role may run anywhere. A host has all roles.
-            hosts: further names and addresses, for clients that check those: Redis, say.
+            role: what Paceline's clients check, so that a server may run anywhere. A host has all roles.
+            hosts: further names and addresses, for clients that check those (Redis clients, for example).
             days: how long the certificate is valid, at most as long as the authority.
 
         Raises:
-            ConfigError: a host is none, or a folder cannot be written.
+            ConfigError: a host is no valid name or address, or a folder cannot be written.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name(
@@ -194,9 +196,9 @@ def is_fresh(authority: Authority, folder: Path, hosts: Sequence[str]) -> bool:
 def renew(
     folder: Path, names: Sequence[str], *, redis_hosts: Sequence[str] = (), days: float = ISSUED_DAYS
 ) -> list[str]:
-    """Issues a certificate into folder/NAME for each name that has none, or whose days are half over.
+    """Issues a certificate into folder/NAME for each name without one or with one past half of its lifetime.
 
-    Everybody with a folder there is told of an authority that is to follow.
+    When a new authority is about to follow, the CA file in every folder is updated.
 
     Returns:
         A sentence for each name.
@@ -223,9 +225,9 @@ def renew(
 
 
 def write_users(folder: Path, *lines: str) -> None:
-    """Writes Redis' file of users, users.acl: `lines`, and the user `default`, which is off.
+    """Writes users.acl, Redis' file of users: `lines` and the user `default`, which is disabled.
 
-    Whoever serves Redis is in the group of the file, if it is not the owner.
+    A Redis server that does not run as the file's owner must be in its group.
     """
     write_atomically(folder / "users.acl", "\n".join((_DEFAULT_USER, *lines, "")), mode=0o640)
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from paceline.core.errors import EXIT_FAILED, EXIT_GIVEN, GIVEN_ERRORS, PacelineError
 from paceline.service.imports import without_collections
 
-# By the room of paceline.cli.commands in which the command's module lies under its name, where a - is a _.
+# Commands by the package of paceline.cli.commands that holds their module; a - in a name is a _ there.
 _ROOMS: dict[str, dict[str, str]] = {
     "start": {
         "train": "train a model; starts all services on this machine",
@@ -120,13 +120,13 @@ def _run(name: str, words: Sequence[str]) -> int:
         return 130
     finally:
         if "grpc" in sys.modules:
-            # Channels over TLS that are left to the end of the interpreter hold that up for two seconds.
+            # Channels over TLS that are still open delay the interpreter's exit by two seconds.
             gc.collect()
     return code
 
 
 class _Version(argparse.Action):
-    """Looks the version up where it is asked for: that takes as long as the rest of a command's start."""
+    """Looks the version up only on request, because that takes as long as the rest of a command's start."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
         from paceline.service.packages import own_version

@@ -18,7 +18,7 @@ class Card:
 
     Attributes:
         name: part of the name that the driver gives it.
-        num_bytes: of its memory, as the driver counts them.
+        num_bytes: number of bytes of its memory, as the driver counts them.
         bandwidth: bytes per second of its memory.
         flops: dense bfloat16 operations per second.
         link: bytes per second to another GPU of its host, in one direction.

@@ -55,7 +55,7 @@ def range_fault(ranges: Iterable[PolicyRange], num_tokens: int | None = None) ->
     """Says what is wrong with the ranges of a response; "" if each begins where the one before it ends.
 
     Args:
-        num_tokens: of the response; None: not known.
+        num_tokens: number of tokens of the response; None: not known.
     """
     end, version = 0, -1
     for part in ranges:

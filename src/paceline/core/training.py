@@ -19,12 +19,12 @@ class BatchRow:
     """One trajectory of the batch: where its arrays lie, how long it is, what it scored.
 
     Attributes:
-        blob_digest: of the blob's bytes, as 32 hexadecimal digits.
+        blob_digest: digest of the blob's bytes, as 32 hexadecimal digits.
         reward: sum of the weighted reward components.
         num_sampled_tokens: response tokens that the policy sampled; the others are its environment's.
         greedy_score: reward of the greedy answer to the same prompt; None where none was sampled.
         token_rewards: (position, part) for parts of the reward that belong to tokens before the last.
-        num_patches: of the prompt's images.
+        num_patches: number of patches of the prompt's images.
         num_greedy_tokens: tokens that the policy sampled for the greedy answer; 0 without one.
     """
 
@@ -65,7 +65,7 @@ class TrainOrder:
     Attributes:
         rows: ordered by (prompt id, sample index).
         adjustments: what the guard has changed of the configuration.
-        digest: of policy and rows, see `batch_digest`; a repeated order is known by it.
+        digest: digest of policy and rows, see `batch_digest`; a repeated order is known by it.
     """
 
     step: int
@@ -84,7 +84,7 @@ class ChunkOrder:
 
     Attributes:
         first_row: the place of the first row in the batch, if no group before it is dropped.
-        rows: of the chunk, ordered as in the batch.
+        rows: rows of the chunk, ordered as in the batch.
         with_gradient: also computes the gradient, if the chunks before it have theirs.
         adjustments: those that the step will have.
     """

@@ -28,7 +28,7 @@ class PromptCursor:
 
     Args:
         ids: the prompt ids, in any order.
-        seed: of the order.
+        seed: seed of the order.
         shuffle: False walks in ascending order.
         stream: a number of each set, so that sets with the same seed have different orders.
         ranks: the rank of each id; every epoch takes ids of lower rank first. None: all ranks are equal.

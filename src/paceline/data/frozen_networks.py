@@ -17,7 +17,7 @@ def check_frozen_networks(config: RunConfig) -> str:
     """Reads config.json and tokenizer of every network, and of the policy.
 
     Args:
-        config: of the run, with model folders of this machine.
+        config: configuration of the run, with model folders of this machine.
 
     Returns:
         A line of facts per network; "none" without any.

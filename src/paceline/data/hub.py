@@ -49,7 +49,7 @@ def pinned_run(config: RunConfig, known: Collection[str] = ()) -> RunConfig:
     """The configuration with a commit in every name of the hub, for all services and later starts.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         known: names with commits of an earlier start of the run, which are kept.
 
     Raises:

@@ -60,7 +60,7 @@ class PromptMixture:
     Args:
         sets: the prompt ids of each set, by its name, in the order of the configuration; no id is in two.
         batch_size: ids per step.
-        seed: of the order within each set.
+        seed: seed of the order within each set.
         shuffle: False walks through each set in ascending order.
         ranks: by id, where it comes in every epoch of its set; None: all are the same.
         schedule: weights by the step from which they hold, in the order of steps, the first from step 1 on.

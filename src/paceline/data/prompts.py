@@ -211,7 +211,7 @@ class PromptFacts:
     """What is asked of all prompts of a set at once.
 
     Attributes:
-        digest: of their tokens and of what their rewards need.
+        digest: digest of their tokens and of what their rewards need.
         sources: their data sources; "" for none.
         first_text: the id of the first that is plain text; None without one.
         longest: tokens of the longest.

@@ -1,1 +1,1 @@
-"""Describes the inference engines to all who are not one: `engine_facts(config.rollout.name)`."""
+"""Describes the inference engines to the rest of the program: `engine_facts(config.rollout.name)`."""

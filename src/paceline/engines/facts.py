@@ -1,4 +1,4 @@
-"""What the program asks of an engine beside running it: for checks, launcher, sizing, chaos and learner."""
+"""Facts about engines for checks, launcher, sizing, chaos and learner."""
 
 from __future__ import annotations
 
@@ -21,28 +21,29 @@ class SystemLibrary:
 class EngineFacts:
     """Describes an engine, torch-free and without importing it.
 
-    What an engine does is named as "module:function" and imported on use, by a rollout server or a check of
-    it (`paceline.rollout.engines.loading`).
+    An engine's functions are named as "module:function" and imported on use, by a rollout server or its check
+    (`paceline.rollout.engines.loading`).
 
     Attributes:
         title: its name for people.
-        package: what Python imports.
+        package: the package that Python imports.
         gpu_build: the distribution that has it for GPUs; "" where there is none.
         cpu_build: the distribution that has it for CPUs, under the same import name; "" where there is none.
         cpu_library: a library of the system that the build for CPUs loads.
         start: an `async def start(config: RunConfig) -> Engine`.
-        check: a `def check(config: RunConfig) -> None` that raises ConfigError for what the engine cannot be
-            run with; it must not need the engine itself, since `paceline check` runs where there is none.
-        begin: a `def begin() -> None` for what must be done while the process has no threads; "": nothing.
+        check: a `def check(config: RunConfig) -> None` that raises ConfigError for settings that the engine
+            cannot run with; it must not need the engine itself, because `paceline check` also runs without
+            it.
+        begin: a `def begin() -> None` to call while the process has no threads; "" for none.
         score: a `def largest_difference(folder: Path, rows: Sequence[ScoredRow]) -> float` that compares its
-            log-probs on a CPU with given ones; "" where it cannot.
-        process_word: what tells its process apart from a server's other children, in the command line; "" if
-            it runs in the server's own process.
+            log-probs on a CPU with given ones; "" if the engine cannot.
+        process_word: word in the command line that identifies its process among a server's children; "" if it
+            runs in the server's own process.
         cache_argument: the argument of `rollout.engine_kwargs` that fixes the KV cache's bytes; "" if there
             is none, and it is left to measure what is free.
-        prefill_tokens: of prompts that it computes at a time on a GPU, unless it is told otherwise.
-        rest_bytes: the least of a GPU for its activations and CUDA graphs.
-        asleep_bytes: what it keeps of a GPU asleep: its context and its captured graphs.
+        prefill_tokens: prompt tokens that it computes at a time on a GPU by default.
+        rest_bytes: least GPU memory for its activations and CUDA graphs.
+        asleep_bytes: GPU memory that it keeps while asleep, for its context and captured graphs.
     """
 
     title: str
@@ -62,7 +63,7 @@ class EngineFacts:
 
     @property
     def installed_build(self) -> str:
-        """The distribution that is installed here, that for GPUs before that for CPUs; "" if neither is."""
+        """The installed distribution, preferably the one for GPUs; "" if neither is installed."""
         builds = (self.gpu_build, self.cpu_build)
         return next((build for build in builds if build and packages.version(build)), "")
 

@@ -1,4 +1,4 @@
-"""The memory of an engine on its GPU: as a run is planned, and as the learner beside it makes room for it."""
+"""The memory of an engine on its GPU, for the planner and for the learner that makes room for it."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ GIB = 1 << 30
 CONTEXT = 3 * GIB // 2
 """CUDA's context, NCCL's buffers and libraries of one process, an engine's or a learner rank's."""
 SLICE = 1024
-"""Tokens of the vocabulary per slice: the draw's kernels keep a largest logit and a sum of each."""
+"""Tokens of the vocabulary per slice; the sampling kernels keep the largest logit and a sum per slice."""
 MARGIN = 3 * GIB
 """Bytes beside weights and KV cache: the engine's activations, and what its libraries allocate."""
 MEASURED_MARGIN = GIB // 2
-"""Bytes beside what an engine was seen to take."""
+"""Margin in bytes on top of an engine's measured memory."""
 
 Parts = Mapping[str, int]
-"""Bytes by what they are for."""
+"""Bytes by purpose."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineMemory:
     """The memory of one GPU of a rollout engine: one model for planner, checks and learner.
 
-    An engine takes its budget at most (`rollout.gpu_memory_utilization`), weights and context included;
-    asleep it keeps its context and its captured graphs.
+    An engine takes at most its budget (`rollout.gpu_memory_utilization`), including weights and context.
+    Asleep, it keeps its context and captured graphs.
 
     Attributes:
-        weights: bytes, as they are computed with.
-        bytes_per_token: in the KV cache.
-        sampler: the most that drawing a batch at once takes: two rows of numbers and log-probabilities per
-            sequence, four of integers where all begin at once, and a largest logit and a sum per slice of the
-            vocabulary. The kernels keep no table of the vocabulary.
-        rest: activations and CUDA graphs. An engine draws once for all sequences when it starts, with its own
-            sampler, and keeps that memory for activations: logits, and four tables of float32.
+        weights: bytes of the weights in the type used for computing.
+        bytes_per_token: bytes per token in the KV cache.
+        sampler: peak memory of sampling a whole batch: two rows of numbers and log-probabilities per
+            sequence, four rows of integers if all sequences begin at once, and the largest logit and a sum
+            per slice of the vocabulary. The kernels keep no table of the vocabulary.
+        rest: activations and CUDA graphs. At its start, an engine samples once for all sequences with its own
+            sampler, and keeps that memory for activations (logits and four float32 tables).
     """
 
     weights: int
@@ -69,7 +69,7 @@ class EngineMemory:
 
     @classmethod
     def of_numbers(cls, config: RunConfig, numbers: int) -> EngineMemory:
-        """Plans from how many numbers the weights have, where nothing is known of their shapes."""
+        """Plans from the number of weights, if their shapes are unknown."""
         facts = engine_facts(config.rollout.name)
         return cls(
             weights=-(-numbers * _bytes_per_number(config) // config.rollout.tensor_model_parallel_size),
@@ -87,11 +87,11 @@ class EngineMemory:
         return states + shape.tower.activations(shape.num_patches(num_tokens), bytes_per_number)
 
     def budget_for(self, num_tokens: int) -> int:
-        """The bytes with which so many tokens fit into the KV cache."""
+        """Returns the budget with which `num_tokens` fit into the KV cache."""
         return CONTEXT + self.rest + self.weights + self.sampler + num_tokens * self.bytes_per_token
 
     def generation(self, budget: int) -> Parts:
-        """What an engine with `budget` bytes makes of them; the cache may be negative."""
+        """Returns how an engine divides its budget; the cache may be negative."""
         rest = {
             "context": CONTEXT,
             "weights": self.weights,
@@ -104,8 +104,8 @@ class EngineMemory:
         """Returns the bytes that an engine takes on top when parts of it wake, with a margin.
 
         Args:
-            parts: those that wake; the margin comes with either.
-            config: of the run.
+            parts: the parts that wake; the margin is added for any of them.
+            config: configuration of the run.
             total: bytes of the GPU.
             measured: the most bytes that an engine of the run was seen to take at once; 0 if none was.
         """
@@ -114,7 +114,7 @@ class EngineMemory:
         return weights + cache + (MEASURED_MARGIN if measured else MARGIN)
 
     def _woken_cache(self, config: RunConfig, total: int, measured: int) -> int:
-        """Activations come with the cache: nothing is computed before it is there."""
+        """Bytes of the cache and activations, which wake together: without a cache nothing is computed."""
         if measured:
             return max(0, measured - self.weights)
         fixed = fixed_cache(config)

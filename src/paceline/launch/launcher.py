@@ -95,7 +95,7 @@ async def launch(
     Must be called in the main thread of a process that has no other children.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         run_dir: the directory that `run_dirs.prepare` made.
         view: shows the run.
         planner: makes the processes' specs.
@@ -285,8 +285,7 @@ class _Launcher:
         return end.where
 
     def _has_worked(self, role: Role) -> bool:
-        """Whether a step was finished, or a prompt answered; True for reward models, of which it is not
-        known."""
+        """Whether a step was finished or a prompt answered; True for reward models, as it is unknown."""
         answered = role is Role.ROLLOUT and self._view.has_answers
         return answered or role is Role.REWARD_MODEL or self._view.finished >= 0
 
@@ -400,7 +399,7 @@ class _Launcher:
     # --- follow
 
     async def _until_the_end(self, following: asyncio.Task[EndEvent]) -> LaunchOutcome:
-        """Returns when the controller reports the end, or a service cannot be mended."""
+        """Returns when the controller reports the end, or when a service cannot be restarted."""
         liveness = Liveness(self._services, say=self._view.notice, milestone=self._view.milestone)
         tending = [
             asyncio.create_task(self._services.tend(), name="services"),

@@ -25,7 +25,7 @@ def run(config: TuningRunConfig, section: str, *, is_dry: bool) -> int:
     """Trains on all ranks and writes the model to the section's `output`.
 
     Args:
-        config: of `paceline sft`, `paceline rm` or `paceline dpo`.
+        config: configuration of `paceline sft`, `paceline rm` or `paceline dpo`.
         section: the key of its own section, which is also the name of the learner's module.
         is_dry: print the resolved configuration and start nothing.
 

@@ -1,1 +1,1 @@
-"""Says what kinds of models are like: facts by `model_type`, sizes from config.json. No torch here."""
+"""Facts about models by `model_type`, and sizes from config.json. Imports no torch."""

@@ -1,6 +1,6 @@
-"""What is known of each family of models, by `model_type` of config.json; docs/architectures.md has them.
+"""Facts about each family of models, by `model_type` of config.json; docs/architectures.md lists them.
 
-What config.json says itself (experts, windows, softcaps, a tied head) is read from there, not repeated here.
+Facts that config.json states itself (experts, windows, softcaps, a tied head) are not repeated here.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ _MIXTRAL_NAMES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFamily:
-    """What learner, engine, sizing and checks know of a family beside its config.json.
+    """What learner, engine, sizing and checks know about a family in addition to its config.json.
 
     Attributes:
         name: for people.
-        is_tested: the learner trains it without `model.trust_architecture`.
+        is_tested: whether the learner trains the family without `model.trust_architecture`.
         takes_images: a vision tower turns the prompt's images into states of tokens.
-        has_projection_bias: the projections to queries, keys and values have one.
-        has_all_biases: so have the projection to the states, routers and experts.
+        has_projection_bias: the projections to queries, keys and values have a bias.
+        has_all_biases: the output projection, routers and experts have biases, too.
         has_head_norms: queries and keys are normalised, head by head.
         has_joint_norms: queries and keys are normalised, all heads together.
-        alternates_windows: in an engine every second layer has no window, whatever layer_types says.
+        alternates_windows: in an engine, every second layer has no window, whatever layer_types says.
         clamps_mlp: an MLP clamps its gate and its other half, and keeps both for the backward pass.
-        has_sinks: attention has a score per head of a token without a value.
-        weighs_shared_expert: a token has a weight for the MLP that all tokens meet, as for its experts.
-        multiplies_logits: `logits_scaling` is a factor of the logits; elsewhere their divisor.
-        stored_names: pairs of what the names of tensors contain in transformers' model and in checkpoints.
-        stacks_experts: checkpoints, too, have all experts of a layer in one tensor per projection.
+        has_sinks: attention has, per head, the score of a token without a value.
+        weighs_shared_expert: the MLP that all tokens use has a weight per token, like an expert.
+        multiplies_logits: `logits_scaling` multiplies the logits; in other families it divides them.
+        stored_names: pairs of parts of tensor names, in transformers' model and in checkpoints.
+        stacks_experts: checkpoints also store all experts of a layer in one tensor per projection.
         keys_for_engines: keys with values that engines need in config.json and transformers does not write.
         has_layers_of_own_sizes: layers differ in the sizes of their heads, keys or MLPs, or in kind.
         has_states: some layers have a state of each sequence, that goes from token to token.
         has_uniform_cache: in an engine all layers keep keys and values of every token.
-        has_longer_window_in_engines: sliding windows of engines are a token longer than transformers'.
+        has_longer_window_in_engines: sliding windows are one token longer in engines than in transformers.
     """
 
     name: str = ""

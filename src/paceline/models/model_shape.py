@@ -9,7 +9,7 @@ from typing import Any
 from paceline.models.facts import family_of
 
 _FLOAT32_STATES = 9
-"""Tensors of the states' width that the tower's rotary embedding makes in float32"""
+"""Number of float32 tensors, as wide as the states, that the tower's rotary embedding creates."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +27,7 @@ class TowerShape:
     def of(cls, tree: Mapping[str, Any]) -> TowerShape:
         """Reads the tower from the `vision_config` of config.json.
 
-        What may be left out there is as transformers has it.
+        Missing entries have transformers' defaults.
 
         Raises:
             KeyError, TypeError, ValueError: it has other names for its sizes.
@@ -59,10 +59,10 @@ class TowerShape:
         return self.merge_size**2
 
     def activations(self, num_patches: int, bytes_per_number: int) -> int:
-        """Bytes of the forward pass over so many patches, of which nothing is kept for a backward pass.
+        """Bytes of the forward pass over `num_patches` patches, which keeps nothing for a backward pass.
 
-        The most of three places: the patch embedding, which copies the pixels; rotary embedding and
-        attention; the MLP. The pixels themselves, in float32, stay on the GPU.
+        They are the largest need of three parts: the patch embedding, which copies the pixels; rotary
+        embedding and attention; the MLP. The float32 pixels themselves stay on the GPU.
         """
         embedding = 4 * self.width * bytes_per_number
         attention = (5 * bytes_per_number + 4 * _FLOAT32_STATES) * self.hidden
@@ -75,11 +75,11 @@ class LatentShape:
     """The sizes of DeepSeek's latent attention (arXiv:2405.04434, section 2.1).
 
     Attributes:
-        q_rank: of the queries' latent vector; 0: queries are projected from the states.
-        kv_rank: of the latent vector from which keys and values are computed.
-        rope: numbers of a query's and a key's part with positions, the key's shared by all heads.
-        nope: those of the part without.
-        value: those of a value.
+        q_rank: rank of the queries' latent vector; 0: queries are projected from the states.
+        kv_rank: rank of the latent vector from which keys and values are computed.
+        rope: size of the part with positions in queries and keys; all heads share the key's.
+        nope: size of the part without positions.
+        value: size of a value.
     """
 
     num_heads: int
@@ -139,17 +139,18 @@ class ModelShape:
     """The sizes of a decoder that matter for memory, and those of the vision tower beside it.
 
     Attributes:
-        intermediate: of a layer's MLP, or of an expert.
+        intermediate: width of a layer's MLP, or of an expert.
         num_experts: per layer; 0 without.
         num_chosen: experts that a token meets.
         shared: width of the MLP beside the experts, which all tokens meet.
-        weighs_shared: a token has a weight for it, as for its experts.
-        num_dense: layers without experts in a model with them, whose MLPs have a width of `dense`.
+        weighs_shared: that MLP has a weight per token, like an expert.
+        num_dense: layers without experts in a model with experts; their MLPs have the width `dense`.
         num_sinks: scores of tokens without a value in a layer's attention.
         clamps_mlp: an MLP keeps its clamped halves, too.
-        has_all_biases: beside queries, keys and values, the other projections, routers and experts have one.
-        num_heads: of attention's queries.
-        latent: DeepSeek's attention; None for the usual.
+        has_all_biases: not only queries, keys and values have biases, but all projections, routers and
+            experts.
+        num_heads: number of heads of attention's queries.
+        latent: DeepSeek's attention; None for the usual one.
     """
 
     hidden: int
@@ -268,9 +269,9 @@ class ModelShape:
     def activations(self, *, compiled: bool) -> int:
         """Numbers per token that a layer keeps for the backward pass.
 
-        Four widths of the MLP, seven of one that clamps, thirteen of the states, of which three are the
-        attention's. Compiled, three and nine: products of what is kept are computed again where that costs no
-        matrix product. A token's states go to each of its experts and come back as copies.
+        Four times the width of the MLP (seven if it clamps), and thirteen times that of the states, three of
+        them in attention. Compiled, it is three and nine, because products that need no matrix product are
+        recomputed. A token's states are copied to each of its experts and back.
         """
         inner, states = (3, 6) if compiled else (4, 10)
         inner += 3 if self.clamps_mlp else 0
@@ -286,7 +287,7 @@ class ModelShape:
     def cached(self, num_ranks: int) -> int:
         """Numbers per token and layer in an engine's KV cache, which `num_ranks` GPUs share by heads.
 
-        Of latent attention every GPU keeps the whole latent vector.
+        With latent attention, every GPU keeps the whole latent vector.
         """
         if self.latent is not None:
             return self.latent.kv_rank + self.latent.rope
@@ -299,7 +300,7 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        """Those of the decoder, all of which can train."""
+        """Parameters of the decoder, all of which can train."""
         with_experts = self.num_layers - self.num_dense
         return with_experts * self.layer + self.num_dense * self._dense_layer + self.root
 
@@ -328,7 +329,7 @@ class ModelShape:
 
     @property
     def num_frozen(self) -> int:
-        """Those of the vision tower, which never train."""
+        """Parameters of the vision tower, which never train."""
         return 0 if self.tower is None else self.tower.num_parameters
 
     def num_patches(self, num_tokens: int) -> int:

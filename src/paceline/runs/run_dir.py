@@ -29,10 +29,10 @@ NOTE = "run.json"
 TARGETS = "prometheus-targets.json"
 RESOLVED = "config.resolved.yaml"
 START = "config.start.yaml"
-"""What `paceline train` gives to the controller, which keeps it as RESOLVED if it takes the run on."""
+"""The configuration that the controller gets; it keeps a copy as RESOLVED once it accepts the run."""
 
 _STARTS = ("actor.optim.warmup_steps_ratio", "critic.optim.warmup_steps_ratio", "critic.path")
-"""Keys that say only how a run begins: what became of them is in its checkpoints (docs/reliability.md)."""
+"""Keys that matter only at the start of a run; its checkpoints hold their effect (docs/reliability.md)."""
 _KL_TYPE = "algorithm.kl_ctrl.type"
 
 _OUTSIDE = ("broker.url", "trainer.checkpoint_url")
@@ -67,7 +67,7 @@ class RunNote:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """A run directory, the configuration that its services get, and what people should know of both.
+    """A run directory, the configuration that its services get, and remarks about both.
 
     Attributes:
         created: the folders that were made for it, the outermost first.
@@ -81,7 +81,7 @@ class Prepared:
     aside: Path | None = None
 
     def undo(self) -> None:
-        """Leaves things as they were, after a start that failed before the run began."""
+        """Undoes the preparation, after a start that failed before the run began."""
         if self.created or self.aside is not None:
             shutil.rmtree(self.run_dir, ignore_errors=True)
         if self.aside is not None:
@@ -92,19 +92,19 @@ class Prepared:
 
 
 def folder_of(config: RunConfig) -> Path:
-    """The run's folder: trainer.run_dir, else the same one for the same trainer.name."""
+    """Returns trainer.run_dir, else a folder that depends only on trainer.name."""
     return Path(config.trainer.run_dir) if config.trainer.run_dir else RUNS / config.trainer.name
 
 
 def prepare(config: RunConfig) -> Prepared:
     """Makes the run directory with config.start.yaml, or takes that of an interrupted run.
 
-    With trainer.resume=never an earlier run is moved aside. The services get `resume: auto` in any case: one
-    that is started again goes on with this run.
+    With trainer.resume=never an earlier run is moved aside. The services always get `resume: auto`, so a
+    restarted service continues this run.
 
     Raises:
-        ConfigError: the folder holds a run that has finished, or a copy of one that is under way and writes
-            to the same places outside it.
+        ConfigError: the folder holds a run that has finished, or a copy of a running one that writes to the
+            same places outside the folder.
         ModelError, DataError: a name of the hub cannot be looked up.
         EnvironmentLackError: the folder cannot be written, or another launcher runs in it.
     """
@@ -113,7 +113,8 @@ def prepare(config: RunConfig) -> Prepared:
     original = None if note is None else _original_of(run_dir, note)
     if note is not None and note.alive and original is None:
         raise EnvironmentLackError(
-            f"{run_dir} belongs to a run that is under way (process {note.launcher_pid}); stop it, or set "
+            f"{run_dir} belongs to a run that is still running (process {note.launcher_pid}); stop it, or "
+            "set "
             "another trainer.run_dir"
         )
     trainer = config.trainer.model_copy(update={"run_dir": str(run_dir), "resume": "auto"})
@@ -196,7 +197,7 @@ def _remarks_on(run_dir: Path, config: RunConfig) -> list[str]:
     if changes:
         remarks.append(f"changed since its last start: {', '.join(changes)}")
     if kept:
-        remarks.append(f"without effect, as the run goes on from its checkpoint: {', '.join(kept)}")
+        remarks.append(f"without effect, because the run continues from its checkpoint: {', '.join(kept)}")
     return remarks
 
 
@@ -208,7 +209,7 @@ def _original_of(run_dir: Path, note: RunNote) -> RunNote | None:
 
 
 def _remark_on_copy(run_dir: Path, original: Path, config: RunConfig) -> str:
-    """What people should know of a copy whose original goes on beside it.
+    """Returns a remark about a copy whose original is still running.
 
     Raises:
         ConfigError: both would write to the same place, as their run ids are the same.
@@ -221,11 +222,11 @@ def _remark_on_copy(run_dir: Path, original: Path, config: RunConfig) -> str:
     shared = [key for key in _OUTSIDE if after[key] is not None and before.get(key) == after[key]]
     if shared:
         raise ConfigError(
-            f"{run_dir} is a copy of the run in {original}, which is under way and has the same id; with the "
-            f"same {' and '.join(shared)} each would overwrite what the other has there: stop that run, or "
+            f"{run_dir} is a copy of the run in {original}, which is still running and has the same id; with "
+            f"the same {' and '.join(shared)}, each would overwrite the other's files: stop that run, or "
             f"give this one another {' and another '.join(shared)}"
         )
-    return f"{run_dir} is a copy of the run in {original}, which is under way and goes on by itself"
+    return f"{run_dir} is a copy of the run in {original}, which is still running independently"
 
 
 def _last_metrics(run_dir: Path) -> int:

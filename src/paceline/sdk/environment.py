@@ -24,7 +24,7 @@ class Observation:
     Attributes:
         text: one message; of `open` a user's, after those of the prompt. "": none.
         messages: in its place, several.
-        tools: of `open`: the environment's tools that this episode has; None: all.
+        tools: tools of `open`: the environment's tools that this episode has; None: all.
         done: ends the episode, with this word for its stop reason; "": it goes on.
     """
 

@@ -23,7 +23,7 @@ class ProcessEnd:
 
     Attributes:
         time: Unix time.
-        name: of the process, as in run.json.
+        name: name of the process, as in run.json.
         outcome: "killed by SIGSEGV", or its exit code.
         step: the one that the run was in; 0 before the first.
         restarts: whether it is started again.

@@ -1,4 +1,4 @@
-"""The metrics that people are shown: one line for each, read by the report, the live view and the summary."""
+"""The table of metrics that the report, the live view and the summary show."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _VAL_REWARD = re.compile(r"val/(?:(?P<set>[^/]+)/)?reward/mean")
 
 
 def val_rewards(names: Iterable[str]) -> dict[str, str]:
-    """The mean rewards of held-out prompts among metrics' names, by set; "" is that of data.val_files."""
+    """Returns the names of validation rewards among `names`, by set; "" is the set of data.val_files."""
     matches = filter(None, map(_VAL_REWARD.fullmatch, names))
     return dict(sorted((match["set"] or "", match[0]) for match in matches))
 
 
 def headlines(names: Iterable[str]) -> dict[str, str]:
-    """What is compared before and after, at the head of the page and in the run's closing lines: by title.
+    """Returns the metrics compared before and after a run (on the page and in the closing lines), by title.
 
     Args:
-        names: of the metrics that a run has.
+        names: names of the metrics that a run has.
     """
     of_sets = val_rewards(names)
     titles = {f"Validation reward{f' ({of})' if of else ''}": name for of, name in of_sets.items()}
@@ -38,14 +38,15 @@ def headlines(names: Iterable[str]) -> dict[str, str]:
 
 
 def before_and_after(name: str, values: Sequence[float]) -> tuple[float, float, int]:
-    """What a headline compares: the mean of the first values, the mean of the last, and how many each is of.
+    """Returns the numbers that a headline compares: means of the first and last values, and how many values
+    each.
 
-    Of validations that is one value each, of the training's reward up to five: single batches differ by
+    A validation counts with one value; the training's reward with up to five, as single batches differ by
     chance.
 
     Args:
-        name: of the metric.
-        values: of it by step; at least one.
+        name: name of the metric.
+        values: the metric's values by step; at least one.
     """
     count = max(1, min(_MEAN_OF, len(values) // 2)) if name == TRAIN_REWARD else 1
     return fmean(values[:count]), fmean(values[-count:]), count
@@ -91,7 +92,7 @@ class Column:
         return next((f"{values[m.name]:{m.format}}" for m in self.metrics if m.name in values), "")
 
 
-# Of the members' machines, by kind.
+# Charts of the members' machines, by kind of measurement.
 _MACHINES = {
     "gpu_utilisation": "GPU utilisation",
     "gpu_memory_gib": "GPU memory in use",
@@ -99,14 +100,14 @@ _MACHINES = {
     "resident_gib": "Memory of processes",
 }
 
-# Charts and columns come in the order of their first line here, the lines of a chart in the order of theirs.
+# Charts and columns come in the order of their first line here; so do the lines of a chart.
 METRICS: tuple[ShownMetric, ...] = (
     ShownMetric(TRAIN_REWARD, REWARD, "training", column="reward"),
     ShownMetric(VAL_REWARD, REWARD, "validation", dots=True, column="val"),
     ShownMetric("dynamic_sampling/reward_mean", REWARD, "all samples, groups set aside too"),
     ShownMetric("reward/std", "Spread of rewards", "standard deviation"),
     ShownMetric("groups/without_spread", "Groups without spread", "share"),
-    # The column KL is to the reference where the run measures it, else of the update.
+    # The column KL shows the KL to the reference if the run measures it, else the KL of the update.
     ShownMetric("algorithm/reference_kl", "KL", "to the reference", column="KL", format=".4f"),
     ShownMetric("actor/kl_loss", "KL", "KL loss", column="KL", format=".4f"),
     ShownMetric("actor/ppo_kl", "KL", "old to new policy", column="KL", format=".4f"),
@@ -171,7 +172,7 @@ METRICS: tuple[ShownMetric, ...] = (
 # A run without a reference or a penalty writes zeros for these.
 WITHOUT_ZEROS = frozenset({"KL", "KL coefficient"})
 
-# What a chart's title leaves open.
+# Explains a chart's title.
 CHART_NOTES: Mapping[str, str] = {
     "KL": "to the reference per token, and of the update",
     "KL coefficient": "of the penalty in the reward",
@@ -218,7 +219,7 @@ def columns(names: Iterable[str]) -> list[Column]:
     """The columns of the live view; each set of held-out prompts has its own.
 
     Args:
-        names: of the metrics of the steps that are shown.
+        names: names of the metrics of the steps that are shown.
     """
     of_sets = {of: ShownMetric(name) for of, name in val_rewards(names).items()}
     by_title: dict[str, list[ShownMetric]] = {}

@@ -15,9 +15,9 @@ from paceline.storage.hub import HubName
 
 
 def model_card(config: RunConfig, run_dir: Path, step: int) -> str:
-    """What the model is, what it was trained from, how, and what that changed.
+    """Describes the model, its base model, the training and its effect.
 
-    Of this machine it names nothing but the last parts of paths.
+    The card shows only the last part of a path on this machine.
     """
     places = [place for part in config.data.training_sets for place in part.files]
     base, data = _public(config.model.path), [_public(place) for place in places]
@@ -85,6 +85,6 @@ def _changes(run_dir: Path, step: int) -> Iterator[tuple[str, str]]:
 
 
 def _public(place: str) -> str:
-    """A name of the hub without its commit; of a path the last part."""
+    """Returns a hub name without its commit, or the last part of a path."""
     name = HubName.parse(place)
     return name.repo if name is not None else Path(place.partition(":")[0] or place).name

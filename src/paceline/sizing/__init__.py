@@ -1,1 +1,1 @@
-"""Decides from model and machine what fits: memory, ranks, servers, GPUs."""
+"""Plans memory, ranks, servers and GPUs from the model and the machine."""

@@ -1,4 +1,4 @@
-"""Learner ranks and rollout servers on the same GPUs: how many of each, and whether engines sleep."""
+"""Plans learner ranks and rollout servers on the same GPUs: how many of each, and whether engines sleep."""
 
 from __future__ import annotations
 
@@ -21,31 +21,32 @@ from paceline.sizing.update import update_choice
 SHARED_MEMORY: Final = 0.4
 """Share of a GPU's memory that an engine may take where a learner rank shares it, and neither sleeps."""
 
-# Largest share of an engine's memory that weights may take; the rest is the KV cache.
+# Largest share of an engine's memory for weights; the rest is the KV cache.
 _WEIGHTS_SHARE: Final = 0.6
-# An estimate does not tell steps apart that are closer to each other.
+# Estimates that differ by less than this share count as equal.
 _CLEARLY: Final = 0.98
-# Bytes of a GPU, where nothing says how many it has.
+# Assumed bytes of a GPU of unknown size.
 _USUAL_MEMORY: Final = 80_000_000_000
 _MOST_UTILIZATION: Final = 0.85
-# Of a GPU: other processes' contexts and what the plan does not know.
+# Share of a GPU's memory for other processes' contexts and for what the plan does not know.
 _MARGIN: Final = 0.04
-# Of a sequence's blocks in the KV cache: the last one is not full, and one is taken ahead.
+# Unused blocks of a sequence in the KV cache: its last one is not full, and one is allocated ahead.
 _SPARE_TOKENS: Final = 32
-# Sequences that a server may decode at once at least: validations have more prompts than batches of few.
+# Least limit of sequences per server: validations may have more prompts than a small batch.
 _LEAST_SEQUENCES: Final = 128
 
 
 def settle_colocated(config: RunConfig, gpus: Sequence[int], machine: Machine) -> RunConfig:
-    """`placement: colocated` with its layout settled, and whether engines sleep.
+    """Settles the layout of `placement: colocated`, and whether engines sleep.
 
-    Where the file leaves that open, they stay awake if the update's best form fits beside them, or if the
-    best that does makes a step clearly shorter than turns, which cost time but leave the learner all memory.
+    If the file leaves sleep open, engines stay awake in two cases: the best form of the update fits beside
+    them, or the best form that fits gives a clearly shorter step than taking turns. Turns cost time, but
+    leave the learner all memory.
 
     Args:
-        config: of the run.
-        gpus: those of the machine that both sides may have.
-        machine: what their memory is, and what else is known of them.
+        config: configuration of the run.
+        gpus: GPUs of the machine that both sides may use.
+        machine: memory and other facts of these GPUs.
     """
     tree, gpu_bytes = model_tree(config.model), machine.gpu_bytes
     config = with_fair_share(_share_out(with_shared_memory(config), gpus, tree, gpu_bytes))
@@ -65,7 +66,7 @@ def settle_colocated(config: RunConfig, gpus: Sequence[int], machine: Machine) -
 
 
 def settle_elsewhere(config: RunConfig, *, on_gpus: bool) -> RunConfig:
-    """`placement: colocated` on hosts whose GPUs this one does not see."""
+    """Settles `placement: colocated` for hosts whose GPUs this machine cannot see."""
     config = with_shared_memory(config)
     if on_gpus:
         return _with_safe_memory(config)
@@ -75,7 +76,7 @@ def settle_elsewhere(config: RunConfig, *, on_gpus: bool) -> RunConfig:
 def engine_size(
     config: RunConfig, num_gpus: int, tree: Mapping[str, Any], gpu_bytes: Mapping[int, int]
 ) -> int:
-    """GPUs per engine: the fewest on which the weights leave room for a KV cache, at most half of all."""
+    """Returns GPUs per engine: the fewest whose memory holds weights and a KV cache, at most half of all."""
     num_bytes = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
     heads = (tree.get("text_config") or tree).get("num_attention_heads")
     smallest = min(gpu_bytes.values(), default=_USUAL_MEMORY)
@@ -103,8 +104,9 @@ def with_layout(config: RunConfig, *, learner: dict[str, Any], rollout: dict[str
 def with_fair_share(config: RunConfig) -> RunConfig:
     """Limits a server's sequences to its share of a batch, where the file leaves rollout.max_num_seqs open.
 
-    Servers take prompts as they have room. With room for more than its share, the quicker of two servers took
-    18 of 32 prompts, and the other waited: 3B on two H100s generated for 6.2 s, with 16 each for 5.3 s.
+    A server takes prompts while it has room. Without the limit, the quicker of two servers took 18 of 32
+    prompts and the other one waited: with 3B on two H100s, generation took 6.2 s, but 5.3 s with 16 prompts
+    each.
     """
     rollout = config.rollout
     if rollout.replicas == 1 or "max_num_seqs" in rollout.model_fields_set:
@@ -115,7 +117,7 @@ def with_fair_share(config: RunConfig) -> RunConfig:
 
 
 def with_shared_memory(config: RunConfig) -> RunConfig:
-    """Has pushes go through memory that both sides can access, unless the file says otherwise."""
+    """Sends pushes through memory that both sides can access, unless the file says otherwise."""
     if config.weights.backend != "auto":
         return config
     return config.model_copy(update={"weights": config.weights.model_copy(update={"backend": "shared"})})
@@ -124,7 +126,7 @@ def with_shared_memory(config: RunConfig) -> RunConfig:
 def _share_out(
     config: RunConfig, gpus: Sequence[int], tree: Mapping[str, Any], gpu_bytes: Mapping[int, int]
 ) -> RunConfig:
-    """Every GPU has a learner rank and is part of an engine, unless the file says otherwise."""
+    """Gives every GPU a learner rank and a part of an engine, unless the file says otherwise."""
     learner, rollout = config.learner, config.rollout
     size = rollout.tensor_model_parallel_size
     if "tensor_model_parallel_size" not in rollout.model_fields_set:
@@ -146,9 +148,9 @@ def _share_out(
 
 
 def _beside(config: RunConfig, shape: ModelShape, totals: Sequence[int]) -> float:
-    """The share of a GPU that an engine may take beside what stays of the learner.
+    """Returns the share of a GPU that an engine may take beside the learner's resident memory.
 
-    Averages that may be anywhere are counted on the GPU, unless they leave no room for the engine.
+    Optimizer averages with a free choice of place count on the GPU, unless they leave no room for the engine.
     """
     learner, engine = LearnerMemory.of(config, shape, totals), EngineMemory.of(config, shape)
     share = _free_share(config, learner, totals)
@@ -164,10 +166,10 @@ def _free_share(config: RunConfig, learner: LearnerMemory, totals: Sequence[int]
 
 
 def _needed(config: RunConfig, shape: ModelShape, totals: Sequence[int]) -> float:
-    """The share of a GPU with which an engine can decode max_num_seqs of the longest sequences at once.
+    """Returns the share of a GPU that an engine needs to decode max_num_seqs longest sequences at once.
 
-    More would be taken and given up at every turn for nothing. Episodes that wait for their environment keep
-    their tokens in the cache as long as there is room: they have all that is left.
+    More memory would be allocated and freed at every turn without use. For episodes, the engine gets all that
+    is left, because they keep their tokens in the cache while they wait for the environment.
     """
     if config.rollout.tools or config.rollout.environment is not None:
         return 1.0
@@ -177,7 +179,7 @@ def _needed(config: RunConfig, shape: ModelShape, totals: Sequence[int]) -> floa
 
 
 def _is_better_awake(awake: RunConfig, turns: RunConfig, shape: ModelShape, machine: Machine) -> bool:
-    """Whether a step is shorter with engines that stay awake, and its update's form has room beside them."""
+    """Whether a step is shorter with engines that stay awake, and its update fits beside them."""
     beside, best = update_choice(awake, machine), update_choice(turns, machine)
     if not beside.fits or beside == best:
         return beside.fits
@@ -187,7 +189,7 @@ def _is_better_awake(awake: RunConfig, turns: RunConfig, shape: ModelShape, mach
 
 
 def _with_safe_memory(config: RunConfig) -> RunConfig:
-    """Where nobody knows whether both fit: engines sleep, and take less than half of a GPU."""
+    """Lets engines sleep and take less than half of a GPU, as it is unknown whether both sides fit."""
     config = _with_sleep(config, "always") if config.rollout.sleep == "auto" else config
     return _with_utilization(config, SHARED_MEMORY)
 
@@ -203,7 +205,7 @@ def _with_utilization(config: RunConfig, share: float) -> RunConfig:
 
 
 def _with_fixed_cache(config: RunConfig, shape: ModelShape, totals: Sequence[int]) -> RunConfig:
-    """The KV cache's size, which the engine would else measure while the learner loads on the same GPU."""
+    """Fixes the KV cache's size; else the engine would measure it while the learner loads on the same GPU."""
     name = engine_facts(config.rollout.name).cache_argument
     given = config.rollout.engine_kwargs
     num_bytes = EngineMemory.of(config, shape).generation(engine_budget(config, min(totals)))["kv cache"]

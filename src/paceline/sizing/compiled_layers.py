@@ -1,7 +1,7 @@
-"""What `actor.memory.recompute` saves and costs where layers are compiled.
+"""Estimates what `actor.memory.recompute` saves and costs with compiled layers.
 
-The compiler is told how much of the activations it may keep, and keeps what costs most to compute again. What
-follows was measured with layers of 3B and 7B on an H100 (benchmarks/journal/gpus.md).
+The compiler gets the share of activations that it may keep, and keeps those that cost most to recompute. The
+numbers were measured with layers of 3B and 7B on an H100 (benchmarks/journal/gpus.md).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _SECONDS: Final[Mapping[float, float]] = {1.0: 0.0, 0.9: 0.012, 0.5: 0.1, 0.25: 
 
 
 def kept_bytes(kept_share: float) -> float:
-    """Returns the share of the activations' bytes that layers keep which may keep `kept_share` of them.
+    """Returns the share of activation bytes that layers really keep when they may keep `kept_share`.
 
-    At anything below 1 they give up a third at once: the products that lead into an MLP's last matrix, which
-    cost no matrix product to compute again.
+    Below 1 they drop a third at once: the inputs of an MLP's last matrix, whose recomputation needs no matrix
+    product.
     """
     return _interpolated(_BYTES, kept_share)
 
@@ -26,7 +26,7 @@ def kept_bytes(kept_share: float) -> float:
 def recomputing(kept_share: float) -> float:
     """Returns the share of an update that recomputing adds.
 
-    Between 0.9 and 0.5 the compiler may give up as much as at 0.5: with 7B it did at 0.75.
+    Between 0.9 and 0.5 the compiler may drop as much as at 0.5; with 7B it did so at 0.75.
     """
     return _interpolated(_SECONDS, kept_share)
 

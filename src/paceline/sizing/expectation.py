@@ -1,4 +1,4 @@
-"""Holds the first warm steps of a run against the estimate, and says where to look if they are slower."""
+"""Compares the first warm steps of a run with the estimate, and says where to look if they are slower."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _UPDATE = ("timing_s/update_actor", "timing_s/update_critic")
 
 @dataclass(kw_only=True, slots=True)
 class Expectation:
-    """What is expected of a run's steps on GPUs.
+    """Compares a run's steps on GPUs with their estimate.
 
     Args:
-        config: of the run, with nothing left open.
-        shape: of the policy.
-        card: what all GPUs are.
+        config: configuration of the run, with nothing left open.
+        shape: shape of the policy.
+        card: the model of all GPUs.
     """
 
     config: RunConfig
@@ -38,9 +38,9 @@ class Expectation:
 
     @classmethod
     def of(cls, config: RunConfig, machine: Machine) -> Self | None:
-        """Returns the expectation of a settled run; None for one on a CPU, and where too little is known.
+        """Returns the expectation for a settled run; None on a CPU, for episodes, or if too little is known.
 
-        How long episodes take depends on tools and environments.
+        The duration of episodes depends on tools and environments.
         """
         if config.has_episodes or config.learner.device == "cpu":
             return None
@@ -74,7 +74,7 @@ class Expectation:
         return "; ".join([words, *advice])
 
     def _estimate(self, rows: Sequence[Mapping[str, float]]) -> StepTime:
-        """For the lengths that these steps had."""
+        """Estimates a step with the lengths that these steps had."""
         response = _median(rows, "response_length/mean")
         tokens = median(row.get("perf/tokens_per_s", 0.0) * row.get("timing_s/step", 0.0) for row in rows)
         num_rows = self.config.data.train_batch_size * self.config.rollout.n
@@ -104,5 +104,5 @@ class Expectation:
 
 
 def _median(rows: Sequence[Mapping[str, float]], *names: str) -> float:
-    """Of the sum of these metrics."""
+    """Returns the median over rows of the sum of these metrics."""
     return median(sum(row.get(name, 0.0) for name in names) for row in rows)

@@ -9,7 +9,7 @@ from paceline.core.errors import ConfigError
 
 
 def gpus_to_share(config: RunConfig, gpus: Sequence[int]) -> tuple[int, ...]:
-    """The GPUs that reward models leave to learner and engines; all, where they leave none."""
+    """Returns the GPUs that reward models leave to learner and engines; all GPUs if they leave none."""
     return tuple(gpu for gpu in gpus if gpu not in config.reward.model_gpus) or tuple(gpus)
 
 

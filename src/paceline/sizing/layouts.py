@@ -1,4 +1,4 @@
-"""Which GPUs learner and engines may have, how long a step takes with each layout, and the best of them."""
+"""Lists the layouts of learner and engines on GPUs, estimates their step times, and chooses the best."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from paceline.sizing.model_files import model_tree
 from paceline.sizing.step_time import StepTime
 from paceline.sizing.update import settle_update
 
-# An estimate does not tell layouts apart that are closer to each other: the usual one is taken.
+# Layouts whose estimates differ by less than this share count as equal; then the usual one is taken.
 _CLEARLY: Final = 0.9
 
 
@@ -32,9 +32,9 @@ class Layout:
     """A layout of a run on a machine's GPUs.
 
     Attributes:
-        config: with ranks, engines and their GPUs; what an update keeps is as the file has it.
+        config: configuration with ranks, engines and their GPUs; memory settings are as in the file.
         settled: the same with nothing left open.
-        refusal: why the memory of a GPU does not do for it; "" if it does, or nothing is known.
+        refusal: why the layout does not fit a GPU's memory; "" if it fits, or if nothing is known.
         time: the estimate of a step; None where GPUs or the model's shape are unknown.
     """
 
@@ -62,11 +62,11 @@ class Layout:
 def layouts(config: RunConfig, machine: Machine, **tokens: int | None) -> list[Layout]:
     """Returns the layouts that a run may have on a machine's GPUs: those that fit first, the fastest first.
 
-    There is one alone where the file says which GPUs do what.
+    If the file assigns the GPUs, there is only that layout.
 
     Args:
-        config: of the run.
-        machine: with GPUs.
+        config: configuration of the run.
+        machine: a machine with GPUs.
         tokens: `prompt_tokens` and `response_tokens` of `StepTime.of`.
 
     Raises:
@@ -74,7 +74,7 @@ def layouts(config: RunConfig, machine: Machine, **tokens: int | None) -> list[L
     """
     gpus = gpus_to_share(config, machine.gpus)
     choices = list(_choices(config, gpus, machine)) if _is_free(config) else [_given(config, gpus, machine)]
-    # Two ways of choosing can end in the same layout: adapters' engines stay awake in turns, too.
+    # Two choices can give the same layout, because engines of adapters stay awake in turns, too.
     distinct: dict[Any, Layout] = {}
     for choice in choices:
         layout = _weighed(choice, machine, tokens)
@@ -85,9 +85,9 @@ def layouts(config: RunConfig, machine: Machine, **tokens: int | None) -> list[L
 def choose_layout(config: RunConfig, machine: Machine) -> RunConfig:
     """Returns the configuration with the layout that is expected to be the fastest of those that fit.
 
-    Usually learner and engines are on all GPUs and take turns. Strictly on policy each side waits for the
-    other, so GPUs that are divided among them are idle for half of the time: 3B on two H100s took 30.4 s a
-    step divided and 17.0 s in turns. Another layout is taken where its estimate is a tenth below that.
+    Usually learner and engines are on all GPUs and take turns. Strictly on policy, each side waits for the
+    other, so GPUs divided between them are idle half of the time: with 3B on two H100s, a step took 30.4 s
+    divided and 17.0 s in turns. Another layout is taken if its estimate is at least a tenth lower.
     """
     gpus = gpus_to_share(config, machine.gpus)
     if not _is_free(config):
@@ -126,7 +126,7 @@ def _given(config: RunConfig, gpus: tuple[int, ...], machine: Machine) -> RunCon
 
 
 def _choices(config: RunConfig, gpus: tuple[int, ...], machine: Machine) -> Iterator[RunConfig]:
-    """Turns, with engines of each size that the heads allow; then each division of the GPUs."""
+    """Yields turns with each engine size that the heads allow; then each division of the GPUs."""
     yield _in_turns(config, gpus, machine)
     for size in _engine_sizes(config, len(gpus)):
         sized = with_layout(config, learner={}, rollout={"tensor_model_parallel_size": size})
@@ -172,7 +172,7 @@ def _in_turns(config: RunConfig, gpus: tuple[int, ...], machine: Machine) -> Run
 
 
 def divided(config: RunConfig, gpus: tuple[int, ...], machine: Machine) -> RunConfig:
-    """Spreads learner ranks and rollout servers over all GPUs, unless the file says how many of which."""
+    """Spreads learner ranks and rollout servers over all GPUs, unless the file gives their numbers."""
     learner, rollout = config.learner, config.rollout
     if learner.devices is not None or rollout.devices is not None:
         return config

@@ -23,7 +23,7 @@ from paceline.service.ports import kernel_ports
 _NVIDIA = Path("/proc/driver/nvidia/gpus")
 # Kubernetes publishes services on the ports from 30000 on.
 _FIRST_PORT, _LAST_PORT, _PORT_TRIES = 15_000, 29_999, 50
-# Of its own: a seed set somewhere must not give two processes the same ports.
+# A generator of its own, because a seed set elsewhere must not give two processes the same ports.
 _RANDOM = random.SystemRandom()
 _GIVEN: set[int] = set()
 
@@ -33,9 +33,9 @@ class Machine:
     """The resources that a run's processes share.
 
     Attributes:
-        num_unusable_gpus: GPUs that are here, but not for the installed build of torch.
+        num_unusable_gpus: GPUs of the machine that the installed build of torch cannot use.
         gpu_bytes: memory of each GPU, as far as it is known.
-        card: what the GPUs are; None if they are of an unknown kind, or of several.
+        card: model of the GPUs; None if it is unknown, or if they differ.
         host_bytes: free memory of the host.
     """
 
@@ -64,7 +64,7 @@ class Machine:
 
     @classmethod
     def imagined(cls, count: int, card: Card) -> Machine:
-        """Returns a machine with so many of a card, and twice their memory in the host."""
+        """Returns a machine with `count` GPUs of a model, and with twice their memory in the host."""
         gpus, host_bytes = tuple(range(count)), 2 * count * card.num_bytes
         gpu_bytes = dict.fromkeys(gpus, card.num_bytes)
         return cls(num_cores=num_cores(), gpus=gpus, gpu_bytes=gpu_bytes, card=card, host_bytes=host_bytes)
@@ -87,10 +87,10 @@ def num_cores() -> int:
 
 
 def free_port(among: range | None = None) -> int:
-    """A port that nobody uses at this moment, and that this process has not been given before.
+    """Returns a port that is free at this moment and that this process has not received before.
 
-    It is one of `among`, where a person has named ports. Else it is none of those that the system gives to
-    connections, and to servers that take any port: whoever the port is meant for may take seconds to bind it.
+    It is one of `among`, if given. Otherwise it lies outside the range that the system assigns to connections
+    and to servers without a fixed port, because the receiver may take seconds to bind it.
     """
     kernel = kernel_ports()
     candidates = range(_FIRST_PORT, min(kernel[0] if kernel else 0, _LAST_PORT + 1))
@@ -116,7 +116,7 @@ def _gpu_indices() -> list[int]:
         return [index for word in words if (index := _index(word, uuids)) is not None]
     if _NVIDIA.is_dir():
         return list(range(len(list(_NVIDIA.iterdir()))))
-    # Some containers show the device files only.
+    # Some containers show only the device files.
     return sorted(int(path.name.removeprefix("nvidia")) for path in Path("/dev").glob("nvidia[0-9]*"))
 
 

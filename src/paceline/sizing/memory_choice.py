@@ -1,4 +1,4 @@
-"""Chooses what `actor.memory` leaves open: the fastest of the forms that the memory plan has room for."""
+"""Chooses what `actor.memory` leaves open: the fastest settings that fit the memory plan."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from paceline.sizing.memory.learner_memory import LearnerMemory, longest_row
 from paceline.sizing.step_time import learning_time
 
 USABLE_SHARE = 0.9
-"""Of what is free on a GPU: the plan is an estimate, and torch's allocator leaves gaps.
+"""Usable share of a GPU's free memory: the plan is an estimate, and torch's allocator leaves gaps.
 
-On H100s of 80 GB it reserved mostly 5 to 8 GiB more than tensors took at most. In three runs whose tensors
-took 70 GiB or more it had to give blocks back in mid-update.
+On H100s of 80 GB the allocator mostly reserved 5 to 8 GiB more than the peak of the tensors. In three runs
+with tensors of 70 GiB or more it had to free blocks during an update.
 """
 
 Recompute = float | Literal["none", "full"]
 LEAST = MemoryConfig(recompute="full", keep_gathered=False, accumulate=True, offload=False)
-"""Where nothing is known of model or GPUs."""
+"""Tokens of a micro-batch, if nothing is known about model or GPUs."""
 
 _RECOMPUTED: tuple[Recompute, ...] = ("none", 0.9, 0.5, 0.25, "full")
 # The fewest and the most tokens of a micro-batch that are tried.
 _LEAST_TOKENS = 8_192
 _MOST_TOKENS = 24_576
-# Bytes per parameter that a host needs: the averages, and the copy of weights and averages for a checkpoint.
+# Bytes of host memory per parameter: the averages, and the checkpoint's copy of weights and averages.
 _OFFLOADED, _COPIED = 8, 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateChoice:
-    """What an update keeps, and the tokens of its micro-batches.
+    """The memory settings of an update, and the tokens of its micro-batches.
 
     Attributes:
         context: ranks that share the tokens of each row.
-        fits: whether the memory plan has room for it; False where nothing is known of GPUs or model.
+        fits: whether the choice fits the memory plan; False if nothing is known about GPUs or model.
     """
 
     memory: MemoryConfig
@@ -55,7 +55,7 @@ class UpdateChoice:
 
 
 def _forms() -> list[MemoryConfig]:
-    """Everything that an update may keep; the fastest with memory enough first."""
+    """Returns all memory settings, starting with those that are fastest given enough memory."""
     return [
         MemoryConfig(recompute=recompute, keep_gathered=keep_gathered, accumulate=accumulate, offload=offload)
         for recompute in _RECOMPUTED
@@ -75,21 +75,21 @@ def choose_update(
     host_bytes: int = 0,
     card: Card = CARDS["H100"],
 ) -> UpdateChoice:
-    """`actor.memory` of a run on GPUs, with nothing left open, and the tokens of its micro-batches.
+    """Chooses `actor.memory` and the tokens of micro-batches for a run on GPUs.
 
-    Of what the memory plan has room for, the one with the shortest estimate of an update. A smaller
-    micro-batch leaves room to keep more of its activations; a larger one spreads gathers and launches over
-    more tokens. Tokens that the file names stay. Ranks share rows where nothing else fits, as few as do;
-    so does `learner.context_parallel` where the file has it.
+    The choice has the shortest estimated update among those that fit the memory plan. A smaller micro-batch
+    leaves room to keep more of its activations; a larger one spreads gathers and launches over more tokens.
+    Tokens and `learner.context_parallel` given in the file stay. Ranks share rows only if nothing else fits,
+    and then as few as possible.
 
     Args:
-        config: with the layout settled.
-        shape: of the model; None if config.json has other names for its sizes.
-        learner_gpus: of the ranks.
-        engine_gpus: of the rollout servers; an engine beside a rank keeps its share.
+        config: configuration with the layout settled.
+        shape: shape of the model; None if config.json has other names for its sizes.
+        learner_gpus: GPUs of the ranks.
+        engine_gpus: GPUs of the rollout servers; an engine beside a rank keeps its share.
         totals: bytes of each GPU, as far as they are known.
-        host_bytes: free memory of the host; averages go there for speed only where it has room for them and
-            for a checkpoint's copy, and else where nothing else fits.
+        host_bytes: free memory of the host. Averages go there for speed if it also has room for a
+            checkpoint's copy, or because nothing else fits.
         card: what the GPUs are.
     """
     known = [gpu for gpu in learner_gpus if gpu in totals]
@@ -118,7 +118,7 @@ def choose_update(
 
 
 def least_update(config: RunConfig) -> UpdateChoice:
-    """What an update keeps where nothing is known of model or GPUs.
+    """Returns the leanest settings, for when nothing is known about model or GPUs.
 
     Raises:
         ConfigError: the token budgets of all ranks together hold no row.
@@ -141,7 +141,7 @@ def _choices(config: RunConfig, shape: ModelShape, context: int) -> list[UpdateC
 
 
 def _budgets(config: RunConfig, shape: ModelShape, context: int) -> list[int]:
-    """Tokens of a micro-batch to try: the usual number, and whole groups, whose samples share a prompt."""
+    """Returns numbers of tokens to try: the usual one, and those of whole groups that share a prompt."""
     given = config.actor.ppo_max_token_len_per_gpu
     if "ppo_max_token_len_per_gpu" in config.actor.model_fields_set:
         return [given]
@@ -153,7 +153,7 @@ def _budgets(config: RunConfig, shape: ModelShape, context: int) -> list[int]:
 
 
 def _leanness(form: MemoryConfig) -> tuple[bool, ...]:
-    """The least is what needs the least memory."""
+    """Sort key: the smallest needs the least memory."""
     return not form.offloads, form.recompute != "full", form.keeps_gathered, form.accumulates
 
 
@@ -162,6 +162,6 @@ def _num_averaged(config: RunConfig, shape: ModelShape) -> int:
 
 
 def _leaves_room(config: RunConfig, learner: LearnerMemory, totals: Sequence[int]) -> bool:
-    """Whether what stays of the learner fits beside engines that are awake in their turn."""
+    """Whether the learner's resident memory fits beside engines that are awake in their turn."""
     stays = learner.kept_beside(config)
     return all(stays + engine_budget(config, total) <= total for total in totals)

@@ -1,6 +1,6 @@
 """Fills in what a configuration leaves open, from model and machine: data type, memory, GPUs.
 
-What a file names stays as it is, so that a configuration that names everything means the same everywhere.
+Values given in the file stay, so a complete configuration means the same on every machine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paceline.sizing.update import settle_context, settle_update
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settled:
-    """A configuration in which nothing is left open, and what people should know of the choices."""
+    """A configuration in which nothing is left open, and remarks about the choices."""
 
     config: RunConfig
     remarks: tuple[str, ...]
@@ -49,7 +49,7 @@ def settle(config: RunConfig, machine: Machine) -> Settled:
 
 
 def settle_model(model: ModelConfig, *, on_gpus: bool) -> tuple[ModelConfig, str]:
-    """The section, with what the file leaves out chosen by device and weights; the choices in words."""
+    """Completes the section by device and weights; returns it and the choices in words."""
     chosen: dict[str, Any] = {}
     if "dtype" not in model.model_fields_set:
         stored = model_tree(model)

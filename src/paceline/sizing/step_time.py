@@ -1,8 +1,8 @@
-"""The seconds of a training step on GPUs, by phase, from config.json and the configuration alone.
+"""Estimates the seconds of a training step on GPUs, by phase, from config.json and the configuration.
 
-A roofline with a few measured constants: matrix products run at a share of the card's peak, what lies between
-them moves bytes, decoding reads weights and KV cache once per token and waits for its host. The constants are
-those with which recorded steps of 1.5B to 32B on H100s and H200s come out right (test_step_time.py).
+The estimate is a roofline with a few measured constants. Matrix products run at a share of the card's peak;
+operations between them move bytes; decoding reads weights and KV cache once per token and waits for its host.
+The constants fit recorded steps of 1.5B to 32B on H100s and H200s (test_step_time.py).
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from paceline.models.model_shape import ModelShape
 from paceline.sizing.compiled_layers import recomputing
 from paceline.sizing.memory.learner_memory import LearnerMemory
 
-# Of a card's peak, in matrix products of a training step; the largest reach 0.76 by themselves.
+# Share of a card's peak that matrix products of a training step reach; the largest alone reach 0.76.
 _PRODUCTS: Final = 0.65
 # Bytes that elementwise kernels and attention move per number of a layer's activations, forwards and
 # backwards, compiled and not.
 _MOVED_COMPILED, _MOVED_EAGER = 20.0, 32.0
-# Of the card's memory bandwidth, in decoding.
+# Share of the card's memory bandwidth that decoding reaches.
 _READING: Final = 0.95
 # Seconds of a decoding step that its GPU waits for its host: with captured graphs, per sequence, and per
 # layer where kernels are launched one by one.
 _HOST_S, _HOST_PER_SEQUENCE_S, _HOST_PER_EAGER_LAYER_S = 1.9e-3, 9.7e-6, 0.3e-3
-# Of an all-reduce between an engine's GPUs, of which a layer has two.
+# Seconds of an all-reduce between an engine's GPUs; a layer has two.
 _ALL_REDUCE_S: Final = 15e-6
-# Of a forward pass of a layer: where its kernels are launched one by one, which arithmetic hides; where it is
-# compiled, which nothing hides; and of each of its experts, which are computed one after the other.
+# Seconds of a layer's forward pass on the host: with kernels launched one by one, which arithmetic hides;
+# compiled, which nothing hides; and for each expert, as experts are computed one after another.
 _LAUNCH_S, _LAUNCH_COMPILED_S, _LAUNCH_PER_EXPERT_S = 0.15e-3, 0.05e-3, 0.07e-3
 # Share of the gathers and reductions of an update that is not hidden behind arithmetic.
 _EXPOSED: Final = 0.8
 # AdamW: bytes per parameter that are read and written; over the bus where averages are in host memory.
 _OPTIMIZER_BYTES, _VISITING_BYTES, _BUS = 30.0, 16.0, 65e9
-# A push: of the link's rate, between GPUs; bytes per second within one.
+# Share of the link's rate that a push between GPUs reaches, and bytes per second of a push within one GPU.
 _PUSH_SHARE, _PUSH_SHARED = 0.65, 2.0e11
 _ORDERS_S: Final = 0.03
-# Turns: sleeping and waking take this and a time for the engine's weights. What learner ranks give back for
-# it goes at this rate, over all ranks of a host together.
+# Seconds of sleeping and waking, without the time for the engine's weights, and the rate at which all learner
+# ranks of a host together free memory for it.
 _TURN_S, _TURN_RATE, _FREEING_RATE = 0.06, 9e10, 2.8e11
-# Reward beyond generation, fetch, advantages, records.
+# Seconds of a step for rewards after generation, fetching, advantages and records.
 _REST_S: Final = 0.2
 
 
@@ -54,10 +54,10 @@ class StepTime:
     Attributes:
         generation: from the first prompt to the last answer.
         scoring: old log-probs, reference log-probs, values.
-        update: of the policy, and of the critic.
+        update: update of the policy, and of the critic.
         weights: the push, and the turns on shared GPUs.
-        num_tokens: of the batch, prompts and answers.
-        num_gpus: that learner and engines use.
+        num_tokens: number of tokens of the batch, prompts and answers.
+        num_gpus: number of GPUs that learner and engines use.
     """
 
     generation: float
@@ -69,7 +69,7 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """Of the whole step; strictly on policy, phases follow each other."""
+        """Seconds of the whole step; strictly on policy, phases follow each other."""
         return self.generation + self.scoring + self.update + self.weights + _REST_S
 
     @property
@@ -90,10 +90,10 @@ class StepTime:
         """Estimates the step of a run whose configuration leaves nothing open.
 
         Args:
-            config: of the run.
-            shape: of the policy; critic and frozen networks are taken to have it too.
+            config: configuration of the run.
+            shape: shape of the policy; critic and frozen networks are taken to have it too.
             card: what all GPUs are.
-            prompt_tokens, response_tokens: of a prompt and of an answer, on average; None: as many as may be.
+            prompt_tokens, response_tokens: mean lengths of prompts and answers (default: as long as allowed).
         """
         batch = _Batch.of(config, shape, card, prompt_tokens, response_tokens)
         learner, rollout = config.learner, config.rollout
@@ -110,7 +110,7 @@ class StepTime:
 
 
 def learning_time(config: RunConfig, shape: ModelShape, card: Card) -> float:
-    """Returns the seconds of scoring and update alone, of answers that are as long as they may be."""
+    """Returns the seconds of scoring and update, for answers of the greatest length."""
     batch = _Batch.of(config, shape, card)
     return batch.scoring + batch.update
 
@@ -164,8 +164,7 @@ class _Batch:
         rows = math.ceil(self.num_rows / rollout.replicas)
         cached = self._width * shape.num_layers * shape.cached(size)
         at_once = min(rows, rollout.max_num_seqs, self._most_cached(cached))
-        # An engine takes new sequences as others end; the longest of the last ones keeps it when all others
-        # have ended.
+        # An engine takes new sequences as others end. At the end only the longest of the last ones is left.
         tokens = rows * self.response
         steps = tokens / at_once + max(0, self.longest - self.response)
         running = tokens / steps
@@ -184,7 +183,7 @@ class _Batch:
         return steps * (reading + host + reduces) + prefill
 
     def _most_cached(self, bytes_per_token: int) -> float:
-        """Sequences for which a KV cache of a given size has room, samples with their prompt's in common."""
+        """Sequences that fit into the KV cache; samples of a prompt share the prompt's entries."""
         cache = fixed_cache(self.config)
         if cache is None:
             return math.inf
@@ -225,7 +224,7 @@ class _Batch:
 
     @property
     def _freeing(self) -> float:
-        """Seconds in which the learner's ranks give back what only scoring and update need."""
+        """Seconds in which the learner's ranks free memory that only scoring and update need."""
         learner = LearnerMemory.of(self.config, self.shape, [self.card.num_bytes])
         given_back = learner.most - sum(learner.resident.values())
         return self.config.learner.world_size * given_back / _FREEING_RATE
@@ -261,7 +260,7 @@ class _Batch:
         return self._steps * math.ceil(per_step)
 
     def _pass(self, *, forward: float, moved: float) -> float:
-        """Seconds of a pass over the batch: forward passes' arithmetic, and a share of all bytes moved."""
+        """Seconds of a pass over the batch."""
         shape, compiled = self.shape, self.config.actor.compiles
         computed, scored = self._tokens
         pairs = self.prompt + self.response / 2

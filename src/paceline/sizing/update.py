@@ -1,4 +1,4 @@
-"""Fills in what a configuration leaves open of the learner's update and its copies of the weights."""
+"""Fills in what a configuration leaves open about the learner's update and its copies of the weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.sizing.model_files import model_tree
 
 
 def settle_update(config: RunConfig, machine: Machine) -> tuple[RunConfig, list[str]]:
-    """Chooses what an update keeps and how large its micro-batches are, where the configuration does not say.
+    """Chooses the update's memory settings and micro-batch size, if the configuration leaves them open.
 
     Returns the configuration and, in words, what was chosen.
     """
@@ -36,7 +36,7 @@ def settle_update(config: RunConfig, machine: Machine) -> tuple[RunConfig, list[
 
 
 def update_choice(config: RunConfig, machine: Machine) -> UpdateChoice:
-    """What an update keeps on the GPUs that its ranks have of a machine, and its micro-batches' tokens."""
+    """Returns the memory settings and micro-batch tokens for a machine's GPUs."""
     try:
         learner, engines = share_gpus(config, machine.gpus)
     except ConfigError:  # the checks say what is wrong with the devices
@@ -62,8 +62,8 @@ def settle_copies(
 ) -> tuple[RunConfig, list[str]]:
     """Gives each host a copy of weights and optimizer where the memory plan has room for it.
 
-    A layer's weights are gathered within each host then, and only gradients cross the network. The sums of
-    gradients have another order, and so another rounding.
+    A layer's weights are then gathered within each host, and only gradients cross the network. Gradients are
+    summed in another order, so they are rounded differently.
 
     Args:
         config: with `actor.memory` chosen.
@@ -71,7 +71,7 @@ def settle_copies(
         totals: bytes of a GPU of each of these hosts, as far as they are known.
 
     Returns:
-        The configuration, and in words why it has which `learner.fsdp_size`, if we chose it.
+        The configuration, and the reason for its `learner.fsdp_size` in words, if it was chosen here.
     """
     if config.learner.fsdp_size != "auto":
         return config, []
@@ -85,7 +85,7 @@ def settle_copies(
 
 
 def _why_not(config: RunConfig, ranks_per_host: Sequence[int], totals: Sequence[int]) -> str:
-    """Why the hosts have no copy each; "" if they can."""
+    """Returns why the hosts cannot have a copy each; "" if they can."""
     size, shape = ranks_per_host[0], ModelShape.of(model_tree(config.model))
     if any(ranks != size for ranks in ranks_per_host):
         return f"they have {', '.join(map(str, ranks_per_host))} ranks"
@@ -107,13 +107,13 @@ def _with_fsdp_size(config: RunConfig, size: int | None) -> RunConfig:
 
 
 def settle_context(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """`RunConfig.with_context`, and in words why several ranks share a row."""
+    """Applies `RunConfig.with_context`; also returns in words why several ranks share a row."""
     settled = config.with_context()
     return settled, _with_context(config, settled.learner.num_context_ranks)[1]
 
 
 def _with_context(config: RunConfig, size: int) -> tuple[RunConfig, list[str]]:
-    """The configuration with `learner.context_parallel`, and why it is more than 1 where we chose it."""
+    """Sets `learner.context_parallel`; also returns why it is more than 1, if it was chosen here."""
     if config.learner.context_parallel != "auto":
         return config, []
     learner = config.learner.model_copy(update={"context_parallel": size})
@@ -127,7 +127,7 @@ def _with_context(config: RunConfig, size: int) -> tuple[RunConfig, list[str]]:
     why = (
         f"{row} exceeds actor.ppo_max_token_len_per_gpu={budget}"
         if is_too_small
-        else f"by the memory plan no rank has room for {row} alone"
+        else f"by the memory plan, {row} does not fit on one rank"
     )
     return settled, [f"learner.context_parallel={size}: {why}"]
 

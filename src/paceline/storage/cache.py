@@ -1,4 +1,4 @@
-"""Local copies of folders that lie elsewhere: each version once per machine, within a bound of disk.
+"""Local copies of remote folders: each version once per machine, within a bound of disk space.
 
 CACHE/KEY/            a complete copy; KEY is the digest of the files' names, sizes and fingerprints
 CACHE/KEY/.complete   written last: the files' sizes
@@ -30,7 +30,7 @@ CACHE_DIR = "PACELINE_CACHE_DIR"
 KERNEL_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 ATTENTION_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 SUMS = "SHA256SUMS"
-"""A file in a model folder, as sha256sum writes it; the copies of the files that it names are checked."""
+"""A file in a model folder, as sha256sum writes it; copied files are checked against it."""
 
 _COMPLETE = ".complete"
 _TELL_EVERY_S = 10.0
@@ -52,7 +52,7 @@ class Fetch:
         max_bytes: of all copies on this machine; the least recently used ones make room.
         wanted: whether a file is needed, by its path in the folder.
         tell: called with a sentence when copying begins and every ten seconds while it lasts.
-        stopped: asked between two pieces of a file; True breaks off.
+        stopped: called between two pieces of a file; True cancels the copy.
     """
 
     max_bytes: int
@@ -72,8 +72,8 @@ def cache_dir() -> Path:
 def keep_kernels() -> None:
     """Has torch and FlashAttention 4 keep compiled kernels in this cache; call it before they are imported.
 
-    Otherwise torch's compiler would choose a folder below TMPDIR when it is imported, which the run removes
-    at its end, and FlashAttention would keep none.
+    Otherwise torch's compiler would choose a folder below TMPDIR, which the run removes at its end, and
+    FlashAttention would keep no kernels.
     """
     os.environ.setdefault(KERNEL_CACHE, str(cache_dir() / "kernels"))
     os.environ.setdefault(ATTENTION_CACHE, str(cache_dir() / "kernels" / "attention"))
@@ -81,7 +81,7 @@ def keep_kernels() -> None:
 
 
 def fetch(folder: Folder, how: Fetch) -> Path:
-    """The path of a local copy, made if there is none; the process keeps it from being removed.
+    """Returns the path of a local copy, creating it if needed; this process protects it from removal.
 
     Raises:
         ModelError: the folder is empty or unreadable, a copy differs from SHA256SUMS, or there is no room.
@@ -184,8 +184,8 @@ class _Copy:
             actual = target.stat().st_size
             target.unlink()
             raise ModelError(
-                f"{self._folder}/{name} changed while it was copied: {actual} bytes came, {size} were "
-                "announced; start again when nobody writes there"
+                f"{self._folder}/{name} changed while it was copied: got {actual} bytes instead of {size}; "
+                "start again when nobody writes there"
             )
 
     def _check_sums(self) -> None:
@@ -218,7 +218,7 @@ def _make_room(path: Path, num_bytes: int, max_bytes: int, folder: Folder) -> No
     """Removes the least recently used copies until there is room for one more.
 
     Raises:
-        ModelError: there is not enough, however many are removed.
+        ModelError: there is not enough room even without all other copies.
     """
     copies = sorted(path.parent.glob(f"*/{_COMPLETE}"), key=lambda file: file.stat().st_mtime)
     used = {file.parent: sum(json.loads(file.read_text(encoding="utf-8")).values()) for file in copies}
@@ -244,7 +244,7 @@ def _free(folder: Path) -> int:
 
 @contextlib.contextmanager
 def _lock(path: Path, kind: int) -> Iterator[bool]:
-    """Whether the copy's lock could be had at once; it is held within the block."""
+    """Tries to take the copy's lock for the block; yields whether it succeeded."""
     descriptor = _open_lock(path)
     try:
         try:

@@ -1,7 +1,7 @@
 """A folder by path or fsspec URL, with the few operations that checkpoints and model folders need.
 
-A file of an object store appears with all of its bytes or not at all, and nothing can be renamed there: what
-makes several files complete is the file that is written last.
+A file in an object store appears with all of its bytes or not at all, and cannot be renamed. A set of files
+is complete when the file that is written last exists.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FILE_SCHEME = "file://"
 class Folder:
     """A folder, which need not exist.
 
-    Every method raises OSError where the storage refuses, whatever the storage's own error is.
+    Every method raises OSError if the storage refuses, whatever the storage's own error is.
 
     Attributes:
         address: an absolute path, or a URL.
@@ -138,7 +138,7 @@ class Folder:
             return {path[len(root) + 1 :]: int(entry["size"]) for path, entry in entries.items()}
 
     def fingerprint(self, name: str) -> str:
-        """Changes when the file does, as far as the storage tells: its ETag, or its time."""
+        """Returns a string that changes with the file, as far as the storage tells: its ETag or time."""
         with _storage_errors():
             return str(self._fs.ukey(self._path(name)))
 
@@ -201,14 +201,14 @@ def _open(address: str) -> tuple[Any, str]:
     """The file system of an address, which fsspec makes once, and the path there."""
     from fsspec.core import url_to_fs
 
-    # Other hosts write, too: a cached listing would hide it.
+    # No cached listings, because other hosts write there, too.
     fs, path = url_to_fs(address, use_listings_cache=False)
     return fs, str(path).rstrip("/")
 
 
 @contextlib.contextmanager
 def _storage_errors() -> Iterator[None]:
-    """Errors of the storage's own library as OSError."""
+    """Turns errors of the storage's library into OSError."""
     try:
         yield
     except (OSError, GeneratorExit):

@@ -18,16 +18,16 @@ from paceline.core.errors import DataError, ModelError, PacelineError
 Kind = Literal["model", "dataset"]
 
 OFFLINE = "HF_HUB_OFFLINE"
-"""Set to 1, huggingface_hub takes what its cache has and asks nobody."""
+"""If set to 1, huggingface_hub uses only its cache."""
 
 DATA_SUFFIXES = (".parquet", ".jsonl", ".ndjson")
-"""Of files with rows; a place that ends so is a path."""
+"""Endings of files with rows; a place with such an ending is a path."""
 
 CONVERTED = "refs/convert/parquet"
-"""The branch on which the hub keeps a data set as parquet, whatever its own files are."""
+"""The branch on which the hub keeps every data set as parquet."""
 
 CARD = "README.md"
-"""Every repository may have one; a data set's says which files belong to which split."""
+"""The card of a repository; a data set's says which files belong to which split."""
 
 _SCHEME = "hf://"
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
@@ -51,7 +51,7 @@ class HubName:
         repo: ORG/NAME.
         revision: None for the default branch.
         subset: configuration of a data set; "" for its default.
-        split: "" for the split that is wanted where the name stands.
+        split: "" for the split that the caller wants.
     """
 
     repo: str
@@ -61,7 +61,7 @@ class HubName:
 
     @classmethod
     def parse(cls, place: str) -> HubName | None:
-        """The name that a place is; None if it is a path or another URL."""
+        """Parses a place as a name; None if it is a path or another URL."""
         text = place.removeprefix(_SCHEME)
         match = _NAME.fullmatch(text)
         if match is None:
@@ -81,7 +81,7 @@ class HubName:
         return self.revision == CONVERTED or bool(_COMMIT.fullmatch(self.revision or ""))
 
     def __str__(self) -> str:
-        """The name as one that cannot be taken for a path."""
+        """Writes the name in a form that cannot be taken for a path."""
         revision = f"@{self.revision}" if self.revision else ""
         rest = f":{self.subset}:{self.split}" if self.split else f":{self.subset}" if self.subset else ""
         return f"{_SCHEME}{self.repo}{revision}{rest}"
@@ -97,7 +97,7 @@ def is_named(place: str) -> bool:
 
 
 def model_folder(place: str, *, weights: bool) -> Path:
-    """The local snapshot of a model; what the cache lacks is fetched.
+    """Returns the local snapshot of a model; fetches missing files.
 
     Args:
         place: a name of the hub.
@@ -117,13 +117,13 @@ def model_folder(place: str, *, weights: bool) -> Path:
 
 
 def pinned(place: str, kind: Kind, known: Collection[str] = ()) -> str:
-    """The same place, with the commit in place of a branch if it is a name of the hub.
+    """Returns the place with a commit instead of a branch, if it is a name of the hub.
 
-    Every service takes that commit then, and so does a run that goes on later.
+    All services then use that commit, also when the run is continued later.
 
     Args:
         place: a path, a URL or a name.
-        kind: what the name is of.
+        kind: what the name stands for.
         known: names with commits that were chosen earlier; a name without a revision takes its commit there.
 
     Raises:
@@ -174,7 +174,7 @@ def push_model(folder: Path, repo: str, *, private: bool, message: str) -> str:
         The commit's address.
 
     Raises:
-        ModelError: the name is none, the hub does not take it, or it cannot be reached.
+        ModelError: the name is invalid, or the hub refuses it or cannot be reached.
     """
     from huggingface_hub import HfApi, constants, errors
 
@@ -182,7 +182,7 @@ def push_model(folder: Path, repo: str, *, private: bool, message: str) -> str:
     if name is None or str(name) != f"{_SCHEME}{name.repo}":
         raise ModelError(f"{repo!r} is no name of a model on the hub; give ORG/NAME")
     if constants.HF_HUB_OFFLINE:
-        raise ModelError(f"{name.repo} was not pushed: {OFFLINE}=1 says that nobody is to be asked")
+        raise ModelError(f"{name.repo} was not pushed: {OFFLINE}=1 forbids network access")
     api = HfApi(endpoint=hub, library_name="paceline")
     try:
         api.create_repo(name.repo, private=private or None, exist_ok=True)
@@ -199,7 +199,7 @@ def push_model(folder: Path, repo: str, *, private: bool, message: str) -> str:
 
 @contextlib.contextmanager
 def _hub_errors(kind: Kind, name: HubName) -> Iterator[None]:
-    """Errors of huggingface_hub as those of this program, with what to do."""
+    """Turns errors of huggingface_hub into errors of this program that say what to do."""
     from huggingface_hub import constants, errors
 
     what, error_type, hub = kind.replace("dataset", "data set"), _ERRORS[kind], constants.ENDPOINT
@@ -229,6 +229,7 @@ def _unreachable(what: str, name: HubName, hub: str, *, offline: bool) -> str:
     why = "and nothing may be fetched (--offline)" if offline else f"and {hub} cannot be reached"
     instead = "without --offline" if offline else "with a network"
     return (
-        f"{name.repo} is no folder or file here, this {what} is not (wholly) in huggingface_hub's cache, "
+        f"{name.repo} is no folder or file here, this {what} is not in huggingface_hub's cache, or only in "
+        "part, "
         f"{why}: start once {instead}, set HF_ENDPOINT to a mirror, or give the path of a copy"
     )

@@ -27,13 +27,13 @@ def local_model(
     tell: Callable[[str], None] = log.info,
     stopped: Callable[[], bool] = lambda: False,
 ) -> ModelConfig:
-    """The model's section with the paths that a service on this machine uses; what lies elsewhere is fetched.
+    """Returns the model's section with the paths for a service on this machine; fetches remote folders.
 
     Args:
-        model: of the run.
+        model: model of the run.
         service: which of `model.paths` applies; only the learner copies weights.
-        tell: called with a sentence now and then while something is copied.
-        stopped: True breaks the copying off.
+        tell: called with a sentence from time to time while something is copied.
+        stopped: returns True to cancel the copy.
 
     Raises:
         ConfigError: fsspec does not know the URL's kind.
@@ -57,11 +57,11 @@ def local_model(
 
 
 def local_folder(place: str, model: ModelConfig, *, weights: bool = True) -> str:
-    """The path of another model folder, say the critic's; what lies elsewhere is copied here first.
+    """Returns the path of another model folder, such as the critic's; copies a remote one first.
 
     Args:
         place: a path, a URL or a name of the hub.
-        model: of the run, which says how much disk copies may take.
+        model: model of the run, which says how much disk copies may take.
         weights: copy them, too.
     """
     how = Fetch(max_bytes=int(model.cache_gib * 2**30), wanted=_any_file if weights else _no_weights)

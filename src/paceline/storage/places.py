@@ -1,4 +1,4 @@
-"""Where the files of a run lie: its checkpoints, and the marker by which a process knows a folder again."""
+"""Where the files of a run lie: its checkpoints, and the marker by which processes recognise a folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def checkpoints_of(config: RunConfig, run_dir: Path, run_id: str = "") -> Folder
     """The folder of a run's checkpoints.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         run_dir: its run directory.
         run_id: its id; read from the run directory if it is not given.
     """
@@ -32,9 +32,9 @@ def checkpoints_of(config: RunConfig, run_dir: Path, run_id: str = "") -> Folder
 
 
 def mark(folder: Folder) -> str:
-    """Leaves a marker in a folder, which is made where it is missing; returns the marker's text.
+    """Leaves a marker in a folder, which is created if missing; returns the marker's text.
 
-    A marker that is there stays: a rank that looks for it may have heard of it from an earlier controller.
+    An existing marker stays, because a rank may look for it on behalf of an earlier controller.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -63,7 +63,8 @@ def require_marker(folder: Folder, text: str, *, who: str) -> None:
         if time.monotonic() > deadline:
             raise ConfigError(
                 f"{who} on {socket.gethostname()} does not find the controller's marker in {folder}: {fault}"
-                ". Each has a folder of its own there. Mount the same storage for the controller and every "
+                ". They see different folders under this path. Mount the same storage for the controller and "
+                "every "
                 "learner rank, or set trainer.checkpoint_url to a URL or path that all of them reach"
             )
         time.sleep(_PAUSE_S)

@@ -1,4 +1,4 @@
-"""The files with a model's weights, and what their headers say: no number is read, no torch needed."""
+"""A model's weight files and their headers; reads no weights and needs no torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _QUANTISED = ("quantization_config", "compression_config")
 _DEQUANTISED = ("F8_E4M3", "F8_E8M0", "U8")
 """Further types of tensors in block FP8 and MXFP4"""
 _WAY_OUT = (
-    "Its numbers are right only together with scales, which are not read here. Make a bfloat16 copy and set "
-    "the path to it; docs/models.md, Quantised checkpoints, has a program that makes one of block FP8"
+    "Its numbers need scales, which are not read here. Make a bfloat16 copy and set the path to it; "
+    "docs/models.md, Quantised checkpoints, has a program that converts block FP8"
 )
 
 
@@ -34,7 +34,7 @@ def require_plain_weights(folder: Path, *, dequantises: bool = False) -> None:
     """Refuses a quantised model; every service that loads one calls it first.
 
     Args:
-        folder: of the model.
+        folder: folder of the model.
         dequantises: accept block FP8 and MXFP4, which the caller dequantises.
 
     Raises:

@@ -24,12 +24,12 @@ class Limits:
     """Holds the limits that decoders enforce.
 
     Args:
-        max_bytes: of a message or blob; a larger one is rejected unread.
-        max_tokens: of an array of token ids.
-        max_text_chars: of a text field: a response, a ground truth.
-        max_samples: of a prompt group.
-        max_items: of any other list or mapping: stop tokens, reward components.
-        max_depth: of nesting in a reward context's `extra`.
+        max_bytes: largest number of bytes of a message or blob; a larger one is rejected unread.
+        max_tokens: largest number of tokens of an array of token ids.
+        max_text_chars: largest number of characters of a text field: a response, a ground truth.
+        max_samples: largest number of samples of a prompt group.
+        max_items: largest number of items of any other list or mapping: stop tokens, reward components.
+        max_depth: largest depth of nesting in a reward context's `extra`.
         max_values: in all lists and mappings of a message, which count too: an empty mapping is a byte on the
             wire and 64 in memory.
     """

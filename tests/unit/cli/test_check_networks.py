@@ -116,7 +116,9 @@ def test_a_frozen_network_that_cannot_score_is_refused_before_the_run(
 
 def test_a_frozen_network_sees_the_images_too(teacher: Path) -> None:
     data = {**DATA, "image_key": "images"}
-    with pytest.raises(ModelError, match=r"\(qwen2\) takes no images, and data.image_key=images gives some"):
+    with pytest.raises(
+        ModelError, match=r"\(qwen2\) takes no images, but data.image_key=images supplies some"
+    ):
         check_frozen_networks(distilling(data=data))
 
 

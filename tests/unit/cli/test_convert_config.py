@@ -118,7 +118,7 @@ def test_verls_gsm8k_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "actor_rollout_ref.rollout.n: 5  ->  rollout.n: 5" in group(text, "The same")
     assert "custom_reward_function.path: None (its default)" in group(text, "Changed, and why")
     assert re.search(r"default_local_dir=\$NOWHERE.*does not set NOWHERE", group(text, "Cannot be"))
-    assert "ppo_micro_batch_size_per_gpu: 8" in text.partition("# On these no number")[2]
+    assert "ppo_micro_batch_size_per_gpu: 8" in text.partition("# These keys change no number")[2]
 
 
 def test_a_script_of_trl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -295,8 +295,8 @@ def test_what_is_no_such_file_is_refused(tmp_path: Path, capsys: pytest.CaptureF
         ("x.yaml", "a: 1\na: 2", "x.yaml: the key a is in line 1 and again in line 2"),
         ("x.yaml", "- 1", "holds no mapping"),
         ("x.yaml", "a: 1", "name the program with --from"),
-        ("x.yaml", "model: {}\nreward: {}", "one of ours already"),
-        ("x.sh", "echo hello", "starts no trainer of verl"),
+        ("x.yaml", "model: {}\nreward: {}", "a configuration of Paceline already"),
+        ("x.sh", "echo hello", "which starts verl's trainer"),
         ("x.py", "print(", "is not Python: line 1"),
         ("x.py", "print()", "neither GRPOConfig"),
     ):

@@ -180,7 +180,7 @@ def test_a_run_at_a_step(
         (["m", "--reward", "gsm8k"], "name the held-out prompts"),
         (["m", "--data", "easy.jsonl"], "must look like NAME=FILE"),
         (["m", "--data", "a=easy.jsonl", "--data", "a=hard.jsonl"], "names a twice"),
-        (["m", "--data", "a=easy.jsonl"], "name what scores the answers"),
+        (["m", "--data", "a=easy.jsonl"], "name the reward function that scores"),
         (["m", "--data", "a=easy.jsonl", "--reward", "gsm8k", "--n", "4"], "add --temperature 1"),
     ],
 )

@@ -247,7 +247,7 @@ def test_signs_are_said_when_they_begin() -> None:
         "step 5: 66% of the responses were cut off at data.max_response_length",
         (
             "step 6: for 3 steps at least 80% of the prompt groups had the same reward for all samples, "
-            "which teaches nothing"
+            "so that their advantages are zero"
         ),
         "step 9: the entropy fell from 1.000 to 0.200 nats per token: the policy explores little",
     ]

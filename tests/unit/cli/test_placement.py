@@ -355,7 +355,7 @@ def test_a_loss_over_sequences_that_is_weighted_by_their_lengths_gets_a_note(
     for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"):
         words = (
             f"actor.loss_agg_mode={mode} weights sequences by their lengths; the paper of {loss} does not, "
-            "nor does verl, whatever its loss_agg_mode says; leave the key out for seq-mean-token-mean"
+            "and neither does verl with any loss_agg_mode; leave the key out for seq-mean-token-mean"
         )
         is_noted = loss in ("gspo", "geo_mean", "sapo")
         assert noted(f"actor.loss_agg_mode={mode}") == ([words] if is_noted else [])
@@ -438,7 +438,7 @@ def test_rows_that_ranks_share_are_told_with_the_reason(folder: Path) -> None:
 
     assert told(80, **long) == (1, [])
     tokens = f"{config(**long).max_model_len:,} tokens"
-    by_plan = f"learner.context_parallel=2: by the memory plan no rank has room for a row of {tokens} alone"
+    by_plan = f"learner.context_parallel=2: by the memory plan, a row of {tokens} does not fit on one rank"
     assert told(40, **long) == (2, [by_plan])
     actor = {"actor": {"ppo_max_token_len_per_gpu": 16384}}
     by_budget = f"learner.context_parallel=2: a row of {tokens} exceeds actor.ppo_max_token_len_per_gpu=16384"

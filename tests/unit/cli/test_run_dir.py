@@ -79,7 +79,7 @@ def test_what_takes_no_effect_is_not_told_as_a_change(folder: Path) -> None:
         checkpoint(run_dir, 4)
 
     start = "changed since its last start: "
-    kept = "without effect, as the run goes on from its checkpoint: "
+    kept = "without effect, because the run continues from its checkpoint: "
     rate, warmup = "actor.optim.lr 0.000101 -> 0.000201", "actor.optim.warmup_steps_ratio 0.0 -> 0.5"
     coef = "algorithm.kl_ctrl.kl_coef 0.0001 -> 0.0002"
     begin("fixed")
@@ -138,7 +138,7 @@ def test_a_run_that_is_under_way_is_not_moved(folder: Path) -> None:
     never = config(trainer={"total_steps": 9, "resume": "never"})
     run = run_dirs.prepare(never)
     run_dirs.write_note(run.run_dir, run_dirs.new_note(run.run_dir, "secret"))
-    with pytest.raises(EnvironmentLackError, match="belongs to a run that is under way"):
+    with pytest.raises(EnvironmentLackError, match="belongs to a run that is still running"):
         run_dirs.prepare(never)
 
 
@@ -159,21 +159,23 @@ def test_a_copy_of_a_run_that_is_under_way_goes_on_by_itself(folder: Path) -> No
     with pytest.raises(ConfigError) as caught:
         again(mailboxes, **weights)
     assert str(caught.value) == (
-        f"{copied} is a copy of the run in {original}, which is under way and has the same id; with the same "
-        "broker.url and trainer.checkpoint_url each would overwrite what the other has there: stop that run, "
+        f"{copied} is a copy of the run in {original}, which is still running and has the same id; with the "
+        "same broker.url and trainer.checkpoint_url, each would overwrite the other's files: stop that run, "
         "or give this one another broker.url and another trainer.checkpoint_url"
     )
     with pytest.raises(ConfigError, match="or give this one another broker.url$"):
         again(mailboxes)
     is_copy, goes_on = again({"url": "redis://other:1"})
-    assert is_copy == f"{copied} is a copy of the run in {original}, which is under way and goes on by itself"
+    assert is_copy == f"{copied} is a copy of the run in {original}, which is still running independently"
     assert goes_on.startswith(f"{copied} holds a run with a checkpoint of step 4: it goes on")
     for stopped in (False, True):
         if stopped:
             run_dirs.end_note(original, run_dirs.new_note(original, ""), "stopped")
             assert again(mailboxes)[0].startswith(f"{copied} holds a run"), "the copy's note is of nobody now"
         else:
-            with pytest.raises(EnvironmentLackError, match=f"{original} belongs to a run that is under way"):
+            with pytest.raises(
+                EnvironmentLackError, match=f"{original} belongs to a run that is still running"
+            ):
                 run_dirs.prepare(config(trainer={"total_steps": 9}))
 
 
@@ -184,7 +186,7 @@ def test_a_folder_that_was_moved_under_its_run_is_no_copy(folder: Path) -> None:
     for begun_anew in (False, True):
         if begun_anew:
             run_dirs.prepare(config(trainer={"total_steps": 9}))
-        with pytest.raises(EnvironmentLackError, match="moved belongs to a run that is under way"):
+        with pytest.raises(EnvironmentLackError, match="moved belongs to a run that is still running"):
             run_dirs.prepare(config(trainer={"total_steps": 9, "run_dir": "moved"}))
 
 

@@ -186,7 +186,7 @@ def test_a_renewal_that_fails_is_tried_again_and_the_server_stays(
     monkeypatch.setattr(redis_command, "_reload", load)
     assert redis_command._tend(Server(), tmp_path, "127.0.0.1", 6380, "secret") == 0  # type: ignore[arg-type]
     assert loads == [1, 2]
-    assert "Redis keeps its former certificate until the next try: no answer" in capsys.readouterr().out
+    assert "Redis keeps its old certificate until the next try: no answer" in capsys.readouterr().out
 
 
 def is_served_once_its_authority_is_trusted(folder: Path, port: int, password: str) -> bool:
@@ -226,7 +226,7 @@ def presented(folder: Path, port: int) -> str:
 
 def test_redis_listens_on_one_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["redis", str(tmp_path), "--host", "0.0.0.0"]) == 2
-    assert "name one address" in capsys.readouterr().err
+    assert "give one address" in capsys.readouterr().err
 
 
 def init(folder: Path, *words: str, to: str = "HOSTS.yaml") -> int:
@@ -292,7 +292,7 @@ def test_two_empty_hosts_get_certificates_and_the_model_and_a_file(
         ([], "name the hosts: --host me@node1"),
         (["--host", "a", "lerner=1"], "--host a: lerner=1 is none of learner=, rollout="),
         (["--host", "a", "learner=x"], "learner"),
-        (["--host", "a", "learner=1", "folder=/proc/none"], "made no folder /proc/none"),
+        (["--host", "a", "learner=1", "folder=/proc/none"], "did not create the folder /proc/none"),
         (["--host", "a", "learner=1", "python=/no/python"], "/no/python: not found"),
         (["--host", "a", "learner=1", "reward=1"], "no host runs rollout"),
     ],

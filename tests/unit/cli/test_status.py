@@ -28,7 +28,7 @@ async def test_status_asks_the_controller_of_the_note(
     for words in (["status"], ["status", "mine"], ["status", "runs/mine"]):
         assert await asyncio.to_thread(main, words) == 0
         assert "step 3/9: collect" in capsys.readouterr().out
-    with pytest.raises(EnvironmentLackError, match="belongs to a run that is under way"):
+    with pytest.raises(EnvironmentLackError, match="belongs to a run that is still running"):
         run_dirs.prepare(resolved)
     run_dirs.end_note(folder, note, "2 steps done")
     assert await asyncio.to_thread(main, ["status"]) == 1
@@ -65,7 +65,7 @@ async def test_drain_waits_until_the_server_has_left(
     words = ["rollout", "drain", "rollout-1", "--controller", server.address]
     assert await asyncio.to_thread(main, [*words, "--timeout", "0.1"]) == 1
     said = capsys.readouterr()
-    assert said.out == "rollout-1 takes no more prompts; 12 samples are under way\n"
+    assert said.out == "rollout-1 takes no more prompts; 12 samples are in progress\n"
     assert "DRAIN: no answer from rollout-1 within 0.1 s" in said.err
 
     draining = asyncio.create_task(asyncio.to_thread(main, words))

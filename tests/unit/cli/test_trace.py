@@ -73,7 +73,7 @@ def test_profiles_and_spans_have_one_clock_and_processes_of_their_own(
 
 
 def test_a_run_without_profiles_says_how_to_get_some(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"name steps in trainer\.profile\.steps"):
+    with pytest.raises(DataError, match=r"name the steps to record in trainer\.profile\.steps"):
         write_trace(tmp_path)
     profile(tmp_path, "step_000001.learner-0.json.gz")
     with pytest.raises(DataError, match="no events"):

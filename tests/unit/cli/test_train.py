@@ -222,7 +222,7 @@ def test_a_page_for_other_machines_wants_tls_before_anything_is_made(
         monkeypatch.delenv(name, raising=False)
     assert main(["train", "run.yaml", "--ui", "--ui-host", "0.0.0.0"]) == 2
     err = capsys.readouterr().err
-    assert "refusing to serve runs on 0.0.0.0 in plain text" in err
+    assert "refusing to serve runs and their secret address on 0.0.0.0 in plain text" in err
     assert "leave --ui-host out" in err
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

@@ -161,7 +161,9 @@ async def test_beyond_loopback_it_wants_tls(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(TLS_DIR, raising=False)
-    with pytest.raises(ConfigError, match="refusing to serve runs on 0.0.0.0 in plain text"):
+    with pytest.raises(
+        ConfigError, match="refusing to serve runs and their secret address on 0.0.0.0 in plain text"
+    ):
         open_server(app(runs), listen("0.0.0.0"))
     monkeypatch.setenv(INSECURE, "1")
     server = open_server(app(runs), listen("0.0.0.0"))

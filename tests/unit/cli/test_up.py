@@ -140,9 +140,9 @@ HELPER = {"name": "c", "address": "fd00::4", "folder": "/", "reward_models": ["r
 
 def test_a_reward_model_without_a_host_is_refused() -> None:
     models = {"models": [{"name": "rm", "path": "rm"}]}
-    with pytest.raises(ConfigError, match="reward.models names rm, and the hosts run none"):
+    with pytest.raises(ConfigError, match="reward.models names rm, but the hosts run none"):
         several.with_hosts(config(broker=REDIS, reward=models), two_hosts())
-    with pytest.raises(ConfigError, match="reward.models names none, and the hosts run rm"):
+    with pytest.raises(ConfigError, match="reward.models names none, but the hosts run rm"):
         several.with_hosts(config(broker=REDIS), two_hosts(reward_models=["rm"]))
 
 
@@ -363,8 +363,10 @@ def test_a_host_without_a_certificate_is_told_which_variable_to_set(
 
     assert faults({}, insecure=True) == []
     here, host = faults({})
-    assert here.startswith("this machine has no certificate: set PACELINE_TLS_DIR, to what `paceline certs")
-    assert host.startswith("node1 has no certificate: in HOSTS.yaml set its env, PACELINE_TLS_DIR, to what")
+    assert here.startswith(
+        "this machine has no certificate: set PACELINE_TLS_DIR, to the folder that `paceline certs"
+    )
+    assert host.startswith("node1 has no certificate: in HOSTS.yaml set its env, PACELINE_TLS_DIR, to the")
     (tmp_path / "tls").mkdir()
     for name in ("ca.pem", "cert.pem"):
         (tmp_path / "tls" / name).touch()

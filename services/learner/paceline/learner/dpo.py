@@ -110,7 +110,7 @@ class DpoTrainer:
     """Takes optimizer steps on batches of pairs; every rank calls it.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         network: sharded over `ranks`, with the starting model's weights.
         ranks: the group.
         pairs: all pairs, held-out ones among them.

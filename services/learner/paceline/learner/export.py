@@ -40,10 +40,10 @@ def export(run_dir: Path, step: int, out: Path, *, dtype: torch.dtype | None = N
     """Writes the policy of a checkpoint; adapters are merged, and written by themselves in `out`/adapter.
 
     Args:
-        run_dir: of the run; its config.resolved.yaml names the model that the run started from.
-        step: of a complete checkpoint.
+        run_dir: directory of the run; its config.resolved.yaml names the model that the run started from.
+        step: step of a complete checkpoint.
         out: new or empty folder.
-        dtype: of the weights written; None for the run's model.dtype.
+        dtype: data type of the weights written; None for the run's model.dtype.
 
     Returns:
         `out`.

@@ -63,7 +63,7 @@ class RankRegistration:
 
     Attributes:
         checkpoints: may be loaded, newest first.
-        run_dir: of the run, where this host sees it.
+        run_dir: directory of the run, where this host sees it.
         host, advertise: of rank 0: what it listens on, and where others reach it.
     """
 

@@ -201,12 +201,12 @@ def take_steps(
     """Takes all steps, or those that an interrupted training has not taken; every rank calls it.
 
     Args:
-        config: of the training.
+        config: configuration of the training.
         section: its own section.
         tuner: at the weights that training begins with.
         num_pairs: to draw batches from.
         take_step: takes the step of this number, on the pairs of these indices; returns a line about it.
-        name: of the section.
+        name: name of the section.
         ranks: the group.
 
     Returns:
@@ -256,7 +256,7 @@ def cut(
     """This rank's micro-batches of one optimizer step.
 
     Args:
-        lengths: of the pairs; what belongs to a pair stays in one micro-batch.
+        lengths: lengths of the pairs; what belongs to a pair stays in one micro-batch.
         make_rows: the rows of the pair with this index.
         network: that computes them.
         token_budget: most tokens of a micro-batch on each rank; on a CPU fewer.
@@ -295,11 +295,11 @@ def write_policy(
     """Writes the trained policy as a model folder, with adapters merged, and beside that in ADAPTERS.
 
     Args:
-        config: of the training.
+        config: configuration of the training.
         network: the policy.
         ranks: the group; every rank calls it.
         output: the folder.
-        key: of the configuration, that names `output`.
+        key: key of the configuration, that names `output`.
     """
     model, lora = config.model, config.model.lora
     keep = ranks.world.rank == 0
@@ -329,7 +329,7 @@ def replace_folder(out: Path, write: Callable[[Path], None], *, key: str) -> Non
     Args:
         out: the model folder.
         write: writes a new one.
-        key: of the configuration, that names `out`.
+        key: key of the configuration, that names `out`.
 
     Raises:
         ModelError: `out` holds files that no model folder does.

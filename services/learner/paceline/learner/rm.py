@@ -95,7 +95,7 @@ class RmTrainer:
     """Takes optimizer steps on batches of pairs, and scores held-out ones; every rank calls it.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         network: sharded over `ranks`, without a bias.
         ranks: the group.
     """

@@ -58,7 +58,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
     """Answers the controller's calls to the learner.
 
     Args:
-        queue: of the command loop.
+        queue: queue of the command loop.
         on_change: called when the state changes.
 
     """

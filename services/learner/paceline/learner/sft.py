@@ -89,7 +89,7 @@ class SftTrainer:
     """Takes optimizer steps on batches of pairs; every rank calls it.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         network: sharded over `ranks`.
         ranks: the group.
     """

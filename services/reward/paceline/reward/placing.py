@@ -18,7 +18,7 @@ def token_rewards(
 
     Args:
         placed: (end, part): a step ends before character `end` of the text.
-        token_ids: of the text, special tokens too.
+        token_ids: token ids of the text, special tokens too.
         tokenizer: that has decoded it.
         first: position of the first of these tokens in the response.
     """

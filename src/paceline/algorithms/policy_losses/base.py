@@ -1,4 +1,4 @@
-"""What the losses share: inputs and outputs, the clipped log-ratio, and common metrics.
+"""Shared parts of the losses: inputs and outputs, the clipped log-ratio, and common metrics.
 
 ratio = exp(clip(log_probs - old_log_probs, -20, 20)) throughout.
 """
@@ -19,12 +19,12 @@ LOG_RATIO_BOUND = 20.0
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LossInputs:
-    """What a policy loss may read of a micro-batch of B whole sequences and T response positions.
+    """The inputs of a policy loss: a micro-batch of B whole sequences and T response positions.
 
     Only `log_probs` is differentiated. What lies under a 0 of the mask has no meaning.
 
     Attributes:
-        log_probs: (B, T), the policy's, with their graph.
+        log_probs: (B, T), the policy's log-probs, with their graph.
         log_probs_of: (B, T) each, by name: "old", the policy's before the step's first update; "rollout", the
             sampler's; "reference", where a KL is in use; each frozen network's.
         advantages: (B, T).
@@ -47,17 +47,17 @@ class LossInputs:
 
     @property
     def old_log_probs(self) -> Tensor:
-        """The policy's before the step's first update, (B, T)."""
+        """The policy's log-probs before the step's first update, (B, T)."""
         return self.log_probs_of["old"]
 
     @property
     def rollout_log_probs(self) -> Tensor | None:
-        """The log-probs that the sampler gave its tokens, (B, T), in nats."""
+        """The sampler's log-probs of its tokens, (B, T), in nats."""
         return self.log_probs_of.get("rollout")
 
     @property
     def ref_log_probs(self) -> Tensor | None:
-        """The reference model's, (B, T); None where no KL to it is in use."""
+        """The reference model's log-probs, (B, T); None unless a KL to it is in use."""
         return self.log_probs_of.get("reference")
 
 
@@ -67,8 +67,8 @@ class LossOutputs(NamedTuple):
     Attributes:
         loss: (B, T) per-token losses; the caller reduces them with `aggregate`, which ignores what lies
             under the mask.
-        metrics: by name, 0-dim means over the unmasked tokens of these inputs. The mean over many
-            micro-batches is the mean of theirs weighted by their numbers of unmasked tokens.
+        metrics: 0-dim means over the unmasked tokens of these inputs, by name. Over several micro-batches,
+            means are weighted by the numbers of unmasked tokens.
     """
 
     loss: Tensor

@@ -27,7 +27,7 @@ def ppo_clip(
     L = max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high)); with c, where A < 0, min(L, -A c).
 
     Args:
-        inputs: of which it reads log_probs, old_log_probs, advantages and mask.
+        inputs: log_probs, old_log_probs, advantages and mask are read.
         clip_low: in [0, 1].
         clip_high: at least 0; larger than clip_low is DAPO's clip-higher (arXiv:2503.14476).
         dual_clip_c: above 1, or None for no dual clip.
@@ -66,9 +66,9 @@ def gspo(
 ) -> LossOutputs:
     """PPO's clip on the ratio of whole sequences (GSPO in its token form, arXiv:2507.18071).
 
-    The value of a token's ratio is that of its sequence, s = exp(mean of the log-ratios), its gradient that
-    of its own log-prob: stopgrad(s) pi / stopgrad(pi), the logarithm clamped at 10 from above. Ranges are
-    far smaller than PPO's (3e-4 and 4e-4 in the paper), and `seq-mean-token-mean` is the aggregation.
+    A token's ratio has the value of its sequence, s = exp(mean of the log-ratios), and the gradient of its
+    own log-prob: stopgrad(s) pi / stopgrad(pi), with the logarithm clamped to at most 10. Clip ranges are far
+    smaller than PPO's (3e-4 and 4e-4 in the paper); the aggregation is `seq-mean-token-mean`.
 
     Arguments, results and metrics as `ppo_clip`; `pg_clipfrac_lower` is always 0.
     """
@@ -93,7 +93,7 @@ def geo_mean(
     clip_low: float,
     clip_high: float,
 ) -> LossOutputs:
-    """The geometric mean of a sequence's ratios in place of each one (GMPO, arXiv:2507.20673).
+    """Replaces each ratio by the geometric mean of its sequence (GMPO, arXiv:2507.20673).
 
     Each log-ratio is clipped to [-clip_low, clip_high], only on the side to which its advantage drives it;
     the loss of the sequence, -mean(A) exp(mean of the clipped log-ratios), stands on each of its tokens, so
@@ -101,7 +101,7 @@ def geo_mean(
 
     Args:
         clip_low: at least 0, in log-ratio (the paper: 0.4).
-        clip_high: likewise.
+        clip_high: at least 0, in log-ratio.
 
     The other arguments as `ppo_clip`. Metrics: `pg_clipfrac` (share of clipped tokens), `ppo_kl`.
     """

@@ -1,7 +1,7 @@
-"""Losses that treat tokens of high covariance of log-prob and advantage apart, and their selection.
+"""Losses that treat tokens with a high covariance of log-prob and advantage separately; their selection.
 
-The covariance of a token is (log pi - mean log pi) (A - mean A), with the means over the batch: raising the
-log-prob of tokens where it is high is what uses up the entropy (arXiv:2505.22617).
+The covariance of a token is (log pi - mean log pi) (A - mean A), with the means over the batch: updates on
+tokens with a high covariance reduce the entropy most (arXiv:2505.22617).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def highest_covariance(
     all_reduce: AllReduce = lambda sums: sums,
     gather: Callable[[Tensor], Tensor] = lambda rows: rows,
 ) -> Tensor:
-    """The tokens with the highest covariance over a batch that may lie on several ranks.
+    """Selects the tokens with the highest covariance of a batch that may lie on several ranks.
 
     Args:
         log_probs: (B, T), this rank's rows.
@@ -63,7 +63,7 @@ def highest_covariance(
     )
     eligible = kept & (covariance >= cov_low) & (covariance <= cov_high)
     flat = covariance.masked_fill(~eligible, -torch.inf).flatten()
-    # All of the highest may lie on one rank, so each offers that many; a gather needs equal lengths.
+    # All of the highest may lie on one rank, so each rank offers that many; a gather needs equal lengths.
     offer = flat.new_full((number,), -torch.inf)
     highest = flat.topk(min(number, flat.numel())).values
     offer[: highest.numel()] = highest
@@ -81,7 +81,7 @@ def kl_cov(
     There is no clip; |log-ratio| is the KL term of the authors' code.
 
     Args:
-        inputs: of which it reads log_probs, old_log_probs, advantages and mask.
+        inputs: log_probs, old_log_probs, advantages and mask are read.
         cov_fraction: share of the tokens that are selected, in [0, 1]; at least one token unless it is 0.
         cov_kl_coef: weight of the KL term, at least 0.
 
@@ -130,7 +130,7 @@ def clip_cov(
 
 
 def _selected(inputs: LossInputs, *choice: float) -> Tensor:
-    """The tokens that were selected over the mini-batch; left out, those of these inputs."""
+    """Returns the tokens selected over the mini-batch, or else selects among these inputs."""
     if inputs.selected is None:
         return highest_covariance(inputs.log_probs, inputs.advantages, inputs.mask, *choice)
     require_same_shape(mask=inputs.mask, selected=inputs.selected)

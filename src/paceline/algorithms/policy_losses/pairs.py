@@ -21,10 +21,7 @@ class PairScores:
     """Sums of log-probs over the tokens of both answers, (P,) each; only the policy's are differentiated.
 
     Attributes:
-        chosen: the policy's, of the better answers.
-        rejected: the policy's, of the worse.
-        ref_chosen: the reference's, of the better answers.
-        ref_rejected: the reference's, of the worse.
+        chosen: the policy's sums for the better answers.
         chosen_tokens: how many tokens the better answers have.
         rejected_tokens: how many the worse have.
     """

@@ -1,4 +1,4 @@
-"""REINFORCE, plain and with a weight on each token that has no gradient."""
+"""REINFORCE, plain and with a detached weight on each token."""
 
 from __future__ import annotations
 

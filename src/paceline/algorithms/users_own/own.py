@@ -1,4 +1,4 @@
-"""What is the user's own, a loss, an estimator or an algorithm: found by its path, checked at every call."""
+"""Loads a user's own loss, estimator or algorithm by its path, and checks it at every call."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _OTHERS = "; algorithm.networks: {NAME: FOLDER} adds a frozen network's"
 
 @functools.cache
 def load_loss(path: str) -> Callable[..., LossOutputs]:
-    """The policy loss that `path` names; its result's type, shape and metrics are checked at every call.
+    """Returns the policy loss that `path` names; every call checks its result's type, shape and metrics.
 
     Raises:
         ConfigError: there is no such function.
@@ -42,7 +42,7 @@ def load_loss(path: str) -> Callable[..., LossOutputs]:
 
 @functools.cache
 def load_estimator(path: str) -> Callable[..., Estimates]:
-    """The advantage estimator that `path` names; its result's type and shape are checked at every call.
+    """Returns the advantage estimator that `path` names; every call checks its result's type and shape.
 
     Raises:
         ConfigError: there is no such function.
@@ -54,7 +54,7 @@ def load_estimator(path: str) -> Callable[..., Estimates]:
 
 @functools.cache
 def load_algorithm(path: str) -> type[Algorithm]:
-    """The subclass of `Algorithm` that `path` names.
+    """Returns the subclass of `Algorithm` that `path` names.
 
     Raises:
         ConfigError: there is no such class.
@@ -78,10 +78,10 @@ def _function(path: str, label: str, subject: str, form: str) -> Callable[..., o
 def checked_estimates(
     label: str, estimator: Callable[..., object], rows: SampleRows, **options: Any
 ) -> Estimates:
-    """The estimates of a call, detached and 0 under the mask.
+    """Returns the estimates of a call, detached and 0 under the mask.
 
     Raises:
-        ConfigError: the call fails, or its result is no estimates of these rows.
+        ConfigError: the call fails, or its result does not fit these rows.
     """
     hint = f"{_ESTIMATOR_FORM} (rows.log_probs has {', '.join(sorted(rows.log_probs))}{_OTHERS})"
     estimates = _called(label, estimator, rows, options, hint)
@@ -95,7 +95,7 @@ def checked_estimates(
         raise ConfigError(
             f"{label} returned {'no' if estimates.returns is None else 'some'} returns, and the run has "
             f"{'no' if rows.values is None else 'a'} critic; returns are the critic's targets: return them "
-            "exactly where rows.values is there"
+            "if and only if rows.values is not None"
         )
     if estimates.returns is not None:
         _require_table(label, "returns", estimates.returns, rows)
@@ -110,7 +110,7 @@ def _called(
     options: Mapping[str, Any],
     hint: str,
 ) -> object:
-    """What the user's function returns; an error of its own is a ConfigError that ends in `hint`."""
+    """Calls the user's function; turns its errors into a ConfigError that ends in `hint`."""
     try:
         return function(argument, **options)
     except Exception as error:
@@ -132,7 +132,7 @@ def _require_table(label: str, name: str, table: object, rows: SampleRows) -> No
 def checked_loss(
     label: str, user_function: Callable[..., object], inputs: LossInputs, **options: Any
 ) -> LossOutputs:
-    """The outputs of a call, without a wait for the device.
+    """Returns the outputs of a call, without waiting for the device.
 
     Raises:
         ConfigError: the call fails, or its result is no loss to train with.

@@ -1,4 +1,4 @@
-"""A training step by a user's algorithm: the order of its verbs, and what it hands them, are checked."""
+"""Runs a training step of a user's algorithm; checks the order of its verbs and their arguments."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ class OwnAlgorithm(Algorithm):
     """A user's algorithm, checked at every call.
 
     Args:
-        label: the algorithm's, for errors.
-        theirs: the user's object.
+        label: the algorithm's name for errors.
         agree: called at each verb.
     """
 
@@ -38,8 +37,7 @@ class OwnAlgorithm(Algorithm):
         """Carries a training step out as the user's `step` says.
 
         Raises:
-            ConfigError: it raised an error of its own, or its verbs make no training step.
-            PacelineError: a verb's, whatever the user's code made of it.
+            ConfigError: the user's code raised an error, or its verbs make no training step.
         """
         verbs = _CheckedVerbs(self._label, s, self._agree)
         try:
@@ -61,10 +59,10 @@ class OwnAlgorithm(Algorithm):
 
 
 class _CheckedVerbs:
-    """Refuses an order of verbs that would train nothing, or on numbers of other weights.
+    """Refuses an order of verbs that would train nothing, or would train on numbers of other weights.
 
     Attributes:
-        failure: of a verb.
+        failure: failure of a verb.
     """
 
     def __init__(self, label: str, verbs: StepVerbs, agree: Agree) -> None:
@@ -91,12 +89,14 @@ class _CheckedVerbs:
         trained = ("policy", "critic") if self.has_critic else ("policy",)
         with self._verb(network):
             names = " and ".join(trained)
-            self._require(network in trained, f"updates {network!r}, and the run trains {names}")
+            self._require(network in trained, f"updates {network!r}, but the run trains {names}")
             early = f"updates the {network} before it has estimated advantages"
             self._require("estimate" in self._done, early)
             self._require(network not in self._done, f"updates the {network} twice")
             self._require(network == "critic" or loss is not None, "updates the policy without a loss")
-            self._require(network == "policy" or loss is None, "gives the critic a loss, and it has its own")
+            self._require(
+                network == "policy" or loss is None, "gives the critic a loss, but the critic has its own"
+            )
             checked = None if loss is None else partial(checked_loss, self._label, loss)
             self._verbs.update(network, checked)
 
@@ -108,7 +108,7 @@ class _CheckedVerbs:
 
     @contextmanager
     def _verb(self, name: str) -> Iterator[None]:
-        """What is in the block happens on all ranks or on none."""
+        """Makes sure that all ranks enter the block, or none."""
         if self.failure is not None:
             raise self.failure
         try:

@@ -1,4 +1,4 @@
-"""Tries an algorithm on a few tokens before a run: finite numbers, a gradient, and splits of a batch."""
+"""Tries an algorithm on a few tokens before a run: checks finite numbers, a gradient, and split batches."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def try_loss(
     Two of them answer one prompt.
 
     Args:
-        label: the loss's, for errors.
-        loss: it.
-        names: of the log-probs that it may read beside the policy's.
+        label: the loss's name for errors.
+        names: names of the log-probs that it may read beside the policy's.
         needs: which of "critic" and "greedy" the run has.
 
     Raises:
-        ConfigError: it has no gradient, a number is not finite, or a sequence's numbers depend on the others.
+        ConfigError: the loss has no gradient, a number is not finite, or a sequence's numbers depend on the
+            others.
     """
     inputs = _loss_inputs(names, needs)
     per_token, gradient, metrics = _loss_of(label, loss, inputs)
@@ -75,8 +75,8 @@ def try_loss(
     for name, (together, apart) in pairs.items():
         if not _close(together, torch.as_tensor(apart)):
             raise ConfigError(
-                f"{label}: {name} is another when sequences are passed one by one than together, so it "
-                "would depend on how a batch is cut into micro-batches; compute each token's loss from its "
+                f"{label}: {name} differs when sequences are passed one by one, so it would depend on how a "
+                "batch is cut into micro-batches; compute each token's loss from its "
                 "own sequence, and each metric as a mean over the unmasked tokens (statistics.masked_mean)"
             )
 
@@ -89,7 +89,7 @@ def try_estimator(
     Args:
         label: the estimator's, for errors.
         advantages: it.
-        names: of the log-probs that the rows have.
+        names: names of the log-probs that the rows have.
         needs: which of "critic" and "greedy" the run has.
 
     Raises:
@@ -100,8 +100,8 @@ def try_estimator(
     for name, table in together._asdict().items():
         if table is not None and not bool(torch.isfinite(table[rows.mask]).all()):
             raise ConfigError(
-                f"{label}: its {name} are not finite on four short sequences; look for a division by 0, as "
-                "by the spread of a group whose scores are equal"
+                f"{label}: its {name} are not finite on four short sequences; look for a division by 0, such "
+                "as by the spread of a group with equal scores"
             )
     for first in (1, 2):
         parts = _on_two_ranks(advantages, rows, first)
@@ -111,7 +111,7 @@ def try_estimator(
             kept = [torch.where(rows.mask, numbers, 0.0) for numbers in (table, torch.cat(apart))]
             if not _close(*kept):
                 raise ConfigError(
-                    f"{label}: its {name} are others when the rows lie on two ranks, so they would depend "
+                    f"{label}: its {name} differ when the rows lie on two ranks, so they would depend "
                     "on the number of ranks; read what belongs to the whole batch through rows.shard "
                     "(groups.GroupScores.gather, shard.gather, shard.all_reduce)"
                 )
@@ -123,7 +123,7 @@ def try_step(label: str, algorithm: Algorithm, *, names: Sequence[str], needs: S
     Args:
         label: the algorithm's, for errors.
         algorithm: it.
-        names: of the log-probs that it may read.
+        names: names of the log-probs that it may read.
         needs: which of "critic" and "greedy" the run has.
 
     Raises:
@@ -133,7 +133,7 @@ def try_step(label: str, algorithm: Algorithm, *, names: Sequence[str], needs: S
 
 
 class _TriedVerbs:
-    """The verbs of a step without a batch."""
+    """The verbs of a step, without a batch."""
 
     def __init__(self, label: str, names: Sequence[str], needs: Sequence[str]) -> None:
         self._label, self._names, self._needs = label, names, needs
@@ -204,7 +204,7 @@ def _estimator_rows(names: Sequence[str], needs: Sequence[str]) -> SampleRows:
 def _on_two_ranks(
     advantages: Callable[[SampleRows], Estimates], rows: SampleRows, first: int
 ) -> list[Estimates]:
-    """The estimates of the first rows on one rank, and of the rest on another."""
+    """Estimates the first rows on one rank, and the rest on another."""
     barrier, slots = Barrier(2), [torch.zeros(0)] * 2
     cuts = [slice(0, first), slice(first, len(rows.mask))]
 

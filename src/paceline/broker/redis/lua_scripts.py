@@ -1,4 +1,4 @@
-"""Lua scripts for what the server must do in one step, so that nobody sees it half done."""
+"""Lua scripts for operations that the server must do atomically."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ end
 """
 
 # KEYS: the stream. ARGV: group, consumer, idle milliseconds to set, entry ids. Returns the consumer's own
-# ids. XCLAIM alone would take entries back that another consumer has reclaimed in the meantime.
+# ids. XCLAIM without the check would take back entries that another consumer has reclaimed in the meantime.
 TOUCH = """
 local own = {}
 for i = 4, #ARGV do
@@ -133,8 +133,8 @@ end
 return result
 """
 
-# KEYS: the stream. Removes the entries before the first that some group has not done: its first pending one,
-# or the one after its position. Returns how many.
+# KEYS: the stream. Removes the entries before the first one that some group has not done (the group's first
+# pending entry, or the one after its position). Returns how many.
 TRIM = """
 local floor_ms, floor_number
 local function keep_from(id, offset)

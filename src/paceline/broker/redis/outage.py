@@ -1,4 +1,4 @@
-"""One policy for a server that is away: commands wait, within a bound, and the wait is announced."""
+"""The policy for a server that does not answer: commands wait up to a bound, and the wait is announced."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.service.observability import metrics, telemetry
 log = logging.getLogger(__name__)
 
 ANNOUNCED_AFTER_S: Final = 2.0
-"""Shorter outages are not worth a word."""
+"""Shorter outages are not announced."""
 
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
@@ -25,14 +25,14 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trouble:
-    """Why a server does not do its work for now.
+    """Why a server cannot do its work at the moment.
 
     Attributes:
         state: continues a sentence that begins with the server's name.
         remedy: what a person can do about it.
         silent_s: how long the server had already been silent when this was noticed.
-        may_move: whether another server may take over the address meanwhile, so that clients connect anew.
-        needs_help: whether a person has to end it; then it is announced at once.
+        may_move: whether another server may take over the address, so that clients should reconnect.
+        needs_help: whether a person has to end the trouble; then it is announced at once.
     """
 
     state: str
@@ -45,9 +45,9 @@ class Trouble:
 class Outage:
     """What one client knows about its server's outages; all its commands share it.
 
-    An outage begins when a command fails with a `Trouble`, and ends when a command gets through: if commands
-    wait, it must be one of these. A full server still answers readers: their success does not end the outage
-    of the writers that wait for room.
+    An outage begins when a command fails with a `Trouble`, and ends when a command succeeds. While commands
+    wait, only one of them can end it: a full server still answers readers, whose success does not end the
+    outage of waiting writers.
 
     After `timeout_s` seconds commands that wait raise BrokerError. Later ones raise it at their first
     failure, until a command gets through.

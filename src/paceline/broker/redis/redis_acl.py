@@ -1,11 +1,11 @@
-"""The Redis user of a run: its keys and the commands that Paceline sends, nothing else."""
+"""The Redis user of a run, who may use the run's keys and the commands that Paceline sends."""
 
 from __future__ import annotations
 
 import hashlib
 
-# What the broker sends itself, what its scripts call, and what a connection begins with. A client also names
-# itself (CLIENT SETINFO) and goes on where it may not; servers before 7.2 do not know the command.
+# Commands that the broker sends, that its scripts call, and that open a connection. A client also sends
+# CLIENT SETINFO and ignores a refusal; servers before 7.2 do not know the command.
 COMMANDS = (
     "auth", "hello", "ping", "select", "info",
     "set", "mget", "setrange", "getrange", "strlen", "exists", "unlink", "scan", "type", "eval", "evalsha",
@@ -19,13 +19,13 @@ def acl_line(user: str, password: str, *, keys: str = "paceline:*") -> str:
     Args:
         user: its name.
         password: in plain text.
-        keys: pattern of the keys that it may use; `names.prefix(run_id)` with a star for one run alone.
+        keys: pattern of the keys that it may use; `names.prefix(run_id)` with a star for only one run.
     """
     return f"user {user} on #{_digest(password)} {rules(keys)}"
 
 
 def renewer_line(user: str, password: str) -> str:
-    """Writes the line of a user who may have the server read its certificate again, and nothing else."""
+    """Writes the line of a user who may only make the server read its certificate again."""
     return f"user {user} on #{_digest(password)} resetchannels -@all +config|set"
 
 

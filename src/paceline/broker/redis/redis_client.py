@@ -38,7 +38,8 @@ class RedisClient:
 
     Args:
         url: redis://, rediss:// or unix:// address with the password in it.
-        timeout_s: how long an attempt waits for the server's answer; for a blocking command, beyond its wait.
+        timeout_s: how long an attempt waits for the server's answer; for a blocking command, in addition to
+            its wait.
         outage_timeout_s: longest outage of the server that commands wait through.
         on_outage, on_recovery: as in `Outage`.
         max_connections: size of the pool. Blocking commands use at most `max_connections -
@@ -138,14 +139,14 @@ class RedisClient:
                     attempts.answered()
                     return reply
                 pause_s = attempts.failed(trouble)
-                # A server that answers its readers keeps their connections: one of them may be about to use
-                # a connection that looks idle here.
+                # Connections of a server that answers its readers are kept: a reader may be about to use a
+                # connection that looks idle here.
                 if trouble.may_move:
                     await self._drop_idle_connections()
                 await asyncio.sleep(pause_s)
 
     def _passing_trouble(self, attempts: Attempts, command: str, error: Exception) -> Trouble:
-        """What waiting mends; raises what it does not."""
+        """Returns the trouble if waiting can end it; otherwise raises the error."""
         trouble = trouble_of(error, timeout_s=self._timeout_s)
         if trouble is not None:
             return trouble
@@ -159,7 +160,7 @@ class RedisClient:
         raise refusal(error, server=self.server, command=command) from error
 
     async def _drop_idle_connections(self) -> None:
-        """Makes the next attempt connect anew and look the address up: another server may have it now."""
+        """Makes the next attempt reconnect and look the address up, as another server may have it now."""
         with contextlib.suppress(RedisError, OSError):
             await self._pool.disconnect(inuse_connections=False)
 
@@ -169,5 +170,5 @@ class _ScriptUnknownError(Exception):
 
 
 def _as_it_is(response: Any, **_: Any) -> Any:
-    """Keeps a reply in the server's own shape, which does not change with the client's version."""
+    """Keeps a reply in the server's own form, which does not change with the client's version."""
     return response

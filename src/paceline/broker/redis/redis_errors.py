@@ -1,4 +1,4 @@
-"""Reads the redis client's errors: which ones pass, and what the others mean; never shows the password."""
+"""Reads the redis client's errors: which ones pass, and what the others mean. Never shows the password."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _BY_CODE: Final = {
     ),
     "BUSY": Trouble(state="is busy with a script", remedy="wait, or end the script with SCRIPT KILL"),
 }
-# The client takes the code off the text of errors that it has a class for.
+# For errors that have a class, the client removes the code from the text.
 _CODE_OF_CLASS: Final = {
     exceptions.OutOfMemoryError: "OOM",
     exceptions.BusyLoadingError: "LOADING",
@@ -49,7 +49,7 @@ _REFUSED_PASSWORD: Final = (exceptions.AuthenticationError, exceptions.Authentic
 
 
 def trouble_of(error: Exception, *, timeout_s: float) -> Trouble | None:
-    """Says what is wrong with the server for now; None for an error that waiting does not mend."""
+    """Says what is wrong with the server at the moment; None for an error that waiting cannot help."""
     if isinstance(error, (TimeoutError, exceptions.TimeoutError)):
         return Trouble(
             state=f"has not answered for {timeout_s:g} s",
@@ -68,20 +68,20 @@ def trouble_of(error: Exception, *, timeout_s: float) -> Trouble | None:
 
 
 def _with_cause(trouble: Trouble, text: str) -> Trouble:
-    """The same with what the server says of its disk, if it says something: that there is no space left."""
+    """Adds the server's own words about its disk, if any, such as that no space is left."""
     cause = _DISK_CAUSE.search(text)
     return replace(trouble, state=f"{trouble.state} ({cause[1]})") if cause else trouble
 
 
 def refusal(error: Exception, *, server: str, command: str) -> BrokerError:
-    """Returns the error to raise for one that waiting does not mend."""
+    """Returns the error to raise if waiting cannot help."""
     if isinstance(error, _REFUSED_PASSWORD) or _says(error, "NOAUTH") or _says(error, "WRONGPASS"):
         return BrokerError(f"{command}: broker {server} refused the password: correct it in broker.url")
     return BrokerError(f"{command}: broker {server} refused it: {error}")
 
 
 def is_missing(error: Exception) -> bool:
-    """Returns whether a command failed as the stream or group does not exist or was deleted meanwhile."""
+    """Whether a command failed because the stream or group does not exist or was deleted meanwhile."""
     return isinstance(error, exceptions.ResponseError) and (
         _says(error, "NOGROUP")
         or _says(error, "UNBLOCKED")
@@ -91,7 +91,7 @@ def is_missing(error: Exception) -> bool:
 
 
 def _says(error: Exception, code: str) -> bool:
-    """Whether the server gave this error code, itself or, after a colon, in a script."""
+    """Whether the server gave this error code, directly or (after a colon) in a script."""
     return re.search(rf"(?:^|: -?){code} ", str(error)) is not None
 
 

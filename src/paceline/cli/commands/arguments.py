@@ -38,7 +38,7 @@ def add_offline(parser: argparse.ArgumentParser) -> None:
         "--offline",
         action=_Offline,
         nargs=0,
-        help="take models and data sets of the hub from the cache, and fetch nothing",
+        help="read models and data sets of the hub from the cache; download nothing",
     )
 
 
@@ -50,7 +50,7 @@ def add_dry_run(parser: argparse.ArgumentParser) -> None:
 
 
 class _Offline(argparse.Action):
-    """Tells huggingface_hub, which reads the variable when it is imported, and every process started."""
+    """Sets the variable that huggingface_hub reads on import, here and in every process started."""
 
     def __call__(self, *args: object, **keywords: object) -> None:
         os.environ[OFFLINE] = "1"
@@ -60,7 +60,7 @@ def load_config(kind: type[S], path: str | Path, overrides: Sequence[str]) -> S:
     """Reads a configuration, with its overrides.
 
     Raises:
-        ConfigError: it cannot be used; if it is the file of another command, names that.
+        ConfigError: the file cannot be used. If it belongs to another command, the error names that command.
     """
     fitting, sections = _COMMANDS[kind], top_level_keys(path)
     if _MARKS[fitting] not in sections:
@@ -79,7 +79,7 @@ _COMMANDS: Mapping[type[Section], str] = {
     DpoRunConfig: "dpo",
     Hosts: "up",
 }
-# The section by which the file of a command is known.
+# The section that tells which command a file belongs to.
 _MARKS: Mapping[str, str] = {"up": "hosts", "sft": "sft", "rm": "rm", "dpo": "dpo", "train": "trainer"}
 
 
@@ -123,7 +123,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ControllerAddress:
-    """Where a running controller answers, and with which credentials."""
+    """Holds the address of a running controller, and the credentials to call it with."""
 
     address: str
     credentials: Credentials
@@ -140,7 +140,7 @@ def add_controller(parser: argparse.ArgumentParser) -> None:
 
 
 def find_controller(args: argparse.Namespace) -> ControllerAddress | None:
-    """The controller that the arguments mean; prints why there is none.
+    """Returns the controller that the arguments name; if there is none, prints why.
 
     Raises:
         ConfigError: there is no such run, or it was not started by `paceline train`.

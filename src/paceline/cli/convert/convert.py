@@ -1,4 +1,4 @@
-"""Converts another program's configuration: a tree of ours, and what became of each of their keys."""
+"""Converts another program's configuration, and reports what became of each of its keys."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _NO_KEY = "no such key is known; see docs/keys-of-verl-and-trl.md, or leave it o
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Converted:
-    """Holds a configuration that was made from another system's, and the report.
+    """Holds a configuration converted from another program's, and the report about its keys.
 
     Attributes:
-        tree: nested, as a file holds it.
-        same: what of theirs became what of ours; "" where no number depends on it.
-        changed: the same, and the reason; the pair is (ours, reason).
-        refused: their keys with their values, and why each is not in the tree.
+        tree: the configuration, nested as in a file.
+        same: our key by the other program's key; "" where no number depends on the key.
+        changed: the pair (our key, reason) by the other program's key.
+        refused: for each of the other program's keys with its value, the reason why it is not in the tree.
     """
 
     tree: dict[str, Any] = field(default_factory=dict)
@@ -37,11 +37,7 @@ class Converted:
 
 
 def program_of(tree: Mapping[str, Any]) -> str:
-    """Whose configuration a file is.
-
-    Raises:
-        ConfigError: neither program's.
-    """
+    """Returns the program that a configuration file belongs to."""
     heads = {str(key).partition(".")[0] for key in tree}
     if {"actor_rollout_ref", "reward_model"} & heads:
         return VERL
@@ -54,7 +50,9 @@ def program_of(tree: Mapping[str, Any]) -> str:
     } & heads:
         return TRL
     if {"model", "reward"} <= heads <= set(RunConfig.model_fields) | {"extends"}:
-        raise ConfigError("the file is one of ours already; `paceline check FILE` looks at it")
+        raise ConfigError(
+            "the file is a configuration of Paceline already; check it with `paceline check FILE`"
+        )
     raise ConfigError(
         f"the file has the keys {', '.join(sorted(heads)[:8])}: neither verl's "
         "(actor_rollout_ref, ...) nor TRL's (num_generations, ...); name the program with --from"
@@ -62,10 +60,10 @@ def program_of(tree: Mapping[str, Any]) -> str:
 
 
 def convert(tree: Mapping[str, Any], program: str, facts: Tree | None = None) -> Converted:
-    """Takes over what the program's table has, the defaults that differ here, and says what became of each.
+    """Converts the keys in the program's table, and its defaults that differ from ours.
 
     Args:
-        tree: theirs, nested or by dotted keys.
+        tree: the other program's configuration, nested or by dotted keys.
         program: a key of TABLES.
         facts: values of DEVICES and NUM_ROWS, as far as they are known.
     """
@@ -76,7 +74,9 @@ def convert(tree: Mapping[str, Any], program: str, facts: Tree | None = None) ->
         given.pop(key)
         rule = _rule(rules, key)
         if rule is None or rule.convert is not None:
-            out.refused[f"{key}: {flat[key]}"] = "refers to what the file does not have; write its value"
+            out.refused[f"{key}: {flat[key]}"] = (
+                "refers to a key that the file does not have; write its value"
+            )
     given = {key: value for key, value in given.items() if not _is_unset(_rule(rules, key), value)}
     defaults = {key: one for rule in rules for key, one in rule.defaults.items()}
     values = defaults | given | dict(facts or {})
@@ -105,7 +105,7 @@ def _is_unset(rule: ConversionRule | None, value: Any) -> bool:
 def _take(
     out: Converted, rule: ConversionRule, key: str, value: Any, values: Tree, *, by_default: bool
 ) -> None:
-    """Enters one key; of a default only what differs from ours."""
+    """Enters one key; a default is entered only where it differs from ours."""
     label = f"{key}: {value}" + (" (its default)" if by_default else "")
     if rule.part_of:
         if not by_default:
@@ -132,7 +132,7 @@ def _same(default: Any, value: Any) -> bool:
 
 
 def default_of(path: str) -> Any:
-    """What a configuration of ours has under a dotted key that its file leaves out; UNSET without a default.
+    """Returns our default of a dotted key; UNSET if it has none.
 
     Raises:
         KeyError: there is no such key.
@@ -152,7 +152,7 @@ def default_of(path: str) -> Any:
 
 
 def flattened(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Values by dotted key; a list is a value, as is a mapping without keys."""
+    """Returns values by dotted key; a list or an empty mapping is a value."""
     return dict(_leaves(tree, prefix))
 
 

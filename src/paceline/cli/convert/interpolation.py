@@ -1,4 +1,4 @@
-"""References of a configuration of OmegaConf to its own keys and to the environment."""
+"""Resolves references in an OmegaConf configuration to its own keys and to the environment."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _DEPTH = 20
 
 
 def resolve(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Replaces `${a.b}`, `${.b}`, `${oc.select:a.b,default}` and `${oc.env:NAME,default}` by what they name.
+    """Replaces `${a.b}`, `${.b}`, `${oc.select:a.b,default}` and `${oc.env:NAME,default}` by their values.
 
     Args:
         values: by dotted key.
 
     Returns:
-        The values, and the keys of which one names what is not there.
+        The values, and the keys whose reference leads nowhere.
     """
     resolved = dict(values)
     unresolved = []
@@ -44,7 +44,7 @@ def _value(value: Any, key: str, values: Mapping[str, Any]) -> Any:
 
 
 def _named(reference: str, key: str, values: Mapping[str, Any]) -> Any:
-    """What a reference stands for; raises KeyError."""
+    """Returns the value that a reference names; raises KeyError if there is none."""
     kind, colon, rest = reference.partition(":")
     if not colon:
         return values[_absolute(reference.strip(), key)]

@@ -1,4 +1,4 @@
-"""A converted configuration as a file: YAML, with what became of each key as comments."""
+"""Writes a converted configuration as YAML; comments say what became of each key."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REQUIRED = {
 
 
 def missing_keys(tree: dict[str, Any]) -> dict[str, str]:
-    """What a run needs and the tree lacks, with a hint each."""
+    """Returns the keys that a run needs and the tree lacks, each with a hint."""
     reward = tree.get("reward", {})
     lacks = {
         key: hint
@@ -36,7 +36,7 @@ def missing_keys(tree: dict[str, Any]) -> dict[str, str]:
 
 
 def fault(tree: dict[str, Any]) -> str:
-    """Why a run would not take the tree; "" if it would."""
+    """Returns why a run would refuse the tree; "" if it would not."""
     try:
         parse(RunConfig, tree)
     except ConfigError as error:
@@ -59,7 +59,7 @@ def text_of(converted: Converted, source: str) -> str:
         lines += ["\n", f"# {title}:{'' if entries else ' nothing'}\n", *(f"#   {one}\n" for one in entries)]
     idle = [_line(key) for key, ours in converted.same.items() if not ours]
     if idle:
-        lines += ["\n", "# On these no number of a run depends, or they ask for nothing:\n"]
+        lines += ["\n", "# These keys change no number of a run, or ask for nothing:\n"]
         lines += [f"#   {key}\n" for key in idle]
     return "".join(lines)
 
@@ -76,7 +76,7 @@ def _changed(converted: Converted) -> Iterator[str]:
 
 
 def _arithmetic(tree: dict[str, Any]) -> Iterator[str]:
-    """What a step holds, where the sizes are known."""
+    """Describes the sizes of a step, if they are known."""
     data, actor, rollout = (tree.get(section, {}) for section in ("data", "actor", "rollout"))
     try:
         prompts, update = int(data["train_batch_size"]), int(actor["ppo_mini_batch_size"])

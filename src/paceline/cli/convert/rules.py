@@ -1,4 +1,4 @@
-"""A row of a table of keys: what another program calls something, what it is here, and how values change."""
+"""Rules that convert keys: the other program's key, our key, and how values change."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ Tree = Mapping[str, Any]
 """Values by dotted key."""
 
 UNSET: Final = object()
-"""In place of a default: a key that is not in the file says nothing."""
+"""Stands in for a default where a missing key means nothing."""
 
 DEVICES, NUM_ROWS = "paceline.devices", "paceline.num_rows"
-"""Keys that no file has: how many processes train there, and the rows of the training files, if known."""
+"""Keys that no file has: the number of training processes, and of training rows if known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """Values of ours that do not mean quite the same.
+    """Holds values of ours whose meaning differs slightly.
 
     Attributes:
         values: by dotted key; {} where nothing is set here.
-        reason: what is different here.
+        reason: how the meaning differs.
     """
 
     values: Tree
@@ -30,25 +30,27 @@ class Changed:
 
 
 Convert = Callable[[Any, Tree], Tree | Changed]
-"""Of a value and the other file's values, defaults included: ours, by dotted key; {} where none is needed.
+"""Returns our values by dotted key ({} where none is needed), given a value and the other file's values with
+defaults.
 
 Raises:
-    ValueError: why there is nothing of that meaning here, and what to do.
+    ValueError: we have no counterpart; the message says why and what to do.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConversionRule:
-    """Says what their settings become here.
+    """Says what becomes of keys of another program.
 
     Attributes:
-        keys: their dotted keys; one that ends in `.*` stands for all below it.
-        ours: what becomes of a value; the page says so.
+        keys: the other program's dotted keys; a key that ends in `.*` stands for all below it.
+        ours: description of what becomes of a value, for the page of the docs.
         convert: None where no number of a run depends on the value.
-        default: what the other program takes where the file does not say; by key where a rule has several.
-        unset: values that mean the same as none.
-        part_of: the key whose rule reads these.
-        examples: their values with ours, which the page shows and the tests walk; None: it cannot be.
+        default: the other program's default; by key where a rule has several keys.
+        unset: values that mean the same as a missing key.
+        part_of: the key whose rule reads these keys.
+        examples: pairs of their values and ours (None: cannot be converted); the docs show them and tests
+            check them.
     """
 
     keys: tuple[str, ...]
@@ -61,20 +63,20 @@ class ConversionRule:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The defaults of its keys, as far as they have some."""
+        """The defaults of the rule's keys; keys without a default are left out."""
         if self.default is UNSET:
             return {}
         return dict(self.default) if isinstance(self.default, dict) else {self.keys[0]: self.default}
 
     def covers(self, key: str) -> bool:
-        """Whether the rule is one of this key."""
+        """Whether the rule applies to this key."""
         return any(
             key == own or (own.endswith(".*") and key.startswith(own.removesuffix("*"))) for own in self.keys
         )
 
 
 By = Mapping[Any, Any] | Callable[[Any], Any]
-"""What changes a value: a function, or a mapping where that has it."""
+"""Converts a value: a function, or a mapping for the values that it has."""
 
 
 def renamed(
@@ -87,7 +89,7 @@ def renamed(
     becomes: Any = UNSET,
     unset: tuple[Any, ...] = (None,),
 ) -> ConversionRule:
-    """A key that has another name here; `by` changes its value, and makes `becomes` of the example."""
+    """Makes a rule for a key with another name here; `by` converts its value."""
 
     def convert(value: Any, tree: Tree) -> Tree:
         if callable(by):
@@ -105,7 +107,7 @@ def renamed(
 
 
 def same(section: str, ours: str, names: Mapping[str, tuple[Any, Any]]) -> tuple[ConversionRule, ...]:
-    """Keys of a section that have the same name in a section here: an example each, and their default."""
+    """Makes rules, with an example and a default each, for keys with the same name in a section of ours."""
     return tuple(
         renamed(f"{section}.{name}", f"{ours}.{name}", example, default=default)
         for name, (example, default) in names.items()
@@ -113,14 +115,14 @@ def same(section: str, ours: str, names: Mapping[str, tuple[Any, Any]]) -> tuple
 
 
 def no_effect(ours: str, keys: str) -> ConversionRule:
-    """Keys on which no number of a run depends; says what takes their place here."""
+    """Makes a rule for keys on which no number of a run depends; `ours` says what takes their place."""
     return ConversionRule(keys=tuple(keys.split()), ours=ours)
 
 
 def only(
     ours: str, keys: str, *, neutral: Collection[Any] = (None, False, "", 0), example: Any = True
 ) -> ConversionRule:
-    """Keys of what is not here; values in `neutral` ask for nothing."""
+    """Makes a rule for keys without a counterpart; values in `neutral` ask for nothing."""
 
     def convert(value: Any, tree: Tree) -> Tree:
         if value in ([], {}) or any(value is one or value == one for one in neutral):
@@ -136,7 +138,7 @@ def only(
 
 
 def options(key: str, ours: str) -> ConversionRule:
-    """Keyword arguments that both programs hand on as they are."""
+    """Makes a rule for keyword arguments that both programs pass on unchanged."""
 
     def convert(value: Any, tree: Tree) -> Tree:
         given = {
@@ -153,7 +155,7 @@ def options(key: str, ours: str) -> ConversionRule:
 
 
 def part(keys: str, of: str, default: Any = UNSET, unset: tuple[Any, ...] = (None,)) -> ConversionRule:
-    """Keys that the rule of another one reads."""
+    """Makes a rule for keys that another key's rule reads."""
     return ConversionRule(
         keys=tuple(keys.split()), ours=f"with `{of}`", default=default, unset=unset, part_of=of
     )

@@ -54,7 +54,7 @@ class ImageSpec:
     """What a model's configuration says of images.
 
     Attributes:
-        token_id: of the placeholder.
+        token_id: token id of the placeholder.
         merge_size: the patches along height and along width that a token stands for.
         width: numbers of a patch.
     """

@@ -34,7 +34,7 @@ def as_verl_calls(function: Callable[..., object], takes_truth: bool) -> Callabl
     Of a dict that it returns, the numbers and truth values are kept; of a sequence, the first value.
 
     Args:
-        function: of verl's form.
+        function: function of verl's form.
         takes_truth: it takes `ground_truth`.
     """
 
@@ -64,8 +64,8 @@ def as_trl_calls(
     there leaves it out.
 
     Args:
-        function: of TRL's form.
-        parameters: of its signature.
+        function: function of TRL's form.
+        parameters: parameters of its signature.
     """
     variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     needed = {

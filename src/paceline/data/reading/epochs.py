@@ -15,7 +15,7 @@ def with_epochs_counted(config: RunConfig, tell: Callable[[str], None]) -> tuple
     """The configuration with trainer.total_steps, and what people should know of it.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         tell: called with a sentence every few seconds while prompts are tokenized.
 
     Raises:

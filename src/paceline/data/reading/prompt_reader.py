@@ -108,7 +108,7 @@ class PromptReader:
     Attributes:
         folder: the model's.
         images: reads those of `data.image_key`.
-        tokenizer_digest: of the tokenizer's files; without one no tokens are kept.
+        tokenizer_digest: digest of the tokenizer's files; without one no tokens are kept.
         tell: called with a sentence when many rows are read, and every few seconds while they are tokenized.
     """
 

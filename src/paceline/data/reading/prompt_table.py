@@ -51,13 +51,13 @@ class PromptTable:
     """All rows of a set, in their order.
 
     Attributes:
-        tokens: of all rows, one after the other.
+        tokens: tokens of all rows, one after the other.
         ends: where each row's tokens end.
         is_text: by row.
         sources: the distinct data sources, sorted.
         source: by row, its place in `sources`.
         ranks: by row, the place of its value among the distinct ones; None without data.order_by.
-        digest: of the tokens and of what the rows' scorers need.
+        digest: digest of the tokens and of what the rows' scorers need.
     """
 
     tokens: Int32Array

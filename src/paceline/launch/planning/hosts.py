@@ -33,7 +33,7 @@ class Host(Section):
     address: str = Field(description="Address that its services listen on and that the others reach.")
     data_address: str | None = Field(
         None,
-        description="Its address on the network that is to carry weights and what learner ranks exchange; "
+        description="Its address on the network for weights and for traffic between learner ranks;  "
         "null: address.",
     )
     folder: str = Field(description="Working directory of its services.")
@@ -42,9 +42,10 @@ class Host(Section):
     gpus: tuple[int, ...] = Field((), description="GPU indices: the learner's ranks take the first ones.")
     card: str | None = Field(
         None,
-        description="What its GPUs are, say H100, for the memory plan; `paceline hosts init` asks the host.",
+        description="Model of its GPUs, such as H100, for the memory plan; `paceline hosts init` asks the "
+        "host.",
     )
-    cores: int = Field(8, gt=0, description="CPU cores, which its learner ranks share where there is no GPU.")
+    cores: int = Field(8, gt=0, description="CPU cores, which its learner ranks share if it has no GPU.")
     learner: int = Field(0, ge=0, description="Learner ranks.")
     rollout: int = Field(0, ge=0, description="Rollout servers.")
     reward: int = Field(0, ge=0, description="Reward services.")
@@ -103,7 +104,7 @@ def with_hosts(config: RunConfig, hosts: Hosts) -> RunConfig:
     placed = {name for host in hosts.hosts for name in host.reward_models}
     if models != placed:
         raise ConfigError(
-            f"reward.models names {_names(models)}, and the hosts run {_names(placed)}: give each model's "
+            f"reward.models names {_names(models)}, but the hosts run {_names(placed)}: add each model's "
             "name to a host, reward_models: [NAME]"
         )
     addresses = {"this machine": hosts.address} | {host.name: host.address for host in hosts.hosts}

@@ -20,7 +20,7 @@ def keep_token(run_dir: Path, new: str) -> str:
     """Returns the token of an open run and keeps it in a file that only this user can read, for later starts.
 
     Args:
-        run_dir: of the run.
+        run_dir: directory of the run.
         new: the token, if there is none yet.
     """
     path = run_dir / _FILE

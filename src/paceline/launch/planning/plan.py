@@ -215,8 +215,8 @@ def reward_model(
     """Returns a replica of a reward model; it attaches to the reward services and is not a member of the run.
 
     Args:
-        number: of the replica.
-        addresses: of all reward services of the run.
+        number: number of the replica.
+        addresses: addresses of all reward services of the run.
         env: says which GPU it sees.
     """
     command = [

@@ -224,9 +224,9 @@ def _num_threads() -> int:
 
 
 def _find_title() -> None:
-    """Has setproctitle find its room while the environment is the one that this process began with.
+    """Lets setproctitle find its memory while the environment is still the original one.
 
-    Without the environment's own room: who looks for a run's processes reads it.
+    It may not use the environment's memory, which is read to find a run's processes.
     """
     os.environ["SPT_NOENV"] = "1"
     with contextlib.suppress(ImportError):

@@ -18,7 +18,7 @@ def mcp_environment(server: Any, *, timeout_s: float = 30.0) -> Callable[[], Env
 
     Args:
         server: what `mcp.Client` takes: a URL, `StdioServerParameters` (a process per episode), or a server.
-        timeout_s: of each call of a tool.
+        timeout_s: deadline of each call of a tool.
     """
 
     def make() -> Environment:

@@ -30,8 +30,8 @@ def nemo_gym_environment(url: str, *, timeout_s: float = 60.0) -> Callable[[], E
     (`mask_sample`) loses the attempt.
 
     Args:
-        url: of the server, such as "http://127.0.0.1:8000".
-        timeout_s: of each request to it.
+        url: URL of the server, such as "http://127.0.0.1:8000".
+        timeout_s: deadline of each request to it.
     """
 
     def make() -> Environment:

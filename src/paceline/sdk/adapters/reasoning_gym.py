@@ -26,7 +26,7 @@ def rows(task: str, *, size: int, seed: int, **settings: Any) -> Iterator[dict[s
         task: a name of the library.
         size: how many.
         seed: another one gives other rows, such as those for validation.
-        settings: of the task, as `reasoning_gym.create_dataset` takes them.
+        settings: settings of the task, as `reasoning_gym.create_dataset` takes them.
 
     Raises:
         ConfigError: JSON cannot hold the entries of this task, so that its answers could not be graded.
@@ -62,7 +62,7 @@ def score(
         response: the decoded response.
         ground_truth: unused, the entry has it.
         data_source: the task.
-        entry: of the row.
+        entry: entry of the row.
         tag: the answer is what the last `<tag>...</tag>` holds, without one there is none; "": all of it.
         extra: the item's other fields, unused.
     """

@@ -30,7 +30,7 @@ def textarena_environment(
     Args:
         make: makes one game, such as `lambda: textarena.make("TicTacToe-v0-raw")`. The games named "-raw" say
             what is new since the last turn; others repeat the whole game, of which the beginning is left out.
-        num_players: of the game.
+        num_players: number of players of the game.
         player: the policy's number.
         opponent: from another player's number and what it reads to its move; it runs in a thread.
     """

@@ -26,8 +26,8 @@ def verifiers_environment(environment: Any, *, timeout_s: float = 600.0) -> Call
     is the library's; its metrics become components.
 
     Args:
-        environment: of `verifiers` or of `verifiers.v1`, any number of episodes at a time.
-        timeout_s: of each answer of the policy; those of `verifiers.v1` have their own.
+        environment: environment of `verifiers` or of `verifiers.v1`, any number of episodes at a time.
+        timeout_s: deadline of each answer of the policy; those of `verifiers.v1` have their own.
 
     Raises:
         ConfigError: it is no environment of the library, its rubric compares the samples of a prompt, or

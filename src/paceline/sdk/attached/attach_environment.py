@@ -25,7 +25,7 @@ class EnvironmentAttachment(Attachment[Play, Played]):
         every_address: attach to each address that the host of `address` stands for, looked up again every
             five seconds: several servers of the run behind one name, which come and go.
         name: the `rollout.environment.attached` of the run's configuration.
-        token: of the scope `attach`, or the run's; None takes PACELINE_ENVIRONMENT_TOKEN.
+        token: token of the scope `attach`, or the run's; None takes PACELINE_ENVIRONMENT_TOKEN.
         max_episodes: most episodes at a time, from each server.
         data_sources: what it can play; none: everything.
         patience_s: how long to try to reach a run that is away.

@@ -37,7 +37,7 @@ class Attachment(Generic[TaskT, AnswerT]):
     Args:
         address: host:port of a server of the run; several: one stream to each.
         name: what it attaches as.
-        role: of the servers.
+        role: role of the servers.
         credentials: that the servers ask for.
         data_sources: what it takes; none: everything.
         window: most tasks at a time, from each server.
@@ -231,7 +231,7 @@ def attach_until_signal(
 
     Args:
         make: makes the client.
-        name: of the process, in its log.
+        name: name of the process, in its log.
         ready_file: see `keep_ready_file`.
 
     Raises:

@@ -62,7 +62,7 @@ class ChildLimits:
     """What a child process may use.
 
     Args:
-        memory_bytes: of the child and of each process that it starts; None: no limit.
+        memory_bytes: bytes of the child and of each process that it starts; None: no limit.
         start_s: how long the import of the user's code may take.
         pass_env: further variables of this process's environment that it sees.
     """

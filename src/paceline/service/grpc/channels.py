@@ -49,7 +49,7 @@ def connect(
     Args:
         address: host:port.
         credentials: the token that goes with every call, and the files for TLS; None: neither.
-        role: of the server, which its certificate must name; "": the certificate must name the address.
+        role: role of the server, which its certificate must name; "": the certificate must name the address.
         tls_name: what the server's certificate must name in place of the role's name.
         max_message_bytes: largest message in either direction.
         term: a controller's, sent with every call; 0 for a caller that is no controller.
@@ -102,7 +102,7 @@ async def call(
     """One unary call with a deadline.
 
     Args:
-        method: of a generated stub.
+        method: method of a generated stub.
         request: its message.
         timeout_s: the deadline in seconds.
         phase: what is being done, for the error's message.

@@ -103,7 +103,7 @@ class MemberSession:
     """A process's membership in the fleet.
 
     Args:
-        context: of the process.
+        context: context of the process.
         options: the command line.
         kind: what the member does.
         num_ranks: how many ranks it has in the weight group.

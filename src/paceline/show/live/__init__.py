@@ -1,1 +1,1 @@
-"""What people see of a run while it goes on."""
+"""Shows a run while it goes on."""

@@ -1,4 +1,4 @@
-"""A view that also says, once, how the first warm steps compare with what was expected of them."""
+"""A view that compares the first warm steps with the estimate, once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class ExpectingView:
 
     Args:
         view: what shows the run.
-        expectation: of its steps.
+        expectation: expectation of its steps.
     """
 
     def __init__(self, view: View, expectation: Expectation) -> None:

@@ -1,4 +1,4 @@
-"""Signs in a step's metrics that a run learns little; each is said when it begins."""
+"""Detects signs in the metrics that a run learns little; each is reported when it begins."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Signs:
         self._first_entropies: list[float] = []
 
     def look(self, step: int, metrics: Mapping[str, float]) -> list[str]:
-        """The sentences that a step gives reason for."""
+        """Returns a sentence for each sign that this step shows for the first time."""
         now = {
             name: sentence
             for name, sentence in (
@@ -42,8 +42,8 @@ class Signs:
         if share < _CUT_SHARE:
             return ""
         return (
-            f"{share:.0%} of the responses were cut off at data.max_response_length; raise it, or look "
-            "whether the model ends its responses at all"
+            f"{share:.0%} of the responses were cut off at data.max_response_length; raise it, or check that "
+            "the model ends its responses at all"
         )
 
     def _without_spread(self, metrics: Mapping[str, float]) -> str:
@@ -54,7 +54,7 @@ class Signs:
             return ""
         return (
             f"for {_FLAT_STEPS} steps at least {min(self._flat):.0%} of the prompt groups had the same "
-            "reward for all samples, which teaches nothing beside a group's mean; the prompts may be too "
+            "reward for all samples, so that their advantages are zero; the prompts may be too "
             "easy or too hard, or the reward too coarse (algorithm.dynamic_sampling replaces such groups)"
         )
 

@@ -44,7 +44,7 @@ class LiveView:
         self._live.start()
 
     def milestone(self, text: str) -> None:
-        """Adds a line to the list of the start-up; once there are rows, changes the status line."""
+        """Adds a line to the list of start-up events; once there are rows, changes the status line."""
         self._milestones.append((time.monotonic() - self._began, text))
         if self._rows:
             self.phase(step=self._step, phase=text, admitted=0, wanted=0)
@@ -56,14 +56,14 @@ class LiveView:
         self._step, self._phase, self._admitted, self._wanted = step, phase, admitted, wanted
 
     def step(self, step: int, metrics: Metrics) -> None:
-        """Adds a row; what was said of the start goes when the first one comes."""
+        """Adds a row; the first one replaces the list of start-up events."""
         if not self._rows:
             self._notices.clear()
         self._rows.append((step, metrics))
         self._pace.step(step, time.monotonic())
 
     def notice(self, text: str) -> None:
-        """Adds a line under the table, which goes after a while."""
+        """Adds a line under the table, which disappears after a while."""
         self._notices.append((time.monotonic(), text))
 
     def pulse(self) -> None:
@@ -89,7 +89,7 @@ class LiveView:
         return Group(*parts)
 
     def _table(self) -> Table:
-        """The last steps, in as many columns as fit; those on the right go first, and no number is cut."""
+        """Returns the last steps in as many columns as fit; columns on the right are dropped first."""
         titles, lines = ["step"], [[f"{step}/{self._total_steps}"] for step, _ in self._rows]
         for column in columns(dict.fromkeys(name for _, metrics in self._rows for name in metrics)):
             titles.append(f"{column.title} {column.unit}".rstrip())
@@ -128,7 +128,7 @@ def _bar(done: int, total: int) -> Any:
 
 
 def _num_fitting(lines: Sequence[Sequence[str]], width: int) -> int:
-    """How many columns of a table fit into `width`; at least one."""
+    """Returns how many columns of a table fit into `width`, at least one."""
     used, count = 0, 0
     for cells in zip(*lines, strict=True):
         used += max(map(len, cells)) + _GAP

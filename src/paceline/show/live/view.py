@@ -1,4 +1,4 @@
-"""Shows a run while it goes on: the interface of a view, and plain lines for output that is no terminal."""
+"""The interface of a view on a running run, and plain lines for output that is no terminal."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class View(Protocol):
     """Shows what happens in a run; called in the order of the events."""
 
     def milestone(self, text: str) -> None:
-        """A part of the start-up begins or is done."""
+        """Shows that a part of the start-up begins or is done."""
         ...
 
     def phase(self, *, step: int, phase: str, admitted: int, wanted: int) -> None:
-        """The run is in this phase; the counts are 0 in a phase that counts nothing."""
+        """Shows that the run is in this phase; the counts are 0 in a phase that counts nothing."""
         ...
 
     def step(self, step: int, metrics: Metrics) -> None:
@@ -49,7 +49,7 @@ class View(Protocol):
 class PlainView:
     """Prints a line per step and milestone, and a sign of life after `quiet_s` seconds without either.
 
-    Before the first step it does so after 5 s.
+    Before the first step it prints the sign of life after 5 s.
     """
 
     def __init__(self, total_steps: int, *, out: TextIO | None = None, quiet_s: float = 20.0) -> None:
@@ -63,7 +63,7 @@ class PlainView:
         self._say(f"[{time.monotonic() - self._began:6.1f} s] {text}")
 
     def phase(self, *, step: int, phase: str, admitted: int, wanted: int) -> None:
-        """Prints nothing: the line of the step has the seconds of its phases."""
+        """Prints nothing, because the step's line has the seconds of its phases."""
         if (step, phase) != (self._step, self._phase):
             self._phase_began = time.monotonic()
         self._step, self._phase, self._words = step, phase, phase_words(phase, admitted, wanted)
@@ -77,7 +77,7 @@ class PlainView:
             self._say(f"step {self._step}/{self._total_steps}: {self._words}, {seconds:.0f} s so far")
 
     def step(self, step: int, metrics: Metrics) -> None:
-        """Prints a line, unless no column has a number: starting weights that are not validated."""
+        """Prints a line, unless no column has a number, as for starting weights without a validation."""
         self._has_steps = True
         self._pace.step(step, time.monotonic())
         if any(column.cell(metrics) for column in columns(metrics)):
@@ -145,7 +145,7 @@ class JsonView:
 
 
 class Pace:
-    """How long the rest of a run will take, from its last steps."""
+    """Estimates from the last steps how long the rest of a run will take."""
 
     def __init__(self, total_steps: int) -> None:
         self._total_steps = total_steps
@@ -157,7 +157,7 @@ class Pace:
 
     @property
     def to_go_s(self) -> float | None:
-        """Seconds to the end; None before a step can be told."""
+        """Returns the seconds to the end; None before a step has been timed."""
         if len(self._ends) < 2:
             return None
         (first, began), (last, ended) = self._ends[0], self._ends[-1]
@@ -166,7 +166,7 @@ class Pace:
         return round((self._total_steps - last) * (ended - began) / (last - first), 1)
 
     def words(self) -> str:
-        """The same in words; "" where it is not known, or nothing is left."""
+        """Returns the time to the end in words; "" if it is unknown or nothing is left."""
         return f"to go {clock(self.to_go_s)}" if self.to_go_s else ""
 
 

@@ -1,4 +1,4 @@
-"""A view that notes where the run is and when steps are finished."""
+"""A view that records the run's position and the end of each step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class WatchedView:
         self._finished = asyncio.Event()
 
     async def next_step(self) -> None:
-        """Waits until a further step is finished; one that is done again after a rewind does not count."""
+        """Waits until another step is finished; a step repeated after a rewind does not count."""
         await self._finished.wait()
 
     def milestone(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""What a page shows of a run directory, as plain values for JSON; also while the run is under way."""
+"""Reads what a page shows of a run directory, as plain values for JSON, also during the run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NUM_SPARKS = 40
 
 
 class RunContent:
-    """A run directory; a file that is missing counts as empty. Not for several threads at once."""
+    """Reads a run directory; a missing file counts as empty. Not safe for several threads."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -39,7 +39,7 @@ class RunContent:
         self.samples = SampleFiles(folder / "trajectories", TokenTexts(_tokenizer_folders(folder)))
 
     def head(self) -> dict[str, Any]:
-        """Name, note, facts, when it began and for how long it has written, how far it is, its rewards."""
+        """Returns name, note, facts, start, duration, progress and rewards."""
         self._read_metrics()
         tree = self._tree()
         times = [time for _, time in self._table.points("time")]
@@ -60,14 +60,14 @@ class RunContent:
         }
 
     def metrics(self, *, generation: int = 0, start: int = 0) -> dict[str, Any]:
-        """The lines of metrics.jsonl from `start` on, or all if the file has begun anew since."""
+        """Returns the lines of metrics.jsonl from `start` on, or all if the file was replaced since."""
         self._read_metrics()
         same = generation == self._metrics.generation
         part = self._table.part(min(start, len(self._table)) if same else 0, MAX_LINES)
         return {"generation": self._metrics.generation, "is_new": not same, **part}
 
     def journal(self) -> dict[str, Any]:
-        """Notes, fleet, guard rules that fired, verdicts. Of a long run this takes the longest."""
+        """Returns notes, fleet, fired guard rules and verdicts; the slowest part for a long run."""
         self._read_journal()
         return self._view.content(process_ends.read(self.folder))
 
@@ -151,7 +151,7 @@ def _before_and_after(table: StepTable, name: str) -> list[float] | None:
 
 
 def _spark(table: StepTable) -> list[float]:
-    """Rewards, evenly apart: the validation's, or the training's where those are fewer than three."""
+    """Returns evenly spaced rewards of validations, or of training if there are fewer than three."""
     names = (VAL_REWARD, TRAIN_REWARD)
     of_both = [[float(f"{value:.4g}") for _, value in table.points(name)] for name in names]
     values = of_both[0] if len(of_both[0]) > 2 else of_both[1]

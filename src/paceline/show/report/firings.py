@@ -1,4 +1,4 @@
-"""Which guard rules fired in a run, when, how badly, and with what action."""
+"""Lists the guard rules that fired in a run: when, how badly, and with what action."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ QUIET = (Action.WARN.value, Action.SKIP.value)
 class FiredRule:
     """How one rule fired for one network during the run.
 
-    `worst` and `threshold` are those of the worst step; `actions` counts how often each was the strongest
-    action of a step.
+    `worst` and `threshold` belong to the worst step. `actions` counts how often each action was the strongest
+    of a step.
     """
 
     name: str

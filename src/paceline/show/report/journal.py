@@ -1,4 +1,4 @@
-"""What a page shows of a run's journal: notes by step, the fleet, guard rules that fired, verdicts."""
+"""Reads what a page shows of a run's journal: notes by step, the fleet, fired guard rules, verdicts."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class FleetMember:
 
 
 def read_end(journal: Path) -> str | None:
-    """Returns why a run ended; None while it is under way. Reads the last lines of the journal only.
+    """Returns why a run ended; None while it goes on. Reads only the last lines of the journal.
 
     After a run's end, only its members' farewells are recorded.
     """
@@ -100,7 +100,7 @@ class JournalView:
         self._step, self._began = 0, 0.0
 
     def add(self, lines: bytes) -> None:
-        """Takes the next lines, each with its end; of most events, only what is needed is parsed."""
+        """Takes the next complete lines; parses only the needed part of most events."""
         start = 0
         while start < len(lines) and not self._began:
             end = lines.index(b"\n", start) + 1
@@ -120,7 +120,7 @@ class JournalView:
         self._pass(lines, start, len(lines))
 
     def _count_verdicts(self, lines: bytes, start: int) -> None:
-        # Two counts are a quarter of what the expression costs.
+        # Two counts cost a quarter of what the regular expression costs.
         num_admitted = lines.count(_ADMITTED, start)
         if num_admitted and num_admitted == lines.count(_TRAJECTORY, start):
             self._verdicts[b"admitted"] += num_admitted
@@ -157,7 +157,7 @@ class JournalView:
             self._notes.append(_note(event, name, self._step, level, _details(event)))
 
     def content(self, ends: Iterable[ProcessEnd]) -> dict[str, Any]:
-        """Returns what JSON takes; `ends` are the processes' ends, which are notes, too."""
+        """Returns values for JSON; `ends` are the processes' ends, which become notes, too."""
         for servers, version in self._commits.items():
             self._commit(json.loads(servers), int(version))
         self._commits.clear()

@@ -52,8 +52,8 @@ class GrowingFile:
         """Reads the complete lines since the last call, or all of them when the file has begun anew.
 
         Args:
-            at_most: of more lines, this many, evenly apart, likewise of those with validations, and the first
-                and the last ones: parsing every line of a long run takes a minute.
+            at_most: read at most this many evenly spaced lines, as many lines with validations, and the first
+                and last ones. Parsing every line of a long run takes a minute.
         """
         try:
             with self._path.open("rb") as file:
@@ -89,7 +89,7 @@ class GrowingFile:
 
 
 def _object(line: bytes) -> dict[str, Any] | None:
-    """The object in a line, if that is what it holds."""
+    """Returns the object in a line; None if the line holds none."""
     try:
         value = json.loads(line)
     except ValueError:

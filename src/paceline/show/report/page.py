@@ -1,7 +1,7 @@
 """The page on which people look at runs: one HTML text that refers to nothing outside itself.
 
-Its script and style are the files in front/, joined. `paceline ui` serves it, and its data beside it; a
-report has the data inside.
+Its script and style are the files in front/, joined. `paceline ui` serves the page and its data separately; a
+report contains the data.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def page(title: str, frozen: Mapping[str, Any] | None = None) -> str:
     """Returns the HTML of the report's page.
 
     Args:
-        title: of the browser's window.
-        frozen: what it shows, for a page that stands alone; None: it asks the server that it came from.
+        title: title of the browser's window.
+        frozen: the data, for a self-contained page; None: the page asks its server.
     """
     style = (_FRONT / "page.css").read_text(encoding="utf-8")
     data = "" if frozen is None else _json("frozen", frozen)
@@ -94,7 +94,7 @@ def _json(name: str, value: Any) -> str:
 
 
 def _meta() -> dict[str, Any]:
-    """What is drawn: the table of metrics, as the script reads it."""
+    """Returns the table of metrics in the form that the script reads."""
     known = charts()
     return {
         "step_seconds": STEP_SECONDS,

@@ -40,7 +40,7 @@ class SampleFiles:
         self._folder, self._texts = folder, texts
 
     def names(self) -> list[str]:
-        """Such as step_000012, by step, training before validation."""
+        """Returns the files' names, such as step_000012, by step, training before validation."""
         matches = [_NAME.fullmatch(path.stem) for path in self._folder.glob("*.parquet")]
         return [m[0] for m in sorted(filter(None, matches), key=lambda m: (int(m[2]), m[1]))]
 
@@ -59,7 +59,7 @@ class SampleFiles:
         ]
 
     def details(self, name: str, numbers: Collection[int]) -> dict[int, dict[str, Any]]:
-        """Rows with their texts as they are and, where they were saved, their tokens and log-probs."""
+        """Returns rows with their full texts and, if they were saved, tokens and log-probs."""
         rows = self._read(name) if numbers else []
         return {number: self._detail(rows[number]) for number in numbers if 0 <= number < len(rows)}
 
@@ -96,7 +96,7 @@ class SampleFiles:
 
 
 def _groups(rows: Sequence[Row]) -> dict[object, dict[str, float]]:
-    """The rewards of each prompt's samples, of those that have one: count, least, mean, greatest."""
+    """Returns the count, least, mean and greatest reward of each prompt's scored samples."""
     rewards = defaultdict[object, list[float]](list)
     for row in rows:
         if isinstance(row.get("reward"), float):

@@ -15,7 +15,7 @@ _DIGITS = 7
 
 
 class StepTable:
-    """Columns over the lines in their order. Of a step that was repeated, the last line counts."""
+    """Holds a column per metric over the lines in order. If a step was repeated, its last line counts."""
 
     def __init__(self) -> None:
         self.steps = array("q")
@@ -25,7 +25,7 @@ class StepTable:
         return len(self.steps)
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Appends the lines that have a step; what is no number counts as missing."""
+        """Appends the lines that have a step; a value that is no number counts as missing."""
         for row in rows:
             if not isinstance(row.get("step"), int):
                 continue

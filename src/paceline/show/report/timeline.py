@@ -17,10 +17,10 @@ Span = Mapping[str, Any]
 
 
 def timelines(path: Path, steps: Collection[int]) -> dict[int, list[dict[str, Any]]]:
-    """The spans of the steps for JSON, times in seconds from the step's begin; {} where there are none.
+    """Returns the spans of the steps for JSON, with times in seconds since the step began; {} without spans.
 
-    Of a step that was repeated, its last execution counts. A span stands in the file when it has ended, so
-    that a step appears once it is over.
+    If a step was repeated, its last execution counts. A span is written when it ends, so a step appears once
+    it is over.
     """
     trace_of = dict(_traces(path, steps))
     wanted = {span["trace_id"]: step for step, span in trace_of.items()}
@@ -33,7 +33,7 @@ def timelines(path: Path, steps: Collection[int]) -> dict[int, list[dict[str, An
 
 
 def _traces(path: Path, steps: Collection[int]) -> Iterator[tuple[int, Span]]:
-    """Each step with the span that its trace begins with."""
+    """Yields each step with the root span of its trace."""
     for span in _spans(path, ['"name": "step"']):
         step = span.get("attributes", {}).get(_STEP)
         if span.get("name") == "step" and step in steps:

@@ -1,4 +1,4 @@
-"""Token ids as the texts that they stand for, one each."""
+"""Converts token ids to texts, one per token."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 _FILE = "tokenizer.json"
-# Some tokens, such as parts of a letter, have a text only together with those before them.
+# Some tokens, such as parts of a letter, have a text only together with the tokens before them.
 _CONTEXT = 6
 _PARTIAL = "\ufffd"
 
@@ -20,7 +20,8 @@ class TokenTexts:
         self._folders = folders
 
     def of(self, ids: Sequence[int]) -> list[str]:
-        """A text per id; together they are the decoded text. The parts of one letter have it at the last."""
+        """Returns a text per id; joined, they are the decoded text. A letter of several tokens stands at the
+        last."""
         if self._tokenizer is None:
             return [f"{token} " for token in ids]
         texts, shown = [], 0

@@ -1,6 +1,6 @@
 """Joins the profiles of a run's steps with the services' spans into one file for Perfetto.
 
-Both have the time of their host's clock; those of several hosts are off by what their clocks are.
+Both use the clock of their host, so events of several hosts are shifted by the difference of their clocks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def write_trace(run_dir: Path, out: Path | None = None) -> Path:
     profiles = sorted(folder.glob(_PROFILES))
     if not profiles:
         raise DataError(
-            f"{folder} holds no profiles; name steps in trainer.profile.steps, which are recorded as they run"
+            f"{folder} holds no profiles; name the steps to record in trainer.profile.steps before the run"
         )
     events: list[Event] = []
     for number, path in enumerate(profiles):

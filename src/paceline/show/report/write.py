@@ -30,7 +30,7 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
 
 
 def frozen(content: RunContent) -> dict[str, Any]:
-    """All that the page can ask for, of some steps."""
+    """Returns all data that the page can ask for, for some steps."""
     samples, details = _samples(content)
     return {
         "runs": [content.head()],
@@ -44,7 +44,7 @@ def frozen(content: RunContent) -> dict[str, Any]:
 
 
 def _samples(content: RunContent) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Rows of the first, the middle and the last step and of the last validation, by reward evenly apart."""
+    """Returns rows of the first, middle and last step and the last validation, evenly spread over rewards."""
     samples: dict[str, Any] = {}
     details: dict[str, Any] = {}
     for name in _chosen(content.samples.names()):

@@ -34,7 +34,7 @@ class Wandb:
         self._run.log(dict(metrics), step=step)
 
     def samples(self, step: int, rows: Sequence[Row]) -> None:
-        """Logs a table; it comes before the step's metrics, whose step it has."""
+        """Logs a table under the step's number, before the step's metrics."""
         columns = list(rows[0])
         table = self._wandb.Table(columns=columns, data=[[row[name] for name in columns] for row in rows])
         self._run.log({"val/samples": table}, step=step)
@@ -155,7 +155,7 @@ TRACKERS: Mapping[str, Callable[[], Tracker]] = {
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
-    """Samples as one text, for trackers whose tables are poor."""
+    """Formats samples as one text, for trackers with poor tables."""
     return "\n\n---\n\n".join("\n".join(f"**{key}** {value}  " for key, value in row.items()) for row in rows)
 
 

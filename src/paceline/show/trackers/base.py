@@ -1,4 +1,4 @@
-"""A tracker: where a run's configuration, metrics and samples go beside the run directory."""
+"""The interface of trackers, which receive a run's configuration, metrics and samples."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, Protocol
 Row = Mapping[str, Any]
 
 PROJECT = "paceline"
-"""The project or experiment that a run belongs to, where the tracker's own variable names none."""
+"""The project or experiment of a run, unless the tracker's own variable names one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackedRun:
-    """A run as trackers know it: one with the same id goes on."""
+    """Describes a run to trackers; a known id continues that run."""
 
     run_id: str
     name: str
@@ -24,7 +24,7 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """One tracker, used from one thread; what it raises ends it and not the run."""
+    """A tracker, used from one thread. An exception ends the tracker, not the run."""
 
     def begin(self, run: TrackedRun) -> None:
         """Opens the run, or goes on with it."""

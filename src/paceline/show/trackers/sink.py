@@ -1,4 +1,4 @@
-"""Sends steps to trackers from a thread of its own: one that is slow or fails costs the run nothing."""
+"""Sends steps to trackers from a separate thread, so that a slow or failing tracker does not slow the run."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Sink:
     """The trackers of a run.
 
     Args:
-        names: of the trackers.
+        names: names of the trackers.
         say: tells people that a tracker failed.
-        max_waiting: what may wait to be sent before `step` waits, too; 0: any number, for runs, which never
+        max_waiting: how many jobs may be queued before `step` waits; 0: any number, for runs, which never
             wait.
     """
 
@@ -67,7 +67,7 @@ class Sink:
         self._give(lambda tracker: tracker.step(step, finite, at))
 
     def end(self, *, ok: bool) -> None:
-        """Closes the run; waits a minute for what is not sent yet."""
+        """Closes the run; waits up to a minute for unsent jobs."""
         if not self._begun:
             return
         self._give(lambda tracker: tracker.end(ok=ok))
@@ -85,7 +85,7 @@ class Sink:
                 phase="TRACK",
                 peer=f"the trackers ({', '.join(self._names)})",
                 seconds=_LAST_WAIT_S,
-                hint="they took none of the steps that wait; see whether their server answers",
+                hint="they accepted none of the queued steps; check that their server answers",
             ) from None
 
     def _work(self) -> None:

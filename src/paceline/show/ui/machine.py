@@ -1,4 +1,4 @@
-"""What the processes of a run and the GPUs of this machine take now."""
+"""Measures what the processes of a run and the GPUs of this machine use now."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GPU_FIELDS = {
 
 
 class MachineUsage:
-    """Asked again and again: a process' share of the CPU is counted since the last time."""
+    """Measures usage repeatedly: a process' share of the CPU is counted since the last call."""
 
     def __init__(self) -> None:
         self._known: dict[int, psutil.Process] = {}
@@ -27,7 +27,7 @@ class MachineUsage:
         observe_gpus(self._gpus.__setitem__)
 
     def processes(self, pids: Mapping[str, int]) -> list[dict[str, Any]]:
-        """Memory and CPU cores of each process and what it has started, but for others that have a name."""
+        """Returns memory and CPU cores of each named process, including its children without a name."""
         families = {name: _family(pid) for name, pid in sorted(pids.items())}
         seen: dict[int, psutil.Process] = {}
         usage = []

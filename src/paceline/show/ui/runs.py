@@ -1,4 +1,4 @@
-"""The runs that are served: what they have written, and what each is doing now."""
+"""The served runs: their records, and what each is doing now."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ServedRun:
     """A run directory, for several threads. Its controller is asked at most once a second.
 
     Args:
-        loop: of the thread that talks to controllers.
+        loop: loop of the thread that talks to controllers.
     """
 
     def __init__(self, folder: Path, machine: MachineUsage, loop: asyncio.AbstractEventLoop) -> None:
@@ -87,7 +87,7 @@ class ServedRun:
 
 
 class ServedRuns:
-    """The run in a folder, or all runs below it, also those that begin later."""
+    """Finds the run in a folder, or all runs below it, including those that begin later."""
 
     def __init__(self, folder: Path, loop: asyncio.AbstractEventLoop) -> None:
         self.folder, self._loop, self._machine = folder, loop, MachineUsage()

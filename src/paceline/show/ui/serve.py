@@ -39,16 +39,20 @@ def add_listen(parser: argparse.ArgumentParser, prefix: str) -> None:
         f"{prefix}host", default="127.0.0.1", help="address to listen on (default: %(default)s)"
     )
     parser.add_argument(
-        f"{prefix}port", type=int, default=7080, help="to listen on (default: %(default)s; 0: a free one)"
+        f"{prefix}port",
+        type=int,
+        default=7080,
+        help="port to listen on (default: %(default)s; 0: a free one)",
     )
 
 
 @contextmanager
 def serving(folder: Path, listen: Listen, loop: asyncio.AbstractEventLoop) -> Iterator[str]:
-    """Serves the run in a folder, or the runs below it, while the block lasts; yields words that say where.
+    """Serves the run in a folder, or the runs below it, while the block lasts; yields a text with the
+    address.
 
     Args:
-        folder: may come later.
+        folder: the folder, which may be created later.
         listen: the address.
         loop: asks the runs' controllers.
 
@@ -77,13 +81,14 @@ def open_server(app: PageApp, listen: Listen) -> HttpServer:
     credentials, host, port, prefix = Credentials.from_env(), listen.host, listen.port, listen.prefix
     if not is_loopback(host) and credentials.tls is None and not credentials.insecure:
         raise ConfigError(
-            f"refusing to serve runs on {host} in plain text, secret address and all: set {TLS_DIR} to what "
-            f"`paceline certs issue` writes, or leave {prefix}host out and use ssh -L, or, on a network that "
+            f"refusing to serve runs and their secret address on {host} in plain text: set {TLS_DIR} to the "
+            f"folder that `paceline certs issue` writes, or leave {prefix}host out and use ssh -L, or, on a "
+            "network that "
             f"may see them, set {INSECURE}=1"
         )
     tls = None if is_loopback(host) else credentials.tls
     try:
-        # Browsers have no certificate of the run; the address has a token.
+        # Browsers have no certificate of the run, so the address contains a token.
         return HttpServer(to_bind(host), port, app, tls, asks_callers=False)
     except OSError as error:
         raise EnvironmentLackError(

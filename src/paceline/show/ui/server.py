@@ -1,4 +1,4 @@
-"""What `paceline ui` answers: GET below a secret path, the page and its data, nothing else."""
+"""The web application of `paceline ui`: answers GET below a secret path with the page and its data."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _WHERE = "no such page; the address that `paceline ui` printed has a secret part
 
 
 class PageApp:
-    """A WSGI application that serves runs at /TOKEN/; who does not know the token gets 404.
+    """A WSGI application that serves runs at /TOKEN/; requests without the token get 404.
 
     Args:
-        runs: what is served.
-        token: of the address; whoever has it may read the runs.
+        runs: the runs to serve.
+        token: token of the address; whoever has it may read the runs.
     """
 
     def __init__(self, runs: ServedRuns, token: str) -> None:
@@ -40,7 +40,7 @@ class PageApp:
             status, kind, text = self._answer(str(environ["REQUEST_METHOD"]), path)
         except Exception:
             log.exception("%s was not answered", path.rpartition("/data/")[2])
-            status, kind, text = HTTPStatus.INTERNAL_SERVER_ERROR, _TEXT, "see what `paceline ui` prints"
+            status, kind, text = HTTPStatus.INTERNAL_SERVER_ERROR, _TEXT, "see the output of `paceline ui`"
         body = text.encode()
         fields = {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(body)), **_headers()}
         start(f"{status.value} {status.phrase}", list(fields.items()))

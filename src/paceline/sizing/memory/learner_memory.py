@@ -1,4 +1,4 @@
-"""The memory of a learner rank on its GPU, by phase, from config.json and the configuration alone."""
+"""Plans the memory of a learner rank on its GPU, by phase, from config.json and the configuration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.sizing.compiled_layers import kept_bytes
 from paceline.storage.models import local_folder
 
 OFFLOADED = GIB
-"""Bytes of averages that are on the GPU at a time, if they are kept in host memory"""
+"""Bytes of averages on the GPU at a time, if they are kept in host memory."""
 MUON_BYTES = 28
 """Bytes per number of a matrix that a rank orthogonalizes: what it receives, computes and sends."""
 COMPACT_STEP = 640 << 20
@@ -32,28 +32,28 @@ class LearnerMemory:
     """Plans the memory of a learner's rank.
 
     Args:
-        shape: of the policy, and of a critic if it is in use.
+        shape: shape of the policy, and of a critic if it is in use.
         num_shards: ranks that share one copy of weights and optimizer.
-        bytes_per_number: of the forward pass.
-        bytes_per_gradient: of what gradients are summed in.
-        num_tokens: of a micro-batch on a rank, with the patches of its images.
+        bytes_per_number: bytes per number in the forward pass.
+        bytes_per_gradient: bytes per number of the type in which gradients are summed.
+        num_tokens: number of tokens of a micro-batch on a rank, with the patches of its images.
         context: ranks that share the tokens of a micro-batch; each computes all of its images.
         kept_share: share of the activations that the update keeps.
-        compiled: whether the layers are.
+        compiled: whether the layers are compiled.
         keeps_gathered: whether weights stay gathered within a mini-batch.
         accumulates: whether a rank adds up whole gradients.
         offloads: whether the optimizers' averages are in host memory.
         has_critic: whether a critic trains, too.
-        muon: the policy's matrices have Muon.
-        critic_muon: the critic's have.
-        compact: the policy's averages have 8 bits.
-        critic_compact: the critic's have.
+        muon: whether Muon trains the policy's matrices.
+        critic_muon: whether Muon trains the critic's matrices.
+        compact: whether the policy's averages have 8 bits.
+        critic_compact: whether the critic's averages have 8 bits.
         frozen: the shapes of frozen networks with weights of their own, by name.
-        offloads_frozen: whether each is in host memory except while it scores.
-        num_adapters: numbers of the policy's adapters, which alone train; 0: all its weights do.
+        offloads_frozen: whether each frozen network is in host memory except while it scores.
+        num_adapters: numbers of the policy's adapters, if only these train; 0: all its weights train.
         num_adapted: numbers of the matrices that have adapters.
         has_images: whether prompts have images.
-        gpu_bytes: of the largest GPU; 0 if it is not known.
+        gpu_bytes: bytes of the largest GPU; 0 if it is not known.
     """
 
     shape: ModelShape
@@ -81,11 +81,11 @@ class LearnerMemory:
 
     @classmethod
     def of(cls, config: RunConfig, shape: ModelShape, totals: Collection[int] = ()) -> LearnerMemory:
-        """Plans the memory of a run, whose micro-batches are taken to be as large as its settings allow.
+        """Plans the memory of a run; micro-batches are assumed to be as large as its settings allow.
 
         Args:
-            config: of the run.
-            shape: of the policy.
+            config: configuration of the run.
+            shape: shape of the policy.
             totals: bytes of the GPUs, as far as they are known.
         """
         actor = config.with_compile(on_gpu=True).actor
@@ -119,10 +119,11 @@ class LearnerMemory:
 
     @property
     def resident(self) -> Parts:
-        """What stays: sharded float32 weights and averages, and frozen weights in the type they compute in.
+        """Memory used in all phases: sharded float32 weights and averages, and frozen weights in their own
+        type.
 
         With adapters the policy is frozen, and the reference is the policy without them. A vision tower is
-        kept as the network around it is, and has no averages.
+        kept like the network around it, and has no averages.
         """
         shard, trained = self._share(self.shape.num_parameters), self._share(self._num_trained)
         tower = self._share(self.shape.num_frozen)
@@ -154,10 +155,9 @@ class LearnerMemory:
 
     @property
     def scoring(self) -> Parts:
-        """Old log-probs, frozen networks and values are computed in turn; the one that needs most counts.
+        """Old log-probs, frozen networks and values are computed in turn; the largest need counts.
 
-        Activations are those of one layer; of policy and critic, if they are compiled, those of the update's
-        graph.
+        Activations are those of one layer; for compiled policy and critic, those of the update's graph.
         """
         activations = self._activations if self.compiled else self._layer
         visiting = self._frozen if self.offloads_frozen else {}
@@ -191,7 +191,7 @@ class LearnerMemory:
         numbers = self.shape.num_parameters if self.has_critic else self._num_trained
         visitors = {}
         if self.offloads and not self.num_adapters:
-            # Two parts are there at a time. A part is at least one parameter, so the largest may exceed
+            # Two parts are on the GPU at a time. A part has at least one parameter, so the largest may exceed
             # OFFLOADED.
             visitors = {"visiting": max(0, 12 * self._share(self.shape.largest) - OFFLOADED)}
         if self.muon or (self.has_critic and self.critic_muon):
@@ -202,13 +202,13 @@ class LearnerMemory:
 
     @property
     def push(self) -> Parts:
-        """Adapters are merged in place; the weights before that are kept, to be put back."""
+        """Memory of a push: adapters are merged in place, and the old weights are kept to be restored."""
         merged = {"merged": self.bytes_per_number * self._share(self.num_adapted)}
         return {**self.resident, **(merged if self.num_adapters else {})}
 
     @property
     def start(self) -> Parts:
-        """While layers are compiled, a few at a time, before there are averages; uncompiled: `resident`."""
+        """Memory while layers are compiled, a few at a time, before averages exist; else `resident`."""
         if not self.compiled:
             return self.resident
         numbers = self._in_flight
@@ -226,7 +226,7 @@ class LearnerMemory:
         return max(stays, sum(self.start.values()))
 
     def changed(self, **fields: Any) -> LearnerMemory:
-        """The same with other values."""
+        """Returns a copy with other values."""
         return replace(self, **fields)
 
     @property
@@ -236,7 +236,7 @@ class LearnerMemory:
 
     @property
     def _frozen(self) -> Parts:
-        """This rank's shares of the frozen networks, by name."""
+        """Returns this rank's shares of the frozen networks, by name."""
         return {
             name: self.bytes_per_number * self._share(shape.num_parameters + shape.num_frozen)
             for name, shape in self.frozen.items()
@@ -262,7 +262,7 @@ class LearnerMemory:
 
     @property
     def _gathered(self) -> int:
-        """The whole model, or embedding and head, the layer at work and the next one; always the tower."""
+        """Bytes of gathered weights: the whole model, or embedding, head and two layers; and the tower."""
         number = self.shape.num_parameters if self.keeps_gathered else self._in_flight
         return self.bytes_per_number * (number + self.shape.num_frozen)
 
@@ -272,9 +272,9 @@ class LearnerMemory:
 
     @property
     def _of_images(self) -> int:
-        """The tower's activations, before the layers have any, in a micro-batch that consists of images.
+        """Bytes of the tower's activations, computed before those of the layers, in a micro-batch of images.
 
-        Each of its tokens stands for `patches_per_token` patches, and both count in the budget.
+        A token stands for `patches_per_token` patches, and both count in the budget.
         """
         tower = self.shape.tower
         if tower is None or not self.has_images:
@@ -291,7 +291,7 @@ class LearnerMemory:
 
     @property
     def _activations(self) -> int:
-        """Bytes in all layers: inputs of those that recompute, one of them at work, and what others keep."""
+        """Bytes in all layers: inputs of recomputing layers, one such layer in full, and what others keep."""
         if self.compiled and self.kept_share:
             return round(kept_bytes(self.kept_share) * self.shape.num_layers * self._layer)
         recomputed = round((1.0 - self.kept_share) * self.shape.num_layers)
@@ -307,7 +307,7 @@ class LearnerMemory:
 def frozen_shapes(config: RunConfig, shape: ModelShape) -> dict[str, ModelShape]:
     """The shapes of a run's frozen networks with weights of their own, by name.
 
-    Where a config.json is not here, or has other names for its sizes, the shape is taken to be the policy's.
+    If a config.json is missing, or has unknown names for its sizes, the policy's shape is used.
     """
     networks = config.algorithm.networks
     return {
@@ -333,7 +333,7 @@ def longest_row(config: RunConfig, shape: ModelShape, context: int | None = None
     """Tokens of a run's longest row on a rank, with the patches of its images.
 
     Args:
-        context: ranks that share the row; None: as the configuration has it.
+        context: ranks that share the row (default: as configured).
     """
     patches = shape.num_patches(config.data.max_prompt_length) if has_images(config) else 0
     return -(-(config.max_model_len + patches) // (context or config.learner.num_context_ranks))

@@ -1,7 +1,7 @@
-"""The memory that a run needs on each GPU, by phase, from config.json and the configuration alone.
+"""Plans the memory that a run needs on each GPU, by phase, from config.json and the configuration.
 
-An estimate: weights, optimizer and gradients are counted; activations follow a formula that measured peaks
-of a 7B model and of a Mixture of Experts confirm within a twentieth (tests/unit/cli/test_memory_plan.py).
+Weights, optimizer and gradients are counted. Activations are estimated by a formula that agrees with measured
+peaks of a 7B model and of a Mixture of Experts within a twentieth (tests/unit/cli/test_memory_plan.py).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class MemoryPlan:
         engine_gpus: Sequence[int],
         totals: Mapping[int, int],
     ) -> MemoryPlan:
-        """Plans from the configuration and who has which GPU."""
+        """Plans from the configuration and the assignment of GPUs."""
         return cls(
             config=config,
             learner=LearnerMemory.of(config, shape, [totals[gpu] for gpu in learner_gpus if gpu in totals]),
@@ -54,7 +54,7 @@ class MemoryPlan:
 
     @property
     def refusal(self) -> str:
-        """Says which GPU has no room for what it is to do, and what to change; "" if all have."""
+        """Says which GPU has too little memory, and what to change; "" if all have enough."""
         try:
             self._check()
         except ConfigError as error:
@@ -68,11 +68,11 @@ class MemoryPlan:
 
     @property
     def _staging(self) -> int:
-        """What a learner rank keeps for pushes; twice, where it keeps an engine's too."""
+        """Bytes of staging that a learner rank keeps for pushes; twice, if it also keeps an engine's."""
         return (self.config.weights.staging_mib << 20) * (2 if self.shared_gpus else 1)
 
     def lines(self) -> list[str]:
-        """The plan for people: a line per kind of GPU and phase.
+        """Formats the plan: a line per kind of GPU and phase.
 
         Raises:
             ConfigError: something cannot fit; says what to change.
@@ -97,7 +97,7 @@ class MemoryPlan:
         return lines
 
     def _together(self) -> list[str]:
-        """Both sides on the GPUs that they share, by turn."""
+        """Formats the memory of both sides on shared GPUs, by turn."""
         lines = []
         shared = self.shared_gpus
         for total in sorted({self.totals[gpu] for gpu in shared if gpu in self.totals}):
@@ -140,7 +140,7 @@ class MemoryPlan:
             )
 
     def _check_generation(self, gpu: int, total: int) -> None:
-        """The learner has to fit beside an engine that starts or is awake."""
+        """Checks that the learner fits beside an engine that starts or is awake."""
         stays = self.learner.kept_beside(self.config)
         if stays + engine_budget(self.config, total) > total:
             raise ConfigError(
@@ -161,7 +161,7 @@ class MemoryPlan:
             )
 
     def _fewer_copies(self, total: int) -> str:
-        """What to change where one copy of the weights over all ranks fits; "" where that is not enough."""
+        """Advises one copy of the weights over all ranks if that fits; "" if it does not."""
         num_shards, world_size = self.learner.num_shards, self.config.learner.world_size
         if num_shards == world_size or self.learner.changed(num_shards=world_size).most > total:
             return ""
@@ -196,7 +196,7 @@ class MemoryPlan:
         return self._with_more_ranks(leanest.changed(offloads=True), total, offloads)
 
     def _with_more_ranks(self, leanest: LearnerMemory, total: int, offloads: str) -> str:
-        """How many ranks have to share a row, or the weights, where nothing else makes the update fit."""
+        """Says how many ranks have to share a row, or the weights, if nothing else makes the update fit."""
         learner, world_size, longest = self.learner, self.config.learner.world_size, leanest.num_tokens
         lean = f"actor.memory to {{recompute: full, accumulate: false, {offloads}}}"
         if leanest.most > total and (context := self._context(leanest, total)):
@@ -227,7 +227,7 @@ class MemoryPlan:
 
     @property
     def _ranks(self) -> str:
-        """What says how many ranks share the weights."""
+        """Names the setting that says how many ranks share the weights."""
         return "learner.world_size" + ("" if self.config.learner.ranks_per_copy is None else " and fsdp_size")
 
 

@@ -267,7 +267,7 @@ class _Union:
     """The places of several reports together.
 
     Attributes:
-        places: of all reports, one after another.
+        places: places of all reports, one after another.
         first: for each place the index of the first that is equal to it.
         unique: indices of the places that are equal to none before them.
     """

@@ -103,7 +103,7 @@ class Cover:
         sharding: what the sources hold.
         needs: what is covered.
         boxes: the table of the boxes.
-        regions: of each need; needs that are cut alike have the same object.
+        regions: regions of each need; needs that are cut alike have the same object.
     """
 
     sharding: Sharding

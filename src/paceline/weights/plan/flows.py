@@ -199,7 +199,7 @@ class Chunks:
     Attributes:
         item: index among the flow's boxes of the one that a chunk is a part of.
         box, volume: the part's number in the table of boxes, and its elements.
-        number: of the message, counted within the flow.
+        number: number of the message, counted within the flow.
         offset: the chunk's first element in that message, as far as this flow fills it.
     """
 

@@ -29,7 +29,7 @@ class StagingLayout:
     Attributes:
         sends, receives: messages by round.
         pieces: by round, each with its offset in the round's slot.
-        slot_sizes: of each slot.
+        slot_sizes: size of each slot.
     """
 
     sends: Sequence[Sequence[Slice]]

@@ -36,9 +36,9 @@ async def with_tasks(config: RunConfig, run_dir: Path, credentials: Credentials)
     """The configuration with files for its rows; as it is where it names files.
 
     Args:
-        config: of a run; without data.train_files it names an environment's address.
+        config: configuration of a run; without data.train_files it names an environment's address.
         run_dir: where the rows are kept.
-        credentials: of the controller.
+        credentials: credentials of the controller.
 
     Raises:
         DataError: the environment has no rows for training.

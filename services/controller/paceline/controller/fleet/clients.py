@@ -234,7 +234,7 @@ class LearnerClient:
 
         Args:
             member: the learner.
-            parts: of an engine, that wake next: ranks whose GPU has room for them keep what they cache.
+            parts: parts of an engine, that wake next: ranks whose GPU has room for them keep what they cache.
                 None: all ranks give back.
             engine_bytes: that an engine took of a GPU when it was last awake; 0: not measured.
         """

@@ -42,10 +42,10 @@ def fetch_rows(
 
     Args:
         blobs: where they are.
-        rows: of the step, or of a part of it, by their places in the batch.
+        rows: rows of the step, or of a part of it, by their places in the batch.
         wanted: places of this rank's rows.
         policy: that must have sampled them; with `newest` their oldest tokens.
-        vocab_size: of the model.
+        vocab_size: size of the model's vocabulary.
         images: what the model takes; None if it takes none.
         newest: the version of the newest tokens that are allowed; None: all are of `policy`.
 

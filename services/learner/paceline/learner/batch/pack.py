@@ -26,7 +26,7 @@ def pack(rows: Sequence[PackedRow], device: torch.device, *, share_prompts: bool
     """Packs rows in the given order; without rows, a filler micro-batch.
 
     Args:
-        rows: of one rank.
+        rows: rows of one rank.
         device: the model's.
         share_prompts: neighbouring rows with the same prompt have one copy of it.
     """
@@ -72,7 +72,7 @@ class _Layout:
         tokens, positions: in parts, prompts and responses.
         lengths, prefixes: of the sequences, for `PackedSequences.of`.
         prompt_ends, response_starts: by row, the last token of its prompt and the first of its response.
-        images: of all prompts.
+        images: images of all prompts.
     """
 
     tokens: list[Int32Array] = field(default_factory=list)

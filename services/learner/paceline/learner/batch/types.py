@@ -29,7 +29,7 @@ class PromptImage:
     """An image of a prompt; its tokens stand side by side in the prompt.
 
     Attributes:
-        hash: of pixels and grid.
+        hash: hash of pixels and grid.
         start: the place of its first token in the prompt.
         grid: (t, h, w), in patches.
         merge_size: the patches along height and along width that one token stands for.
@@ -128,7 +128,7 @@ class PackedSequences:
         """The sequences for layers with a state, made when they are first asked for.
 
         Args:
-            taps: of the layers' convolutions, the same in all of them.
+            taps: taps of the layers' convolutions, the same in all of them.
         """
         if self._chained is None:
             self._chained = ChainedSequences.of(self.blocks, taps, self.cu_seqlens.device)
@@ -253,7 +253,7 @@ class MicroBatch:
         rollout_log_probs: (B, R) as sampled, 0 on padding.
         sources: the rows that were packed, each once, on the host; empty for a filler.
         share_prompts: as they were packed.
-        images: of the prompts; None if there are none.
+        images: images of the prompts; None if there are none.
     """
 
     rows: tuple[int, ...]

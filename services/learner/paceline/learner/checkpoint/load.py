@@ -42,7 +42,7 @@ def load_newest(
 
     Args:
         learner: at its initial weights.
-        folders: of checkpoints, newest first; with none the learner stays as it is.
+        folders: folders of checkpoints, newest first; with none the learner stays as it is.
         notify: called with a sentence for every checkpoint that is passed over, and for a changed rate.
 
     Raises:

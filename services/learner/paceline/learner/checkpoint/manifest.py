@@ -24,8 +24,8 @@ class Base:
     """What the weights in a checkpoint belong to.
 
     Attributes:
-        adapters: of the policy, with the names of their layers; None: all its weights train.
-        digest: of the frozen weights, which the checkpoint does not hold; "" without any.
+        adapters: adapters of the policy, with the names of their layers; None: all its weights train.
+        digest: digest of the frozen weights, which the checkpoint does not hold; "" without any.
     """
 
     adapters: LoraConfig | None

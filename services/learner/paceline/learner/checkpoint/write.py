@@ -60,7 +60,7 @@ class ShardWriter:
         A folder that this writer wrote for the same step stays as it is.
 
         Args:
-            place: of the checkpoint, the same on every rank.
+            place: place of the checkpoint, the same on every rank.
             state: this rank's part.
             manifest: all but the files.
 

@@ -29,7 +29,7 @@ def heads_of_all_tokens(tokens: Tensor, group: RankGroup) -> Tensor:
 
     Args:
         tokens: (T/n, H, D), this rank's of T tokens, in the order of ranks.
-        group: of n ranks.
+        group: group of n ranks.
 
     Returns:
         (T, H'/n, D), H' being H or the least common multiple of H and n.
@@ -47,7 +47,7 @@ def tokens_of_all_heads(heads: Tensor, group: RankGroup) -> Tensor:
 
     Args:
         heads: (T, H/n, D), this rank's heads.
-        group: of n ranks.
+        group: group of n ranks.
 
     Returns:
         (T/n, H, D).
@@ -64,8 +64,8 @@ def put_together(own: Tensor, places: Tensor, length: int, group: RankGroup) -> 
     Args:
         own: (m,), this rank's numbers.
         places: (m,) int64, where they belong; each of 0..length-1 is one rank's, and `length` is nowhere.
-        length: of the result.
-        group: of the ranks.
+        length: length of the result.
+        group: group of the ranks.
 
     Returns:
         (length,); exact, because each place is one number and zeros.

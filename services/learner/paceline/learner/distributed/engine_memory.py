@@ -76,7 +76,7 @@ def release_memory(
     Args:
         parts: that wake next and have no memory yet.
         needed: returns the bytes of the GPU that parts of an engine take when they wake.
-        memory: of this rank's GPU.
+        memory: memory of this rank's GPU.
         ranks: the group.
     """
     free, freed = memory.free, 0

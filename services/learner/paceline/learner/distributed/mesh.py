@@ -75,7 +75,7 @@ def form_rows_mesh(device_type: str, context: int, timeout: datetime.timedelta) 
     """Forms the dimensions "data" and, where it has several ranks, "context"; every rank calls it.
 
     Args:
-        device_type: of the tensors that ranks exchange.
+        device_type: type of device of the tensors that ranks exchange.
         context: ranks that share the tokens of each row.
         timeout: bounds every wait of one rank for another.
 
@@ -94,7 +94,7 @@ def form_fsdp_mesh(device_type: str, size: int | None, timeout: datetime.timedel
     """Forms the dimensions for `fully_shard`: "shard", after "replicate" where there are several groups.
 
     Args:
-        device_type: of the tensors that ranks exchange.
+        device_type: type of device of the tensors that ranks exchange.
         size: ranks that share one copy of the parameters; None: all.
         timeout: bounds every wait of one rank for another.
 

@@ -65,7 +65,7 @@ def gradient(
 
     Args:
         logits: those that were scored, or computed again and equal to the bit.
-        scores: of these rows.
+        scores: scores of these rows.
         grad_log_probs: None for zeros.
         grad_entropy: None for zeros; otherwise the scores have an entropy.
     """

@@ -77,7 +77,7 @@ def write_folder(
             embedding's name.
         source: folder of the starting model.
         tokenizer_source: folder of the tokenizer, if it is not in `source`.
-        dtype: of the weights written.
+        dtype: data type of the weights written.
         is_reward_model: a model for sequence classification with one label, whose head is `score`.
         file_bytes: the size at which a file of weights ends.
 
@@ -182,7 +182,7 @@ def write_adapters(out: Path, tensors: Mapping[str, Tensor], *, lora: LoraConfig
     Args:
         out: created if it is missing.
         tensors: full tensors of A and B, by the names of parameters.
-        lora: of the run.
+        lora: LoRA settings of the run.
         base: the model that the adapters belong to, as adapter_config.json names it.
     """
     from safetensors.torch import save_file

@@ -107,8 +107,8 @@ def load_policy(
     Args:
         folder: in the Hugging Face layout.
         ranks: the ranks that shard it.
-        precision: of computing, storing and reducing.
-        options: of its layers.
+        precision: precision of computing, storing and reducing.
+        options: options of its layers.
         random_seed: draws the weights instead of reading them.
         lora: adapters, which alone are trained; the model itself is frozen then.
         adapter_seed: draws the adapters.

@@ -216,7 +216,7 @@ def merged(
     Args:
         base: full tensors of the model, as it was trained with.
         adapters: full tensors of A and B, by the names of parameters.
-        lora: of the run.
+        lora: LoRA settings of the run.
     """
     for name, tensor in base:
         linear = name.removesuffix(".weight")

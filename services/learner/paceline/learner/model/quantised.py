@@ -23,7 +23,7 @@ def block_fp8(name: str, values: Any, scales: Any, block: tuple[int, int]) -> Ca
     """Returns a reader of rows [start, stop) of a matrix in block FP8, in float32.
 
     Args:
-        name: of the tensor.
+        name: name of the tensor.
         values: a slice of safetensors, (rows, columns) in float8.
         scales: likewise, with a factor per block; blocks at the edges are cut off.
         block: its rows and columns.
@@ -54,10 +54,10 @@ def mxfp4(name: str, blocks: Any, scales: Any, shape: torch.Size) -> Callable[[i
     """Returns a reader of experts [start, stop) of a stack (E, K, N) in MXFP4, in bfloat16, which is exact.
 
     Args:
-        name: of the tensor.
+        name: name of the tensor.
         blocks: a slice of safetensors, (E, N, K / 32, 16) bytes.
         scales: likewise, (E, N, K / 32).
-        shape: of the stack.
+        shape: shape of the stack.
 
     Raises:
         ModelError: blocks or scales do not fit the shape.

@@ -27,7 +27,7 @@ def algorithm_of(
     """The algorithm of a step.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         clip_scale: the guard's factor of the options that are clip ranges.
         critic_alone: whether this is a step of the critic's warm-up.
         agree: raises on every rank unless all ranks are at this verb of the user's own algorithm.

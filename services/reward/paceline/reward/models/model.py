@@ -30,7 +30,7 @@ class ModelOptions:
     Args:
         path: folder with a model with one label, and its tokenizer.
         device: torch's name.
-        dtype: of the weights; the score itself is computed in float32.
+        dtype: data type of the weights; the score itself is computed in float32.
         max_batch_tokens: most tokens at a time, padding counted.
         step_separator: what ends a step of a response.
         prompt_file, pattern, words, max_tokens: of a judge: what it is asked, how its grade is read, and its
@@ -59,7 +59,7 @@ class RewardModel(abc.ABC, Generic[RowT, ValueT]):
     """A model as a batch function; calls of different sizes give the same scores.
 
     Args:
-        options: of this model.
+        options: options of this model.
         kind: transformers' class that loads it.
 
     Raises:

@@ -51,7 +51,7 @@ def largest_difference(name: str, folder: Path, rows: Sequence[ScoredRow]) -> fl
     """Returns the largest difference between an engine's log-probs and the rows' own, in nats.
 
     Args:
-        name: of an engine that scores rows (`EngineFacts.score`).
+        name: name of an engine that scores rows (`EngineFacts.score`).
         folder: the model, in the Hugging Face layout.
         rows: at most 127 tokens each.
 

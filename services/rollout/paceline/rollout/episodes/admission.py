@@ -96,7 +96,7 @@ class AdmissionControl:
         """Admits a conversation for the duration; the caller's deadline bounds the wait.
 
         Args:
-            num_tokens: of its prompt and the longest first answer.
+            num_tokens: number of tokens of its prompt and the longest first answer.
         """
         self._last_key += 1
         key, entered = self._last_key, asyncio.Event()

@@ -50,7 +50,7 @@ class Episodes:
     Args:
         engine: decodes the turns.
         environment: answers them; started, and closed by whoever started it.
-        rules: of every episode.
+        rules: rules of every episode.
         retries: further attempts at an episode whose environment was lost.
         check: raises for samples that must not leave the server.
         endpoint: where agents ask that lead their episodes themselves; None: episodes are led here.

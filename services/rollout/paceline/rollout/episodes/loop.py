@@ -36,7 +36,7 @@ class EpisodeRules:
     """What all episodes of a run share.
 
     Attributes:
-        max_prompt_tokens: of the prompt with what the environment adds to it.
+        max_prompt_tokens: largest number of tokens of a prompt, with what the environment adds.
         call_format: see `calls.FORMATS`.
     """
 
@@ -85,8 +85,8 @@ async def run_episode(
         group, index: which sample of which prompt it is.
         session: opened and closed here, or abandoned if anything fails.
         generate: the engine.
-        rules: of the run.
-        slot: of this sample.
+        rules: rules of the run.
+        slot: slot of this sample.
         serial: differs between attempts.
 
     Raises:

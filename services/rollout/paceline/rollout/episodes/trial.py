@@ -59,7 +59,7 @@ async def play_episode(
     Args:
         prompt: with messages.
         environment: started.
-        rules: of the run.
+        rules: rules of the run.
         stop_token_ids: those that end a turn.
         drives: the environment leads.
 

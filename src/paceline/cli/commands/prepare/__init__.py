@@ -1,1 +1,1 @@
-"""Commands before a run: write, check and try what it needs."""
+"""Commands used before a run: they write, check and try out what it needs."""

@@ -24,32 +24,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "action",
         choices=tuple(_DAYS),
         help="init: make a certificate authority in DIR, or keep the one that is there; issue: write a "
-        f"certificate for NAME into DIR/NAME, for {TLS_DIR}; renew: write what is missing or past half of "
-        "its lifetime: the authority, certificates of all services, Redis and each NAME, and Redis' "
-        f"users.acl; token: print a token for a caller from outside, signed with {TOKEN}; acl: print the "
-        f"line of Redis' ACL file for the run's user, with the hash of {REDIS_PASSWORD}",
+        f"certificate for NAME into DIR/NAME, for {TLS_DIR}; renew: issue anew what is missing or past half "
+        f"of its lifetime (the authority; certificates of all services, of Redis and of each NAME; Redis' "
+        f"users.acl); token: print a token for a caller from outside, signed with {TOKEN}; acl: print the "
+        f"line for the run's user in Redis' ACL file, with the hash of {REDIS_PASSWORD}",
     )
-    parser.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="folder of the authority")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="the service's name: rollout-0, say")
-    parser.add_argument("--role", help="issue: what the service is (default: what NAME begins with)")
+    parser.add_argument(
+        "folder", nargs="?", type=Path, metavar="DIR", help="folder of the certificate authority"
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="name of a service, such as rollout-0")
+    parser.add_argument("--role", help="issue: role of the service (default: what NAME begins with)")
     parser.add_argument(
         "--host",
         action="append",
         default=[],
         metavar="HOST",
-        help="issue: a further name or address of the server, for clients other than Paceline's; renew: "
-        "where Redis is reached",
+        help="issue: a further name or address of the server, for clients other than Paceline's; renew: the "
+        "name or address at which clients reach Redis",
     )
     parser.add_argument(
         "--scope", choices=[scope.value for scope in Scope], help="token: what the caller may do"
     )
     parser.add_argument(
-        "--days", type=float, help="how long it is valid (default: 30, for a token 7, for the authority 365)"
+        "--days", type=float, help="days of validity (default: 30; 7 for a token; 365 for the authority)"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Makes what the argument `action` names."""
+    """Does what the argument `action` names."""
     days = _DAYS[args.action] if args.days is None else args.days
     if importlib.util.find_spec("cryptography") is None:
         raise EnvironmentLackError("paceline certs needs cryptography: pip install cryptography")
@@ -72,8 +74,8 @@ def _token(args: argparse.Namespace, days: float) -> str:
     signing_key = Credentials.from_env().token
     if not signing_key or args.scope is None:
         raise ConfigError(
-            f"paceline certs token needs --scope, and {TOKEN} or {TOKEN}_FILE with the token of the services "
-            "that are to take it"
+            f"paceline certs token needs --scope, and the token of the services that will accept it in "
+            f"{TOKEN} or {TOKEN}_FILE"
         )
     return mint(signing_key, Scope(args.scope), expires_at=time.time() + days * _DAY_S)
 
@@ -96,8 +98,8 @@ def _init(folder: Path, days: float) -> int:
         return 0
     authority = certificates.Authority.create(folder, days=days)
     print(
-        f"{folder}: authority, valid until {authority.certificate.not_valid_after_utc:%F %R} UTC; keep "
-        f"{certificates.CA_KEY_FILE} where no service runs"
+        f"{folder}: authority, valid until {authority.certificate.not_valid_after_utc:%F %R} UTC; store "
+        f"{certificates.CA_KEY_FILE} on a machine that runs no service"
     )
     return 0
 

@@ -24,12 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--elsewhere",
         action="store_true",
-        help="the run will start on another machine: leave out GPUs and reward services",
+        help="skip GPUs and reward services, because the run will start on another machine",
     )
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="leave out the tests of the model and of the engine's log-probs, which take some 20 s",
+        help="skip the tests of the model and of the engine's log-probs, which take about 20 s",
     )
 
 

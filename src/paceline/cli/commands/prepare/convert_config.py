@@ -1,4 +1,4 @@
-"""`paceline convert-config`: a configuration of verl or TRL as ours, with what became of each key."""
+"""`paceline convert-config`: converts a configuration of verl or TRL, and reports what became of each key."""
 
 from __future__ import annotations
 
@@ -26,14 +26,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "starts verl, or a Python script (.py) with TRL's GRPOConfig(...); scripts are read, never run",
     )
     parser.add_argument(
-        "--from", dest="program", choices=tuple(TABLES), help="whose it is (default: by its keys)"
+        "--from",
+        dest="program",
+        choices=tuple(TABLES),
+        help="program that the file belongs to (default: recognised by its keys)",
     )
     parser.add_argument(
         "--devices",
         type=int,
         default=1,
         metavar="N",
-        help="processes that TRL was started with, of which its batch sizes are (default: 1)",
+        help="number of processes that TRL was started with; its batch sizes are per process (default: 1)",
     )
     parser.add_argument("--out", type=Path, help="file to write (default: standard output)")
 
@@ -51,12 +54,12 @@ def run(args: argparse.Namespace) -> int:
     else:
         args.out.write_text(text, encoding="utf-8")
     if not missing_keys(converted.tree) and (why := fault(converted.tree)):
-        print(f"paceline convert-config: to mend before it runs: {why}", file=sys.stderr)
+        print(f"paceline convert-config: before the configuration can run, mend this: {why}", file=sys.stderr)
     return 0
 
 
 def _converted(file: Path, program: str | None, devices: int) -> Converted:
-    """Reads and converts; where the training files are here, their rows count."""
+    """Reads and converts the file; counts the training rows if their files are on this machine."""
     script = _read(file)
     if not isinstance(script, dict):
         tree, program = script.settings, "verl" if file.suffix == ".sh" else "trl"

@@ -22,11 +22,11 @@ def run(_args: argparse.Namespace) -> int:
     findings = examine()
     table = Table(box=None, pad_edge=False)
     for header in ("", "part", "found", "what to do"):
-        table.add_column(header, overflow="fold")  # a path or setting is broken, never cut off
+        table.add_column(header, overflow="fold")  # long paths wrap; nothing is truncated
     for finding in findings:
         status = Text(finding.status.value, style=_STYLES[finding.status])
         table.add_row(status, finding.part, finding.state, finding.hint)
-    # Brackets in a hint are no markup: pip install "paceline[gpu]".
+    # Brackets in a hint are not markup: pip install "paceline[gpu]".
     Console(highlight=False, markup=False).print(table)
     lacking = [finding.part for finding in findings if finding.status is Status.LACKING]
     print(f"lacking: {', '.join(lacking)}" if lacking else "this machine can run all four services")

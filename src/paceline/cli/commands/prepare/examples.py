@@ -1,4 +1,4 @@
-"""`paceline examples`: writes the examples and lock files that the wheel brings, for work without a clone."""
+"""`paceline examples`: writes the examples and lock files from the wheel, for people without a clone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from paceline.core.errors import ConfigError, EnvironmentLackError
 
-# Only wheels have it; pyproject.toml says what goes there.
+# Only wheels have this folder; pyproject.toml says what it holds.
 SHIPPED = Path(__file__).parents[3] / "shipped"
 
 _NEXT = """\
@@ -18,7 +18,7 @@ The first example takes some minutes on two cores, without a GPU:
   python examples/arithmetic/prepare.py
   paceline sft examples/arithmetic/sft.yaml
   paceline train examples/arithmetic/ppo.yaml
-On a machine with NVIDIA GPUs, the first of these is instead
+On a machine with NVIDIA GPUs, replace the pip command by
   pip install --no-deps -r requirements/cuda.txt"""
 
 

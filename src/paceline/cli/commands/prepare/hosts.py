@@ -33,7 +33,8 @@ _FOLDER_S = 60.0
 _COPY_S = 24 * 3600.0
 _KEYS = ("learner", "rollout", "reward", "address", "folder", "python", "gpus")
 
-# Run on a host, in its folder, by its interpreter. The first says where it is and what it has.
+# Both scripts run on a host, in its folder, with its interpreter. This one prints the host's folder, address
+# and GPUs.
 _LOOK = """
 import json, os, socket, subprocess, sys
 where, model = sys.argv[1:]
@@ -50,7 +51,7 @@ except (OSError, subprocess.SubprocessError, ValueError):
 there = os.path.exists(model)
 print(json.dumps({"address": own, "gpus": gpus, "cores": os.cpu_count(), "model": there}))
 """
-# The second writes the files that its environment brings.
+# This one writes the files that it gets through its environment.
 _WRITE = """
 import json, os, sys
 os.makedirs(sys.argv[1], mode=0o700, exist_ok=True)
@@ -68,8 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "action",
         choices=("init", "renew"),
-        help="init: prepare the hosts, and write HOSTS.yaml; renew: issue certificates "
-        "anew whose days are half over, and copy them",
+        help="init: prepare the hosts, and write HOSTS.yaml; renew: replace certificates that are past half "
+        "of their lifetime, and copy them",
     )
     parser.add_argument(
         "config", type=Path, metavar="FILE", help="init: the run's configuration; renew: HOSTS.yaml"
@@ -80,19 +81,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar=("NAME", "KEY=VALUE"),
-        help="what ssh calls a host, and what it runs: learner=RANKS, rollout=SERVERS, reward=SERVICES; "
+        help="name of a host for ssh, and what it runs: learner=RANKS, rollout=SERVERS, reward=SERVICES; "
         "further keys: address, folder, python, gpus=0,1",
     )
     parser.add_argument("--folder", default="paceline", help="folder on the hosts (default: paceline)")
     parser.add_argument("--python", default="python3", help="interpreter there that has Paceline")
-    parser.add_argument("--address", help="of this machine, as the hosts reach it (default: asked of them)")
-    parser.add_argument("--certs", type=Path, default=Path("certs"), help="folder of the authority (certs)")
+    parser.add_argument("--address", help="address at which hosts reach this machine (default: looked up)")
+    parser.add_argument(
+        "--certs", type=Path, default=Path("certs"), help="folder of the authority (default: certs)"
+    )
     parser.add_argument("--to", type=Path, default=Path("HOSTS.yaml"), help="the file (default: HOSTS.yaml)")
-    parser.add_argument("--shell", help="remote shell in place of ssh: words, in which {name} is the host")
+    parser.add_argument("--shell", help="command line used instead of ssh; {name} in it is the host")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prepares the hosts one step after the other, and says what to type next."""
+    """Prepares the hosts step by step, and prints the commands to type next."""
     if args.action == "renew":
         _certify(args.certs.absolute(), arguments.load_config(Hosts, args.config, []))
         return 0
@@ -129,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _wanted(words: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
-    """What the command line says of a host, as HOSTS.yaml would."""
+    """Returns what the command line says about a host, as an entry of HOSTS.yaml."""
     host: dict[str, Any] = {
         "name": words[0],
         "address": _UNKNOWN,
@@ -150,7 +153,7 @@ def _own_address(name: str) -> str:
     """This machine's address on the route to a host.
 
     Raises:
-        ConfigError: there is none that the host would reach.
+        ConfigError: there is no address at which the host could reach this machine.
     """
     try:
         address = on_route_to(name.rpartition("@")[2], 22)
@@ -158,8 +161,8 @@ def _own_address(name: str) -> str:
         address = f"none ({error})"
     if is_loopback(address) or address.startswith("none"):
         raise ConfigError(
-            f"the address of this machine on the way to {name} is {address}: give --address, the one "
-            "that the hosts reach"
+            f"this machine's address on the route to {name} is {address}, which other hosts cannot reach: "
+            "give an address that they can reach with --address"
         )
     return address
 
@@ -168,8 +171,8 @@ def _make_folder(hosts: Hosts, host: Host) -> None:
     code = _shell(hosts, host, f"mkdir -p {shlex.quote(host.folder)}", _FOLDER_S)
     if code:
         raise EnvironmentLackError(
-            f"{host.name}: {hosts.shell[0]} made no folder {host.folder} (exit code {code}); it must get "
-            "there without a question: with a key, and with the host in known_hosts"
+            f"{host.name}: {hosts.shell[0]} did not create the folder {host.folder} (exit code {code}); it "
+            "must log in without asking anything: with a key, and with the host in known_hosts"
         )
 
 
@@ -191,7 +194,7 @@ def _shell(hosts: Hosts, host: Host, line: str, limit_s: float, stdin: IO[bytes]
 
 
 def _found(wanted: dict[str, Any], host: Host, seen: dict[str, Any]) -> dict[str, Any]:
-    """The host's entry with what it has said; what the command line says stays."""
+    """Returns the host's entry, completed by what the host reported; the command line takes precedence."""
     entry = dict(wanted)
     if host.address == _UNKNOWN:
         entry["address"] = seen["address"]
@@ -204,7 +207,7 @@ def _found(wanted: dict[str, Any], host: Host, seen: dict[str, Any]) -> dict[str
 
 
 def _certify(folder: Path, hosts: Hosts) -> Path:
-    """Gives every host a certificate of its own, and this machine one; returns the folder of the latter."""
+    """Issues a certificate to every host and to this machine; returns the folder of this machine's."""
     if not (folder / certificates.CA_KEY_FILE).exists():
         certificates.Authority.create(folder, days=certificates.AUTHORITY_DAYS)
     names = [f"host-{re.sub('[^A-Za-z0-9.-]', '-', host.name)}" for host in hosts.hosts]
@@ -217,14 +220,16 @@ def _certify(folder: Path, hosts: Hosts) -> Path:
 
 
 def _copy(hosts: Hosts, host: Host, model: Path) -> None:
-    """Copies the model's folder to where the host's services read it."""
+    """Copies the model's folder to the folder where the host's services read it."""
     print(f"{host.name}: copying {model}", flush=True)
     target = shlex.quote(str(model))
     there = f"cd {shlex.quote(host.folder)} && mkdir -p {target} && tar -x -C {target}"
     with subprocess.Popen(["tar", "-c", "-C", str(model), "."], stdout=subprocess.PIPE) as files:
         code = _shell(hosts, host, there, _COPY_S, files.stdout)
     if code or files.returncode:
-        raise EnvironmentLackError(f"{host.name}: {model} was not copied (exit code {code}); is there room?")
+        raise EnvironmentLackError(
+            f"{host.name}: {model} was not copied (exit code {code}); check the free disk space there"
+        )
 
 
 def _next(args: argparse.Namespace, hosts: Hosts, own: Path, url: str) -> str:

@@ -25,7 +25,7 @@ from paceline.data.rows import Row, count_rows, first_row, first_rows, value_at
 from paceline.models.model_shape import ModelShape
 from paceline.storage.hub import is_named
 
-# What data sets call their columns, the most particular first.
+# Names of columns in public data sets, the most specific first.
 _PROMPTS = ("prompt", "question", "problem", "messages", "input", "query")
 _TRUTHS = ("ground_truth", "reward_model.ground_truth", "answer", "solution", "target", "label")
 
@@ -40,10 +40,10 @@ actor:
     "dapo": """\
 algorithm:
   adv_estimator: grpo
-  dynamic_sampling: {enable: true}   # other prompts replace groups whose samples all have the same reward
+  dynamic_sampling: {enable: true}   # replaces groups whose samples all have the same reward
 actor:
   clip_ratio_low: 0.2
-  clip_ratio_high: 0.28        # room for tokens that were improbable
+  clip_ratio_high: 0.28        # lets improbable tokens become more probable
 """,
     "ppo": """\
 algorithm:
@@ -62,7 +62,7 @@ _LOOKED_AT = 1000  # rows of the first file, for the length of prompts
 
 
 class _Rates(NamedTuple):
-    """Learning rates of models with fewer parameters than `below`, as the examples train such models."""
+    """Learning rates for models with fewer than `below` parameters, as in the examples."""
 
     below: float
     policy: str
@@ -121,7 +121,7 @@ def _no_algorithm(answer: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Question:
-    """A value that the file needs, by the name of its flag; `fault` says what is wrong with an answer."""
+    """A value that the file needs, named like its flag; `fault` says what is wrong with an answer."""
 
     name: str
     words: str
@@ -131,7 +131,7 @@ class _Question:
 
     @property
     def flag(self) -> str:
-        """The flag that answers it."""
+        """The flag that answers the question."""
         return f"--{self.name.replace('_', '-')}"
 
 
@@ -231,8 +231,8 @@ def configuration(answers: Mapping[str, str], rows: Sequence[Row], batch_size: i
     rate = rates.adapters if "lora" in answers else rates.policy
     val = f"  val_files: {_word(answers['val'])}\n" if answers.get("val") else _NO_VAL
     return f"""\
-# Every key with its meaning: docs/configuration.md. What is not here has its default; GPUs are shared out by
-# themselves (placement: auto).
+# Every key is described in docs/configuration.md. Keys left out have their defaults; GPUs are assigned
+# automatically (placement: auto).
 data:
   train_files: {_word(answers["data"])}
 {val}\
@@ -270,7 +270,7 @@ def _has_chat_template(model: str) -> bool:
     try:
         return has_chat_template(ModelConfig(path=model))
     except ModelError:
-        return False  # it cannot be fetched now; `paceline check` says why
+        return False  # not available now; `paceline check` says why
 
 
 def _model_tree(model: str) -> Mapping[str, Any]:
@@ -294,10 +294,10 @@ def _longest(model: str, prompts: Sequence[object], prompt_format: str) -> int:
 
 
 def _lengths(tree: Mapping[str, Any], longest: int) -> tuple[int, int]:
-    """Returns the longest prompt and response, in tokens; together they fit the model's positions.
+    """Returns the bounds of prompts and responses in tokens, which together fit the model's positions.
 
-    Prompts may be an eighth longer than `longest`, as rows further on may be; unknown, they get their usual
-    length, or a third of few positions.
+    The bound of prompts is an eighth above `longest`, because later rows may be longer. Where `longest` is
+    unknown, it is the usual length, or a third of the positions if the model has few.
     """
     positions = tree.get("max_position_embeddings")
     if not isinstance(positions, int):
@@ -324,7 +324,7 @@ def _lora(answers: Mapping[str, str]) -> str:
 
 
 def _answer(question: _Question, answers: dict[str, str], ask: Callable[[_Question], str]) -> None:
-    """Adds the answer to a question, unless a flag gave it; a fault of that is an error."""
+    """Adds the answer to a question, unless a flag gave it; a wrong value of a flag is an error."""
     answer = answers.get(question.name)
     if answer is None:
         answers[question.name] = ask(question)
@@ -360,15 +360,15 @@ def _ask(question: _Question) -> str:
 
 
 def _known(row: Mapping[str, Any], names: Sequence[str]) -> str:
-    """The first of the names that the row has; "" for none."""
+    """Returns the first of the names that is a column of the row; "" if none is."""
     return next((name for name in names if value_at(dict(row), name) is not None), "")
 
 
 def _word(value: str) -> str:
-    """A string as YAML writes it."""
+    """Returns a string as YAML writes it."""
     return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n...\n").strip()
 
 
 def _name(file: str) -> str:
-    """A run's name from that of its file."""
+    """Derives a run's name from the name of its file."""
     return "".join(c if c.isalnum() or c in "_.-" else "-" for c in Path(file).stem)

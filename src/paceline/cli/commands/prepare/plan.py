@@ -1,4 +1,4 @@
-"""`paceline plan`: the layouts that a run may have on GPUs, each with an estimate of its step."""
+"""`paceline plan`: lists the layouts that a run may have on GPUs, with their estimated step times."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ _REFUSED = 2
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
     arguments.add_config(parser, description="configuration of a run")
-    parser.add_argument(
-        "--gpus", help="plan for these GPUs, say 4xH100, instead of those of this machine; none need be here"
-    )
+    parser.add_argument("--gpus", help="plan for these GPUs, such as 4xH100, instead of this machine's GPUs")
     parser.add_argument(
         "--response-tokens",
         type=int,
-        help="mean length of an answer; by default all are as long as data.max_response_length allows",
+        help="mean length of an answer in tokens (default: data.max_response_length)",
     )
-    parser.add_argument("--prompt-tokens", type=int, help="mean length of a prompt; likewise")
+    parser.add_argument("--prompt-tokens", type=int, help="mean length of a prompt in tokens")
     parser.add_argument("--all", action="store_true", help="show every layout, not the best three")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table and what would be chosen; returns 2 if no layout fits."""
+    """Prints the table and the layout that a run would take; returns 2 if no layout fits."""
     machine = Machine.imagined(*read_gpus(args.gpus)) if args.gpus else Machine.here()
     config = arguments.load_config(RunConfig, args.config, args.overrides)
     if not machine.gpus:
-        raise ConfigError("this machine has no GPU that Paceline can use; name some: --gpus 2xH100")
+        raise ConfigError(
+            "this machine has no GPU that Paceline can use; name the GPUs to plan for: --gpus 2xH100"
+        )
     model, _ = settle_model(config.model, on_gpus=True)
     config = config.model_copy(update={"model": model})
     compared = layouts(
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     fitting = [layout for layout in compared if not layout.refusal]
     refused = [layout for layout in compared if layout.refusal]
     if any(layout.time is None for layout in compared):
-        print("no estimate: the card, or the sizes in the model's config.json, are not known")
+        print("no estimate: the card is unknown, or config.json of the model lacks sizes")
     if fitting:
         shown = fitting if args.all else fitting[:_SHOWN]
         Console(highlight=False, markup=False).print(_table(shown))
@@ -62,7 +62,10 @@ def run(args: argparse.Namespace) -> int:
     taken = next((layout for layout in compared if layout.config == chosen), fitting[0])
     print(f"`paceline train` takes: {taken.words}; {_update(taken)}")
     if machine.card is not None and not machine.card.is_measured:
-        print(f"no step was ever timed on {machine.card.name}s: the estimate scales their published rates")
+        print(
+            f"no step was ever timed on {machine.card.name}s: the estimate scales the published rates of "
+            "the card"
+        )
     return 0
 
 

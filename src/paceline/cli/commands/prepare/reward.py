@@ -1,4 +1,4 @@
-"""`paceline reward`: scores a response, or samples of a prompt, with a function as a reward service does."""
+"""`paceline reward`: scores a response, or the samples of a prompt, as a reward service would."""
 
 from __future__ import annotations
 
@@ -38,29 +38,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="RESPONSE",
-        help="with --group: one more answer to the same prompt; may be repeated",
+        help="with --group: another answer to the same prompt; may be repeated",
     )
     parser.add_argument(
         "--column",
         action="append",
         default=[],
         metavar="key=value",
-        help="a column of the row, `prompt` and `data_source` among them; may be repeated",
+        help="a column of the row, such as `prompt` or `data_source`; may be repeated",
     )
     parser.add_argument(
-        "--timeout", type=float, default=10.0, metavar="SECONDS", help="of the call (default: %(default)s)"
+        "--timeout",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="deadline of the call (default: %(default)s)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a line per response: its value, with its components if there are others.
+    """Prints a line per response: its value, and its components if the function returns several.
 
     Raises:
         ConfigError: the function cannot be called, or an argument cannot be read.
-        RewardError: what a run would record; of a group where some samples have a value, how many have none.
+        RewardError: the error that a run would record. For a group in which some samples have a value, says
+            how many have none.
     """
     if args.sample and not args.group:
-        raise ConfigError("--sample is one more answer for a function that scores groups: add --group")
+        raise ConfigError("--sample adds an answer for a function that scores groups: add --group")
     items = _items(args)
     scores = asyncio.run(_score(args, items))
     errors = [score.error for score in scores if score.error is not None]
@@ -76,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _items(args: argparse.Namespace) -> list[ScoreItem]:
     columns = dict(_pair(word) for word in args.column)
-    # Text as it stands, in which a colon means nothing.
+    # The value is plain text, in which a colon has no meaning.
     own = {name: text for name, _, text in (word.partition("=") for word in args.column)}
     return [
         ScoreItem(

@@ -23,10 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--push-to-hub",
         metavar="ORG/NAME",
-        help="then upload it to the Hugging Face hub, with a model card; HF_TOKEN is needed",
+        help="then upload the folder to the Hugging Face hub, with a model card; needs HF_TOKEN",
     )
     parser.add_argument(
-        "--private", action="store_true", help="a model that --push-to-hub creates is private"
+        "--private", action="store_true", help="with --push-to-hub: a new repository is private"
     )
 
 
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def chosen_step(folder: Path, step: str) -> int:
-    """The step of a run's checkpoint that `step` means: a number, or `latest`.
+    """Returns the step of the checkpoint that `step` (a number or `latest`) names.
 
     Raises:
         CheckpointError: there is no such checkpoint.
@@ -68,10 +68,7 @@ def export_step(folder: Path, step: int, out: Path, *, says_so: bool = True) -> 
     """Writes the checkpoint of a step as a model's folder, in another process; returns the exit code.
 
     Args:
-        folder: of the run.
-        step: of the checkpoint.
-        out: the folder to write.
-        says_so: print where it is.
+        folder: folder of the run.
     """
     command = [sys.executable, "-m", "paceline.learner.export", str(folder), str(step), str(out)]
     return subprocess.run(command, check=False, stdout=None if says_so else subprocess.DEVNULL).returncode

@@ -1,4 +1,4 @@
-"""`paceline profile`: the recorded steps of a run and the services' spans as one file for Perfetto."""
+"""`paceline profile`: writes the recorded steps of a run and the services' spans to one file for Perfetto."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline report`: a run as one self-contained HTML page."""
+"""`paceline report`: writes a run as one self-contained HTML page."""
 
 from __future__ import annotations
 

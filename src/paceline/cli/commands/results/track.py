@@ -1,4 +1,4 @@
-"""`paceline track`: sends what a past run has written to experiment trackers."""
+"""`paceline track`: sends the records of a past run to experiment trackers."""
 
 from __future__ import annotations
 

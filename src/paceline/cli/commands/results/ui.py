@@ -1,4 +1,4 @@
-"""`paceline ui`: runs as pages in a browser, renewed while they train."""
+"""`paceline ui`: shows runs as pages in a browser, and updates them while they train."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline verify`: checks what a run has written against the invariants that Paceline promises."""
+"""`paceline verify`: checks the records of a run against the invariants that Paceline promises."""
 
 from __future__ import annotations
 

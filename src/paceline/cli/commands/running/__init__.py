@@ -1,1 +1,1 @@
-"""Commands that ask something of a run or a service while it lives."""
+"""Commands that talk to a live run or service."""

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--role",
         default="",
-        help="with TLS: what the service is (controller, learner, rollout, reward), as its certificate says",
+        help="with TLS: role of the service (controller, learner, rollout, reward) in its certificate",
     )
     parser.add_argument(
         "--timeout", type=float, default=_DEADLINE_S, metavar="SECONDS", help="default: %(default)g"
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0 if the service answers that it serves; otherwise says why not and returns 1."""
+    """Returns 0 if the service answers that it is serving; otherwise prints why not and returns 1."""
     status = asyncio.run(_ask(args.address, args.role, args.timeout))
     if status == health_pb2.HealthCheckResponse.SERVING:
         return 0

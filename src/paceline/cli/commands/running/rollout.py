@@ -23,7 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=600.0,
         metavar="SECONDS",
-        help="longest wait for the server to leave; it is drained all the same (default: %(default)g)",
+        help="seconds to wait for the server to leave; it is drained even if they pass (default: "
+        "%(default)g)",
     )
 
 
@@ -40,15 +41,21 @@ async def _drain(controller: arguments.ControllerAddress, member_id: str, timeou
     async with ControllerClient(controller.address, controller.credentials) as client:
         before = await _find(client, member_id)
         await client.drain(member_id)
-        print(f"{member_id} takes no more prompts; {before.in_flight if before else 0} samples are under way")
+        print(
+            f"{member_id} takes no more prompts; {before.in_flight if before else 0} samples are in progress"
+        )
         try:
             async with asyncio.timeout(timeout_s):
-                # A person waits; the controller has no call that waits for a member.
+                # Polling is good enough for a person who waits; the controller has no call that waits for a
+                # member.
                 while (member := await _find(client, member_id)) and member.state not in _GONE:  # noqa: ASYNC110
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
             raise DeadlineError(
-                phase="DRAIN", peer=member_id, seconds=timeout_s, hint="`paceline status` shows what it does"
+                phase="DRAIN",
+                peer=member_id,
+                seconds=timeout_s,
+                hint="`paceline status` shows what the server is doing",
             ) from None
         print(f"{member_id} has left")
 

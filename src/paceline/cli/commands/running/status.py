@@ -1,4 +1,4 @@
-"""`paceline status`: asks a run's controller what the run is doing, once or until the run ends."""
+"""`paceline status`: asks a run's controller what it is doing, once or until the run ends."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=_PATIENCE_S,
         metavar="SECONDS",
-        help="with --follow: how long the controller may be away (default: %(default)g)",
+        help="with --follow: seconds for which the controller may not answer (default: %(default)g)",
     )
 
 

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=3600.0,
         metavar="SECONDS",
-        help="longest wait for the end of the step; the run ends all the same (default: %(default)g)",
+        help="seconds to wait for the end of the step; the run ends even if they pass (default: %(default)g)",
     )
 
 
@@ -64,6 +64,7 @@ async def _stop(controller: arguments.ControllerAddress, *, now: bool, timeout_s
                 hint="`paceline status` shows what the run does; `paceline stop --now` ends it at once",
             ) from None
         raise PeerLostError(
-            f"{peer} was lost before it said how the run ended; if `paceline status` finds it again, repeat",
+            f"{peer} was lost before it said how the run ended; if `paceline status` reaches it again, "
+            "repeat the command",
             peer=peer,
         )

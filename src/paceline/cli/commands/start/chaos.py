@@ -25,7 +25,7 @@ from paceline.runs import run_dir as run_dirs
 from paceline.sizing.machine import Machine
 from paceline.sizing.placement import settle
 
-# More steps than faults can take: the run ends after the last recovery.
+# More steps than all faults take, as the run ends after the last recovery.
 _MANY_STEPS = 1_000_000
 
 
@@ -33,11 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
     arguments.add_config(
         parser,
-        description="configuration of the run; it begins anew, with enough restarts allowed, and ends after "
-        "the last recovery unless trainer.total_steps is given here",
+        description="configuration of the run. The run starts from scratch, is allowed enough restarts, and "
+        "ends after the last recovery, or after trainer.total_steps if the command line sets it",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the faults' order and instants (default: 0)")
-    parser.add_argument("--faults", type=int, default=20, help="how many (default: 20)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the faults' order and times (default: 0)"
+    )
+    parser.add_argument("--faults", type=int, default=20, help="number of faults (default: 20)")
     parser.add_argument(
         "--rate",
         type=float,
@@ -49,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--overlap",
         type=int,
         default=3,
-        help="the most faults that the run has not recovered from; 1: one after the other (default: 3)",
+        help="most faults at a time from which the run has not recovered yet (default: 3)",
     )
     parser.add_argument(
         "--only",
@@ -62,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains under faults; returns 0 if the run recovered from all of them, ended in order and is sound."""
+    """Trains under faults; returns 0 if the run recovered from all, ended in order and passed `verify`."""
     if args.rate <= 0 or args.overlap < 1 or args.faults < 1:
         raise ConfigError("--rate, --overlap and --faults must be positive")
     until_done = not any(word.startswith("trainer.total_steps=") for word in args.overrides)
@@ -119,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _verify(run_dir: Path) -> tuple[bool, dict[str, dict[str, int]]]:
-    """Whether the run is sound, and the counts; prints what `paceline verify` prints but its last line."""
+    """Runs `paceline verify`; returns whether it passed, and its counts. Prints all but the last line."""
     file = run_dir / "verify.json"
     command = [sys.executable, "-m", "paceline.controller.verify", str(run_dir), "--json", str(file)]
     done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)

@@ -1,4 +1,4 @@
-"""`paceline dpo`: trains a policy on pairs of answers, in the learner's ranks."""
+"""`paceline dpo`: trains a policy on pairs of answers."""
 
 from __future__ import annotations
 

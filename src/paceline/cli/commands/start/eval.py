@@ -32,7 +32,7 @@ from paceline.sizing.machine import Machine
 from paceline.sizing.placement import settle
 
 RESULTS = "evaluation.json"
-# What a run's own sections say of training, which an evaluation does not do.
+# Sections of a run's configuration that only training reads.
 _OF_TRAINING = ("algorithm", "actor", "critic", "guard", "barrier", "broker", "service", "trainer")
 
 
@@ -41,15 +41,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "target",
         metavar="MODEL|CONFIG|RUN[@STEP]",
-        help="a model's folder or name on the hub; a configuration's file, for the model that its run "
-        "would start with; or a run, at its newest checkpoint or that of STEP",
+        help="what to evaluate: a model (folder or name on the hub); a configuration file (the model that "
+        "the run would start from); or a run (its newest checkpoint, or that of STEP)",
     )
     parser.add_argument(
         "overrides",
         nargs="*",
         default=[],
         metavar="dotted.key=value",
-        help="values as in a run's configuration; those of CONFIG or RUN hold where nothing is said",
+        help="override a value of the configuration (of CONFIG or RUN, if given)",
     )
     parser.add_argument(
         "--data",
@@ -58,14 +58,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=FILE[,FILE]",
         help="a set of prompts; may be given several times (default: RUN's data.val_files and data.val_sets)",
     )
-    parser.add_argument("--reward", metavar="FUNCTION", help="as reward.functions.N.name; needed with MODEL")
+    parser.add_argument(
+        "--reward",
+        metavar="FUNCTION",
+        help="reward function, as in reward.functions.N.name; needed with MODEL",
+    )
     parser.add_argument("--n", type=int, help="answers per prompt (default: RUN's rollout.val.n, or 1)")
-    parser.add_argument("--temperature", type=float, help="at which they are drawn (default: RUN's, or 0)")
+    parser.add_argument("--temperature", type=float, help="sampling temperature (default: RUN's, or 0)")
     parser.add_argument(
         "--right-above",
         type=float,
         metavar="REWARD",
-        help="an answer with a reward above this is right (default: RUN's rollout.val.right_above, or 0)",
+        help="an answer counts as right if its reward is above this (default: RUN's rollout.val.right_above, "
+        "or 0)",
     )
     parser.add_argument("--out", help="folder to write to (default: runs/evaluations/NAME)")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
@@ -103,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _sets(given: Sequence[str]) -> dict[str, list[str]]:
-    """The files of each set by its name."""
+    """Returns the files of each set, by its name."""
     sets: dict[str, list[str]] = {}
     for word in given:
         name, _, files = word.partition("=")
@@ -116,7 +121,7 @@ def _sets(given: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _run_of(target: str) -> tuple[Path | None, str]:
-    """The run's folder with the step that is meant, or None for a model."""
+    """Returns the run's folder, or None for a model, and the step."""
     name, _, step = target.partition("@")
     for folder in (Path(name), run_dirs.RUNS / name):
         if (folder / run_dirs.RESOLVED).is_file():
@@ -125,12 +130,12 @@ def _run_of(target: str) -> tuple[Path | None, str]:
 
 
 def _tree_of_run(folder: Path) -> dict[str, Any]:
-    """What a run's configuration says of data, rewards and servers."""
+    """Returns the parts of a run's configuration that concern data, rewards and servers."""
     return _without_training(yaml.safe_load((folder / run_dirs.RESOLVED).read_text(encoding="utf-8")))
 
 
 def _tree_of(config: str) -> dict[str, Any]:
-    """The same of a configuration that no run has settled."""
+    """Returns the same parts of a configuration file that no run has resolved yet."""
     return _without_training(load(RunConfig, config).model_dump(mode="json"))
 
 
@@ -144,10 +149,10 @@ _OPTIONS = ("n", "temperature", "right_above")
 def _data(
     data: Mapping[str, Any], sets: Mapping[str, Sequence[str]], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """The section with these sets, or with those of the run, of which all prompts are answered.
+    """Returns the data section with these sets, or with those of the run; all their prompts are answered.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: there are no sets.
     """
     given = [name for name in _OPTIONS if getattr(args, name) is not None]
     named: dict[str, Any] = {name: {"files": list(files)} for name, files in sets.items()}
@@ -169,7 +174,7 @@ def _data(
 
 
 def _tree(tree: dict[str, Any], args: argparse.Namespace, out: Path) -> dict[str, Any]:
-    """The configuration of a run that validates its starting model and ends."""
+    """Returns the configuration of a run that validates its starting model and then ends."""
     rollout = dict(tree.get("rollout", {}))
     sampling = dict(rollout.get("val", {}))
     sampling |= {name: getattr(args, name) for name in _OPTIONS if getattr(args, name) is not None}
@@ -184,7 +189,10 @@ def _tree(tree: dict[str, Any], args: argparse.Namespace, out: Path) -> dict[str
     if args.reward:
         reward = {"functions": [{"name": args.reward}]}
     if not reward and not any(word.startswith("reward.") for word in args.overrides):
-        raise ConfigError("name what scores the answers: --reward gsm8k, say, or path/to/file.py:function")
+        raise ConfigError(
+            "name the reward function that scores the answers, such as --reward gsm8k or "
+            "--reward path/to/file.py:function"
+        )
     return {
         **tree,
         "model": model,
@@ -203,7 +211,7 @@ def _tree(tree: dict[str, Any], args: argparse.Namespace, out: Path) -> dict[str
 
 
 def _make_room(tree: dict[str, Any]) -> None:
-    """Lets a learner that trains nothing have prompts and responses of any length."""
+    """Lifts the limits on lengths, because the learner trains nothing."""
     limits = parse(DataConfig, tree["data"], "the evaluation: data")
     longest = limits.max_prompt_length + limits.max_response_length
     if longest > ActorConfig().ppo_max_token_len_per_gpu:
@@ -211,7 +219,7 @@ def _make_room(tree: dict[str, Any]) -> None:
 
 
 def _exported(folder: Path, step: str, out: Path) -> Path:
-    """The checkpoint of a run as a model's folder, beside the evaluation."""
+    """Exports the checkpoint of a run as a model's folder, beside the evaluation."""
     number = chosen_step(folder, step)
     model = out.with_name(f"{out.name}.step_{number}")
     if not model.exists() and export_step(folder, number, model, says_so=False):
@@ -220,7 +228,7 @@ def _exported(folder: Path, step: str, out: Path) -> Path:
 
 
 def _results(config: RunConfig, out: Path) -> dict[str, EvaluationResult]:
-    """Measures each set, and within it each data source where there are several."""
+    """Measures each set, and each data source in it if there are several."""
     answers = _answers(out / "trajectories" / "val_000000.parquet")
     results: dict[str, EvaluationResult] = {}
     for held_out, sources in _rows(config):
@@ -239,7 +247,7 @@ def _results(config: RunConfig, out: Path) -> dict[str, EvaluationResult]:
 
 
 def _rows(config: RunConfig) -> Iterator[tuple[HeldOutSet, dict[int, str]]]:
-    """Of each set the prompts, by their number among the rows of all files, with their data sources."""
+    """Yields each set with the data source of each prompt, keyed by the prompt's row in all files."""
     key, count = config.data.data_source_key, 0
     for held_out in config.held_out_sets:
         rows = read_rows(local_files(held_out.files, "val"))
@@ -265,7 +273,7 @@ def _answers(file: Path) -> list[EvaluatedAnswer]:
 
 
 def table(results: Mapping[str, EvaluationResult]) -> str:
-    """The results as aligned lines, one per set."""
+    """Formats the results as aligned lines, one per set."""
     rows = [["set", "prompts", "missing", "n", "reward", "avg@n", "pass@k", "maj@k", "tokens", "cut off"]]
     for name, result in results.items():
         rows.append(

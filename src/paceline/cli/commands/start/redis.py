@@ -1,4 +1,4 @@
-"""`paceline redis`: a Redis server over TLS with the run's user, for services on several hosts."""
+"""`paceline redis`: serves Redis over TLS, with a user for the run, to services on several hosts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paceline.service.process import write_atomically
 
 _PASSWORD_FILE = "redis_password"
 _RENEWER = "renewer"
-# Half of a certificate's days are far longer.
+# Short compared with half of a certificate's lifetime.
 _LOOKS_EVERY_S = 3600.0
 _ANSWERS_WITHIN_S = 30.0
 
@@ -32,16 +32,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "folder",
         type=Path,
         metavar="DIR",
-        help="folder of the certificate authority; authority, password and data are made there where missing",
+        help="folder of the certificate authority; missing files (authority, password, data) are created "
+        "there",
     )
     parser.add_argument(
-        "--host", required=True, help="address of this machine that the services reach, or its interface"
+        "--host", required=True, help="address at which services reach this machine, or its network interface"
     )
     parser.add_argument("--port", type=int, default=6380, help="port to listen on (default: 6380)")
     parser.add_argument(
         "--max-memory",
         default="4gb",
-        help="memory for the step in progress (default: 4gb); then writers wait",
+        help="memory for the step in progress (default: 4gb); writers wait when it is full",
     )
 
 
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     """Serves until a signal ends it; returns the server's exit code."""
     address = to_bind(args.host)
     if is_wildcard(address):
-        raise ConfigError(f"--host {args.host}: name one address, which clients find in the certificate")
+        raise ConfigError(f"--host {args.host}: give one address; clients check it against the certificate")
     binary, folder = find_tls_server(), args.folder.absolute()
     if not (folder / certificates.CA_KEY_FILE).exists():
         certificates.Authority.create(folder, days=certificates.AUTHORITY_DAYS)
@@ -88,7 +89,7 @@ def _options(folder: Path, address: str, port: int, max_memory: str) -> list[str
 def _tend(server: subprocess.Popen[bytes], folder: Path, address: str, port: int, password: str) -> int:
     """Renews the server's certificate whenever half of its lifetime is over, until the server ends.
 
-    What fails is said and tried again at the next look: the run has no other server.
+    A failure is printed and retried at the next look, because the run has no other server.
     """
     files = [folder / "redis" / name for name in (CERTIFICATE_FILE, CA_FILE)]
     served: list[int] = []
@@ -104,13 +105,13 @@ def _tend(server: subprocess.Popen[bytes], folder: Path, address: str, port: int
                     _reload(folder, address, port, password)
                     served = issued
             except (OSError, PacelineError, redis.RedisError) as error:
-                print(f"Redis keeps its former certificate until the next try: {error}", flush=True)
+                print(f"Redis keeps its old certificate until the next try: {error}", flush=True)
         else:
             return 128 - code if code < 0 else code
 
 
 def _reload(folder: Path, address: str, port: int, password: str) -> None:
-    """Has the server read its files; its connections stay."""
+    """Makes the server read its files again; connections stay open."""
     files = folder / "redis"
     with redis.Redis(
         host=address.strip("[]"),

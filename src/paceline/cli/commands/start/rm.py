@@ -1,4 +1,4 @@
-"""`paceline rm`: trains a reward model on pairs of answers, in the learner's ranks."""
+"""`paceline rm`: trains a reward model on pairs of answers."""
 
 from __future__ import annotations
 

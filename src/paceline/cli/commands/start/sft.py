@@ -1,4 +1,4 @@
-"""`paceline sft`: trains a starting model on prompt/answer pairs, in the learner's ranks."""
+"""`paceline sft`: trains a starting model on prompt/answer pairs."""
 
 from __future__ import annotations
 

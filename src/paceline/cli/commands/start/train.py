@@ -1,4 +1,4 @@
-"""`paceline train`: runs a training run as local processes, shows it live and writes its report."""
+"""`paceline train`: trains in local processes, shows the progress and writes a report."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--open",
         action="store_true",
-        help="let others join: keep the run's token in RUN_DIR/token and print the commands with which "
-        "further rollout servers and reward services join",
+        help="let others join: keep the run's token in RUN_DIR/token, and print the commands that start "
+        "further rollout servers and reward services",
     )
     parser.add_argument(
         "--ui", action="store_true", help="serve the run as a page, as `paceline ui` does, while it trains"
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains; returns the exit code."""
+    """Trains and returns the exit code."""
     die_with_parent()
     config = arguments.load_config(RunConfig, args.config, args.overrides)
     settled = settle(config, Machine.here())
@@ -87,12 +87,11 @@ def train(
     """Runs a training run to its end; returns the exit code.
 
     Args:
-        config: of the run.
-        form: how it is shown.
-        is_open: let others join.
+        config: configuration of the run.
+        is_open: whether others may join.
         planner: makes the processes' specs.
-        remarks: what people should know before it starts.
-        page: where it is served to browsers, if anywhere.
+        remarks: lines to print before the run starts.
+        page: where the run is served to browsers, if anywhere.
     """
     check_port(config.service.host, config.service.controller_port, "service.controller_port")
     with asyncio.Runner() as runner, ExitStack() as stack:
@@ -129,7 +128,7 @@ def _train(
     finally:
         view.close()
     if not outcome.began and outcome.exit_code != EXIT_FAILED:
-        # It was refused or stopped before it began: the message is all that there is to say.
+        # The run was refused or stopped before it began: the message says everything.
         prepared.undo()
         print(f"paceline train: {outcome.message}", file=sys.stderr)
         return outcome.exit_code
@@ -160,7 +159,7 @@ def _tokenize(prepared: run_dirs.Prepared, view: View) -> None:
 
 
 def make_view(config: RunConfig, run_dir: Path, *, form: Form, remarks: Sequence[str] = ()) -> View:
-    """A live table on a terminal, else plain lines; the remarks come before it."""
+    """Returns a live table on a terminal, else plain lines; prints the remarks first."""
     total_steps = config.trainer.num_steps
     if form is Form.JSON:
         view = JsonView(total_steps)
@@ -180,7 +179,7 @@ def export_model(config: RunConfig, run_dir: Path) -> str:
     step, folder = run_dirs.newest_checkpoint(config, run_dir), run_dir / "model"
     if step is None:
         return "model: not exported, there is no checkpoint"
-    shutil.rmtree(folder, ignore_errors=True)  # of this run before it was continued
+    shutil.rmtree(folder, ignore_errors=True)  # left by this run before it was continued
     command = [sys.executable, "-m", "paceline.learner.export", str(run_dir), str(step), str(folder)]
     limit_s = config.learner.command_timeout_s
     again = f"`paceline export {run_dir} {step} OUT` tries again"
@@ -196,7 +195,7 @@ def export_model(config: RunConfig, run_dir: Path) -> str:
 
 
 def log_to(file: Path) -> None:
-    """Sends the launcher's log to a file, as the view uses the screen."""
+    """Sends the launcher's log to a file, because the view uses the screen."""
     handler = LineHandler("launcher", file.open("a", encoding="utf-8"))
     logging.basicConfig(handlers=[handler], force=True, level="WARNING")
     logging.getLogger("paceline").setLevel("INFO")

@@ -1,4 +1,4 @@
-"""`paceline up`: a training run over several hosts, through ssh or another remote shell."""
+"""`paceline up`: trains on several hosts, through ssh or another remote shell."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from paceline.sizing.update import settle_context, with_memory
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
-    parser.add_argument("hosts", metavar="HOSTS.yaml", help="the hosts, and what runs on each")
+    parser.add_argument("hosts", metavar="HOSTS.yaml", help="file with the hosts and what runs on each")
     parser.add_argument(
         "overrides",
         nargs="*",

@@ -32,8 +32,8 @@ def read_script(path: Path, text: str) -> ScriptSettings:
     """The settings of `GRPOConfig(...)` and `GRPOTrainer(...)`.
 
     Args:
-        path: of the script; reward functions that it imports are looked for beside it.
-        text: of the script.
+        path: path of the script; reward functions that it imports are looked for beside it.
+        text: text of the script.
 
     Raises:
         ConfigError: it is not Python, or has neither.

@@ -1,7 +1,7 @@
 """Reads the settings of a shell script that starts verl: words `a.b=c`, with the script's own variables.
 
-The script is not run. Assignments at its top level, arrays and `$((...))` are followed; what stands in `if`,
-`case` and loops is not.
+The script is not run. Assignments at its top level, arrays and `$((...))` are evaluated; commands inside
+`if`, `case` and loops are not.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ _OPENS, _CLOSES = ("if", "case", "for", "while", "until"), ("fi", "esac", "done"
 
 
 class _UnknownValueError(Exception):
-    """A variable without a value, or what only running the script would tell."""
+    """Raised for a variable without a value, and for values that only running the script would tell."""
 
 
 def read_script(text: str, environment: Mapping[str, str] | None = None) -> ScriptSettings:
-    """The settings of the command that starts verl's trainer.
+    """Returns the settings of the command that starts verl's trainer.
 
     Args:
-        text: of the script.
-        environment: variables that the script does not set; None: those of this process.
+        text: text of the script.
+        environment: variables that the script does not set (default: those of this process).
 
     Raises:
         ConfigError: no command of the script starts a trainer of verl.
@@ -68,8 +68,8 @@ def read_script(text: str, environment: Mapping[str, str] | None = None) -> Scri
             trainer_words = trainer_words if start is None else words[start:]
     if trainer_words is None:
         raise ConfigError(
-            "the script starts no trainer of verl: a command `python3 -m verl.trainer.main_ppo a.b=c ...` is "
-            "looked for; convert the YAML that verl prints with `--cfg job` instead"
+            "the script has no command `python3 -m verl.trainer.main_ppo a.b=c ...`, which starts verl's "
+            "trainer; convert the YAML that verl prints with `--cfg job` instead"
         )
     script = ScriptSettings()
     for word in trainer_words:
@@ -98,7 +98,7 @@ def _commands(text: str) -> list[list[str]]:
 
 
 def _assign(words: list[str], variables: dict[str, str], arrays: dict[str, list[str]]) -> bool:
-    """Whether the command is an assignment; follows it."""
+    """Follows the command if it is an assignment; returns whether it is one."""
     if words[0] in ("export", "declare", "readonly", "local"):
         words = [word for word in words[1:] if not word.startswith("-")]
     match = _ASSIGNMENT.fullmatch(words[0]) if words else None
@@ -117,7 +117,7 @@ def _assign(words: list[str], variables: dict[str, str], arrays: dict[str, list[
 
 
 def _trainer(words: list[str]) -> int | None:
-    """Where the trainer's own words begin; None if the command starts none."""
+    """Returns the index of the trainer's first argument; None if the command starts no trainer."""
     for place, word in enumerate(words[:-1]):
         if word == "-m" and re.match(r"(verl|recipe)\.\S*main", words[place + 1]):
             return place + 2
@@ -138,7 +138,7 @@ def _setting(
     except _UnknownValueError as unknown:
         script.refused[word] = str(unknown)
         return
-    # What stands in a variable without quotes becomes several words.
+    # An unquoted variable becomes several words.
     for setting in plain.split() if _BARE_VARIABLE.fullmatch(word) else [plain]:
         _enter(setting, script)
 
@@ -169,7 +169,7 @@ def _value(text: str) -> Any:
 
 
 def _expand(word: str, variables: Mapping[str, str]) -> str:
-    """A word without quotes, variables filled in; raises _UnknownValueError."""
+    """Removes a word's quotes and fills in variables; raises _UnknownValueError."""
     parts = []
     for piece in _PIECE.finditer(word):
         if piece["single"] is not None:
@@ -216,7 +216,7 @@ _OPERATORS = {
 
 
 def _number(text: str, variables: Mapping[str, str]) -> int:
-    """The whole number that an expression of `$((...))` is; raises _UnknownValueError."""
+    """Evaluates an expression of `$((...))` to an integer; raises _UnknownValueError."""
 
     def value(node: ast.AST) -> int:
         if isinstance(node, ast.Constant) and isinstance(node.value, int):

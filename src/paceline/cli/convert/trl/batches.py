@@ -1,4 +1,4 @@
-"""TRL's arithmetic of batches: what a generation batch and an update hold, and how many of them there are.
+"""TRL's arithmetic of batches: the sizes of generation batches and updates, and how many there are.
 
 With b = per_device_train_batch_size, D processes, a = gradient_accumulation_steps, s = steps_per_generation,
 mu = num_iterations and G = num_generations: a generation batch has b D s samples, an update b D a; each is
@@ -19,10 +19,10 @@ class Batches:
     """Counts of one step here.
 
     Attributes:
-        prompts: of a step, each with `num_generations` samples: data.train_batch_size.
+        prompts: prompts of a step, each with `num_generations` samples: data.train_batch_size.
         prompts_per_update: actor.ppo_mini_batch_size.
         epochs: passes over the step's samples: actor.ppo_epochs.
-        generations: TRL's generation batches that make a step here; one, unless updates are larger.
+        generations: TRL's generation batches per step of ours; one, unless updates are larger.
     """
 
     prompts: int

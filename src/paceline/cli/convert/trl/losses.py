@@ -49,15 +49,16 @@ def loss(value: Any, tree: Tree) -> Tree | Changed:
 
 
 def _token_mean(tree: Tree, values: Tree) -> Tree | Changed:
-    """TRL's sum over an update's tokens, by the number of those of the whole generation batch."""
+    """Converts TRL's sum over an update's tokens, divided by the tokens of the whole generation batch."""
     ours = {"actor.loss_agg_mode": "token-mean"} | dict(values)
     batches = Batches.of(tree)
     if batches.prompts == batches.prompts_per_update and batches.generations == 1:
         return ours
     return Changed(
         ours,
-        "TRL divides an update's sum by the tokens of its whole generation batch, here by the update's own: "
-        "gradients differ by the number of updates per batch, which AdamW evens out, before the clip of "
+        "TRL divides an update's sum by the tokens of its whole generation batch; Paceline divides it by the "
+        "update's own tokens: gradients differ by the number of updates per batch, which AdamW evens out, "
+        "before the clip of "
         "their norm",
     )
 

@@ -61,7 +61,7 @@ REST: tuple[ConversionRule, ...] = (
     ),
     only("float16 is not computed in; see model.dtype", "fp16"),
     only(
-        "adapters are on linear layers alone",
+        "only linear layers have adapters",
         "lora_target_parameters lora_modules_to_save use_dora",
         example=["x"],
     ),

@@ -1,4 +1,4 @@
-"""What becomes of the arguments of TRL's GRPO scripts: GRPOConfig's, and those that name model and data."""
+"""The table for TRL's GRPO scripts: arguments of GRPOConfig, and those that name model and data."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ _MATH = ["lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/
 
 
 def files(value: Any, tree: Tree) -> Tree:
-    """The training files, whose rows hold the answer in a nested column."""
+    """Returns the training files, whose rows hold the answer in a nested column."""
     return {"data.train_files": value, "data.ground_truth_key": "reward_model.ground_truth"}
 
 
@@ -24,11 +24,13 @@ def overlong(value: Any, tree: Tree) -> Tree | Changed:
     ours = {"data.overlong_prompts": "error"}
     if tree["data.truncation"] == "error":
         return ours
-    return Changed(ours, f"verl cuts longer prompts ({tree['data.truncation']}); here they end the start")
+    return Changed(
+        ours, f"verl cuts longer prompts ({tree['data.truncation']}); Paceline refuses to start with them"
+    )
 
 
 def reward(value: Any, tree: Tree) -> Tree | Changed:
-    """A function of the user's, called verl's way; else verl's own by data source, or a reward model."""
+    """Returns the user's function, called as verl calls it; else verl's own functions, or a reward model."""
     path, prefix = next(
         ((tree[f"{at}{FUNCTION}.path"], at) for at in ("", "reward.") if tree.get(f"{at}{FUNCTION}.path")),
         (None, ""),
@@ -113,7 +115,7 @@ def _targets(targets: Any) -> list[str]:
 
 
 def offload_reference(value: Any, tree: Tree) -> Tree:
-    """The reference on the host, where there is one of its own."""
+    """Keeps the reference in host memory, if it has weights of its own."""
     has_kl = tree["actor_rollout_ref.actor.use_kl_loss"] or tree["algorithm.use_kl_in_reward"]
     return {"actor.memory.offload_reference": True} if value and has_kl and not lora(None, tree) else {}
 
@@ -134,7 +136,7 @@ def masters(value: Any, tree: Tree) -> Tree | Changed:
 
 
 def loggers(value: Any, tree: Tree) -> Tree:
-    """The trackers that are here, too; the terminal is always one."""
+    """Returns the trackers that Paceline has, too; it always logs to the terminal."""
     names = [value] if isinstance(value, str) else list(value or [])
     known = ("wandb", "tensorboard", "mlflow", "trackio")
     if unknown := [name for name in names if name not in (*known, "console", "file")]:
@@ -175,7 +177,9 @@ def extra_prompts(value: Any, tree: Tree) -> Tree | Changed:
     if batches > 0:
         extra = batches * generated / int(tree["data.train_batch_size"]) - 1
         ours["algorithm.dynamic_sampling.max_extra_factor"] = max(extra, 1.0)
-    reasons = ["verl stops where the drawn prompts do not suffice; here the step goes on with fewer groups"]
+    reasons = [
+        "verl stops if the drawn prompts do not suffice; Paceline continues the step with fewer groups"
+    ]
     if metric not in (None, "seq_final_reward", "seq_reward", "acc", "score"):
         ours["algorithm.dynamic_sampling.metric"] = metric
     elif metric == "acc":

@@ -12,7 +12,7 @@ _MEANS_OVER_SEQUENCES = ("geo_mean", "gspo", "sapo")
 
 
 def clip_range(value: Any, tree: Tree) -> Tree:
-    """The range on both sides: verl reads clip_ratio only for a side that is null."""
+    """Returns the clip range on both sides; verl reads clip_ratio only for a side that is null."""
     low, high = (
         number(tree[f"{ACTOR}.clip_ratio"] if tree[f"{ACTOR}.{side}"] is None else tree[f"{ACTOR}.{side}"])
         for side in ("clip_ratio_low", "clip_ratio_high")
@@ -46,7 +46,7 @@ def loss(value: Any, tree: Tree) -> Tree:
 
 
 def aggregation(value: Any, tree: Tree) -> Tree:
-    """The aggregation, which three losses of verl do not read."""
+    """Returns the aggregation, which three of verl's losses ignore."""
     if tree[MODE] in _MEANS_OVER_SEQUENCES:
         return {"actor.loss_agg_mode": None}
     ours = {"actor.loss_agg_mode": value}
@@ -57,7 +57,7 @@ def aggregation(value: Any, tree: Tree) -> Tree:
 
 
 def correction(value: Any, tree: Tree) -> Tree:
-    """Weights for the difference of sampler and learner."""
+    """Converts the correction for the difference between sampler and learner."""
     if value is None:
         return {}
     key = "algorithm.rollout_correction"
@@ -84,14 +84,14 @@ def _total_steps(tree: Tree) -> int:
     rows = tree.get(NUM_ROWS)
     if rows is None:
         raise ValueError(
-            "is a share of the steps here, whose number depends on the rows of the training files, which are "
-            f"not here: {epochs} x (rows // {batch})"
+            f"is a share of the steps here; their number, {epochs} x (rows // {batch}), depends on training "
+            "files that are not on this machine"
         )
     return epochs * (int(rows) // batch)
 
 
 def warmup(section: str, ours: str) -> Any:
-    """The share of the run over which the rate rises: of steps, if they are given, else the ratio."""
+    """Returns the share of the run over which the rate rises: from a number of steps, or else the ratio."""
 
     def convert(value: Any, tree: Tree) -> Tree:
         steps = int(tree.get(f"{section}.lr_warmup_steps", -1) or -1)
@@ -103,7 +103,7 @@ def warmup(section: str, ours: str) -> Any:
 
 
 def schedule(section: str, ours: str) -> Any:
-    """The shape of the rate; an older name of the key goes first, as there."""
+    """Returns the schedule of the rate; as in verl, the key's older name takes precedence."""
 
     def convert(value: Any, tree: Tree) -> Tree | Changed:
         shape = tree.get(f"{section}.warmup_style") or tree[f"{section}.lr_scheduler_type"]

@@ -117,7 +117,7 @@ class _StandIns:
 
     Attributes:
         sampled: what was asked for, in words.
-        digests: of the batches that were trained.
+        digests: digests of the batches that were trained.
     """
 
     def __init__(self, config: RunConfig) -> None:

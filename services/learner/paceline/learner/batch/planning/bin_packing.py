@@ -68,7 +68,7 @@ class _BinsBySpace:
 
     Args:
         budget: space of an empty bin.
-        places: of the bins, which are empty and cost nothing.
+        places: places of the bins, which are empty and cost nothing.
     """
 
     def __init__(self, budget: int, places: Sequence[int]) -> None:

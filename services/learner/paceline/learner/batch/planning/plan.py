@@ -139,7 +139,7 @@ def plan_chunk(
     """Cuts a chunk into micro-batches.
 
     Args:
-        rows: of the chunk, samples of one prompt next to each other.
+        rows: rows of the chunk, samples of one prompt next to each other.
         first_row: the place of the first of them in the step's batch.
         num_data_ranks: ranks that get different rows.
         token_budget: most tokens of one micro-batch.

@@ -88,7 +88,7 @@ def packed_attention(
         value: as key, but for D.
         attention_mask: None; `packed` replaces it.
         packed: where the sequences lie.
-        scaling: of the scores; None is D ** -0.5.
+        scaling: scaling of the scores; None is D ** -0.5.
         dropout: must be 0; otherwise old and new log-probs could not be compared.
         sliding_window: number of tokens that a token sees, itself included.
         softcap: c, of scores that become c tanh(scores / c) (Gemma 2).

@@ -94,7 +94,7 @@ class Compilations:
     """Counts the compilations of this process since it was last asked.
 
     Attributes:
-        count: of graphs, backward ones included.
+        count: number of graphs, backward ones included.
         seconds: that they took.
         num_cached: graphs whose kernels came from the cache.
         phases: what took the most seconds, by torch's name; phases lie within each other.

@@ -137,7 +137,7 @@ def balance_by_row(
 
     Args:
         choices: logits (T, E) and indices (T, K) per layer; of n ranks in `context` this one's, (T/n, ...).
-        batch: of T tokens.
+        batch: batch of T tokens.
         context: the ranks that share them, which add up what they count.
     """
     num_rows = batch.places.shape[0]
@@ -167,8 +167,8 @@ def active_parameters(layers: nn.Module, config: Any, *, trained: bool) -> int:
     """Parameters of the layers that one token uses: of the experts, those that it is sent to.
 
     Args:
-        layers: of the decoder.
-        config: of the model.
+        layers: layers of the decoder.
+        config: configuration of the model.
         trained: count those that train; else those that are frozen.
     """
     per_token = getattr(config, "num_experts_per_tok", None)

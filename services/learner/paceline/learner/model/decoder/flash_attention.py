@@ -58,7 +58,7 @@ def prepare(config: Any, dtype: torch.dtype, device: torch.device) -> None:
     """Has the kernels compiled that a model's layers will ask for, so that its first step need not wait.
 
     Args:
-        config: of the transformers model.
+        config: configuration of the transformers model.
         dtype: that it computes in.
         device: on which it will run; nothing is done on a CPU.
     """
@@ -146,8 +146,8 @@ def attend(
         q: (T, H, D).
         k: (K, G, D), G dividing H.
         v: (K, G, E).
-        lengths: of the sequences.
-        scaling: of the scores; None is D ** -0.5.
+        lengths: lengths of the sequences.
+        scaling: scaling of the scores; None is D ** -0.5.
         window: number of tokens that a token sees, itself included; None for all before it.
         softcap: c, of scores that become c tanh(scores / c), where `has_softcap`.
 

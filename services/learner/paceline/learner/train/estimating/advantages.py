@@ -48,13 +48,13 @@ def compute_advantages(
     """Makes token rewards with the KL penalty, then advantages.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         scored: this rank's micro-batches, with its fillers.
         estimator: the algorithm's.
-        scores: of all rows, on every rank: those of the step, or of a chunk.
+        scores: scores of all rows, on every rank: those of the step, or of a chunk.
         group_ids: prompt of all rows.
         greedy_scores: of the greedy answer to each row's prompt; ignored unless every row has one.
-        placed: of all rows, the parts of their scores that belong to tokens, by position.
+        placed: for all rows, the parts of their scores that belong to tokens, by position.
         kl_coef: the penalty's coefficient in this step.
         first_row: the place of the first of all rows in the step's batch.
         ranks: over which the rows' statistics are taken.
@@ -90,9 +90,9 @@ def mean_reference_kl(
     """The KL to the reference by the weights from before the update, in nats per token; None without one.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         scored: this rank's micro-batches, whose old log-probs are known, with its fillers.
-        num_sequences: of the step, on all ranks.
+        num_sequences: number of sequences of the step, on all ranks.
         ranks: over whose sequences the mean of each one's mean is taken.
     """
     penalty = _penalty(scored, config.algorithm.kl_penalty)

@@ -49,7 +49,7 @@ def prepare(
     """Estimates advantages and shapes the batch around them; every rank calls it.
 
     Args:
-        learner: of this rank.
+        learner: learner of this rank.
         order: a step's, or a chunk's.
         scored: this rank's micro-batches of its rows, with its fillers.
         estimator: the algorithm's.

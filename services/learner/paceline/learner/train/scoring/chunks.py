@@ -102,10 +102,10 @@ def score_chunks(
     """Scores chunks of a step, but for those that are kept from work ahead; every rank calls it.
 
     Args:
-        learner: of this rank.
+        learner: learner of this rank.
         step: the step.
         make: plans the chunks, by their numbers in the step.
-        rows: of the chunks, by place in the batch.
+        rows: rows of the chunks, by place in the batch.
         fetch: fetches rows.
         stopwatch: times the phases.
     """

@@ -137,7 +137,7 @@ class WorkAhead:
         """The gradient for the first mini-batch of a complete batch, if the loss reads the same there.
 
         Args:
-            chunks: of the mini-batch.
+            chunks: chunks of the mini-batch.
             parts: its micro-batches on this rank.
             adjustments: those of the step.
         """

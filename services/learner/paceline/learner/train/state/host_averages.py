@@ -34,7 +34,7 @@ def zero_averages(
     """Averages of zeros, by parameter and name, sharded as the parameters are.
 
     Args:
-        forms: of each parameter's averages, by name.
+        forms: type and shape of each parameter's averages, by name.
         host: a mesh of CPUs in the shape of the parameters', for averages in pinned memory; None: they are
             beside the parameters.
     """

@@ -164,7 +164,7 @@ class Optimizer:
 
     Args:
         network: sharded; its backward pass leaves the gradients.
-        betas: of the two averages.
+        betas: betas of the two averages.
         eps: AdamW's.
         weight_decay: decoupled.
         muon_momentum: the layers' matrices have Muon, with this momentum; None: AdamW has them, too.

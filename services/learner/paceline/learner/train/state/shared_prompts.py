@@ -57,7 +57,7 @@ class SharedPrompts:
     """Decides whether a run's rows share their prompts.
 
     Args:
-        mode: of `actor.shared_prompts`.
+        mode: mode of `actor.shared_prompts`.
         compute: type of the forward pass.
         notify: tells a person.
     """
@@ -88,7 +88,7 @@ class SharedPrompts:
 
         Args:
             actor: the policy.
-            rows: of this rank's first micro-batch of the chunk.
+            rows: rows of this rank's first micro-batch of the chunk.
             ranks: the group.
             budget: tokens of a micro-batch, which the rows must fit in the unshared form, too.
 

@@ -41,7 +41,7 @@ class PolicyLoss:
     `names` are those of the vector of sums: the loss, then the metrics with the policy loss's own.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         network: the policy.
         adjustments: the guard's, of actor.kl_loss_coef.
         loss: the algorithm's, with the guard's adjustments of the clip range.

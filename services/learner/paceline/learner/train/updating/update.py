@@ -61,8 +61,8 @@ def update_policy(
     """Takes all optimizer steps of the policy in one training step; every rank calls it.
 
     Args:
-        learner: of this rank.
-        mini_batches: of the step.
+        learner: learner of this rank.
+        mini_batches: mini-batches of the step.
         guard: the step's.
         loss_function: the algorithm's.
         step: the step's number.

@@ -52,7 +52,7 @@ class PendingRequest:
 
     Attributes:
         request: what is asked.
-        digest: of the body.
+        digest: digest of the body.
         is_repeated: the client says that it asks this again.
     """
 

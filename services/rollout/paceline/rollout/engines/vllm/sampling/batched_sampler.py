@@ -58,7 +58,7 @@ class Rows:
     """What is the same from one token to the next of a batch.
 
     Attributes:
-        ids: of the requests, in the order of the logits.
+        ids: ids of the requests, in the order of the logits.
         table_rows: (B,), int64, of the tables.
         divisors: (B,), float32: temperatures, and 1 for greedy rows.
         is_greedy: (B,), uint8.
