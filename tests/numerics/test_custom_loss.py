@@ -375,7 +375,7 @@ def test_an_own_loss_without_clip_ranges_and_a_guard_that_lowers_them(tmp_path: 
     file.with_name("unscaled.py").write_text(ALGORITHMS.replace('scalable = ("clip",)', "scalable = ()"))
     algorithm["path"] = f"{tmp_path}/unscaled.py:Same"
     try_algorithm(run_config(Path("m"), algorithm=algorithm))
-    with pytest.raises(ConfigError, match="names no clip range, and a guard rule may lower_clip"):
+    with pytest.raises(ConfigError, match="names no clip range, but a guard rule may lower_clip"):
         try_algorithm(run_config(Path("m"), algorithm=algorithm, guard=guard))
 
 

@@ -405,7 +405,7 @@ def test_a_header_that_counts_other_patches_is_refused() -> None:
 
 
 def test_a_model_of_text_alone_is_given_no_images() -> None:
-    with pytest.raises(DataError, match="train:1:0:1 has images, and the model takes text alone"):
+    with pytest.raises(DataError, match="train:1:0:1 has images, and the model takes only text"):
         fetch_changed(lambda row: row, spec=None)
 
 

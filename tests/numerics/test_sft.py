@@ -121,7 +121,7 @@ def test_a_run_from_files_writes_a_model_folder_and_replaces_the_last_one(
     assert losses[11] < 0.6 * losses[0]
 
     (tmp_path / "out" / "thesis.tex").write_text("years of work")
-    with pytest.raises(ModelError, match="holds thesis.tex, which no model folder does"):
+    with pytest.raises(ModelError, match="holds thesis.tex, which does not belong to a model folder"):
         train(config, RankEnvironment.read({}))
     torch.distributed.destroy_process_group()
 

@@ -11,8 +11,9 @@ from paceline.service.imports import without_collections
 from paceline.service.member.bootstrap import MemberOptions, run_member
 from paceline.storage.cache import keep_kernels
 
-# Both before torch. In segments of fixed size, micro-batches of changing length left 25 of 77 GiB free in
-# pieces too small for the next tensor, and an update of 7B on four H100s ran out of memory.
+# Both must be set before torch is imported. With segments of fixed size, micro-batches of changing length
+# left 25 of 77 GiB free in pieces too small for the next tensor, and an update of 7B on four H100s ran out of
+# memory.
 keep_kernels()
 if "PYTORCH_ALLOC_CONF" not in os.environ:
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -45,6 +46,5 @@ if __name__ == "__main__":
     code = main()
     logging.shutdown()
     sys.stdout.flush()
-    # Not sys.exit: a thread that waits in a collective for a rank that is gone would hold the interpreter's
-    # end.
+    # sys.exit would wait for a thread that hangs in a collective because a rank is lost.
     os._exit(code)

@@ -36,7 +36,7 @@ _END_S = 4.0
 
 
 class _Head:
-    """Carries what the training thread says over to the event loop."""
+    """Passes messages of the training thread on to the event loop."""
 
     def __init__(
         self,
@@ -62,11 +62,11 @@ class _Head:
         self._loop.call_soon_threadsafe(self._notify, message)
 
     def told_to_end(self) -> None:
-        """Ends the group once the run can do without it."""
+        """Ends the group as soon as the run can do without it."""
         self._loop.call_soon_threadsafe(self._tell_to_end)
 
     def lost(self, error: PeerLostError) -> None:
-        """Ends the service with the error, and after a while the process in any case."""
+        """Ends the service with the error; after a grace period, ends the process in any case."""
         self.commands.close(error)
         self._loop.call_soon_threadsafe(self._settle, error)
         time.sleep(_END_S)
@@ -106,7 +106,7 @@ class LearnerApp:
             raise PeerLostError(f"starting again: {sent_back.result()}", peer=options.member_id)
 
     def _assignment(self, registration: Registration) -> RankRegistration:
-        """What the ranks need of the run, and where the rollout servers reach rank 0's store."""
+        """Returns what the ranks need to know about the run, and rank 0's address for the rollout servers."""
         options = self._session.options
         return RankRegistration(
             config=registration.config,
@@ -120,7 +120,7 @@ class LearnerApp:
         )
 
     def _start_training(self, assignment: RankRegistration) -> asyncio.Future[None]:
-        """Starts the only thread that uses torch; a daemon: a hanging collective must not hold it."""
+        """Starts the only thread that uses torch; a daemon, so a hanging collective cannot block the exit."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 

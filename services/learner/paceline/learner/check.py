@@ -1,6 +1,6 @@
-"""`python -m paceline.learner.check NAME ...` checks what the learner will do, in a process of its own.
+"""`python -m paceline.learner.check NAME ...` checks in a separate process what the learner will do.
 
-A run should end for such faults before the learner's ranks have loaded a model.
+So a run ends for such faults before the learner's ranks load a model.
 """
 
 from __future__ import annotations

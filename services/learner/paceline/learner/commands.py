@@ -65,7 +65,7 @@ class Description:
 
 
 class StepBlobs(Blobs, Store, Protocol):
-    """The blobs of a step: trajectories are fetched, log-probs are left."""
+    """The blobs of a step: trajectories to fetch, and log-probs to store."""
 
 
 class Commands:
@@ -201,7 +201,7 @@ class Commands:
         with with_adapters(learner.actor.network):
             receipt = attempt(learner.ranks, lambda: self._publisher.publish(version, timeout_s=timeout_s))
         if learner.config.rollout.sleep != "always":
-            # Where engines sleep, the controller orders it when they wake.
+            # If engines sleep, the controller orders this when they wake.
             release_if_short(self._memory)
         # Rank 0's report is large and already where it is needed, so it is not gathered.
         numbers = gather_bytes(dataclasses.replace(receipt, reports=()).to_bytes(), learner.ranks)
@@ -213,7 +213,7 @@ class Commands:
         as_fsdp(self._learner.actor.network).reshard()
 
     def _free(self, arguments: Arguments) -> ReleasedMemory:
-        """Makes room for parts of an engine on this rank's GPU."""
+        """Frees memory for parts of an engine on this rank's GPU."""
         self._reshard()
         learner, measured = self._learner, arguments["engine_bytes"]
         engine = EngineMemory.of_numbers(learner.config, num_parameters(learner.actor.network))
@@ -229,7 +229,7 @@ class Commands:
 
 
 def _decoded(decode: Callable[[bytes], T], data: bytes) -> T:
-    """Decodes an order; every rank has the same bytes, so one that is refused is refused by all."""
+    """Decodes an order; every rank has the same bytes, so all ranks refuse the same orders."""
     try:
         return decode(data)
     except InvalidMessageError as error:

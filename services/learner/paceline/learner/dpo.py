@@ -48,11 +48,11 @@ class Preference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DpoProgress:
-    """One optimizer step, before it.
+    """The numbers of one optimizer step, measured before it.
 
     Attributes:
         accuracy: share of the pairs whose better answer has gained more on the reference than the worse.
-        margin: by how much, times beta, on average.
+        margin: mean difference of these gains, times beta.
     """
 
     step: int
@@ -92,7 +92,7 @@ def read_preferences(config: DpoRunConfig, files: Sequence[str]) -> tuple[list[P
 
 
 def _answer(row: Row, key: str, number: int) -> str:
-    """An answer's text, also where it is the last message of a conversation."""
+    """Returns an answer's text, which may be the last message of a conversation."""
     value = row[key]
     if isinstance(value, Sequence) and not isinstance(value, str) and value:
         last = value[-1]
@@ -115,7 +115,7 @@ class DpoTrainer:
         ranks: the group.
         pairs: all pairs, held-out ones among them.
         batches: the indices that each of the coming steps will get.
-        held_out: indices of pairs that are for `accuracy` alone.
+        held_out: indices of pairs that are used only for `accuracy`.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class DpoTrainer:
         return float(self._ranks.data.all_sum(num_right).item()) / len(indices)
 
     def _score_by_reference(self, batches: Sequence[Sequence[int]], held_out: Sequence[int]) -> None:
-        """Scores what the coming steps need of the starting model, which the network still is."""
+        """Scores the pairs of the coming steps with the network, which is still the starting model."""
         kind = self._config.dpo.loss
         used = sorted({index for batch in [*batches, held_out] for index in batch})
         if kind != "simpo":
@@ -175,7 +175,7 @@ class DpoTrainer:
             self._others = dict(zip(wanted, sums, strict=True))
 
     def _reference_point(self, indices: Sequence[int]) -> float:
-        """KTO's: the mean log-ratio of answers to other prompts of the batch, at least 0; else 0."""
+        """Returns KTO's reference point (mean log-ratio of answers to other prompts, at least 0); else 0."""
         if self._config.dpo.loss != "kto":
             return 0.0
         wanted = _shifted(indices)
@@ -229,7 +229,7 @@ class DpoTrainer:
         )
 
     def _row_sums(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Sums of log-probs per row of a micro-batch, and how many tokens they are of; of a filler none."""
+        """Returns sums of log-probs and numbers of tokens per row of a micro-batch; none for a filler."""
         log_probs, _ = self._network(batch)
         sums = batch.table(log_probs).where(batch.mask, 0.0).sum(-1)
         return sums[: len(batch.rows)], batch.mask.sum(-1)[: len(batch.rows)]
@@ -258,7 +258,7 @@ class DpoTrainer:
         return losses[own.loss]
 
     def _loss(self, batch: MicroBatch, num_pairs: int, loss_of: PairLoss) -> tuple[Tensor, Tensor]:
-        """A micro-batch's share of the loss; it, how many of its pairs are in order, and their margins."""
+        """Returns a micro-batch's share of the loss, the number of its pairs in order, and their margins."""
         own, scores = self._config.dpo, self._scores(batch)
         losses = loss_of(scores, own.strength)
         if own.sft_coef:
@@ -267,7 +267,7 @@ class DpoTrainer:
         return share, torch.cat([share.detach().double().reshape(1), _numbers(scores, self._gains_of)])
 
     def _gains_of(self, scores: PairScores) -> tuple[Tensor, Tensor]:
-        """What the answers' rewards are in this loss: of better and worse ones."""
+        """Returns the implicit rewards of better and worse answers in this loss."""
         own = self._config.dpo
         if own.loss == "simpo":
             better, worse = scores.chosen / scores.chosen_tokens, scores.rejected / scores.rejected_tokens

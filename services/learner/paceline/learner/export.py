@@ -1,6 +1,6 @@
 """`python -m paceline.learner.export RUN STEP OUT`: a checkpoint's policy as a Hugging Face folder.
 
-It runs in one process without a GPU, and has a layer and a file of weights in memory at a time.
+It runs in one process without a GPU, and holds one layer and one file of weights in memory at a time.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def export(run_dir: Path, step: int, out: Path, *, dtype: torch.dtype | None = N
         `out`.
 
     Raises:
-        CheckpointError: there is no such checkpoint, it is damaged, or its base is not there any more.
+        CheckpointError: there is no such checkpoint, it is damaged, or its base model is missing.
         ModelError: `out` is not empty.
     """
     config = load(RunConfig, run_dir / "config.resolved.yaml")
@@ -59,7 +59,7 @@ def export(run_dir: Path, step: int, out: Path, *, dtype: torch.dtype | None = N
     lora = config.model.lora if manifest.base is None else manifest.base.adapters
     if manifest.base is None and lora is not None:
         print(f"{folder}: {UNNAMED_ADAPTERS}", file=sys.stderr)
-    # What was frozen is in no checkpoint: it is read from the weights that training began with.
+    # Checkpoints do not hold frozen weights; they are read from the starting model.
     model = local_model(config.model, "controller" if lora is None else "learner")
     source = Path(manifest.model_path)
     if not (source / "config.json").is_file():
@@ -107,7 +107,7 @@ def _seed_of(config: RunConfig) -> int | None:
 
 
 def _base(config: RunConfig, source: Path, *, frozen_alone: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """The weights that training began with: all of them, or a vision tower's alone."""
+    """Yields the weights of the starting model: all, or only those of a vision tower."""
     for name, tensor in stored_tensors(source, _seed_of(config), frozen_alone=frozen_alone):
         yield name, tensor.to(DTYPES[config.model.dtype])
 

@@ -90,7 +90,7 @@ class RankRegistration:
 
 
 class Head(Protocol):
-    """What rank 0's thread tells the process around it."""
+    """Interface by which rank 0's training thread informs its process."""
 
     @property
     def commands(self) -> CommandQueue:
@@ -98,19 +98,19 @@ class Head(Protocol):
         ...
 
     def ready(self, learner: Learner) -> None:
-        """Every rank has loaded its part."""
+        """Is called when every rank has loaded its part."""
         ...
 
     def notify(self, message: str) -> None:
-        """A person should read this."""
+        """Shows a message to people."""
         ...
 
     def lost(self, error: PeerLostError) -> None:
-        """A rank is silent; the training thread may wait for it for ever. Ends the process."""
+        """Ends the process, because a rank is silent and the training thread may wait for it forever."""
         ...
 
     def told_to_end(self) -> None:
-        """Another rank's process was told to end: the group ends when the run can do without it."""
+        """Another rank's process was told to end: ends the group when the run can do without it."""
         ...
 
 
@@ -219,8 +219,8 @@ def _localise(
 ) -> RankRegistration:
     """The assignment with this host's paths of the models; checks that the checkpoints' folder is seen here.
 
-    A host's first rank copies what a URL names. The others wait in the group's store, not in a collective,
-    whose `collective_timeout_s` a large model would exceed.
+    A host's first rank copies remote folders. The others wait in the group's store, because in a collective a
+    large model would exceed `collective_timeout_s`.
 
     Raises:
         ConfigError: a rank does not see the checkpoints' folder.

@@ -1,4 +1,4 @@
-"""What `paceline sft`, `rm` and `dpo` share: ranks, order and cut of the pairs, optimizer, folder."""
+"""Shared parts of `paceline sft`, `rm` and `dpo`: ranks, order and split of pairs, optimizer, folder."""
 
 from __future__ import annotations
 
@@ -167,16 +167,16 @@ class Tuner(Generic[N]):
         return state_of_trainable("network", self._trainable)
 
     def go_on(self, numbers: Mapping[str, int]) -> None:
-        """Takes up what `numbers` said in an earlier process."""
+        """Continues from the `numbers` of an earlier process."""
         self._num_skipped = numbers["num_skipped"]
 
     @property
     def numbers(self) -> dict[str, int]:
-        """What a training goes on with, beside its state."""
+        """Numbers needed to continue a training, in addition to its state."""
         return {"num_skipped": self._num_skipped}
 
     def step(self, losses: Sequence[PartLoss], *, step: int) -> tuple[StepOutcome, list[float]]:
-        """Takes one optimizer step; what it did, and the sums over ranks.
+        """Takes one optimizer step; returns its outcome and the sums over ranks.
 
         Raises:
             NumericsError: too many steps in a row had no finite loss or gradient.
@@ -238,7 +238,7 @@ def take_steps(
 
 
 def _identity(config: TuningRunConfig, section: TuningConfig, name: str) -> dict[str, Any]:
-    """What decides the numbers of a training: not how many ranks take it, nor what they keep in memory."""
+    """Returns the settings that determine a training's numbers, so neither ranks nor memory settings."""
     own = section.model_dump(
         mode="json", exclude={"output", "memory", "max_token_len_per_gpu", "save_freq", "val_files"}
     )
@@ -324,7 +324,7 @@ def write_policy(
 
 
 def replace_folder(out: Path, write: Callable[[Path], None], *, key: str) -> None:
-    """Has a folder written beside `out`, and puts it in the place of an earlier one.
+    """Writes a folder beside `out`, then replaces `out` by it.
 
     Args:
         out: the model folder.
@@ -332,7 +332,7 @@ def replace_folder(out: Path, write: Callable[[Path], None], *, key: str) -> Non
         key: key of the configuration, that names `out`.
 
     Raises:
-        ModelError: `out` holds files that no model folder does.
+        ModelError: `out` holds files that do not belong to a model folder.
     """
     unfinished = out.with_name(f".{out.name}.partial")
     _remove(unfinished, key)
@@ -352,7 +352,8 @@ def _remove(folder: Path, key: str) -> None:
     ]
     if strange:
         raise ModelError(
-            f"{folder} holds {', '.join(strange[:4])}, which no model folder does; set {key} to another path"
+            f"{folder} holds {', '.join(strange[:4])}, which does not belong to a model folder; set {key} to "
+            "another path"
         )
     shutil.rmtree(folder)
 

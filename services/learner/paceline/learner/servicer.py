@@ -38,7 +38,7 @@ _STORE_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Training:
-    """The step that trains or was trained last; its task ends with the step, however long callers wait."""
+    """The current or last training step; its task ends with the step, however long callers wait."""
 
     step: int
     digest: str
@@ -100,8 +100,8 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
     ) -> learner_pb2.DescribeLearnerWeightsResponse:
         """Reports the layouts of the ranks and where the weight group meets.
 
-        A controller dissolves its group before it forms another. One that still exists was formed by a
-        controller that has died: members that wait in its join or push are freed.
+        A controller dissolves its group before it forms another. A group that still exists belongs to a dead
+        controller, and members that wait in its join or push are released.
         """
         if self._epoch is not None:
             epoch, self._epoch = self._epoch, None
@@ -151,7 +151,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
     async def FreeMemory(
         self, request: learner_pb2.FreeMemoryRequest, context: Any
     ) -> learner_pb2.FreeMemoryResponse:
-        """Gives back GPU memory that is only cached, where it lacks; a step that still trains goes first."""
+        """Frees cached GPU memory where an engine lacks it; a step in progress finishes first."""
         arguments = {"parts": list(request.parts), "engine_bytes": request.engine_bytes}
         made: ReleasedMemory = await self._run(commands.FREE, arguments)
         return learner_pb2.FreeMemoryResponse(freed_bytes=made.freed_bytes, has_room=made.has_room)
@@ -159,7 +159,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
     async def AbandonPush(
         self, request: learner_pb2.AbandonPushRequest, context: Any
     ) -> learner_pb2.AbandonPushResponse:
-        """Frees ranks that wait for a lost member; bypasses the queue, whose thread may wait itself."""
+        """Releases ranks that wait for a lost member, without the queue, whose thread may wait itself."""
         await self._abandon(request.epoch, request.lost)
         return learner_pb2.AbandonPushResponse()
 
@@ -193,10 +193,10 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
     async def WorkAhead(
         self, request: learner_pb2.WorkAheadRequest, context: Any
     ) -> learner_pb2.WorkAheadResponse:
-        """Computes what a chunk of the next step needs; goes on when a caller gives up.
+        """Computes what a chunk of the next step needs; continues if the caller gives up.
 
         Raises:
-            IllegalTransitionError: it is not of the next step.
+            IllegalTransitionError: the chunk does not belong to the next step.
             InvalidMessageError: see `chunk_from_proto`.
         """
         attributes = {"step": request.step, "first_row": request.first_row, "rows": len(request.rows)}

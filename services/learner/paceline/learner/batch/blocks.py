@@ -1,4 +1,4 @@
-"""Where the sequences of a packed row lie: runs of equal length and prefix, the indices of their tokens."""
+"""Runs of sequences with equal length and prefix in a packed row, and the indices of their tokens."""
 
 from __future__ import annotations
 

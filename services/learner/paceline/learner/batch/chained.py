@@ -1,9 +1,9 @@
-"""The sequences of a packed row for layers with a state: one with a prefix begins with its last state.
+"""The sequences of a packed row for layers with a state; a sequence starts from the last state of its prefix.
 
     tokens    P P P | S S | S S S | Q Q        first: P, Q        then: both S, from the state after P
 
-A short convolution looks back over a few tokens. Of those that begin a sequence, `begins` and `looked_at` say
-which tokens that is: the last of the prefix, or none.
+A short convolution looks back over a few tokens. For the tokens that begin a sequence, `begins` and
+`looked_at` name these tokens: the last ones of the prefix, or none.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ChainedSequences:
         then: those with one; None if there are none.
         prefixes: by sequence of `then`, which of `first` is its prefix.
         order: (T,), the place of each token among those of `first` and `then`.
-        begins: (b,), the tokens that begin a sequence, as many as a convolution looks back over.
+        begins: (b,), the first tokens of each sequence, as many as a convolution looks back over.
         looked_at: (b * taps,), for each of them the tokens that end with itself; T for none.
     """
 

@@ -27,9 +27,9 @@ class Store(Protocol):
 
 
 def deposit_log_probs(store: Store, rows: Sequence[BatchRow], scored: Sequence[ScoredBatch]) -> None:
-    """Stores the log-probs by the weights from before the update, of this rank's rows.
+    """Stores this rank's log-probs, computed with the weights before the update.
 
-    People look at them; a step does not fail for want of them.
+    They are for people to look at, so a step does not fail without them.
     """
     blobs = {
         names.learner_log_probs(rows[index].blob_key): encode_log_probs(log_probs)

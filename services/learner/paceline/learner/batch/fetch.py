@@ -44,10 +44,10 @@ def fetch_rows(
         blobs: where they are.
         rows: rows of the step, or of a part of it, by their places in the batch.
         wanted: places of this rank's rows.
-        policy: that must have sampled them; with `newest` their oldest tokens.
+        policy: the policy that must have sampled the rows; with `newest`, their oldest tokens.
         vocab_size: size of the model's vocabulary.
         images: what the model takes; None if it takes none.
-        newest: the version of the newest tokens that are allowed; None: all are of `policy`.
+        newest: newest version that tokens may have; None: all must be from `policy`.
 
     Raises:
         InvalidMessageError: a blob is not a trajectory.
@@ -96,7 +96,11 @@ def _add_images(
         if spec is None or trajectory.segment_starts:
             raise DataError(
                 f"trajectory {trajectory.trajectory_id} has images, and "
-                + ("several turns: images go with a single one" if spec else "the model takes text alone")
+                + (
+                    "several turns: images are only possible with one"
+                    if spec
+                    else "the model takes only text"
+                )
             )
         own = [loaded[image.hash] for image in trajectory.images]
         try:
@@ -107,7 +111,7 @@ def _add_images(
 
 
 def _check_blob(blob: bytes, row: BatchRow) -> None:
-    """A server may have drawn the sample again and replaced the blob after the first one was scored."""
+    """Checks the digest: a server may have sampled again and replaced the blob after the first was scored."""
     digest = blob_digest(blob)
     if digest != row.blob_digest:
         raise LostDataError(
@@ -117,7 +121,7 @@ def _check_blob(blob: bytes, row: BatchRow) -> None:
 
 
 def _check_row(trajectory: Trajectory, row: BatchRow, policy: PolicyTag, newest: int | None) -> None:
-    """The last check before training: purpose, policy, identity and lengths."""
+    """Checks purpose, policy, identity and lengths, as the last check before training."""
     name = str(row.trajectory_id)
     if row.trajectory_id.purpose in NEVER_TRAINED:
         raise DataError(f"trajectory {name} was not sampled for training; it must not enter the batch")

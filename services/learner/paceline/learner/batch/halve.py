@@ -1,4 +1,4 @@
-"""Cuts a micro-batch that did not fit into memory in two."""
+"""Splits a micro-batch that did not fit into memory."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Halves:
 
     @classmethod
     def of(cls, part: TrainingBatch) -> Halves:
-        """Halves by tokens, neighbours together; a single row stands beside a filler.
+        """Splits by tokens and keeps neighbours together; a single row is paired with a filler.
 
-        Rows that no table has, as resampling left them out, are left out.
+        Rows that are in no table, because resampling did not draw them, are left out.
         """
         drawn = set(part.batch.rows)
         sources = [row for row in part.batch.sources if row.index in drawn]
@@ -35,7 +35,7 @@ class Halves:
         return cls(part=part, halves=(cut[0][0], cut[1][0]), rows=(cut[0][1], cut[1][1]))
 
     def hand_back(self) -> None:
-        """Gives the part the log-probs that its halves alone have, as they took them from forward passes."""
+        """Copies log-probs that only the halves have, from their forward passes, back to the part."""
         for name in self.halves[0].log_probs.keys() - self.part.log_probs.keys():
             table = torch.zeros(self.part.batch.mask.shape, device=self.part.batch.mask.device)
             for half, rows in zip(self.halves, self.rows, strict=True):

@@ -2,8 +2,9 @@
 
 trajectory's images, pixels -> `find_images` -> rows -> `prompt_positions`, `PlacedImages` -> micro-batch
 
-A position has three numbers: time, height and width. They are equal in text. An image's tokens have those of
-their place in its grid; the text behind it goes on one above the largest of them (M-RoPE, arXiv:2409.12191).
+A position has three numbers: time, height and width. They are equal in text. An image's tokens have the
+positions of their place in its grid; the text after it continues one above the largest of them (M-RoPE,
+arXiv:2409.12191).
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def prompt_positions(num_tokens: int, images: Sequence[PromptImage]) -> Int64Arr
 
 
 def in_three(positions: Int64Array) -> Int64Array:
-    """(3, n) of positions in text, (n,); others pass as they are."""
+    """Turns positions in text, (n,), into (3, n); returns others unchanged."""
     return positions if positions.ndim == 2 else np.broadcast_to(positions, (_AXES, len(positions)))
 
 

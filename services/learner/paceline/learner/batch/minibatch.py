@@ -15,18 +15,18 @@ from paceline.learner.distributed.ranks import Ranks
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Denominators:
-    """Counts of one mini-batch over all ranks. Losses divide by them, so they do not depend on the cut."""
+    """Counts of one mini-batch over all ranks, by which losses divide, however the rows are split."""
 
     num_tokens: int
     num_sequences: int
     num_positive_tokens: int = 0
-    """Of right responses; see actor.positive_loss_coef."""
+    """Tokens of right responses; see actor.positive_loss_coef."""
 
 
 def nominal_counts(config: RunConfig) -> Denominators:
-    """The counts with which a gradient is taken while those of its mini-batch are not known.
+    """Returns the counts to divide by while those of the mini-batch are unknown.
 
-    Of tokens a power of two, so that a division by it rounds nothing.
+    The number of tokens is a power of two, so that dividing by it rounds nothing.
     """
     sequences = config.actor.ppo_mini_batch_size * config.rollout.n
     most = sequences * config.data.max_response_length

@@ -1,14 +1,14 @@
-"""The sequences of a packed row in a few padded batches: one call of attention for many of them.
+"""The sequences of a packed row in a few padded batches, with one call of attention for each batch.
 
-A call costs as much as the arithmetic of dozens of short sequences, and hardly two neighbours have the same
-length. So short lengths are rounded up, and what then has the same size is one batch. A prefix ends where the
-sequence's own keys begin; the free places before it are seen by nobody. Those at the end of a sequence are
-seen only by queries that nobody asks for:
+A call costs as much as the arithmetic of dozens of short sequences, and neighbours rarely have the same
+length. So short lengths are rounded up, and sequences of the same rounded size form a batch. A prefix ends
+where the sequence's own keys begin, and no query sees the free places before it. Free places at the end of a
+sequence are seen only by queries whose results are not used:
 
     keys      . . P P P | S S S .          queries   S S S .
 
-Tokens are taken by their index, all of them at once: a slice per sequence would make a gradient as large as
-the whole row, for each sequence.
+All tokens are gathered by index at once, because a slice per sequence would create a gradient as large as the
+whole row for each sequence.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch import Tensor
 from paceline.learner.batch.blocks import Int64Array, SequenceBlock
 
 SHORT: Final = 256
-"""Keys of a sequence, with its prefix, up to which it is padded; a longer one is worth a call of its own."""
+"""Most keys of a padded sequence with its prefix; a longer one gets a call of its own."""
 STEP: Final = 16
 """Short lengths are rounded up to a multiple of this."""
 MOST_SCORES: Final = 1 << 20
-"""Queries times keys of a batch, per head: ways of attention that hold all scores take 4 MiB for them."""
+"""Most queries times keys of a batch, per head: an attention that stores all scores needs 4 MiB for them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -39,8 +39,8 @@ class PaddedBatch:
         num_sequences: N.
         num_queries: L, places of a sequence.
         num_keys: K, places of a sequence together with its prefix.
-        mask: (L, K) or (N, 1, L, K) bool, True where a query sees a key; None if there are no prefixes: then
-            each sees itself and all before it.
+        mask: (L, K) or (N, 1, L, K) bool, True where a query sees a key; None without prefixes, when each
+            token sees itself and all before it.
     """
 
     num_sequences: int
@@ -54,8 +54,8 @@ class PaddedSequences:
     """All sequences of a packed row.
 
     Attributes:
-        queries: (sum of N L,) int64, the token in each place of all batches; in a free one some other token
-            of its sequence.
+        queries: (sum of N L,) int64, the token in each place of all batches; free places hold some other
+            token of the sequence.
         keys: (sum of N K,) int64, the same for prefixes and sequences.
         order: (T,) int64, the place of each token among `queries`.
     """

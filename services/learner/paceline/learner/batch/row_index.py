@@ -1,4 +1,4 @@
-"""Which rows of a tensor are taken, some of them several times, and where each row went."""
+"""Records which rows of a tensor are taken (possibly several times) and where each row went."""
 
 from __future__ import annotations
 

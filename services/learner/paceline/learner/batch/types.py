@@ -86,19 +86,20 @@ class PrefixedKeys:
     max_length: int
 
 
-# No dataclass: FSDP copies one, and all that it holds, before every layer; and torch 2.11 binds compiled
-# layers to every field of a frozen one.
+# Not a dataclass: FSDP would copy it with all its contents before every layer, and torch 2.11 would guard
+# compiled layers on every field of a frozen one.
 class PackedSequences:
-    """Where the sequences of a packed row begin; nobody changes it but to keep its padded batches.
+    """Where the sequences of a packed row begin. Immutable, except that it caches its padded batches.
 
-    A sequence may have another one as its prefix: its tokens see the prefix's, too, as if they followed it.
+    A sequence may have another one as its prefix: its tokens also see the prefix's tokens, as if they
+    followed them.
 
     Attributes:
         cu_seqlens: (num_sequences + 1,) int32 on the model's device, from 0 to the number of tokens.
         max_length: tokens of the longest sequence.
         blocks: the same sequences as runs of equal length and prefix, in order.
         keys: None if no sequence has a prefix.
-        context: the ranks that share these tokens, of which each is given its part; None for one rank.
+        context: the ranks that share these tokens, each with its own part; None for one rank.
     """
 
     __slots__ = ("_chained", "_padded", "blocks", "context", "cu_seqlens", "keys", "max_length")
@@ -153,8 +154,8 @@ class PackedSequences:
         Args:
             lengths: by sequence.
             device: the model's.
-            prefixes: by sequence, the place of the earlier one that is its prefix and has none itself; or
-                None. Empty: no sequence has a prefix.
+            prefixes: by sequence, the index of the earlier sequence that is its prefix (and has no prefix
+                itself), or None. Empty: no sequence has a prefix.
         """
         prefixes = prefixes or [None] * len(lengths)
         starts = _offsets(lengths)
@@ -252,7 +253,7 @@ class MicroBatch:
         mask: (B, R) bool, True on tokens that the policy produced.
         rollout_log_probs: (B, R) as sampled, 0 on padding.
         sources: the rows that were packed, each once, on the host; empty for a filler.
-        share_prompts: as they were packed.
+        share_prompts: whether the rows were packed with shared prompts.
         images: images of the prompts; None if there are none.
     """
 
@@ -270,7 +271,7 @@ class MicroBatch:
     images: PackedImages | None = None
 
     def with_rows(self, places: Tensor) -> MicroBatch:
-        """The same tokens under tables of other rows, given by their places among these; some maybe twice."""
+        """Returns the same tokens with tables for other rows; `places` may repeat."""
         return replace(
             self,
             rows=tuple(self.rows[place] for place in places.tolist()),
@@ -285,11 +286,11 @@ class MicroBatch:
 
 
 LogProbs = dict[str, Tensor]
-"""A micro-batch's log-probs by the name of what gave them, tables (B, R).
+"""A micro-batch's log-probs by the name of their source, tables (B, R).
 
-"rollout" is the sampler, "old" the policy before the update, others are frozen networks. Rows of the
-first mini-batch need not be scored: its own forward pass comes before any step, so with the same weights, and
-its ratio is 1. Until then there is no "old", and whoever holds the micro-batch shares one mapping.
+"rollout" is the sampler, "old" the policy before the update, others are frozen networks. Rows of the first
+mini-batch need not be scored, because its forward pass precedes any step and therefore has the same weights
+and a ratio of 1. Until then there is no "old", and all holders of the micro-batch share one mapping.
 """
 
 

@@ -68,8 +68,8 @@ def load_newest(
 def load(learner: Learner, folder: Place, *, notify: Callable[[str], None] = log.warning) -> Manifest:
     """Fills a learner from a checkpoint that any number of ranks wrote; every rank calls it.
 
-    What is configuration stays as it is. `notify` is told where that changes the learning rate, or which
-    networks score.
+    The configuration stays in force. `notify` is called if it changes the learning rate or the networks that
+    score.
 
     Raises:
         CommandError: of CheckpointError: it is incomplete or damaged; nothing has changed.
@@ -158,7 +158,7 @@ def roll_back(learner: Learner, folder: Place) -> Manifest:
 
 
 def verify(place: Place, ranks: Ranks) -> Manifest:
-    """Each rank checks its share of the files; returns what the checkpoint says of itself.
+    """Checks the files, each rank its share; returns the manifest.
 
     Raises:
         CommandError: of CheckpointError, on all ranks: it is incomplete or damaged.

@@ -1,4 +1,4 @@
-"""What the manifest of a checkpoint says: the step, the state of learner and controller, the other files.
+"""The manifest of a checkpoint: the step, the state of learner and controller, the other files.
 
 folder/__R_N.distcp, .metadata    networks, optimizers, random state; any number of ranks can load them
 folder/manifest.json              written last; without it the folder is no checkpoint
@@ -21,7 +21,7 @@ from paceline.storage.folder import Folder, Place, reason
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Base:
-    """What the weights in a checkpoint belong to.
+    """The frozen base that the weights in a checkpoint belong to.
 
     Attributes:
         adapters: adapters of the policy, with the names of their layers; None: all its weights train.
@@ -40,7 +40,8 @@ class Base:
         if self.adapters != other.adapters:
             raise CheckpointError(
                 f"{folder} was written with model.lora: {_words(self.adapters)}; now model.lora says "
-                f"{_words(other.adapters)}, with which its weights would be another policy. Set model.lora "
+                f"{_words(other.adapters)}, and with that its weights would be another policy. Set "
+                "model.lora "
                 "back, or begin another run (trainer.resume: never)"
             )
         if self.digest != other.digest:

@@ -58,7 +58,7 @@ def digests_of_frozen(learner: Learner) -> dict[str, str]:
 
 def state_of_trainable(name: str, trainable: Trainable[Any]) -> State:
     """A network's parameters and its optimizer's averages."""
-    # What is frozen comes from the model's folder, but corrections are part of an export.
+    # Frozen weights come from the model's folder, but corrections are part of an export.
     saved: dict[str, Tensor] = {
         key: parameter
         for key, parameter in hugging_face_names(trainable.network)

@@ -35,7 +35,7 @@ class TuningCheckpoints:
     Args:
         root: their folder.
         state: what is saved; loading writes into its tensors.
-        identity: what decides the numbers of the training, beside its start.
+        identity: everything that determines the training's numbers, except its start.
         save_freq: steps from one checkpoint to the next; 0: none are written.
         ranks: the group.
     """
@@ -51,7 +51,8 @@ class TuningCheckpoints:
         self._written: Future[float] | None = None
 
     def load(self) -> tuple[int, dict[str, int]]:
-        """Fills the state from the newest intact checkpoint: its step and numbers; step 0 if there is none.
+        """Fills the state from the newest intact checkpoint; returns its step and numbers (step 0 if there is
+        none).
 
         Raises:
             CheckpointError: the checkpoints are those of another training.
@@ -74,11 +75,11 @@ class TuningCheckpoints:
         return 0, {}
 
     def after(self, step: int, numbers: Mapping[str, int]) -> None:
-        """Saves, if a checkpoint follows this step; the one before it is removed when the next is complete.
+        """Saves if a checkpoint is due after this step; the previous one is removed when the new one is
+        complete.
 
         Args:
-            step: that was taken.
-            numbers: what else the training goes on with.
+            step: the step that was taken.
         """
         if not self._save_freq or step % self._save_freq:
             return

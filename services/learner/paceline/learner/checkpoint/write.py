@@ -55,18 +55,18 @@ class ShardWriter:
         self._written: Future[float] | None = None
 
     def save(self, place: Place, state: State, manifest: Manifest) -> Future[float]:
-        """Copies the state and begins to write it; waits first for the checkpoint before.
+        """Copies the state and begins to write it, after waiting for the previous checkpoint.
 
         A folder that this writer wrote for the same step stays as it is.
 
         Args:
             place: place of the checkpoint, the same on every rank.
             state: this rank's part.
-            manifest: all but the files.
+            manifest: the manifest without the files.
 
         Returns:
-            The seconds that the writing takes. The checkpoint counts when they are known; a CheckpointError
-            says why it could not be written.
+            A future of the seconds that writing takes. The checkpoint is valid once it is done; a
+            CheckpointError says why it failed.
 
         Raises:
             CommandError: of CheckpointError: the folder cannot be made.
@@ -96,7 +96,7 @@ class ShardWriter:
             )
 
     def _is_written(self, folder: Folder, step: int) -> bool:
-        """What rank 0 sees; the others follow it."""
+        """Whether rank 0 sees the checkpoint; the other ranks take its answer."""
         written = self._written is not None and self._written.exception() is None and self._folder == folder
         try:
             same = written and Manifest.read(folder.address).step == step

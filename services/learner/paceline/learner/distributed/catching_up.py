@@ -78,7 +78,7 @@ class PassCollectives:
 
     @contextmanager
     def without_tokens(self) -> Iterator[None]:
-        """Has the network's passes compute none of the micro-batch's tokens that this rank has a share of."""
+        """Makes the network's passes leave out the tokens of the micro-batch that this rank shares."""
         self._exchanges.is_absent = True
         try:
             yield
@@ -90,7 +90,7 @@ class PassCollectives:
 
 
 def count_collectives(network: nn.Module, ranks: Ranks) -> PassCollectives | None:
-    """Has the network's collectives counted, where there are other ranks."""
+    """Counts the network's collectives, if there are other ranks."""
     if ranks.world.size == 1:
         return None
     return PassCollectives(network, has_replicas=ranks.fsdp.ndim > 1)
@@ -139,7 +139,7 @@ def _put(part_of_torch: Any, **values: object) -> None:
 
 
 class _Comm:
-    """Counts collectives of one kind, and leaves out those that this rank took part in before it failed."""
+    """Counts collectives of one kind, and skips those in which this rank took part before it failed."""
 
     def __init__(self) -> None:
         self._num_taken, self._num_skipped = 0, 0

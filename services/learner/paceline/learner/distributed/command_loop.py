@@ -89,7 +89,7 @@ class CommandLoop:
         find_silent: names the rank that went silent when a connection broke.
 
     Attributes:
-        is_over: whether the STOP came because the run is over, and not to be started again.
+        is_over: whether the STOP came because the run is over, not because the group restarts.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class CommandLoop:
         return result
 
     def _cause(self, error: Exception) -> Exception:
-        """The error to die of: a peer's failure if that caused it, else this one, left for the peers."""
+        """Returns a peer's failure if it is the cause; else this error, after storing it for peers."""
         if isinstance(error, RuntimeError) and not isinstance(error, PacelineError):
             # A rank leaves its reason before its connections break: the reason is there now, or never.
             rank, reason = _find_reason(self._ranks)

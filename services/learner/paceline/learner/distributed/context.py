@@ -6,8 +6,8 @@ tokens, with 1/n of the heads. An all-to-all goes from the one to the other and 
     (T/n, H, D) --heads_of_all_tokens--> (T, H/n, D) --attention--> (T, H/n, E) --tokens_of_all_heads-->
     (T/n, H, E)
 
-What the ranks compute of their tokens they put together, so every rank takes the loss of complete rows. Each
-gets the gradient by its own tokens, so a parameter's gradient is the sum over the ranks.
+The ranks combine the results for their tokens, so every rank computes the loss of complete rows. Each rank
+gets the gradient of its own tokens, so a parameter's gradient is the sum over the ranks.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from paceline.learner.distributed.mesh import RankGroup
 def heads_of_all_tokens(tokens: Tensor, group: RankGroup) -> Tensor:
     """Gives each rank all tokens of its heads; differentiable.
 
-    Where the number of heads is no multiple of the ranks (keys and values of grouped queries), each head is
-    repeated as often as makes it one. Query heads that share a key head still do.
+    If the number of heads is no multiple of the number of ranks (keys and values of grouped queries), the
+    heads are repeated until it is. Query heads still share their key head.
 
     Args:
         tokens: (T/n, H, D), this rank's of T tokens, in the order of ranks.
@@ -63,7 +63,8 @@ def put_together(own: Tensor, places: Tensor, length: int, group: RankGroup) -> 
 
     Args:
         own: (m,), this rank's numbers.
-        places: (m,) int64, where they belong; each of 0..length-1 is one rank's, and `length` is nowhere.
+        places: (m,) int64, where they belong; each of 0..length-1 belongs to one rank, and `length` means
+            nowhere.
         length: length of the result.
         group: group of the ranks.
 
@@ -90,7 +91,7 @@ def _exchange(blocks: Tensor, group: RankGroup) -> Tensor:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Of equal blocks, it is its own transpose, so the gradient goes the same way."""
+    """An all-to-all of equal blocks, which is its own transpose, so the gradient goes the same way."""
 
     @staticmethod
     def forward(ctx: Any, blocks: Tensor, group: RankGroup) -> Tensor:
@@ -103,7 +104,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """A sum over ranks of which every one takes the same loss: its gradient stays on the rank."""
+    """A sum over ranks that all compute the same loss, so its gradient stays on the rank."""
 
     @staticmethod
     def forward(ctx: Any, numbers: Tensor, group: RankGroup) -> Tensor:

@@ -1,6 +1,6 @@
-"""Room for an engine on this rank's GPU: what torch's allocator only caches is given back where it lacks.
+"""Frees memory that torch's allocator only caches, if an engine on this rank's GPU needs it.
 
-Giving memory back takes tenths of a second, and so does taking it again in the next step.
+Freeing memory takes tenths of a second, and so does allocating it again in the next step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paceline.learner.distributed.ranks import Ranks
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReleasedMemory:
-    """What `release_memory` did, on all ranks: bytes given back, and whether a whole engine has room now."""
+    """The result of `release_memory` on all ranks: freed bytes, and whether a whole engine now has room."""
 
     freed_bytes: int
     has_room: bool
@@ -43,7 +43,7 @@ class GpuMemory:
 
     @property
     def of_others(self) -> int:
-        """Bytes of other processes, and what this one has beside torch's allocator."""
+        """Bytes of other processes, and of this one outside torch's allocator."""
         return self.total - self.free - torch.cuda.memory_reserved(self._device) if self._device else 0
 
     @property
@@ -52,9 +52,9 @@ class GpuMemory:
         return torch.cuda.max_memory_allocated(self._device) if self._device else 0
 
     def give_back(self) -> int:
-        """Gives back what torch's allocator only caches; returns its bytes.
+        """Frees memory that torch's allocator only caches; returns its bytes.
 
-        What is free then says less: an engine may take memory meanwhile.
+        A value of `free` from before is then outdated, because an engine may allocate meanwhile.
         """
         if self._device is None:
             return 0
@@ -69,12 +69,12 @@ def release_memory(
     memory: GpuMemory,
     ranks: Ranks,
 ) -> ReleasedMemory:
-    """Gives cached memory back where these parts of an engine lack room; all of it without parts.
+    """Frees cached memory if these parts of an engine lack room; frees all of it if `parts` is empty.
 
     Every rank calls it.
 
     Args:
-        parts: that wake next and have no memory yet.
+        parts: parts that wake next and have no memory yet.
         needed: returns the bytes of the GPU that parts of an engine take when they wake.
         memory: memory of this rank's GPU.
         ranks: the group.
@@ -88,9 +88,9 @@ def release_memory(
 
 
 def release_if_short(memory: GpuMemory) -> None:
-    """Gives cached memory back if an engine that is awake on this rank's GPU could hardly allocate.
+    """Frees cached memory if an awake engine on this rank's GPU could hardly allocate.
 
-    Its allocator would ask in vain at every step of a batch, and empty its own cache before it asks again.
+    Otherwise the engine's allocator would fail at every step of a batch, and empty its own cache each time.
     """
     if memory.free < MARGIN < memory.of_others:
         memory.give_back()

@@ -1,11 +1,11 @@
 """Finds a rank that is dead or frozen: all beat into the group's store and look for the others' beats.
 
-    beat:   every second the own count into the store, the others' counts out of it
-    check:  every second one more for all who have not beaten since; at the limit the rank is lost
+    beat:   every second, writes the own count to the store and reads the others' counts
+    check: every second, adds one for each rank without a new count; at the limit the rank is lost
 
-The count of a rank whose process was told to end is negative: another host's may be, and rank 0 has to know.
-Two threads, because a call to the store of a frozen rank 0 does not return. Time is counted in the check's
-own turns, so a rank that was paused itself takes nobody for dead.
+The count of a rank whose process was told to end is negative, so that rank 0 learns of it across hosts. There
+are two threads, because a call to the store of a frozen rank 0 does not return. Time is counted in turns of
+the check, so a rank that was paused itself declares nobody dead.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Heartbeats:
         return None
 
     def _beat(self) -> None:
-        # A connection of its own: the group's is taken while a rank waits for a key.
+        # A separate connection, because the group's is busy while a rank waits for a key.
         store = self._ranks.store.clone()  # type: ignore[attr-defined]
         keys = [_KEY.format(rank=rank) for rank in self._others]
         count, has_said = 0, False

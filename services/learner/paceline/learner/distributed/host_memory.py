@@ -1,4 +1,4 @@
-"""Tensors in host memory that are sharded as others on GPUs are."""
+"""Tensors in host memory that are sharded like tensors on GPUs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ log = logging.getLogger(__name__)
 
 
 def host_mesh(ranks: Ranks) -> DeviceMesh:
-    """Tensors on the CPU cannot be sharded over a mesh of GPUs; this one is the same ranks' CPUs."""
+    """Makes a mesh of the ranks' CPUs, because CPU tensors cannot be sharded over a mesh of GPUs."""
     return ranks.fsdp if ranks.device.type == "cpu" else cpu_mesh_like(ranks.fsdp)
 
 
 def cpu_mesh_like(mesh: DeviceMesh) -> DeviceMesh:
-    """A mesh of CPUs in the shape of another, with its groups; for where parts lie, not to send."""
+    """Makes a mesh of CPUs with another mesh's shape and groups, to describe shards, not to send."""
     return DeviceMesh.from_group(
         mesh.get_all_groups(), "cpu", mesh=mesh.mesh, mesh_dim_names=mesh.mesh_dim_names
     )
@@ -55,13 +55,14 @@ def sharded_like(tensor: Tensor, local: Tensor, mesh: DeviceMesh | None = None) 
 
 
 def pinned_memory(num_bytes: int) -> Tensor:
-    """Host memory, zeros, that is pinned as long as a tensor uses it; torch's own would be a power of two.
+    """Allocates zeroed host memory, pinned while a tensor uses it; torch's own would be a power of two.
 
-    CUDA refuses to copy to and from memory that comes to lie where a buffer was that is still registered.
+    CUDA refuses copies to and from memory at the address of a former buffer that is still registered.
     """
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8)
-    # The storage that all views share keeps the mapping. A tensor would not do: its views outlive it.
+    # The storage, which all views share, keeps the mapping alive. A tensor could not, because its views
+    # outlive it.
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     buffer = torch.frombuffer(memory, dtype=torch.uint8).zero_()  # by all threads; CUDA would take one
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]

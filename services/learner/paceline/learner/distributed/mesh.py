@@ -1,7 +1,7 @@
 """The learner's mesh: its ranks by named dimensions, and sums over the ranks along one of them.
 
-    dimension  along it ranks have                  what runs over it
-    data       different rows                       sums over tokens and rows, the plan's deal
+    dimension  ranks along it have                  operations over it
+    data       different rows                       sums over tokens and rows, the plan
     context    different tokens of the same rows    attention
     shard      different shards of the parameters   gathers of weights, averages of gradients
     replicate  the same shards of the parameters    averages of the shards' gradients
@@ -27,7 +27,7 @@ from paceline.core.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankGroup:
-    """Some of the learner's ranks, this one included; each computes sums and the like with the others.
+    """Some of the learner's ranks, including this one, and collectives over them.
 
     Attributes:
         rank: this rank's place in the group.

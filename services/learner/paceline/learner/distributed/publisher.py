@@ -170,7 +170,7 @@ class WeightPublisher:
         )
 
     def leave(self) -> None:
-        """Cuts the connections of the current group; peers that wait get an error. May be repeated."""
+        """Closes the connections of the current group; waiting peers get an error. May be repeated."""
         if self._group is not None:
             self._group.abort()
         self._group = None

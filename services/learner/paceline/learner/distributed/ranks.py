@@ -19,7 +19,7 @@ from paceline.service.ports import warn_of_kernel
 from paceline.weights.transport import rendezvous
 
 WRITE_TIMEOUT_S = 3600.0
-"""A rank that has written its shards of a checkpoint waits for the slowest one."""
+"""How long a rank that has written its shards of a checkpoint waits for the slowest one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,7 +178,7 @@ def open_store(environment: RankEnvironment, timeout_s: float) -> Store:
     if environment.rank != 0 or served_by_agent:
         timeout = datetime.timedelta(seconds=timeout_s)
         store = TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
-        # The agent keeps its store when it starts the ranks again, with all that the lost ones left in it.
+        # The agent keeps its store when it restarts the ranks, including entries of the lost ranks.
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return PrefixStore(f"start-{start}", store) if served_by_agent else store
     try:

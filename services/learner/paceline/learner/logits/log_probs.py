@@ -54,8 +54,8 @@ def chunked_log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     """`token_log_probs(hidden @ weight.T + bias, ...)` with at most chunk_size rows of logits in memory.
 
-    The backward pass makes each chunk's logits again, so peak memory grows with chunk_size x V instead of N
-    x V, at the price of one more product with the head. On CUDA the logits of a single chunk are kept.
+    The backward pass recomputes each chunk's logits, so peak memory grows with chunk_size x V instead of N x
+    V, at the cost of one more product with the head. On CUDA the logits of a single chunk are kept.
 
     Args:
         hidden: (..., H), the last hidden states.
@@ -192,7 +192,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b; of bf16 factors in one pass over a float32 total, where the device has that."""
+    """Computes total += a @ b; bf16 factors and a float32 total take one pass, if the device can."""
     if total.is_cuda and a.dtype != total.dtype:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:

@@ -30,7 +30,7 @@ class RowScores:
 
 
 def leaves_logits(logits: Tensor) -> bool:
-    """Whether `score` leaves the logits as they are."""
+    """Whether `score` leaves the logits unchanged."""
     return logits.is_cuda and logits.dtype in _KERNEL_TYPES
 
 
@@ -64,7 +64,7 @@ def gradient(
     d log p_y / dz = onehot(y) - p and dH / dz = -p (log p + H), over the temperature.
 
     Args:
-        logits: those that were scored, or computed again and equal to the bit.
+        logits: the scored logits, or recomputed ones that are equal to the bit.
         scores: scores of these rows.
         grad_log_probs: None for zeros.
         grad_entropy: None for zeros; otherwise the scores have an entropy.

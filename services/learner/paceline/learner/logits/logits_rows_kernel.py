@@ -1,4 +1,4 @@
-"""`logits_rows` as Triton kernels, a program a row. Imported only where CUDA is."""
+"""`logits_rows` as Triton kernels, with one program per row. Imported only with CUDA."""
 
 from __future__ import annotations
 

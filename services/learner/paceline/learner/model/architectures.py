@@ -34,7 +34,7 @@ def require_known(config: Any, *, trust_architecture: bool) -> None:
     ):
         raise ModelError(
             f"layer_types of this {config.model_type} do not alternate between {kinds[0]} and {kinds[1]}, "
-            "as engines take for granted: their log-probs would be others; take a model where they do"
+            "as engines assume, so the engine's log-probs would differ; take a model where they do"
         )
     if config.model_type in ARCHITECTURES or trust_architecture:
         return
@@ -54,7 +54,7 @@ def require_text_alone(config: Any) -> None:
     if family_of(config.model_type).takes_images:
         raise ModelError(
             f"{config.model_type} takes images, too, and transformers has no reward model of this kind; take "
-            "a model of text alone (docs/architectures.md)"
+            "a model that only takes text (docs/architectures.md)"
         )
 
 
@@ -64,7 +64,8 @@ def model_class(config: Any) -> Any:
 
 
 def require_length(config: Any, longest: int) -> None:
-    """Refuses rows so long that a row's log-probs depend on its neighbours, or are not the engine's.
+    """Refuses rows so long that their log-probs would depend on neighbours, or would differ from the
+    engine's.
 
     Args:
         longest: prompt and response tokens of the longest row of the run.
@@ -97,7 +98,7 @@ def require_length(config: Any, longest: int) -> None:
 
 
 def without_dropout(config: Any) -> Any:
-    """The configuration with every dropout at 0: with one, two forward passes could not be compared."""
+    """Sets every dropout of the configuration to 0, because with dropout two forward passes would differ."""
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         for name, value in vars(part).items():
             is_dropout = "dropout" in name or name.endswith(("pdrop", "jitter_noise"))
@@ -108,10 +109,10 @@ def without_dropout(config: Any) -> Any:
 
 
 def require_layers(lm: nn.Module) -> None:
-    """Refuses layers that the learner cannot train right.
+    """Refuses layers that the learner cannot train correctly.
 
-    Layers that carry something from token to token other than by attention ignore where a packed sequence
-    begins. Tensors of the checkpoint that are no parameters would be neither loaded nor pushed.
+    Layers that pass a state from token to token ignore where a packed sequence begins. Tensors of the
+    checkpoint that are not parameters would be neither loaded nor pushed.
 
     Raises:
         ModelError: names the layer.
@@ -140,7 +141,7 @@ def recurrent_layers(lm: nn.Module) -> list[nn.Module]:
 
 
 def require_shared_tokens(config: Any, num_ranks: int) -> None:
-    """Refuses a model of whose rows `num_ranks` ranks cannot share the tokens.
+    """Refuses a model if `num_ranks` ranks cannot share the tokens of its rows.
 
     Raises:
         ConfigError: with what to do.
@@ -168,9 +169,10 @@ class UncompilableError(ConfigError):
 
 
 def require_compilable(config: Any) -> None:
-    """Refuses to compile layers that hand keys and values to later ones, or a state from token to token.
+    """Refuses to compile layers that share keys and values with later layers, or pass a state along tokens.
 
-    The first go past what a graph returns, the second are computed by sequence, whose lengths always differ.
+    Shared keys and values bypass the results of a graph; states are computed per sequence, and lengths
+    differ.
 
     Raises:
         UncompilableError: with what to do.

@@ -43,10 +43,10 @@ COMPANIONS = (
 )
 
 FILE_BYTES: Final = 2 << 30
-"""A file of weights is written when it has this size; before, it is in memory twice, and so is a layer."""
+"""Size at which a file of weights is written; until then, it and a layer are in memory twice."""
 
 ADAPTERS = "adapter"
-"""The folder beside merged weights that has the adapters by themselves."""
+"""The folder with the adapters only, beside the merged weights."""
 
 _LAYER = re.compile(r".*?\.layers\.\d+\.")
 
@@ -54,7 +54,7 @@ Tensors = Iterable[tuple[str, Tensor]]
 
 
 def by_layer(name: str) -> str:
-    """What the tensors of a decoder layer have in common; others are on their own."""
+    """Returns a key that is equal for the tensors of a decoder layer; other tensors have their own."""
     match = _LAYER.match(name)
     return match.group() if match else name
 

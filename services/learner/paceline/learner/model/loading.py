@@ -153,9 +153,9 @@ def stored_tensors(
 def digest_of_frozen(
     folder: str | Path, parameters: Iterable[tuple[str, Tensor]], random_seed: int | None = None
 ) -> str:
-    """A digest of what a model's frozen parameters are loaded from, whatever files have it; "" without any.
+    """Returns a digest of a model's frozen parameters, whatever files hold them; "" without any.
 
-    Of a large tensor it takes rows in 16 places: another model differs everywhere, and reading all of it
+    From a large tensor it takes rows in 16 places: another model would differ everywhere, and reading all
     would take as long as loading.
 
     Args:
@@ -181,7 +181,7 @@ def digest_of_frozen(
 
 
 def frozen(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that no checkpoint has: those that do not train, but for corrections."""
+    """Yields the parameters that no checkpoint has: all frozen ones except corrections."""
     for name, parameter in parameters:
         if not (parameter.requires_grad or name.endswith(corrections.PARTS)):
             yield name, parameter
@@ -262,7 +262,7 @@ def empty_lm(config: Any) -> Any:
     attention.register()
     implementation: Any = attention.PACKED_ATTENTION
     if family_of(config.model_type).takes_images:
-        # The tower attends within an image, to what follows, too.
+        # The tower attends within an image in both directions.
         implementation = {"text_config": implementation, "vision_config": "sdpa"}
     try:
         with torch.device("meta"):
@@ -308,7 +308,7 @@ def _materialise(
     give_storage(network, lm, ranks.device, precision.store)
     if isinstance(network, PolicyNetwork):
         lm.tie_weights()  # tied parameters got storage one by one
-    # Of the network's inputs none is cast: FSDP would copy all rows of the micro-batch.
+    # Inputs of the network are not cast, because FSDP would copy all rows of the micro-batch.
     fully_shard(network, mesh=ranks.fsdp, mp_policy=replace(policy, cast_forward_inputs=False))
 
 
@@ -384,7 +384,7 @@ def draw_normal(shape: torch.Size, std: float, seed: int, name: str) -> Tensor:
 
 
 def _draw_rows(shape: torch.Size, std: float, seed: int, name: str, start: int, stop: int) -> Tensor:
-    """Rows [start, stop) of N(0, std), the same in whatever parts they are drawn.
+    """Rows [start, stop) of N(0, std); the result does not depend on how the rows are split into calls.
 
     Each of a tensor's blocks has a generator of its own.
     """
@@ -439,7 +439,7 @@ def _source(
 
 @torch.no_grad()
 def _fill(network: nn.Module, source: _AdapterSource | _ValueHeadSource) -> None:
-    """Copies tensors in, a block per thread at a time: to draw or to convert takes longer than to copy."""
+    """Copies tensors in, a block per thread, because drawing or converting takes longer than copying."""
     blocks = []
     for name, parameter in hugging_face_names(network):
         local, start, stop = local_rows(parameter)

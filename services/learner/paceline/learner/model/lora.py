@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685): y = (W + (alpha / r) B A) x with W frozen; A and B train.
 
-Every pass computes with the merged matrix, rounded as rollout servers have it. With W x and B A x apart,
-bfloat16 would round the policy that is trained otherwise than the one that samples.
+Every pass computes with the merged matrix, rounded as on rollout servers. If W x and B A x were computed
+separately, bfloat16 would round the trained policy differently from the sampling one.
 
 W keeps its name, so that pushes and exports of merged weights know it. A and B are split over the ranks by
 rows, as W is: the rows of B that a rank holds belong to the rows of W that it holds.
@@ -36,7 +36,7 @@ class LoraLinear(nn.Linear):
         lora_a: (r, in), in float32.
         lora_b: (out, r), in float32.
         scale: alpha / r.
-        is_adapted: False computes the frozen layer alone.
+        is_adapted: False computes only the frozen layer.
     """
 
     lora_a: nn.Parameter
@@ -64,13 +64,13 @@ class LoraLinear(nn.Linear):
         return output
 
 
-# Two operators, which compilers do not look into: they would keep every layer's merged matrix for the
-# backward pass, which makes it again instead.
+# Two operators that are opaque to compilers, which would otherwise keep every layer's merged matrix for the
+# backward pass instead of recomputing it.
 @torch.library.custom_op("paceline::merged_linear", mutates_args=())
 def _merged_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
 ) -> Tensor:
-    """F.linear with the merged matrix; gradients of A and B cost what their rank is."""
+    """F.linear with the merged matrix; the cost of gradients of A and B grows with the rank."""
     return F.linear(x, merge(weight, a, b, scale), bias)
 
 
@@ -119,7 +119,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 _merged_linear.register_fake(_result)
 _merged_linear.register_autograd(_backward, setup_context=_save)
 _merged_linear_backward.register_fake(_gradients)
-# What compilers weigh when they choose which activations to keep; the merging itself is left out.
+# The cost that compilers use to choose which activations to keep, without the merging itself.
 register_flop_formula(torch.ops.paceline.merged_linear)(_operations)
 register_flop_formula(torch.ops.paceline.merged_linear_backward)(_backward_operations)
 

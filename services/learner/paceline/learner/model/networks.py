@@ -157,8 +157,8 @@ def hidden_states(
 ) -> OwnStates:
     """Runs the body; each rank of `context` computes an equal run of the tokens.
 
-    Where the tokens are no multiple of `token_multiple` on each rank, a sequence that nobody reads makes them
-    one. A rank that is absent from its group (`CountedGroup`) computes masked tokens in place of its own.
+    If the tokens are no multiple of `token_multiple` on each rank, a filler sequence is added. A rank that is
+    absent from its group (`CountedGroup`) computes masked tokens in place of its own.
     """
     multiple = token_multiple if context is None else token_multiple * context.size
     if isinstance(context, CountedGroup) and context.exchanges.is_absent:
@@ -177,7 +177,7 @@ def _own_states(body: nn.Module, batch: MicroBatch, multiple: int, context: Rank
         num_missing = -input_ids.shape[1] % multiple
         input_ids = F.pad(input_ids, (0, num_missing))
         more = torch.arange(num_missing, device=position_ids.device).unsqueeze(0)
-        # Where nothing is missing, too: compiled layers ask whether what they are given is a view.
+        # Also if nothing is missing, because compiled layers depend on whether their input is a view.
         position_ids = torch.cat([position_ids, more.expand(*position_ids.shape[:-1], -1)], dim=-1)
         packed = packed.followed_by(num_missing) if num_missing else packed
     inputs = {"input_ids": input_ids}
@@ -273,7 +273,7 @@ def decoder_layers(body: nn.Module) -> nn.ModuleList:
 
 @contextmanager
 def first_layers(body: nn.Module) -> Iterator[None]:
-    """Passes through the body end after its first layers: one of every kind at least, and two."""
+    """Makes passes through the body end after its first layers: at least two, and one of every kind."""
     config: Any = body.config.get_text_config()  # type: ignore[operator, union-attr]
     sorts = getattr(config, "layer_types", None) or ()
     kinds: dict[object, int] = {}
@@ -298,7 +298,8 @@ def _parts(layer: nn.Module) -> Iterator[tuple[object, ...]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class OutputHead:
-    """The logits of states h are scale c tanh((h weight^T + bias) / c), c the softcap, or without the tanh.
+    """The logits of states h are scale c tanh((h weight^T + bias) / c); without a softcap c, no tanh is
+    applied.
 
     Attributes:
         weight: (V, H).

@@ -3,8 +3,8 @@
 config.json -> a small model of the same kind with drawn weights -> packed log-probs, twice
             -> log-probs by transformers' own `ForCausalLM`, a sequence at a time -> the largest difference
 
-The small model can be kept, for an engine to be compared with. Where the model takes images, some of the
-rows have them.
+The small model can be kept to compare an engine with it. If the model takes images, some of the rows have
+images.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _SMALL = {
     "first_k_dense_replace": 1,
     "decoder_sparse_step": 1,
 }
-"""Upper bounds of sizes that no result of the test depends on, and windows that its rows exceed."""
+"""Upper bounds for sizes that do not affect the test, and for windows, which the test's rows exceed."""
 
 _IMAGES = {1: ((2, (1, 6, 4)),), 4: ((0, (1, 4, 2)), (3, (1, 6, 6)))}
 """By row, where its images begin in the prompt and their grids in patches."""
@@ -83,7 +83,7 @@ def check_models(config: RunConfig, *, keep: Path | None = None) -> list[SelfTes
         keep: a folder for the policy's small model, as `check_model`.
 
     Raises:
-        ModelError: a model is refused, its numbers are wrong, or its tokens are others than the policy's.
+        ModelError: a model is refused, its numbers are wrong, or its tokens differ from the policy's.
     """
     check_frozen_networks(config)
     critic = [config.critic.path] if "critic" in config.needs and config.critic.path else []
@@ -106,7 +106,7 @@ def check_models(config: RunConfig, *, keep: Path | None = None) -> list[SelfTes
 def check_model(
     folder: str | Path, *, longest: int, trust_architecture: bool, keep: Path | None = None
 ) -> SelfTest:
-    """Whether a model can be trained right; reads its config.json only.
+    """Tests whether a model can be trained correctly; reads only its config.json.
 
     Args:
         folder: in the Hugging Face layout.
@@ -141,7 +141,7 @@ def run(config: Any, *, keep: Path | None = None) -> SelfTest:
     rows = _rows(small)
     name = type(lm).__name__
     with torch.no_grad():
-        # Not equality: on a CPU under load, sums were seen to be taken in another order the second time.
+        # Not exact equality, because on a busy CPU the second pass was seen to sum in another order.
         generator = torch.random.get_rng_state()
         first, second = (_packed(lm, rows) for _ in range(2))
         apart = float((first - second).abs().max())
@@ -209,7 +209,7 @@ def shrink(config: Any) -> Any:
 
 
 def _keep_layers(text: Any, chosen: Sequence[int]) -> None:
-    """Adapts what counts layers, or names them by number, to those that are kept."""
+    """Adapts settings that count layers, or name them by number, to the kept layers."""
     if num_shared := getattr(text, "num_kv_shared_layers", 0):
         first = text.num_hidden_layers - num_shared
         text.num_kv_shared_layers = sum(layer >= first for layer in chosen)
@@ -236,7 +236,7 @@ def _shrink_tower(small: Any) -> None:
 
 
 def _drawn(config: Any) -> Any:
-    """The learner's form of a model; its weights keep states and logits near 1, so every part shows."""
+    """Returns the learner's form of a model; its weights keep states and logits near 1, so errors show."""
     lm = empty_lm(config)
     architectures.require_layers(lm)
     give_storage(lm, lm, torch.device("cpu"), torch.float32)

@@ -50,7 +50,7 @@ def metric_names(config: RunConfig, loss: LossFunction) -> tuple[str, ...]:
 
 
 def try_algorithm(config: RunConfig) -> None:
-    """Calls what is the user's own of a run's algorithm on a few tokens.
+    """Calls the user's own parts of a run's algorithm on a few tokens.
 
     Raises:
         ConfigError: it is not there, needs what the run does not have, or cannot be trained with.
@@ -78,7 +78,7 @@ def _require_what_it_needs(config: RunConfig, kind: type[Algorithm], label: str)
         )
     if config.guard.uses(Action.LOWER_CLIP) and kind.loss is not Algorithm.loss and not kind.scalable:
         raise ConfigError(
-            f"{label} has a loss of its own and names no clip range, and a guard rule may lower_clip; name "
+            f"{label} has a loss of its own and names no clip range, but a guard rule may lower_clip; name "
             "the options that are clip ranges in its `scalable`, or remove guard.*.lower_clip"
         )
     for name in kind.networks:

@@ -29,7 +29,7 @@ class StepProfiler:
 
     @contextmanager
     def recording(self, step: int) -> Iterator[None]:
-        """Records what runs within, if the step is one of those; a disk that is full costs only the file."""
+        """Records the block if the step is to be profiled; a full disk costs only the file."""
         if step not in self._steps:
             yield
             return

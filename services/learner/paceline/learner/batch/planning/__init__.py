@@ -1,1 +1,1 @@
-"""Which rows a rank takes in which order: their arithmetic, packed into bins of nearly equal work."""
+"""Plans which rows a rank takes in which order, packed into bins of nearly equal arithmetic."""

@@ -1,4 +1,4 @@
-"""The arithmetic of rows, from their lengths and the model's shape, by which a step is spread evenly."""
+"""Counts the arithmetic of rows from their lengths and the model's shape, to spread a step evenly."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Arithmetic:
     """Operations of one forward and backward pass; whole numbers, so that every rank rounds alike.
 
     Attributes:
-        per_token: of all layers' matrix products.
-        per_response_token: of the head.
-        per_pair: of attention, by the squared length of a sequence.
-        per_patch: of the vision tower's forward pass; it has no other.
-        per_patch_pair: of the tower's attention, by the squared number of a row's patches. Those of several
-            images count as if they were of one: for a few images, some per cent more than the tower computes.
+        per_token: operations of all layers' matrix products.
+        per_response_token: operations of the head.
+        per_pair: operations of attention, times the squared length of a sequence.
+        per_patch: operations of the vision tower, which has only a forward pass.
+        per_patch_pair: operations of the tower's attention, times the squared number of a row's patches.
+            Several images count as one, which overestimates a few images by some per cent.
     """
 
     per_token: int
@@ -46,20 +46,20 @@ class Arithmetic:
     per_patch_pair: int = 0
 
     def of_images(self, row: RowLength) -> int:
-        """The images of the row's prompt."""
+        """Operations for the images of the row's prompt."""
         return self.per_patch * row.num_patches + self.per_patch_pair * row.num_patches**2
 
     def of_prompt(self, row: RowLength) -> int:
-        """The tokens of the row's prompt."""
+        """Operations for the tokens of the row's prompt."""
         return self.per_token * row.num_prompt_tokens + self.per_pair * row.num_prompt_tokens**2
 
     def of_response(self, row: RowLength) -> int:
-        """The row's response, which attends to the prompt, too."""
+        """Operations for the row's response, which also attends to the prompt."""
         pairs = row.num_tokens**2 - row.num_prompt_tokens**2
         return (self.per_token + self.per_response_token) * row.num_response_tokens + self.per_pair * pairs
 
     def of_rows(self, rows: Iterable[RowLength], *, share_prompts: bool = False) -> int:
-        """Rows by themselves, or with one copy of each prompt; a prompt's images are computed once anyway."""
+        """Operations for rows, each with its own prompt or sharing it; images are computed once anyway."""
         rows = tuple(rows)
         prompts = {row.prompt_id: row for row in rows}.values()
         copies = prompts if share_prompts else rows

@@ -20,10 +20,10 @@ Bin = tuple[Bundle, ...]
 
 
 def pack_bins(bundles: Sequence[Bundle], *, multiple: int, budget: int) -> list[Bin]:
-    """Fills bins of at most `budget` tokens, the number of bins a multiple of `multiple`, some maybe empty.
+    """Fills bins of at most `budget` tokens; their number is a multiple of `multiple`, and some may be empty.
 
-    There are no more bins than filling them one after the other takes. If the bundles do not fit into as many
-    evenly, they stay as they were filled.
+    There are no more bins than first-fit filling needs. If bundles spread evenly do not fit into as many, the
+    first-fit result is returned.
     """
     filled = _first_fit(bundles, budget)
     count = -(-len(filled) // multiple) * multiple
@@ -62,7 +62,7 @@ _Key = tuple[int, int]
 
 
 class _BinsBySpace:
-    """Finds the cheapest bin with enough space, of equal ones the first, in log(budget) steps.
+    """Finds the cheapest bin with enough space (the first of equal ones) in log(budget) steps.
 
     A heap of bins for each space, from 0 to `budget`, and a tree of the minima above them.
 

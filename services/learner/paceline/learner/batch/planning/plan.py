@@ -1,14 +1,14 @@
 """Plans a step: cuts its rows into chunks by prompts, and these into micro-batches over the ranks.
 
 The plan follows from the rows' lengths and the model's shape alone, so every rank computes the same one
-without communication. The same micro-batches serve old log-probs, reference, values and the update, so on
-policy the first update sees a ratio of 1.
+without communication. Old log-probs, reference, values and the update use the same micro-batches, so on
+policy the first update has a ratio of 1.
 
-The unit is the chunk: a run of prompts whose number divides every mini-batch size in use (the critic's may
-differ from the actor's). How it is cut follows from its own rows, so it may be computed before the others are
-known. It has the same number of micro-batches on each rank; some may be empty, because sharded models need
-every rank in every forward pass. The ranks wait for each other in every layer, so micro-batches that run at
-the same time have nearly equal arithmetic.
+The unit is the chunk, a run of prompts whose number divides every mini-batch size (the critic's may differ
+from the actor's). A chunk is cut by its own rows only, so it can be computed before later chunks are known.
+It has the same number of micro-batches on each rank; some may be empty, because sharded models need every
+rank in every forward pass. The ranks wait for each other in every layer, so micro-batches that run at the
+same time have nearly equal arithmetic.
 
 With shared prompts, rows of a prompt stay together as far as the budget and even arithmetic allow: of several
 cuts of the groups, from whole ones to single rows, the one that takes the least time is used.
@@ -62,7 +62,7 @@ class BatchPlan:
 
     @property
     def imbalance(self) -> float:
-        """How much longer the step takes than one of even micro-batches, by arithmetic: 0.1 is a tenth."""
+        """How much longer than with even micro-batches the step takes, by arithmetic: 0.1 is a tenth."""
         num_data_ranks = len(self.chunks[0].micro_batches)
         return self.longest * num_data_ranks / self.cost - 1.0
 
@@ -211,7 +211,7 @@ class _Cut:
         return [(index,) for index in ordered]
 
     def _chunk(self, parts: Sequence[Rows], *, share_prompts: bool) -> Chunk:
-        """Deals parts; has bins of similar cost run together, so that the ranks' sums are similar, too."""
+        """Packs parts into bins; bins of similar cost run together, which also evens out the ranks' sums."""
 
         def cost(indices: Sequence[int]) -> int:
             return self.arithmetic.of_rows(
@@ -244,7 +244,7 @@ class _Cut:
         return prompt + sum(self.rows[index].num_response_tokens for index in part)
 
     def _in_order(self, bundles: Bin, *, share_prompts: bool) -> Rows:
-        """By length; with shared prompts first by prompt."""
+        """Sorts by length; with shared prompts, by prompt first."""
 
         def key(index: int) -> tuple[int, int, int]:
             row = self.rows[index]

@@ -11,7 +11,7 @@ Responses may share a prompt, which is then their prefix: its states, keys and v
 response's queries run against the prompt's keys and its own, side by side. With fewer queries than keys, the
 last query goes with the last key, in kernels and formula alike.
 
-Where ranks share the tokens, each computes the attention of some heads, as
+Where ranks share the tokens, each rank computes the attention of some heads, as
 `paceline.learner.distributed.context` says.
 """
 
@@ -35,7 +35,7 @@ from paceline.learner.model.decoder.rows import take_rows
 
 PACKED_ATTENTION = "paceline_packed"
 SLICE_SCORES = 1 << 26
-"""Scores that are computed at a time by their formula: 256 MiB in float32"""
+"""Most scores to compute at a time by their formula: 256 MiB in float32."""
 
 
 def register() -> None:
@@ -46,10 +46,9 @@ def register() -> None:
 
 
 def keep_out_of_graphs() -> None:
-    """Lets compiled layers call the attention as it is from now on, and know how wide its output is.
+    """Makes compiled layers call attention as an opaque operation with a known output width.
 
-    Otherwise the compiler would take the number of heads and their size for dynamic, like the number of
-    tokens.
+    Otherwise the compiler would treat the number and size of heads as dynamic, like the number of tokens.
     """
     from torch import _dynamo
     from transformers import AttentionInterface
@@ -83,7 +82,7 @@ def packed_attention(
 
     Args:
         module: the attention layer (unused; transformers passes it).
-        query: (1, H, T, D), T being this rank's tokens where ranks share them.
+        query: (1, H, T, D), with T the tokens of this rank.
         key: (1, G, T, D) with G dividing H (grouped-query attention).
         value: as key, but for D.
         attention_mask: None; `packed` replaces it.
@@ -91,7 +90,7 @@ def packed_attention(
         scaling: scaling of the scores; None is D ** -0.5.
         dropout: must be 0; otherwise old and new log-probs could not be compared.
         sliding_window: number of tokens that a token sees, itself included.
-        softcap: c, of scores that become c tanh(scores / c) (Gemma 2).
+        softcap: c, if scores become c tanh(scores / c) (Gemma 2).
         s_aux: (H,), per head the score of the sink, a token without a value (GPT-OSS).
         others: further arguments of the layer, which change nothing here.
 
@@ -135,7 +134,8 @@ def _require_plain(module: torch.nn.Module, dropout: float, attention_mask: Tens
     if dropout or attention_mask is not None:
         what = "dropout" if dropout else "a mask"
         raise ModelError(
-            f"{type(module).__name__} asks for attention with {what}, which packed attention does not have; "
+            f"{type(module).__name__} asks for attention with {what}, which packed attention does not "
+            "support;  "
             "use one of the architectures of docs/architectures.md"
         )
 
@@ -213,8 +213,8 @@ def _full_scores(
 ) -> Tensor:
     """As `F.scaled_dot_product_attention`, with a softcap and sinks.
 
-    Where there are more than SLICE_SCORES of them, scores are computed in slices of queries, and again on the
-    way back: memory does not grow with queries x keys.
+    More than SLICE_SCORES scores are computed in slices of queries, and again in the backward pass, so memory
+    does not grow with queries x keys.
     """
     if enable_gqa:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))

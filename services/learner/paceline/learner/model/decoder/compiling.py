@@ -15,7 +15,7 @@ from paceline.learner.model.decoder import attention
 from paceline.storage.cache import KERNEL_CACHE
 
 BACKEND: Any = "inductor"
-"""What torch.compile makes kernels with."""
+"""The compiler that torch.compile uses to generate kernels."""
 MAX_VARIANTS = 32
 """Compilations of one piece of a layer: with and without gradients, by kind of layer, by network."""
 TOKEN_MULTIPLE = 64
@@ -29,13 +29,13 @@ and of vector widths, and compiles anew when the answer changes.
 def compile_layers(layers: nn.ModuleList, kept_share: float, device: torch.device) -> None:
     """Compiles every layer's forward pass; layers of one kind share their code, whatever the token count.
 
-    Attention is left as it is: it has kernels of its own, and it reads where sequences begin, which would
-    compile anew for every micro-batch. Kernels are kept where `storage.cache.keep_kernels` says.
+    Attention is not compiled: it has its own kernels, and it reads where sequences begin, which would cause a
+    compilation for every micro-batch. Kernels are kept where `storage.cache.keep_kernels` says.
 
     Args:
         layers: not sharded yet.
-        kept_share: share of the activations that the compiler keeps, from what costs most to compute again.
-            At 0 whole layers are recomputed instead, by whoever calls them.
+        kept_share: share of the activations that the compiler keeps, preferring those that cost most to
+            recompute. At 0, the caller recomputes whole layers instead.
         device: on which they will run.
     """
     import torch._functorch.config as partitioner
@@ -52,10 +52,10 @@ def compile_layers(layers: nn.ModuleList, kept_share: float, device: torch.devic
 
 
 def take_numbers_as_known(layer: nn.Module) -> None:
-    """Has the compiler take numbers like a head's size as known, in parts without parameters of their own.
+    """Makes the compiler treat numbers such as a head's size as constants, in parts without own parameters.
 
-    In modules that FSDP manages it does not: a rotary embedding's kernel then divides by a variable for every
-    element, and takes seven times as long.
+    In modules that FSDP manages it does not do so by itself: a rotary embedding's kernel would then divide by
+    a variable for every element, and take seven times as long.
 
     Args:
         layer: sharded, and not run yet.
@@ -66,9 +66,10 @@ def take_numbers_as_known(layer: nn.Module) -> None:
 
 
 def _ignore_sizes() -> None:
-    """Has the compiler fuse a norm's two backward reductions at every size.
+    """Makes the compiler fuse a norm's two backward reductions at every size.
 
-    It does so from 4,096 tokens and from twice the hidden size on, and compiles anew at these bounds.
+    By default it does so only from 4,096 tokens or twice the hidden size on, and compiles again at these
+    bounds.
     """
     from torch._inductor import config
 
@@ -77,7 +78,7 @@ def _ignore_sizes() -> None:
 
 
 def _leave_cpu_kernels_plain() -> None:
-    """Has the compiler make CPU kernels without vector instructions.
+    """Makes the compiler generate CPU kernels without vector instructions.
 
     Graphs for GPUs convert a constant on the CPU. For that one kernel the compiler would build and load a
     library for every instruction set that the CPU might have, each in a process that imports torch: 34 of the
@@ -97,8 +98,8 @@ class Compilations:
         count: number of graphs, backward ones included.
         seconds: that they took.
         num_cached: graphs whose kernels came from the cache.
-        phases: what took the most seconds, by torch's name; phases lie within each other.
-        reasons: why graphs that were there did not do, in torch's words.
+        phases: phases that took the most seconds, by torch's names; they are nested.
+        reasons: why existing graphs could not be reused, in torch's words.
     """
 
     count: int

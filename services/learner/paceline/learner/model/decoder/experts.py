@@ -31,7 +31,7 @@ def routers(lm: nn.Module) -> list[nn.Module]:
 def use_float32_routers(lm: nn.Module) -> None:
     """Makes routers compute in float32 where the rest computes in half precision.
 
-    Rounding of a router's logits changes which experts a token meets; the weights are as they are.
+    Rounding of a router's logits changes which experts a token uses. The weights do not change.
     """
     for router in routers(lm):
         kind: Any = type(router)
@@ -47,7 +47,7 @@ def use_correction_parameters(lm: nn.Module) -> None:
     buffer, name = (end.removeprefix(".") for end in (corrections.BUFFER, corrections.PARTS))
     corrections.use_factor_parameters(lm)
     for module in lm.modules():
-        # Of a router, or of the layer of experts that has one.
+        # The correction belongs to a router, or to the layer of experts with a router.
         correction = module._buffers.pop(buffer, None)
         if correction is None:
             continue
@@ -87,9 +87,9 @@ class _InFloat32:
 
 
 def note_choices(lm: nn.Module) -> None:
-    """Has routers note what `recorded_choices` collects; before layers are compiled.
+    """Makes routers record what `recorded_choices` collects; call it before layers are compiled.
 
-    A hook that comes and goes would compile every layer anew: this one stays, and asks.
+    The hook stays installed and checks a flag, because adding or removing it would recompile every layer.
     """
     for router in routers(lm):
         router.notes_choice, router.choice = False, None  # type: ignore[assignment]
@@ -106,9 +106,8 @@ def recorded_choices(lm: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """Collects (logits, indices) of each router's next forward pass, (T, E) and (T, K).
 
     The list is filled at the end of the block. The softmax of the logits is each expert's share of the
-    scores, whatever they are computed by: routers with a correction score by sigmoid. Layers that the
-    backward pass repeats note nothing there, and have to save the same tensors again: so nothing is computed
-    for a note.
+    scores, even for routers that score by sigmoid (those with a correction). Layers that the backward pass
+    repeats record nothing then, and must save the same tensors again, so recording computes nothing.
     """
     noting: list[Any] = [*routers(lm)]
     choices: list[tuple[Tensor, Tensor]] = []
@@ -132,8 +131,8 @@ def balance_by_row(
 
     DeepSeek-V3's sequence-wise loss (arXiv:2412.19437, equations 17 to 20): the sum over experts of f P, with
     f the expert's share of the choices over 1 / E and P its mean probability; 1 if even, at most E / K, where
-    K experts take everything. Of a row alone, so it does not depend on what shares a micro-batch. The masks
-    of rows are not looked at.
+    K experts take everything. It is computed per row, so it does not depend on other rows of the micro-batch.
+    Masks are ignored.
 
     Args:
         choices: logits (T, E) and indices (T, K) per layer; of n ranks in `context` this one's, (T/n, ...).

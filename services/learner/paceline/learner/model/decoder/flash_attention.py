@@ -1,9 +1,9 @@
 """Kernels for attention of sequences side by side, on CUDA in half precision.
 
 torch brings FlashAttention 2. FlashAttention 4 (the package flash-attn-4) is written for Hopper and
-Blackwell, and takes three fifths of the time there. It compiles kernels for every kind of layer. So the
-first call tries it on drawn sequences; where it fails or computes something else, torch's is taken. Scores
-with a softcap have no kernel in torch: there FlashAttention 4 is tried against the formula.
+Blackwell, and takes three fifths of the time there. It compiles kernels for every kind of layer, so the first
+call tries it on random sequences; if it fails or its numbers differ, torch's kernel is used. Torch has no
+kernel for scores with a softcap, so there FlashAttention 4 is compared with the formula.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def choose(kernel: AttentionKernel) -> None:
 
 
 def prepare(config: Any, dtype: torch.dtype, device: torch.device) -> None:
-    """Has the kernels compiled that a model's layers will ask for, so that its first step need not wait.
+    """Compiles the kernels that a model's layers will need, so that its first step need not wait.
 
     Args:
         config: configuration of the transformers model.
@@ -229,7 +229,7 @@ def _is_installed() -> bool:
 def _difference(kind: Kind) -> float:
     """The largest relative difference of a sequence's outputs or gradients, on drawn numbers.
 
-    Sequences are compared one by one: in a norm over all of them, errors in a short one would not show.
+    Sequences are compared one by one, because a norm over all would hide errors in a short one.
     """
     queries, keys = (sum(counts) for counts in zip(*_TRIED_LENGTHS, strict=True))
     generator = torch.Generator(kind.device).manual_seed(0)
@@ -249,7 +249,7 @@ def _difference(kind: Kind) -> float:
     )
     window, softcap = _TRIED_WINDOW if kind.windowed else None, kind.softcap
     results = []
-    # Layers that recompute count what is saved for their backward pass; this is not theirs.
+    # Recomputing layers count the tensors saved for their backward pass, and these tensors are not theirs.
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         for kernel in (by_torch if softcap is None else by_formula, by_flash_attention_4):
             out = kernel(q, k, v, lengths, None, window, softcap)

@@ -1,10 +1,10 @@
 """Layers with a state that goes from token to token (Gated DeltaNet), over packed sequences.
 
-Such a layer knows nothing of where sequences begin: run over a packed row, it would carry one's state into
-the next. So it runs over padded batches, a sequence per row, from an empty state. What follows a sequence in
-its row changes nothing before it. A prefix, such as a shared prompt, is run again for each sequence that has
-it; the free places before it go to the row's end. On a GPU with flash-linear-attention nothing is padded, or
-run again (`recurrence_kernel`).
+Such a layer does not know where sequences begin: over a packed row, it would carry a sequence's state into
+the next. So it runs over padded batches, with one sequence per row and an empty initial state. Padding after
+a sequence does not change the sequence. A prefix, such as a shared prompt, is computed again for each of its
+sequences; free places before it move to the row's end. On a GPU with flash-linear-attention, nothing is
+padded or computed twice (`recurrence_kernel`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.learner.model.decoder import recurrence_kernel
 from paceline.learner.model.decoder.rows import take_rows
 
 _FUNCTIONS = ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")
-"""Of transformers' modules; each may be another package's function"""
+"""Names in transformers' modules; each may be a function of another package."""
 
 
 def use_packed_recurrence(lm: nn.Module) -> None:
@@ -37,10 +37,10 @@ def use_packed_recurrence(lm: nn.Module) -> None:
 
 @cache
 def _without_kernels(module_name: str) -> None:
-    """Has transformers' own code of these layers run anywhere.
+    """Makes these layers run transformers' own code everywhere.
 
-    Where flash-linear-attention or causal-conv1d is installed, transformers calls them on a CPU, too, where
-    they do not run.
+    If flash-linear-attention or causal-conv1d is installed, transformers also calls it on a CPU, where it
+    does not run.
     """
     module = sys.modules[module_name]
     for name in _FUNCTIONS:

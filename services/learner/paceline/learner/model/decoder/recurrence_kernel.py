@@ -2,8 +2,8 @@
 
 projections -> short convolution -> gated delta rule -> norm and gate -> output
 
-Nothing is padded, and a shared prompt is computed once: its last state starts its answers. What the kernels
-do not know of is done here: the convolution's first tokens of a sequence, and which state a sequence has.
+Nothing is padded, and a shared prompt is computed once: its last state starts its answers. This module adds
+what the kernels lack: the convolution of a sequence's first tokens, and the sequence's initial state.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Rule = Callable[..., tuple[Tensor, Tensor | None]]
 """flash-linear-attention's `chunk_gated_delta_rule`"""
 
 TOLERANCE = 0.03
-"""Relative difference of a trial's numbers: bfloat16 makes 0.01, a state that crosses sequences 3"""
+"""Largest relative difference in a trial: bfloat16 gives 0.01, a state that crosses sequences gives 3."""
 
 _TRIED_OFFSETS = (0, 70, 73, 201)
 _TRIED_HEADS, _TRIED_WIDTH = 2, 128
@@ -101,7 +101,7 @@ def _difference(rule: Rule, dtype: torch.dtype, device: torch.device) -> float:
     options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
     offsets = torch.tensor(_TRIED_OFFSETS, device=device)
     results = []
-    # Layers that recompute count what is saved for their backward pass; this is not theirs.
+    # Recomputing layers count the tensors saved for their backward pass, and these tensors are not theirs.
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         for call in (by_kernel, by_sequence):
             out, last = call(*inputs)

@@ -1,4 +1,4 @@
-"""Rows of a tensor by index, of which some are taken several times; gradients add up in a fixed order."""
+"""Takes rows of a tensor by index, possibly repeated; gradients add up in a fixed order."""
 
 from __future__ import annotations
 

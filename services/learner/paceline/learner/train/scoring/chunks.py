@@ -2,7 +2,7 @@
 
     plan -> fetch -> pack -> (the first chunk that shares prompts: check) -> score
 
-It is the same whether the whole batch is there or one chunk alone.
+The steps are the same for a whole batch and for a single chunk.
 """
 
 from __future__ import annotations

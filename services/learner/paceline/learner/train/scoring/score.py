@@ -1,7 +1,7 @@
 """Scores a batch before the update: old log-probs, those of frozen networks, and values.
 
-No gradient is computed. Compiled layers run with a graph all the same, which is dropped: without one the
-compiler makes other kernels, which round differently, and the ratio on policy would not be 1.
+No gradient is computed. Compiled layers nevertheless build a graph, which is dropped: without one the
+compiler generates other kernels, which round differently, and the ratio on policy would not be 1.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def score(
 
 
 def score_rest(learner: Learner, scored: Sequence[ScoredBatch]) -> None:
-    """Gives micro-batches that no update will see their old log-probs; every rank calls it."""
+    """Computes old log-probs of micro-batches that no update will see; every rank calls it."""
     rest = [part for part in scored if "old" not in part.log_probs]
     for part, table in zip(rest, _old_log_probs(learner, [part.batch for part in rest]), strict=True):
         part.log_probs["old"] = table

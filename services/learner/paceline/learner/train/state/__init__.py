@@ -1,1 +1,1 @@
-"""What a rank holds from step to step: networks, optimizers, their memory, begun work of the next step."""
+"""The state of a rank between steps: networks, optimizers, their memory, work begun on the next step."""

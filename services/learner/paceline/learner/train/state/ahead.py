@@ -1,7 +1,7 @@
-"""What a rank keeps of the next step before its batch is complete: scored chunks, and the begun gradient.
+"""The state of a rank's work on a step before its batch is complete: scored chunks, and the begun gradient.
 
-Every rank keeps the same chunks, its own micro-batches of each. Nothing here decides what a step computes:
-the step asks for each of its chunks and computes those that are not here, or are here with other rows.
+Every rank keeps the same chunks, its own micro-batches of each. This state never changes a step's result: the
+step asks for each of its chunks, and computes those that are missing or have other rows.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class WorkAhead:
         return gradient
 
     def refuse_gradient(self) -> None:
-        """Takes no gradient ahead any more in this step; what was begun is gone already."""
+        """Takes no more gradients ahead in this step; the begun gradient is already gone."""
         self._gradient, self._is_refused = None, True
 
     def drop_gradient(self) -> None:
@@ -198,5 +198,5 @@ class WorkAhead:
 
 
 def _identity(rows: Sequence[BatchRow]) -> tuple[tuple[str, str], ...]:
-    """What of rows the scores depend on: not their rewards."""
+    """Returns the parts of rows on which scores depend, which excludes rewards."""
     return tuple((str(row.trajectory_id), row.blob_digest) for row in rows)

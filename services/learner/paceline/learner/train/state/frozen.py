@@ -19,7 +19,7 @@ class FrozenNetwork:
     Args:
         network: sharded and loaded; the policy's own for a reference that is the policy without adapters.
         digest: digest of its weights; "" for the policy's own network.
-        in_host_memory: whether this rank's shards are in host memory except within `present`.
+        in_host_memory: whether this rank's shards are in host memory outside `present`.
     """
 
     def __init__(self, network: PolicyNetwork, *, digest: str = "", in_host_memory: bool = False) -> None:
