@@ -70,7 +70,7 @@ def test_gpus_in_words(words: str, count: int, name: str) -> None:
 
 @pytest.mark.parametrize("words", ["2xV100", "0xH100", "many", ""])
 def test_unknown_gpus_are_refused(words: str) -> None:
-    with pytest.raises(ConfigError, match="write a number and a card, say 2xH100, with one of H100, H200"):
+    with pytest.raises(ConfigError, match="write a number and a card such as 2xH100, with one of H100, H200"):
         read_gpus(words)
 
 

@@ -1,4 +1,4 @@
-"""What the planner knows of a GPU by its name: memory, memory bandwidth, arithmetic, links."""
+"""Facts about GPUs by name: memory, bandwidth, arithmetic, links."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Card:
         bandwidth: bytes per second of its memory.
         flops: dense bfloat16 operations per second.
         link: bytes per second to another GPU of its host, in one direction.
-        is_measured: whether steps of training were timed on it; for others the same share of the published
-            rates is expected.
+        is_measured: whether training steps were timed on it; other cards are expected to reach the same share
+            of their published rates.
     """
 
     name: str
@@ -68,10 +68,10 @@ def card_of(name: str) -> Card | None:
 
 
 def read_gpus(words: str) -> tuple[int, Card]:
-    """Reads how many of which card "2xH100" means.
+    """Reads the number and card of words such as "2xH100".
 
     Raises:
-        ConfigError: the words are none, or the card is unknown.
+        ConfigError: the words have another form, or the card is unknown.
     """
     match = re.fullmatch(r"(?:([1-9]\d*) *x *)?([a-zA-Z].*)", words.strip())
     card = None
@@ -80,7 +80,7 @@ def read_gpus(words: str) -> tuple[int, Card]:
         card = next((c for n, c in CARDS.items() if n.casefold().replace(" ", "") in wanted), None)
     if not match or card is None:
         raise ConfigError(
-            f"{words!r} names no GPUs that are known; write a number and a card, say 2xH100, with one of "
+            f"{words!r} names no known GPUs; write a number and a card such as 2xH100, with one of "
             f"{', '.join(CARDS)}"
         )
     return int(match[1] or 1), card

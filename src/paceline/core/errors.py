@@ -5,9 +5,9 @@ PacelineError
 ├── DataError(ValueError)            a data file, column or prompt is unusable
 ├── ModelError(ValueError)           a model folder or tokenizer is unusable
 ├── EnvironmentLackError(RuntimeError)  the machine lacks something: Redis, an engine, a port, a GPU
-├── ProtocolError(RuntimeError)      a message, or the order of messages, breaks the protocol
-│   ├── InvalidMessageError(ValueError)   a message failed validation at the door
-│   ├── IllegalTransitionError       a state machine was asked for a move that it does not have
+├── ProtocolError(RuntimeError)      a message, or the order of messages, violates the protocol
+│   ├── InvalidMessageError(ValueError)   a message failed validation at a trust boundary
+│   ├── IllegalTransitionError       a state machine was asked for an illegal transition
 │   └── VersionMismatchError         a token, member or digest belongs to another policy version
 ├── DeadlineError(TimeoutError)      a wait ran out; names the phase, the peer and the seconds
 ├── PeerLostError(ConnectionError)   a member of the fleet died or cannot be reached
@@ -48,7 +48,7 @@ class EnvironmentLackError(PacelineError, RuntimeError):
 
 
 GIVEN_ERRORS = (ConfigError, DataError, ModelError, EnvironmentLackError)
-"""Errors in what the run was given, not in what happened: starting it again unchanged fails the same way."""
+"""Errors in the run's inputs: starting it again without a change fails in the same way."""
 
 
 EXIT_FAILED, EXIT_GIVEN, EXIT_FINAL, EXIT_AGAIN = 1, 2, 3, 4
@@ -58,9 +58,9 @@ EXIT_FAILED, EXIT_GIVEN, EXIT_FINAL, EXIT_AGAIN = 1, 2, 3, 4
 def exit_code(error: BaseException) -> int:
     """Returns a process's exit code, which says whether starting the process again can help.
 
-    2 where its inputs or the machine are unusable (GIVEN_ERRORS); 3 where the run itself cannot go on: a
-    guard rule, impossible numbers, a checkpoint that does not fit; 4 where a start failed for a reason that
-    may be gone by the next; else 1, which a new start may mend.
+    2: inputs or the machine are unusable (GIVEN_ERRORS). 3: the run itself cannot continue, because of a
+    guard rule, impossible numbers, or a checkpoint that does not fit. 4: a start failed for a reason that may
+    be gone at the next start. 1: any other error, which a restart may fix.
     """
     if isinstance(error, BaseExceptionGroup):
         return min(exit_code(part) for part in error.exceptions)

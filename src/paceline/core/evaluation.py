@@ -1,4 +1,4 @@
-"""What the answers to held-out prompts say of a policy: means, pass@k, votes, lengths, with intervals."""
+"""Evaluates a policy by its answers to held-out prompts: means, pass@k, votes, lengths, with intervals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class EvaluatedAnswer:
         prompt: which prompt, unique in its set.
         reward: None where it could not be scored.
         final: the response's `final_answer`; None where its text is not known.
-        num_tokens: that the policy drew.
+        num_tokens: number of tokens that the policy sampled.
         is_cut: whether the response ended at the longest length that it may have.
     """
 
@@ -56,12 +56,13 @@ class EvaluationResult:
 
     Attributes:
         num_prompts: with at least one scored answer.
-        num_missing: prompts of the set without one: too long, or dropped.
+        num_missing: prompts of the set without a scored answer, because they are too long or were dropped.
         num_samples: answers per prompt.
         reward: mean reward.
         right: share of right answers, avg@n with n = num_samples.
         pass_at: by k, the probability that one of k answers is right (arXiv:2107.03374, eq. 1).
-        majority_at: by k, that the most frequent final answer of k is right; empty where no response has one.
+        majority_at: by k, the probability that the most frequent final answer of k is right; empty if no
+            response has a final answer.
         length: mean tokens of a response.
         cut: share of responses that were cut off.
     """
@@ -81,7 +82,7 @@ class EvaluationResult:
         return asdict(self)
 
     def of_rewards(self) -> dict[str, float]:
-        """What follows only from the rewards, by the names that metrics end with."""
+        """Returns the results that depend only on rewards, by metric suffix."""
         metrics = {
             "reward/mean": self.reward.value,
             "reward/low": self.reward.low,
@@ -91,7 +92,7 @@ class EvaluationResult:
         return metrics | {f"pass_at_{k}": share.value for k, share in self.pass_at.items() if k > 1}
 
     def as_metrics(self) -> dict[str, float]:
-        """Everything, by the names that metrics end with."""
+        """Returns all results by metric suffix."""
         votes = {f"maj_at_{k}": share.value for k, share in self.majority_at.items()}
         rest = {"response_length/mean": self.length.value, "cut_off": self.cut.value}
         return self.of_rewards() | votes | rest
@@ -111,7 +112,8 @@ def evaluate(
         answers: to any prompts of the set, in any order; those without a reward are left out.
         num_asked: prompts of the set.
         right_above: an answer with a reward above this is right.
-        samples_votes: maj@k also of fewer answers than there are, which takes 200 draws per prompt and k.
+        samples_votes: also compute maj@k for fewer answers than there are, which takes 200 draws per prompt
+            and k.
         with_intervals: without, their ends are NaN.
 
     Raises:
@@ -186,9 +188,9 @@ def pass_at_k(n: int, right: int, k: int) -> float:
 
 
 def majority_at_k(finals: Sequence[str], right: Sequence[bool], k: int) -> float:
-    """How often the most frequent final answer of k is right; equally frequent ones count their mean.
+    """How often the most frequent final answer of k is right; equally frequent ones count with their mean.
 
-    With k below the number of answers the mean over 200 draws of k without replacement, the same each time.
+    If there are more than k answers, it is the mean over 200 fixed draws of k without replacement.
 
     Args:
         finals: the final answer in each response; "" where it has none, which takes no part in the vote.

@@ -44,7 +44,7 @@ class Rule:
     Attributes:
         metric: its name; for an optimizer step, the name of its metric.
         relative: a bound is a multiple of `scale`.
-        scale: what a relative rule measures by, in words.
+        scale: the reference of a relative rule, in words.
         absolute: the number's size is judged, not its sign: a KL estimated by k1 can come out negative.
         networks: the networks whose optimizer steps it judges one by one; () for a rule that judges the step
             as a whole.
@@ -146,7 +146,7 @@ class Reading:
     Attributes:
         network: "actor" or "critic" where the rule judges optimizer steps, the name of a set of held-out
             prompts where it judges a validation, else "".
-        reference: what a relative rule measures by; 0 for others.
+        reference: the reference value of a relative rule; 0 for others.
         num_skipped: optimizer steps that were not taken because of it; of a rule over the whole batch,
             batches.
         detail: what it was read from, in words; "" where the rule says it.

@@ -70,8 +70,8 @@ def sample_seed(
 ) -> int:
     """Returns the sampling seed of one trajectory, in [0, 2**31).
 
-    A sample that is repeated after a crash gets the same tokens on any server; the same prompt in a later
-    step gets others, and so it does for a dataflow's own purpose.
+    A sample that is repeated after a crash gets the same tokens on any server. The same prompt gets other
+    tokens in a later step, and for another purpose.
     """
     words = f"{run_seed}/{step}/{prompt_id}/{sample_index}".encode()
     if purpose not in tuple(Purpose):

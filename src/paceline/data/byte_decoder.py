@@ -1,4 +1,4 @@
-"""Texts of long responses from the bytes of each token, several times as fast as the tokenizer's own."""
+"""Decodes long responses from the bytes of each token, several times as fast as the tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which prompts of a set come next: a deterministic walk over prompt ids that can be saved and resumed."""
+"""A deterministic walk over the prompt ids of a set, which can be saved and resumed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Which prompts a step draws from one or several sets: deterministic, so that it can be saved and resumed.
 
-Each prompt of a step adds its set's share to what every set is due; the set that is due most gives it. So the
-counts of a step and of all steps together follow the weights as closely as whole prompts can, without chance.
+For each prompt of a step, every set's due count grows by the set's share, and the set with the largest due
+count supplies the prompt. So the counts of a step and of all steps follow the weights as closely as whole
+prompts can, without chance.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class MixtureState:
 
     Attributes:
         walks: the position of each set's walk.
-        due: what each set is due, in prompts: its share of those drawn so far, less what it gave.
+        due: each set's due count in prompts: its share of the prompts drawn so far, minus those it supplied.
         chosen: the weights that a function has chosen for the next step; None: those of the configuration.
     """
 
@@ -140,7 +141,7 @@ class PromptMixture:
             counts[self._next(open_sets)] += 1
         used_up = [i for i, walk in enumerate(self._walks) if counts[i] == walk.num_ids]
         if any(self._due[place] >= 1.0 for place in used_up):
-            # What a set cannot give in a step is not made up for later.
+            # Prompts that a set cannot supply in a step are not made up for later.
             self._due = [0.0] * len(self._walks)
         return [i for walk, count in zip(self._walks, counts, strict=True) if count for i in walk.take(count)]
 

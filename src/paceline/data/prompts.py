@@ -208,7 +208,7 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptFacts:
-    """What is asked of all prompts of a set at once.
+    """Facts about all prompts of a set.
 
     Attributes:
         digest: digest of their tokens and of what their rewards need.

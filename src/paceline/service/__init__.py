@@ -1,1 +1,1 @@
-"""What every service shares: the member bootstrap, gRPC servers and channels, the runtime, telemetry."""
+"""Shared parts of all services: the member bootstrap, gRPC servers and channels, the runtime, telemetry."""

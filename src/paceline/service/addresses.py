@@ -95,7 +95,7 @@ def to_advertise(host: str, advertise: str, *, towards: str = "") -> str:
         host: what it listens on, as `to_bind` returns it.
         advertise: what the user chose, or "": then `host`, or for a wildcard this machine's address on the
             route to `towards`, or its name.
-        towards: host:port of the peer that is told, or "".
+        towards: host:port of the peer that learns the address, or "".
     """
     if advertise:
         return to_bind(advertise)
@@ -131,9 +131,9 @@ def on_route_to(host: str, port: int) -> str:
 
 
 def choose_for_gloo(host: str, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Has torch's gloo groups listen on the interface of `host`, unless the user chose one.
+    """Makes torch's gloo groups listen on the interface of `host`, unless the user chose one.
 
-    Left alone, gloo takes the interface of the machine's name.
+    By default, gloo takes the interface of the machine's name.
     """
     interface = _interface_of(to_bind(host))
     if interface is not None:
@@ -141,9 +141,9 @@ def choose_for_gloo(host: str, environ: MutableMapping[str, str] = os.environ) -
 
 
 def choose_for_nccl(host: str, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Has NCCL use the interface of `host` if that is not loopback; what the user has set stays.
+    """Makes NCCL use the interface of `host` if that is not loopback; settings of the user stay.
 
-    Left alone, NCCL takes the first interface that is not loopback.
+    By default, NCCL takes the first interface that is not loopback.
     """
     address = to_bind(host)
     interface = _interface_of(address)

@@ -1,4 +1,4 @@
-"""A full disk: the one sentence that is said of it, by whom it stops and by who looks why a run has ended."""
+"""The message about a full disk, for the process that it stops and for whoever explains a run's end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LEAST_BYTES = 1 << 20
 
 
 def full_disk(folder: Path) -> str:
-    """The sentence on the disk of a folder, if there is next to no room on it; else ""."""
+    """Returns the message if the disk of a folder is almost full; else ""."""
     free = shutil.disk_usage(folder).free
     return _sentence(folder, free) if free < _LEAST_BYTES else ""
 

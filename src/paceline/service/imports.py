@@ -10,10 +10,11 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """Within the block nothing is collected, and what exists at its end is never looked at again.
+    """Disables the garbage collector within the block; objects that exist at its end are never examined
+    again.
 
-    An import creates objects that stay. With each tenth of a million of them the collector visits all: a
-    fifth of the time that an import of torch, transformers or an engine takes.
+    An import creates objects that stay. The collector would visit all of them for every 100,000 new ones,
+    which takes a fifth of the time of importing torch, transformers or an engine.
     """
     if not gc.isenabled():  # another block around this one, or beside it in another thread
         yield

@@ -1,1 +1,1 @@
-"""Clients that attach to a service: what they say, and which of them works on what."""
+"""Clients that attach to a service: their messages, and the assignment of tasks to them."""

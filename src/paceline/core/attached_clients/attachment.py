@@ -1,4 +1,4 @@
-"""What a client that has attached to Paceline and the gateway say to each other, apart from the wire."""
+"""The messages between an attached client and the gateway, independent of the wire format."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ MAX_DATA_SOURCES = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hello:
-    """Is the first message of a client that attaches.
+    """The first message of a client that attaches.
 
     Args:
-        name: what it attaches as: a name in the run's configuration.
+        name: the name in the run's configuration as which it attaches.
         client: its own name, for logs.
-        data_sources: what it takes; none: everything.
-        window: the most tasks that it takes at a time.
-        version: of what it computes; "" if it does not say.
-        contract: the version that it speaks.
+        data_sources: the data sources that it accepts; empty: all.
+        window: most tasks that it accepts at a time.
+        version: version of its computation; "" if unknown.
+        contract: version of the protocol that it speaks.
         groups: whether its tasks are groups, the samples of a prompt.
     """
 

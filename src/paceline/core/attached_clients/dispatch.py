@@ -5,8 +5,8 @@
                 '-- client left, --'--> FAILED: too many clients left or were late, or none came in time
                     or is late
 
-A client has at most its window of tasks, counting those that it is late with: one that never answers gets no
-more. Only the client that has a task can answer it, and once.
+A client has at most its window of tasks, including late ones, so a client that never answers gets no more.
+Only the client that has a task can answer it, and only once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A task that nobody answers any more; `is_late`: because of clients that did not answer in time."""
+    """A task that failed; `is_late` means that clients did not answer in time."""
 
     ticket: int
     is_late: bool
@@ -115,7 +115,7 @@ class TaskDispatcher:
         self._clients[client].window = window
 
     def take_no_more(self, client: int) -> None:
-        """Lets a client leave: it answers what it has and gets nothing more."""
+        """Lets a client leave: it may answer its tasks and gets no more."""
         self._clients[client].is_leaving = True
 
     def leave(self, client: int) -> list[Failure]:
@@ -167,7 +167,7 @@ class TaskDispatcher:
         return [assignment for source in list(self._queues) for assignment in self._assign_from(source, now)]
 
     def overdue(self, now: float) -> list[Failure]:
-        """Takes tasks from clients that are late; the tasks that nobody will answer any more."""
+        """Takes tasks from late clients; returns those that failed."""
         failures = []
         for ticket, task in sorted(self._tasks.items(), reverse=True):
             if task.client is not None and now >= task.answer_by:
@@ -201,7 +201,7 @@ class TaskDispatcher:
         del self._queues[source]
 
     def _roomiest(self, source: str, *, avoid: set[int]) -> int | None:
-        """Of the clients that take it the one with the most room, rather none that was late with it."""
+        """Returns the roomiest client that accepts the task, preferably one that was not late with it."""
         free = [
             (number in avoid, client.load, number)
             for number, client in self._clients.items()

@@ -1,7 +1,7 @@
 """The messages between the services: prompt groups, trajectories and their headers.
 
-A trajectory's arrays travel in a blob beside a small header (claim check): the controller and the reward's
-scheduling see headers only, each learner rank fetches only the rows it trains on.
+A trajectory's arrays travel in a blob beside a small header (claim check). The controller and the scheduling
+of rewards see only headers, and each learner rank fetches only the rows that it trains on.
 """
 
 from __future__ import annotations
@@ -93,16 +93,16 @@ class PromptGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Trajectory:
-    """One sample with its arrays. Who drew it and when is in the header: equal draws are equal blobs.
+    """One sample with its arrays. Its origin and time are in the header, so equal samples have equal blobs.
 
     Shapes: `prompt_token_ids` (P,), the three response arrays (R,) with R >= 1. A response is all that
     follows the prompt: `response_mask` is 1 on tokens that the policy sampled, 0 on those of its environment,
     say a tool's answer. `response_log_probs` are natural logs under the distribution that was sampled from,
-    and 0.0 where the mask is 0. A run of ones is what was sampled in one turn.
+    and 0.0 where the mask is 0. Consecutive ones belong to one turn.
 
-    A trajectory whose history was rewritten has further segments, each a sequence of its own, which sees
-    nothing of what stands before it: `segment_starts` are the places in the response at which they begin,
-    with a prompt.
+    A trajectory whose history was rewritten has further segments. Each is a separate sequence that begins
+    with a prompt and does not see the tokens before it; `segment_starts` are the positions in the response
+    where segments begin.
 
     `images` are the prompt's. A placeholder in the response is a token like any other.
 
@@ -170,7 +170,7 @@ class SampleHeader:
     """The part of a sample that the mailboxes carry, scored or not; the arrays are in the blob `blob_key`.
 
     `policy` and `ranges` are the trajectory's.
-    `blob_digest` is taken over the blob's bytes: whoever fetches the blob can tell that it is the one meant.
+    `blob_digest` is a digest of the blob's bytes, by which a reader recognises the right blob.
     `num_sampled_tokens` counts the response tokens that the policy sampled, `num_patches` the patches of the
     prompt's images. `episode` is None for a single answer.
     """

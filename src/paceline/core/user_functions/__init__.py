@@ -1,1 +1,1 @@
-"""Functions of the user's own: how they are found, what they are called with, what they may return."""
+"""Functions written by the user: how they are found, called and checked."""

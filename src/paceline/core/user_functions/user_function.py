@@ -1,4 +1,4 @@
-"""Finds what is the user's own by `module:function` or `path/to/file.py:function`: object or file."""
+"""Finds a user's object or file by `module:function` or `path/to/file.py:function`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client that attaches to a gateway: keeps a stream open, works on what comes, answers.
+"""A client that attaches to a gateway: keeps a stream open, works on tasks and answers them.
 
 connecting --welcome--> attached --leave--> answering what it has --> connecting, or done
     ^                      |
@@ -58,8 +58,8 @@ class AttachedClient(Generic[TaskT, AnswerT]):
     Args:
         options: how it attaches.
         open_stream: makes a stream from an iterator of the client's messages.
-        handle: answers one task; several are under way at a time, up to the window. What it raises ends the
-            client; its tasks go to others.
+        handle: answers one task; several run at a time, up to the window. If it raises, the client ends and
+            its tasks go to other clients.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class AttachedClient(Generic[TaskT, AnswerT]):
         return self._stream is not None and self._stream.is_welcome and not self._stream.is_over
 
     def stop(self) -> None:
-        """Makes `run` return when what is under way is answered."""
+        """Makes `run` return when all current tasks are answered."""
         self._stopping.set()
 
     async def run(self) -> None:
@@ -130,7 +130,7 @@ class _Stream(Generic[TaskT, AnswerT]):
     async def run(
         self, open_stream: Callable[[AsyncIterator[FromClient[AnswerT]]], AsyncIterator[ToClient[TaskT]]]
     ) -> Leave | None:
-        """The gateway's leave, None where this side left first."""
+        """Returns the gateway's leave; None if this side left first."""
         stopping = asyncio.create_task(self._on_stop(), name="attached: stop")
         try:
             async with asyncio.timeout(_WELCOME_S) as waiting:
@@ -171,7 +171,7 @@ class _Stream(Generic[TaskT, AnswerT]):
             raise PeerLostError(f"{self._options.peer} ended the stream", peer=self._options.peer)
 
     async def _messages(self) -> AsyncIterator[FromClient[AnswerT]]:
-        """What this client says; ends with the stream, or when one side has left and all is answered."""
+        """Yields this client's messages, until the stream ends, or one side has left and all is answered."""
         yield self._options.hello
         has_left = False
         while self._error is None and not self.is_over:

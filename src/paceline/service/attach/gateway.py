@@ -1,8 +1,8 @@
-"""Tasks for clients that have attached to this process: asked here, answered over their streams.
+"""Hands tasks to attached clients, which answer over their streams.
 
     ask -> TaskDispatcher -> a stream's outbox -> client -> answers -> TaskDispatcher -> ask returns
 
-What travels in the streams, and how it is written to the wire, is the owner's affair.
+The owner defines the content of the streams and its wire format.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class GatewayOptions(Generic[TaskT]):
     """How tasks are given out.
 
     Args:
-        name: what clients attach as.
+        name: name under which clients attach.
         run_id: told to clients.
         answer_within_s: how long a client may work on a task before another one gets it.
         wait_for_s: how long a task waits for a client.
@@ -97,7 +97,7 @@ class _Stream(Generic[TaskT]):
 
 
 class Gateway(Generic[TaskT, AnswerT]):
-    """Gives tasks to attached clients. Whatever these do, every task gets one answer or one failure."""
+    """Gives tasks to attached clients. Whatever the clients do, every task gets one answer or one failure."""
 
     def __init__(self, options: GatewayOptions[TaskT]) -> None:
         self._options = options
@@ -117,7 +117,7 @@ class Gateway(Generic[TaskT, AnswerT]):
 
     @property
     def version(self) -> str | None:
-        """What all attached clients say that they compute, or the last ones said; None where they differ."""
+        """The version that all attached clients report, or the last ones reported; None if they differ."""
         versions = {stream.version for stream in self._streams.values()} or {self._version}
         return versions.pop() if len(versions) == 1 else None
 
@@ -148,12 +148,12 @@ class Gateway(Generic[TaskT, AnswerT]):
     async def serve(
         self, hello: Hello, messages: AsyncIterator[FromClient[AnswerT]]
     ) -> AsyncIterator[ToClient[TaskT]]:
-        """One client's stream: what it is sent, until it ends its side.
+        """Serves one client's stream: yields the messages to send until the client ends its side.
 
         Raises:
-            ProtocolError: the client answers what it was not asked, or sends what has no place here.
+            ProtocolError: the client answers a task that it was not given, or sends an unexpected message.
             InvalidMessageError: a message cannot be read.
-            ConfigError: it scores groups where there are none, or no groups where there are.
+            ConfigError: the client scores groups but the tasks are single items, or the reverse.
         """
         self._check_form(hello)
         number = self._dispatcher.join(hello.client, window=hello.window, sources=hello.data_sources)
@@ -262,7 +262,7 @@ class Gateway(Generic[TaskT, AnswerT]):
             self._assign()
 
     def _take(self, number: int, answers: Sequence[tuple[int, AnswerT]]) -> bool:
-        """Settles the tasks that these answer; whether there were any, in time or late."""
+        """Settles the tasks of these answers; returns whether the client had any of them."""
         is_useful = False
         for ticket, answer in answers:
             reception = self._dispatcher.answer(number, ticket)

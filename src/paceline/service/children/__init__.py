@@ -1,1 +1,1 @@
-"""Child processes that run code of the user's: started, fed over pipes, observed, killed."""
+"""Child processes that run a user's code: starts, feeds, observes and kills them."""

@@ -17,7 +17,7 @@ OUT_OF_MEMORY_EXIT = 97
 """The exit code of a child process that ran out of memory."""
 
 _MAX_FRAME_BYTES = 256 * 1024 * 1024
-# What a child sends, in which a user's code may have written.
+# Limits of a child's messages, which a user's code may have written.
 _MAX_ANSWER_BYTES = 16 * 1024 * 1024
 _MAX_CONTAINERS = 100_000
 _LENGTH = struct.Struct("<I")
@@ -26,7 +26,7 @@ _LENGTH = struct.Struct("<I")
 def encode(message: object) -> bytes:
     """The message as one frame.
 
-    Numpy values become plain numbers and lists. Half a surrogate pair, as in some decoded responses, passes.
+    Numpy values become plain numbers and lists. Lone surrogates, as in some decoded responses, are allowed.
 
     Raises:
         TypeError, OverflowError, ValueError: msgpack has no form for a part of the message.

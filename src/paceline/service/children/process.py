@@ -1,4 +1,4 @@
-"""A child process that runs code of the user's, as its parent sees it: started, fed, observed, killed."""
+"""The parent's view of a child process that runs a user's code: starts, feeds, observes and kills it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _STREAM_LIMIT_BYTES = 1024 * 1024
 _MAX_OUTPUT_BYTES = 256 * 1024
 _OUTPUT_SPAN_S = 60.0
 _KILL_ROUNDS = 5
-# What a user's code may see of this process's environment; the rest may hold secrets.
+# Variables of this process's environment that a user's code may see; others may hold secrets.
 _PASSED = frozenset(
     {
         "PATH",
@@ -280,7 +280,7 @@ def _marked(mark: str) -> list[int]:
 
 
 async def _pass_on(output: asyncio.StreamReader, role: str) -> None:
-    """Passes on what a child prints, up to a limit per minute: the service's log has an end."""
+    """Passes on a child's output, up to a limit per minute, to keep the service's log small."""
     room, until = _MAX_OUTPUT_BYTES, time.monotonic() + _OUTPUT_SPAN_S
     while text := await output.read(_STREAM_LIMIT_BYTES):
         if time.monotonic() >= until:

@@ -1,1 +1,1 @@
-"""Programs of others, run without network, in a root of their own, with limits: code that a model wrote."""
+"""Runs untrusted programs (code that a model wrote) without network, in a separate root, with limits."""

@@ -85,7 +85,7 @@ class Command:
 
 
 async def run_confined(command: Command) -> CommandResult:
-    """Runs a program and waits for its end, which is that of everything it has started, too.
+    """Runs a program and waits for its end, which also ends everything that it started.
 
     Raises:
         EnvironmentLackError: the confinement could not be built; nothing was run.
@@ -107,7 +107,7 @@ async def _run(command: Command, report: int) -> CommandResult:
     """Runs it to its end; closes `report`, which the builder writes to."""
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, report)
-        # Only a place for the root, which is in memory; nothing is written there.
+        # Only a mount point for the in-memory root; nothing is written there.
         root = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-root-"))
         spec = os.memfd_create("paceline-command")
         try:

@@ -19,17 +19,17 @@ _CALLERS: dict[str, frozenset[str] | None] = {
     "ControllerService": frozenset({"client", "controller"}),
     "RolloutService": frozenset({"controller"}),
     "LearnerService": frozenset({"controller"}),
-    # Its callers come from outside, with a token: a reward service asks nobody for a certificate.
+    # Callers of a reward service come from outside, with a token and without a certificate.
     "RewardService": None,
     "RewardGateway": None,
-    # The user's own server, which asks for a token likewise.
+    # A user's own server also asks only for a token.
     "EnvironmentService": None,
     "EnvironmentGateway": None,
 }
 
 
 def token_admits(secret: str, method: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
-    """Whether a call's metadata carry a token that opens the method; with an empty secret every call does."""
+    """Whether a call's metadata carry a token for the method; an empty secret admits every call."""
     if not secret or method == OPEN_METHOD:
         return True
     given = next((value for key, value in metadata or () if key == TOKEN_KEY), "")
@@ -39,7 +39,7 @@ def token_admits(secret: str, method: str, metadata: Iterable[tuple[str, str | b
 
 
 def callers(method: str) -> frozenset[str] | None:
-    """The roles whose certificates open a method; None: they do not count."""
+    """Returns the roles whose certificates open a method; None if certificates are not checked."""
     if not method.startswith(tokens.PACKAGE):
         return None
     name = method.removeprefix(tokens.PACKAGE)

@@ -67,7 +67,7 @@ async def _refuse_token(_: Any, context: Any) -> None:
 
 
 def _open(handler: Any, reads: asyncio.Semaphore) -> Any:
-    """A unary method that everyone may call: few messages are read at a time, so a flood waits outside."""
+    """A unary method without a token; few messages are read at a time, so a flood of calls must wait."""
 
     async def method(requests: AsyncIterator[Any], context: Any) -> Any:
         async with asyncio.timeout(_OPEN_READ_S), reads:

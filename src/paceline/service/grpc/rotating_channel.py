@@ -52,7 +52,7 @@ class RotatingChannel(grpc.aio.Channel):
         return self._calls("stream_stream", method, codecs)
 
     def _calls(self, kind: str, method: tuple[Any, ...], codecs: dict[str, Any]) -> Callable[..., Any]:
-        """What begins calls of a method, each on the channel of its time."""
+        """Returns a function that begins calls of a method on the channel that is current at that time."""
 
         def begin(*request: Any, **options: Any) -> Any:
             channel = self._now()
@@ -89,4 +89,4 @@ class RotatingChannel(grpc.aio.Channel):
 
 
 def _let_go(channel: grpc.aio.Channel, call: Any) -> None:
-    """The end of a call: what refers to its channel goes with the callback."""
+    """Called at the end of a call; the callback keeps the channel alive until then."""

@@ -31,7 +31,7 @@ _Servicer = TypeVar("_Servicer")
 _MAX_CALLS = 1024
 _MAX_CALLS_PER_CONNECTION = 128
 _HANDSHAKE_S = 10
-# So that a certificate which has expired ends a connection; calls under way are finished first.
+# Ends connections whose certificate has expired; running calls are finished first.
 _CONNECTION_AGE_S = 600
 
 
@@ -145,12 +145,12 @@ def _add_port(server: grpc.aio.Server, where: str, credentials: Credentials) -> 
 def _options(max_message_bytes: int, *, has_tls: bool) -> list[tuple[str, str | int]]:
     options = [
         *common_options(max_message_bytes),
-        # Without these the server takes the clients' keep-alive for abuse and ends healthy calls.
+        # Without these options, the server treats the clients' keep-alive as abuse and ends healthy calls.
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_S * 500),
         ("grpc.http2.max_ping_strikes", 0),
         # With port reuse two processes could share the port, and each would get some of the calls.
         ("grpc.so_reuseport", 0),
-        # It raises how much of a message arrives before anyone asks for it, from 64 KiB to megabytes.
+        # It raises how much of a message arrives before it is read, from 64 KiB to megabytes.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.max_concurrent_streams", _MAX_CALLS_PER_CONNECTION),
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_S * 1000),

@@ -1,1 +1,1 @@
-"""Proves who a process is: the run's token, scoped tokens, certificates."""
+"""Proves a process's identity: the run's token, scoped tokens, certificates."""

@@ -1,8 +1,8 @@
-"""What a process proves to its peers and whom it trusts: the run's token and its TLS files.
+"""A process's credentials and trust: the run's token and its TLS files.
 
 PACELINE_TOKEN holds the token, or PACELINE_TOKEN_FILE names a file with it. PACELINE_TLS_DIR names a
 folder with `ca.pem`, `cert.pem` and `key.pem`, as `paceline certs issue` writes it; the files are read again
-when they change. A caller from outside that proves a token alone has `ca.pem` there and nothing else.
+when they change. A caller from outside that has only a token needs only `ca.pem` there.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class TlsFiles:
 
 @dataclass(frozen=True, slots=True)
 class TlsIdentity:
-    """The contents of TLS files, in PEM: whom to trust, and what to prove, if anything."""
+    """The contents of TLS files in PEM: the trusted authority, and a certificate with its key, if any."""
 
     ca: bytes
     certificate: bytes | None = None

@@ -1,4 +1,4 @@
-"""How much of a certificate's days is left, without a package that reads certificates: services have none."""
+"""Computes the remaining share of a certificate's lifetime without the package that services lack."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PEM = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----\n?",
 
 
 def life_left(pem: str, now: datetime.datetime) -> float:
-    """The share of its days that is left, 0 to 1, of the certificate in a PEM file that has most of it.
+    """Returns the largest remaining share of lifetime, 0 to 1, among the certificates in a PEM file.
 
     Raises:
         ValueError: there is no certificate whose days can be read.

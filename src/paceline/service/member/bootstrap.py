@@ -1,4 +1,4 @@
-"""The bootstrap that every member of a run's fleet shares; a service adds only what is particular to it.
+"""The bootstrap that all members of a run's fleet share; a service adds only its own parts.
 
 gRPC server -> register -> log level, telemetry -> heartbeats -> the service's work, until the run is over, a
 signal comes or the controller drains the member -> not healthy any more -> the service finishes what it can
@@ -60,7 +60,7 @@ class MemberOptions:
         host: what it listens on.
         advertise: where others reach it; "": `host`, or for a wildcard the address on the route to the
             controller.
-        data_host: what carries weights and what learner ranks exchange; "": `host`.
+        data_host: address for weights and for traffic between learner ranks; "": `host`.
     """
 
     controller: str
@@ -109,7 +109,7 @@ class MemberSession:
         num_ranks: how many ranks it has in the weight group.
 
     Attributes:
-        run_over: the controller has ended the run; there is nothing to finish.
+        run_over: whether the controller has ended the run, so that nothing needs to be finished.
     """
 
     def __init__(
@@ -220,8 +220,8 @@ class MemberSession:
             draining.cancel()
 
     def tell_to_end(self) -> None:
-        """Ends the member when the controller can do without it: SIGTERM has reached one of its processes."""
-        log.info("SIGTERM: serving on until the controller can do without this member")
+        """After SIGTERM to one of its processes, ends the member when the controller can do without it."""
+        log.info("SIGTERM: continuing until the controller can do without this member")
         self.context.is_terminated = True
         self.link.ask_to_leave(lambda: self.context.stop("the controller can do without this member"))
 
@@ -335,7 +335,7 @@ def _check_limit(registration: Registration) -> None:
 
 
 def _visible(registration: Registration) -> Path | None:
-    """The run directory, unless it is the controller's own: on another host there is none, or another one."""
+    """Returns the run directory if it is the controller's own; another host may have another, or none."""
     if read_run_id(registration.run_dir) == registration.run_id:
         return registration.run_dir
     if not registration.config.telemetry.otlp_endpoint:

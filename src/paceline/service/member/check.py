@@ -1,4 +1,4 @@
-"""The checks of a service, which run in a process of their own before the services start.
+"""The checks of a service, which run in a separate process before the services start.
 
 Most checks of `paceline.checks` run in the command itself. Those that import torch, an engine or a user's
 module are here, as `python -m paceline.SERVICE.check NAME WORD...`: each service exports its own as `CHECKS`.

@@ -3,8 +3,8 @@
 register -> heartbeats, every heartbeat_s and at `poke()` -> (unknown: register again) -> run over, or leave
 
 A controller that does not answer is away: the member works on and waits up to service.recovery_timeout_s. A
-controller that does not know the member has restarted, or took it for dead: the member registers again with
-what it holds, and the answer says whether that is still the committed policy.
+controller that does not know the member has restarted, or declared the member dead. The member then registers
+again and reports its policy, and the answer says whether that is still the committed one.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class ControllerLink:
         absence = _Absence(self._controller_address, self._require().config.service.recovery_timeout_s)
         while True:
             self._poked.clear()
-            # An answer to a question of before the signal lets nobody go.
+            # An answer to a heartbeat sent before the signal does not count as permission.
             num_notices, may_leave = len(self._notices), self._may_leave or _nothing
             try:
                 answer = await self._heartbeat(report(), timeout_s=max(2.0, heartbeat_s))
@@ -245,9 +245,9 @@ class ControllerLink:
             may_leave()
 
     async def linger(self, report: Callable[[], MemberReport]) -> None:
-        """Heartbeats after `run`, so that a member that takes its time to end is not taken for dead.
+        """Sends heartbeats after `run`, so that a slowly ending member is not declared dead.
 
-        Until it is cancelled, or the controller is gone.
+        Runs until it is cancelled, or the controller is gone.
         """
         heartbeat_s = self._require().heartbeat_s
         with contextlib.suppress(PeerLostError, DeadlineError):
@@ -350,7 +350,7 @@ def _read(answer: controller_pb2.RegisterResponse) -> Registration:
 
 
 class _Absence:
-    """A controller that does not answer: says so once, and when it is back; ends the wait at its bound."""
+    """Tracks a controller that does not answer: logs its absence and return once; bounds the wait."""
 
     def __init__(self, address: str, longest_s: float) -> None:
         self._address, self._longest_s = address, longest_s

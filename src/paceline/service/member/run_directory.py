@@ -1,4 +1,4 @@
-"""The id in a run directory, by which a process knows the directory again: another host may have its own."""
+"""The id in a run directory, by which a process recognises the directory; another host may have its own."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The entry point of every service: signals, tasks, ordered shutdown, exit code.
 
-Whoever runs the process says in PACELINE_STOP_GRACE_S how long after SIGTERM it is killed. A service that a
-step needs uses that time (`ServiceContext.before_stopping`); without the variable it ends at once.
+PACELINE_STOP_GRACE_S tells the process how long after SIGTERM it will be killed. A service that a step needs
+uses that time (`ServiceContext.before_stopping`). Without the variable, the service ends at once.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from paceline.service.process import die_with_parent
 log = logging.getLogger(__name__)
 
 STOP_GRACE = "PACELINE_STOP_GRACE_S"
-"""Seconds from SIGTERM to SIGKILL, as whoever runs the process has set them; 0 or none: end at once."""
+"""Seconds from SIGTERM to SIGKILL, set by the process's environment; 0 or missing: end at once."""
 
 EXIT_INTERRUPTED = 128 + signal.SIGTERM
 """The exit code of a service that SIGTERM ended before the run was over, where it has a grace."""
 
-# What an ordered end takes at most, which is kept of the grace.
+# Most seconds that an ordered end takes, reserved from the grace period.
 _ENDING_S = 30.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # When a parent with several threads is killed, the kernel sends its death signal more than once: not a second
