@@ -149,7 +149,7 @@ def penalized_scores(scores: Tensor, mask: Tensor, kl: Tensor | None = None, kl_
 
 
 class FixedKLController:
-    """A constant coefficient."""
+    """A coefficient that never changes."""
 
     def __init__(self, kl_coef: float) -> None:
         require_range("kl_coef", kl_coef, at_least=0.0)
