@@ -73,9 +73,9 @@ def test_members_that_are_gone_or_new_do_not_count_for_more_than_they_take() -> 
     gone = fleet.metrics("r0")
     assert (gone["perf/cpu_cores/rollout"], gone["perf/resident_gib/rollout"]) == (1.0, 1.0)
     fleet.clock.advance(2.0)
-    fleet.usage.note(member("r0", incarnation="b"), usage(1.0))
+    fleet.usage.note(member("r0", incarnation="b"), usage(20.0))
     fleet.clock.advance(2.0)
-    fleet.usage.note(member("r0", incarnation="b"), usage(5.0))
+    fleet.usage.note(member("r0", incarnation="b"), usage(24.0))
     assert fleet.metrics("r0")["perf/cpu_cores/rollout"] == 2.0
 
 
