@@ -80,8 +80,8 @@ Further:
   true` keeps AdamW's averages there, which the plan chooses by itself where nothing else fits, or where their
   visits take less time than recomputing, as with large mini-batches, and the host has 20 bytes of free memory
   per parameter. The policy's own shards [stay on the GPU](decisions/0027-parameters-stay-on-the-gpu.md).
-  `actor.optim.type: adamw_8bit` keeps the averages of matrices in 2 bytes per parameter instead of 8; the steps
-  are not quite AdamW's, and it has not been timed on a GPU.
+  `actor.optim.type: adamw_8bit` keeps the averages of matrices in 2 bytes per parameter instead of 8; the
+  steps are not quite AdamW's, and it has not been timed on a GPU.
 - **The learner waits for servers on other GPUs**: `barrier.work_ahead: scores`, or `gradients`, has it work
   on prompts whose responses are all there. It pays where prompts wait for a free place in the engines
   (`rollout.max_num_seqs`), and [not where all decode at once](decisions/0024-work-ahead-of-the-barrier.md).
