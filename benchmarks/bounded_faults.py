@@ -2,6 +2,7 @@
 
     python benchmarks/bounded_faults.py --faults 1000
     python benchmarks/bounded_faults.py --faults 100 --k 4 --in-flight keep --seed 5000
+    python benchmarks/bounded_faults.py --faults 100 --replays
 
 Whole runs of the controller's loop, with journal, barrier, collector and `paceline verify`, over services
 that compute nothing, in one process: the controller is killed, servers and learner end, the broker loses its
@@ -35,17 +36,19 @@ class Outcome:
 
     runs: int = 0
     mixed: int = 0
+    again: int = 0
     cpu_s: float = 0.0
     wall_s: float = 0.0
     struck: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
 
-    def run(self, k: int, in_flight: str, seed: int) -> None:
+    def run(self, k: int, in_flight: str, seed: int, *, replays: bool) -> None:
         """One run; its failure is kept."""
         cpu, began = time.process_time(), time.monotonic()
         try:
             with tempfile.TemporaryDirectory() as folder:
-                struck = asyncio.run(faulty_run(k, in_flight, seed, Path(folder) / "run"))
+                struck = asyncio.run(faulty_run(k, in_flight, seed, Path(folder) / "run", replays=replays))
+            self.again += struck.pop("again", 0)
             self.mixed += struck.pop("mixed", 0)
             self.struck += struck
         except AssertionError as error:
@@ -68,12 +71,15 @@ def main() -> int:
     parser.add_argument(
         "--seed", type=int, default=0, help="of the first runs; later ones have the next seeds"
     )
+    parser.add_argument(
+        "--replays", action="store_true", help="steps also train groups of earlier ones again"
+    )
     asked = parser.parse_args()
     outcomes = {kind: Outcome() for kind in itertools.product(asked.k, asked.in_flight)}
     with quick():
         for seed in itertools.count(asked.seed):
             for (k, in_flight), outcome in outcomes.items():
-                outcome.run(k, in_flight, seed)
+                outcome.run(k, in_flight, seed, replays=asked.replays)
             if sum(outcome.struck.total() for outcome in outcomes.values()) >= asked.faults:
                 break
     _print(outcomes)
@@ -105,6 +111,8 @@ def _print(outcomes: dict[tuple[int, str], Outcome]) -> None:
     numbers = [sum(it.runs for it in total), struck.total(), sum(it.mixed for it in total)]
     table.add_row("all", "", *map(str, [*numbers, sum(len(it.failures) for it in total), *seconds]))
     console.print(table)
+    if again := sum(it.again for it in total):
+        console.print(f"{again} samples were trained again, each with its permission")
     faults = Table("fault", "times")
     for name, times in struck.most_common():
         faults.add_row(name, str(times))

@@ -38,7 +38,14 @@ async def test_random_faults_leave_every_step_whole_and_within_its_bound(
     for seed in range(NUM_SEEDS):
         struck += await faulty_run(k, in_flight, seed, tmp_path / f"{seed}")
     assert (struck.pop("mixed", 0) > 0) == (in_flight == "keep")
+    assert struck.pop("again", 0) == 0
     assert struck
+
+
+@pytest.mark.parametrize("in_flight", ["wait", "keep"])
+async def test_random_faults_change_nothing_in_what_is_trained_again(in_flight: str, tmp_path: Path) -> None:
+    struck = await faulty_run(1, in_flight, 3, tmp_path / "run", replays=True)
+    assert struck["again"] > 0
 
 
 async def test_a_barrier_that_lets_old_tokens_pass_is_found(

@@ -38,14 +38,17 @@ QUIET = ("trajectory", "dispatch", "batch", "trained")
 Strike = Callable[[SequencerRun, dict[str, Any]], None]
 
 
-def changes(k: int, in_flight: str) -> dict[str, Any]:
+def changes(k: int, in_flight: str, *, replays: bool = False) -> dict[str, Any]:
+    """A run's; with `replays` its steps train groups of earlier ones again."""
+    replay = {"prompts_per_step": 2, "filter_probability": 0.9, "max_age": 3} if replays else {}
     return {
+        "algorithm__replay": replay,
         "rollout__in_flight": in_flight,
         "trainer__total_steps": STEPS,
         "trainer__save_freq": 5,
         "trainer__test_freq": 3,
         "trainer__val_before_train": False,
-        "trainer__save_trajectories": False,
+        "trainer__save_trajectories": replays,
         "barrier__mode": "bounded",
         "barrier__max_staleness": k,
         "algorithm__rollout_correction": {"method": "tis"},
@@ -155,15 +158,17 @@ def _otherwise(header: ScoredHeader, step: int, tag: PolicyTag) -> ScoredHeader:
     return replace(header, trajectory_id=replace(header.trajectory_id, step=step), policy=tag, ranges=())
 
 
-async def faulty_run(k: int, in_flight: str, seed: int, folder: Path) -> Counter[str]:
+async def faulty_run(
+    k: int, in_flight: str, seed: int, folder: Path, *, replays: bool = False
+) -> Counter[str]:
     """One run, from its beginning to its end; returns how often each fault struck.
 
-    Under "mixed" it counts the samples of more than one version.
+    Under "mixed" it counts the samples of more than one version, under "again" those that were trained again.
 
     Raises:
         AssertionError: the run did not end in order, or not within its bound; names all faults.
     """
-    fleet = FaultyFleet(folder, changes(k, in_flight))
+    fleet = FaultyFleet(folder, changes(k, in_flight, replays=replays))
     faults, waiting = Faults(fleet=fleet, rng=random.Random(f"{k}/{seed}")), random.Random(seed)
 
     def may_end(group: PromptGroup) -> bool:
@@ -176,21 +181,25 @@ async def faulty_run(k: int, in_flight: str, seed: int, folder: Path) -> Counter
         async with asyncio.timeout(MOST_SECONDS):
             while not await fleet.live(faults.at):
                 pass
-        check(fleet, k)
+        again = check(fleet, k)
     except Exception as error:
         raise AssertionError(f"k={k}, {in_flight}, seed={seed}: {'; '.join(faults.told)}: {error}") from error
     mixed = (folder / "events.jsonl").read_text().count('"ranges"')
-    return faults.struck + Counter({"mixed": mixed})
+    return faults.struck + Counter({"mixed": mixed, "again": again})
 
 
-def check(fleet: FaultyFleet, k: int) -> None:
-    """Looks at what the learner was given, and has the record verified."""
+def check(fleet: FaultyFleet, k: int) -> int:
+    """Looks at what the learner was given, and has the record verified; returns how much is trained again."""
     for order in fleet.services.orders:
         assert 0 <= order.policy.staleness_in(order.step) <= k, f"step {order.step} trained {order.policy}"
-        assert len(order.rows) == ROWS, f"step {order.step} trained {len(order.rows)} rows"
+        fresh = [row for row in order.rows if row.trajectory_id.step == order.step]
+        assert len(fresh) == ROWS, f"step {order.step} trained {len(fresh)} rows of its own"
+        assert all(0 <= order.step - row.trajectory_id.step <= 3 for row in order.rows)
     lines = [json.loads(line) for line in (fleet.folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(STEPS + 1)), "a step is missing, or is there twice"
     (fleet.folder / "config.resolved.yaml").write_text(config(**fleet.changes).model_dump_json())
     findings = verify(fleet.folder)
-    assert [str(breach) for breach in findings.breaches] == []
+    breaches = [str(breach) for breach in findings.breaches]
+    assert not breaches, breaches
     assert findings.counts["rows trained"] == STEPS * ROWS
+    return findings.counts["rows trained again"]

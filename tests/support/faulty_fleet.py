@@ -14,7 +14,7 @@ from paceline.broker.memory import MemoryBroker
 from paceline.core.members import LearnerState, MemberKind
 from paceline.core.samples.trajectory import ScoredHeader
 from paceline.wire import decode_scored, encode_scored_header
-from support.fake_fleet import FakeServices, score_all
+from support.fake_fleet import FakeServices, score_by_component
 from support.sequencer_run import RUN, SequencerRun, config, run_of
 
 
@@ -29,7 +29,7 @@ class FaultyFleet:
         folder.mkdir(exist_ok=True)
         self.folder, self.changes = folder, changes
         self.services, self.broker, self.restarts = FakeServices(), MemoryBroker(), 0
-        self.services.writes = True
+        self.services.writes, self.answer = True, score_by_component
         self.services.has_blob = lambda key: key in self.broker._store.blobs
 
     def empty(self) -> None:
@@ -108,7 +108,7 @@ class FaultyFleet:
             it.journal.record_all = recording  # type: ignore[method-assign]
             try:
                 await it.enlist_all()
-                await it.go(score_all)
+                await it.go(self.answer)
             except Killed:
                 return False
             finally:

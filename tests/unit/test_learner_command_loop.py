@@ -24,7 +24,7 @@ from paceline.core.errors import (
 from paceline.core.ids import TrajectoryId
 from paceline.core.policy import PolicyRange, PolicyTag
 from paceline.core.training import BatchRow, TrainOrder
-from paceline.learner.batch.fetch import fetch_rows
+from paceline.learner.batch.fetch import ReplayBound, fetch_rows
 from paceline.learner.commands import Commands
 from paceline.learner.distributed.collectives import CommandError, broadcast_bytes, gather_bytes
 from paceline.learner.distributed.command_loop import STOP, CommandLoop, CommandQueue
@@ -205,6 +205,27 @@ def test_rows_are_fetched_by_index_and_checked_once_more() -> None:
         fetch((*rows[:2], BatchRow(**{**fields(rows[2]), "trajectory_id": greedy}), rows[3]))
     with pytest.raises(PacelineError, match="token"):
         fetch_rows(store, rows, [2], policy=POLICY, vocab_size=3)
+
+
+def test_rows_of_earlier_steps_are_fetched_within_the_bound_of_a_replay_alone() -> None:
+    rows, blobs = make_batch(num_prompts=2, num_samples=2)
+    store, step = DictBlobs(blobs), rows[0].trajectory_id.step
+    assert POLICY.version == step - 1 == 0
+
+    def fetch(replay: ReplayBound | None, policy: PolicyTag = POLICY) -> Any:
+        return fetch_rows(store, rows, [2, 0], policy=policy, vocab_size=48, replay=replay)
+
+    later = PolicyTag(version=3, digest="f" * 16)
+    assert list(fetch(ReplayBound(step=4, oldest=0), later)) == [2, 0]
+    assert list(fetch(ReplayBound(step=step, oldest=-3))) == [2, 0]
+    with pytest.raises(VersionMismatchError, match=r"step 4 trains again is of versions 1 to 2"):
+        fetch(ReplayBound(step=4, oldest=1), later)
+    with pytest.raises(VersionMismatchError, match="the step trains on v3@"):
+        fetch(None, later)
+    with pytest.raises(VersionMismatchError, match="the step trains on v3@"):
+        fetch(ReplayBound(step=step, oldest=-3), later)
+    with pytest.raises(VersionMismatchError, match="what step 0 trains again"):
+        fetch(ReplayBound(step=0, oldest=-3), later)
 
 
 def test_a_blob_that_was_drawn_again_after_it_was_scored_is_not_trained_on() -> None:

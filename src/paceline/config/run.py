@@ -29,6 +29,7 @@ from paceline.config.validation import HeldOutSet, ValSamplingConfig
 from paceline.core.errors import ConfigError
 from paceline.core.estimators import Need
 from paceline.core.guard import Action
+from paceline.core.samples.replay import ReplayRule
 
 _SAMPLING = set(ValSamplingConfig.model_fields)
 
@@ -524,6 +525,45 @@ class RunConfig(Section):
                 "icepop or sequence_mask"
             )
         return self
+
+    @property
+    def replays(self) -> bool:
+        """Whether steps train prompt groups of earlier ones again."""
+        return self.algorithm.replay.prompts_per_step > 0
+
+    @model_validator(mode="after")
+    def _can_replay(self) -> RunConfig:
+        trainer, algorithm = self.trainer, self.algorithm
+        if not self.replays:
+            return self
+        refused = {
+            "barrier.mode: strict, which trains no token of older weights; write barrier: {mode: bounded, "
+            "max_staleness: 0}": self.barrier.mode == "strict",
+            "algorithm.rollout_correction.method: none, since nothing would correct for older weights; set "
+            "tis, icepop or sequence_mask": algorithm.rollout_correction.method == "none",
+            "trainer.save_trajectories or save_tokens: false, since the files of trajectories are the "
+            "buffer": not (trainer.save_trajectories and trainer.save_tokens),
+            "barrier.work_ahead, since batches are complete before the learner is": self.barrier.work_ahead
+            != "off",
+            "trainer.dataflow, which chooses by itself what it trains": bool(trainer.dataflow),
+            "an estimator that needs greedy answers, which are not kept": "greedy" in self.needs,
+            "data.image_key, since images are kept for one step": self.data.image_key is not None,
+            "rollout.tools and rollout.environment: only single answers": self.has_episodes,
+        }
+        reason = next((reason for reason, is_so in refused.items() if is_so), None)
+        if reason is not None:
+            raise ValueError(
+                f"algorithm.replay.prompts_per_step={algorithm.replay.prompts_per_step} does not go with "
+                f"{reason}"
+            )
+        return self
+
+    @property
+    def replay_rule(self) -> ReplayRule | None:
+        """What determines the groups that a step trains again; None without a replay."""
+        if not self.replays:
+            return None
+        return ReplayRule.from_plain({**self.algorithm.replay.model_dump(), "seed": self.trainer.seed})
 
     @model_validator(mode="after")
     def _frozen_networks_have_a_use(self) -> RunConfig:

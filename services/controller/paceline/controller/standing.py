@@ -63,6 +63,7 @@ class Standing:
         ahead: the steps after it whose prompts are out, by number (`barrier.mode`: bounded).
         ended: whether the last controller ended in order.
         after_end: whether this controller's predecessor ended in order.
+        saved: the digest of the file of each step's trajectories, by step.
         turn: who may use the memory of shared GPUs (`fleet/turns`); "" before the first turn.
     """
 
@@ -80,6 +81,7 @@ class Standing:
     ahead: dict[int, StepInProgress] = field(default_factory=dict)
     ended: bool = False
     after_end: bool = False
+    saved: dict[int, str] = field(default_factory=dict)
     turn: str = ""
 
     @property
@@ -189,6 +191,11 @@ class Standing:
         self.ahead.clear()
         self.cursor, self.guard = event["cursor"], event["guard"]
         self.commits = {v: digest for v, digest in self.commits.items() if v <= self.finished}
+        self.saved = {step: digest for step, digest in self.saved.items() if step <= self.finished}
+
+    def _on_saved(self, event: Mapping[str, Any]) -> None:
+        if str(event["file"]).startswith("step_"):
+            self.saved[int(event["step"])] = str(event["digest"])
 
     def _on_turn(self, event: Mapping[str, Any]) -> None:
         self.turn = str(event["holder"])
@@ -210,6 +217,7 @@ _HANDLERS: Mapping[str, Callable[[Standing, Mapping[str, Any]], None]] = {
     "commit": Standing._on_commit,
     "step": Standing._on_step,
     "rewind": Standing._on_rewind,
+    "saved": Standing._on_saved,
     "turn": Standing._on_turn,
     "end": Standing._on_end,
 }

@@ -17,7 +17,7 @@ from paceline.core.policy import PolicyTag
 from paceline.core.training import BatchRow, ChunkOrder, TrainOrder, TrainResult
 from paceline.engines.memory import EngineMemory
 from paceline.learner.batch.deposit import Store, deposit_log_probs
-from paceline.learner.batch.fetch import Blobs, fetch_rows
+from paceline.learner.batch.fetch import Blobs, ReplayBound, fetch_rows
 from paceline.learner.batch.types import PackedRow, ScoredBatch
 from paceline.learner.checkpoint.load import roll_back
 from paceline.learner.checkpoint.write import CheckpointWriter
@@ -133,6 +133,10 @@ class Commands:
         """Fetches rows by their places in the batch; their errors are those of every rank."""
         learner = self._learner
         newest = learner.version if learner.config.pushes_in_flight else None
+        max_age = learner.config.algorithm.replay.max_age
+        replay = (
+            ReplayBound(learner.version + 1, learner.version - max_age) if learner.config.replays else None
+        )
 
         def fetch(wanted: Sequence[int]) -> dict[int, PackedRow]:
             return attempt(
@@ -145,6 +149,7 @@ class Commands:
                     vocab_size=learner.vocab_size,
                     images=learner.image_spec,
                     newest=newest,
+                    replay=replay,
                 ),
             )
 

@@ -8,7 +8,12 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from paceline.config.base import OneOf, OwnOptions, Section, own_path
-from paceline.config.training.shaping import OverlongConfig, ResampleConfig, RolloutCorrectionConfig
+from paceline.config.training.shaping import (
+    OverlongConfig,
+    ReplayConfig,
+    ResampleConfig,
+    RolloutCorrectionConfig,
+)
 from paceline.core.estimators import ADV_ESTIMATORS, EstimatorTraits, Need
 
 KLKind = Literal[
@@ -136,6 +141,7 @@ class AlgorithmConfig(Section):
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
     overlong: OverlongConfig = OverlongConfig()
     resample: ResampleConfig = ResampleConfig()
+    replay: ReplayConfig = ReplayConfig()
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
 
     @model_validator(mode="after")

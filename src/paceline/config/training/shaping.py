@@ -1,4 +1,4 @@
-"""`algorithm.overlong`, `.resample` and `.rollout_correction`: changes to scores, batch and loss."""
+"""`algorithm.overlong`, `.resample`, `.replay` and `.rollout_correction`: scores, batch and loss."""
 
 from __future__ import annotations
 
@@ -33,6 +33,28 @@ class ResampleConfig(Section):
         "group's best and worst.",
     )
     power: float = Field(2.0, ge=0, description="pow: the exponent; 0 draws evenly.")
+
+
+class ReplayConfig(Section):
+    """A buffer of prompt groups that earlier steps trained, some of which each step trains again."""
+
+    prompts_per_step: int = Field(
+        0,
+        ge=0,
+        description="Prompt groups that a step trains again, beside its own; 0: no replay. The draw follows "
+        "from trainer.seed and the step. Needs barrier.mode: bounded; "
+        "docs/decisions/0038-permissions-to-train-again.md.",
+    )
+    size: int = Field(10000, gt=0, description="Trajectories in the buffer; the newest stay.")
+    filter_probability: float = Field(
+        0.8, gt=0, le=1, description="With this probability a prompt group enters the buffer."
+    )
+    max_age: int = Field(
+        4,
+        gt=0,
+        description="How many versions older the weights that sampled a token may be than the weights that "
+        "train it again; what is older leaves the buffer.",
+    )
 
 
 class RolloutCorrectionConfig(Section):

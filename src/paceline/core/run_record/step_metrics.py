@@ -142,6 +142,14 @@ STEP_METRICS: Mapping[str, str] = {
         "trained; mean over its tokens."
     ),
     "barrier/staleness/max": "The same of its oldest tokens.",
+    # --- replay
+    "replay/share": "`algorithm.replay`: share of the step's trajectories that an earlier step has trained.",
+    "replay/buffer": "Trajectories that the step could have trained again.",
+    "replay/age/mean": (
+        "Of what it trained again: versions from the weights that sampled a token to those that the step "
+        "trained; mean over its tokens."
+    ),
+    "replay/age/max": "The same of the oldest of these tokens.",
     # --- work ahead of the barrier
     "ahead/scored_share": (
         "`barrier.work_ahead`: share of the trajectories that the learner had scored when the batch was "

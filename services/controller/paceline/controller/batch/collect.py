@@ -219,6 +219,12 @@ class Collector:
         """Returns the samples' tokens and log-probs; None for those that are gone."""
         return await self._mailboxes.trajectories(headers)
 
+    async def store(self, blobs: Mapping[str, bytes], step: int) -> None:
+        """Stores blobs of trajectories that `step` trains again, until it is finished."""
+        for key, blob in blobs.items():
+            await self._broker.put_blob(key, blob)
+            self.blob_keys.setdefault(step, []).extend([key, names.learner_log_probs(key)])
+
     async def learner_log_probs(self, headers: Sequence[ScoredHeader]) -> list[Float32Array | None]:
         """The learner's log-probs of the sampled tokens, once it has trained on them, or None."""
         return await self._mailboxes.learner_log_probs(headers)

@@ -31,12 +31,14 @@ class TrainedStep:
     Attributes:
         result: the learner's.
         seconds: since the dispatch; None where the step was interrupted.
+        replays: whether the step also trained samples of earlier steps.
     """
 
     step: int
     batch: Batch
     result: TrainResult
     seconds: float | None
+    replays: bool = False
 
 
 class Guard:
@@ -193,7 +195,7 @@ class Guard:
     def _is_stale(self, outcome: TrainedStep) -> bool:
         """Whether the samples come from older weights, so that engine and learner may differ."""
         ages = {header.policy.staleness_in(outcome.step) for header in outcome.batch.samples}
-        return self._config.barrier.bound > 0 and ages != {0}
+        return outcome.replays or (self._config.barrier.bound > 0 and ages != {0})
 
 
 def _judged(reading: Reading) -> Observation:

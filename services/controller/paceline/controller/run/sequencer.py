@@ -28,6 +28,7 @@ from collections.abc import Mapping
 
 from paceline.controller.batch.collect import Collector
 from paceline.controller.batch.inputs import Inputs
+from paceline.controller.batch.replay import ReplayBuffer
 from paceline.controller.batch.training_batch import TrainingBatches
 from paceline.controller.fleet.clients import LearnerClient
 from paceline.controller.fleet.supervisor import Supervisor
@@ -114,6 +115,7 @@ class Sequencer:
             turns=turns,
             ahead=WorkAheadDriver(run, learner, lambda: self._alignment.learner),
             lookahead=self._lookahead,
+            replay=ReplayBuffer(run),
             write_metrics=self._write_metrics,
         )
         self._curriculum = Curriculum(run.config, inputs.cursor)

@@ -60,6 +60,8 @@ def follow(
     steps = history.steps.values()
     findings.counts["steps finished"] = len(steps)
     findings.counts["rows trained"] = sum(step.num_rows for step in steps)
+    if num_again := sum(step.num_again for step in steps):
+        findings.counts["rows trained again"] = num_again
     findings.counts["prompt groups dropped"] = sum(step.num_dropped for step in steps)
     return history
 

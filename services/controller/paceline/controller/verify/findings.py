@@ -24,11 +24,12 @@ class Invariant(enum.Enum):
     )
     I1 = (
         "I1: every trained token has the version and the digest that its step samples from, which is the one "
-        "that it trains, or at most barrier.max_staleness versions older"
+        "that it trains, or at most barrier.max_staleness versions older; where it is trained again, it is "
+        "at most algorithm.replay.max_age versions older"
     )
     I2 = (
         "I2: every prompt of a step is trained once, dropped with a reason, or set aside, and is the one "
-        "whose turn it is; no step is lost"
+        "whose turn it is; a sample is trained again once per permission; no step is lost"
     )
     I3 = (
         "I3: the batch holds each trajectory once, in order, and is the one that was trained and written down"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -18,6 +18,13 @@ from paceline.core.training import BatchRow
 from paceline.learner.batch.images import find_images
 from paceline.learner.batch.types import PackedRow
 from paceline.wire import blob_digest, decode_trajectory, unpack_pixels
+
+
+class ReplayBound(NamedTuple):
+    """Rows of the steps before `step` may be trained again, if no token is of a version before `oldest`."""
+
+    step: int
+    oldest: int
 
 
 class Blobs(Protocol):
@@ -37,6 +44,7 @@ def fetch_rows(
     vocab_size: int,
     images: ImageSpec | None = None,
     newest: int | None = None,
+    replay: ReplayBound | None = None,
 ) -> dict[int, PackedRow]:
     """Fetches the rows at the places `wanted`, by place, and the pixels of their images, each once.
 
@@ -48,6 +56,7 @@ def fetch_rows(
         vocab_size: size of the model's vocabulary.
         images: what the model takes; None if it takes none.
         newest: newest version that tokens may have; None: all must be from `policy`.
+        replay: what may be trained again; None: nothing, and all rows are of `policy`.
 
     Raises:
         InvalidMessageError: a blob is not a trajectory.
@@ -61,7 +70,11 @@ def fetch_rows(
     for index, blob in zip(wanted, blobs.get([rows[index].blob_key for index in wanted]), strict=True):
         _check_blob(blob, rows[index])
         trajectory = decode_trajectory(blob, vocab_size=vocab_size)
-        _check_row(trajectory, rows[index], policy, newest)
+        _check_row(trajectory, rows[index])
+        if replay is not None and rows[index].trajectory_id.step != replay.step:
+            _check_replayed(trajectory, replay)
+        else:
+            _check_policy(trajectory, policy, newest)
         packed[index] = PackedRow(
             index=index,
             prompt_token_ids=trajectory.prompt_token_ids,
@@ -120,20 +133,37 @@ def _check_blob(blob: bytes, row: BatchRow) -> None:
         )
 
 
-def _check_row(trajectory: Trajectory, row: BatchRow, policy: PolicyTag, newest: int | None) -> None:
-    """Checks purpose, policy, identity and lengths, as the last check before training."""
-    name = str(row.trajectory_id)
-    if row.trajectory_id.purpose in NEVER_TRAINED:
-        raise DataError(f"trajectory {name} was not sampled for training; it must not enter the batch")
+def _check_policy(trajectory: Trajectory, policy: PolicyTag, newest: int | None) -> None:
+    """Refuses tokens of another policy than those of the step."""
     last = policy.version if newest is None else newest
     for sampled_from in (trajectory.policy, *(part.policy for part in trajectory.ranges)):
         is_known = sampled_from == policy or sampled_from.version != policy.version
         if not is_known or not policy.version <= sampled_from.version <= last:
             raise VersionMismatchError(
-                f"trajectory {name} was sampled from {sampled_from}, the step trains on {policy}"
+                f"trajectory {trajectory.trajectory_id} was sampled from {sampled_from}, the step trains on "
+                f"{policy}"
                 + (f" to version {last}" if last > policy.version else "")
                 + "; it must not enter the batch"
             )
+
+
+def _check_replayed(trajectory: Trajectory, replay: ReplayBound) -> None:
+    """Refuses a trajectory of a later step, or one that is too old to be trained again."""
+    key, last = trajectory.trajectory_id, replay.step - 2
+    versions = [trajectory.policy.version, *(part.policy.version for part in trajectory.ranges)]
+    if key.step > replay.step or not replay.oldest <= min(versions) <= max(versions) <= last:
+        raise VersionMismatchError(
+            f"trajectory {key} has tokens of version {min(versions)}; what step {replay.step} trains again "
+            f"is of versions {replay.oldest} to {last} (algorithm.replay.max_age); it must not enter the "
+            "batch"
+        )
+
+
+def _check_row(trajectory: Trajectory, row: BatchRow) -> None:
+    """Checks purpose, identity and lengths, as the last check before training but for policies."""
+    name = str(row.trajectory_id)
+    if row.trajectory_id.purpose in NEVER_TRAINED:
+        raise DataError(f"trajectory {name} was not sampled for training; it must not enter the batch")
     if trajectory.trajectory_id != row.trajectory_id:
         raise DataError(
             f"blob {row.blob_key} holds trajectory {trajectory.trajectory_id}, the batch names {name}"

@@ -22,6 +22,7 @@ from paceline.controller.batch.barrier import Verdict
 from paceline.controller.batch.collect import Batch
 from paceline.controller.batch.dispatch import Ask, Order
 from paceline.controller.batch.inputs import Inputs
+from paceline.controller.batch.replay import ReplayBuffer
 from paceline.controller.batch.training_batch import TrainingBatches
 from paceline.controller.events import EventHub
 from paceline.controller.guard.report import Guard
@@ -94,6 +95,7 @@ def _verbs(run: Run, inputs: Inputs, services: _StandIns) -> Verbs:
         turns=stand_ins,
         ahead=stand_ins,
         lookahead=lookahead,
+        replay=ReplayBuffer(run),
         write_metrics=lambda metrics: None,
     )
     patience = run.config.collect_timeout_s

@@ -25,6 +25,7 @@ from paceline.controller.batch.collect import Batch, Collector
 from paceline.controller.batch.dispatch import Ask, Order
 from paceline.controller.batch.inputs import Inputs
 from paceline.controller.batch.refill import Refill
+from paceline.controller.batch.replay import Replay, ReplayBuffer, merged
 from paceline.controller.batch.training_batch import TrainingBatches
 from paceline.controller.batch.training_rows import TrainingRows
 from paceline.controller.fleet.clients import LearnerClient
@@ -67,6 +68,7 @@ class StepParts:
     turns: Turns
     ahead: WorkAheadDriver
     lookahead: Lookahead
+    replay: ReplayBuffer
     write_metrics: Callable[[Mapping[str, float]], object]
 
 
@@ -104,6 +106,7 @@ class Verbs:
         self._made: dict[int, Prompt] = {}
         self._num_samplings, self._num_too_long, self._rows = 0, 0, TrainingRows()
         self._result: TrainResult | None = None
+        self._replay = Replay()
         self._learn_s, self._under_way, self._ended = 0.0, "", False
         self._notes: dict[str, float] = {}
         self._metrics: dict[str, float] = {}
@@ -265,8 +268,14 @@ class Verbs:
                 )
             parts, journal = self._parts, self._parts.run.journal
             rows, listed = self._rows.choose(samples)
+            self._replay = again = await parts.replay.draw(self.number, rows)
+            if again.blobs:
+                await parts.collector.store(again.blobs, self.number)
             order = TrainOrder(
-                step=self.number, policy=self._policy, rows=rows, adjustments=parts.guard.adjustments
+                step=self.number,
+                policy=self._policy,
+                rows=merged(rows, again.rows) if again.rows else rows,
+                adjustments=parts.guard.adjustments,
             )
             journal.record(
                 "batch",
@@ -275,6 +284,7 @@ class Verbs:
                 digest=order.digest,
                 num_rows=len(order.rows),
                 **({} if listed is None else {"rows": listed}),
+                **({"again": again.listed} if again.rows else {}),
             )
             parts.progress.move(Phase.LEARN)
             try:
@@ -321,6 +331,7 @@ class Verbs:
                 cleanup_s=self._cleanup_s,
                 step_s=time.monotonic() - self._began,
             )
+            self._metrics |= self._replay.metrics
             self._metrics |= of_origins(batch.samples, self._prompts, parts.inputs)
             if parts.run.config.barrier.bound:
                 self._metrics |= step_metrics.of_ages(batch.samples, self.number)
@@ -331,7 +342,9 @@ class Verbs:
         it."""
         parts, step = self._parts, self.number
         decision, metrics = parts.guard.judge(
-            TrainedStep(step=step, result=result, batch=batch, seconds=seconds)
+            TrainedStep(
+                step=step, result=result, batch=batch, seconds=seconds, replays=bool(self._replay.rows)
+            )
         )
         if decision.stop:
             await parts.checkpoints.written()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from paceline.controller.verify.journal.term import Shape
 from paceline.controller.verify.journal.trajectory_row import TrajectoryRow
-from paceline.core.ids import Purpose
-from paceline.core.policy import PolicyTag, range_fault
+from paceline.core.ids import Purpose, TrajectoryId
+from paceline.core.policy import PolicyRange, PolicyTag, range_fault
 from paceline.core.samples.images import Image
 from paceline.core.samples.trajectory import FinishReason, SamplingSpec, Trajectory
 from paceline.wire import blob_digest, encode_trajectory
@@ -164,30 +164,15 @@ class FileCheck:
         if not (self.can_recompute and self.recomputes):
             return
         self.num_recomputed += 1
-        digest = blob_digest(encode_trajectory(self._trajectory(plain, arrays, row)))
+        policy = row.policy or self.policy
+        trajectory = trajectory_of(self.run_id, row.key, policy, row.ranges, plain, arrays)
+        digest = blob_digest(encode_trajectory(trajectory))
         if digest != row.digest:
             self.faults.append(
                 f"has other tokens, mask or log-probs of {row.key} than those with the digest {row.digest}: "
                 f"they make {digest}"
             )
         self._check_draw(plain, arrays, row)
-
-    def _trajectory(self, plain: Mapping[str, Any], arrays: Arrays, row: TrajectoryRow) -> Trajectory:
-        return Trajectory(
-            run_id=self.run_id,
-            trajectory_id=row.key,
-            policy=row.policy or self.policy,
-            ranges=row.ranges,
-            prompt_token_ids=arrays["prompt_token_ids"],
-            response_token_ids=arrays["response_token_ids"],
-            response_log_probs=arrays["response_log_probs"],
-            response_mask=arrays["response_mask"],
-            finish_reason=FinishReason(plain["finish_reason"]),
-            sampling=_sampling(plain["sampling"]),
-            seed=plain["seed"],
-            segment_starts=tuple(arrays["segment_starts"].tolist()),
-            images=_images(plain["images"]),
-        )
 
     def _check_draw(self, plain: Mapping[str, Any], arrays: Arrays, row: TrajectoryRow) -> None:
         """Notes two samples with the same tokens, which are too improbable to be drawn twice."""
@@ -201,6 +186,48 @@ class FileCheck:
                 f"has the same {len(arrays['response_token_ids'])} tokens for {twin.key} and {row.key}, "
                 f"which are drawn with a log-probability of {chance:.0f}: one draw has two ids"
             )
+
+
+def trajectory_of(
+    run_id: str,
+    key: TrajectoryId,
+    policy: PolicyTag,
+    ranges: tuple[PolicyRange, ...],
+    plain: Mapping[str, Any],
+    arrays: Arrays,
+) -> Trajectory:
+    """Rebuilds a trajectory from the columns of its row."""
+    return Trajectory(
+        run_id=run_id,
+        trajectory_id=key,
+        policy=policy,
+        ranges=ranges,
+        prompt_token_ids=arrays["prompt_token_ids"],
+        response_token_ids=arrays["response_token_ids"],
+        response_log_probs=arrays["response_log_probs"],
+        response_mask=arrays["response_mask"],
+        finish_reason=FinishReason(plain["finish_reason"]),
+        sampling=_sampling(plain["sampling"]),
+        seed=plain["seed"],
+        segment_starts=tuple(arrays["segment_starts"].tolist()),
+        images=_images(plain["images"]),
+    )
+
+
+def read_rows(path: Path, prompts: Collection[int]) -> Iterator[tuple[Mapping[str, Any], Arrays]]:
+    """Reads the rows of these prompts, portion by portion: single values, and arrays by column."""
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path, pre_buffer=False) as file:
+        wanted = (*_SCALARS, "policy_ranges", *_DRAWN)
+        present = [name for name in wanted if name in file.schema_arrow.names]
+        for batch in file.iter_batches(_PORTION, columns=present, use_threads=False):
+            columns = {n: batch.column(n).to_pylist() for n in present if n not in _ARRAYS}
+            arrays = {n: list(_arrays(batch.column(n))) for n in present if n in _ARRAYS}
+            for place, prompt in enumerate(columns["prompt_id"]):
+                if prompt in prompts:
+                    own = {n: a for n, of in arrays.items() if (a := of[place]) is not None}
+                    yield {name: values[place] for name, values in columns.items()}, own
 
 
 def _ranges(row: TrajectoryRow) -> str | None:

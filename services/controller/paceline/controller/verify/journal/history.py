@@ -20,6 +20,7 @@ from paceline.controller.verify.findings import Findings, Invariant, JournalEntr
 from paceline.controller.verify.journal.chosen_rows import rows_of
 from paceline.controller.verify.journal.collection import Collection, Wanted
 from paceline.controller.verify.journal.prompt_order import PromptOrder
+from paceline.controller.verify.journal.replays import Replays
 from paceline.controller.verify.journal.steps import Finished, OpenSteps, StepHistory
 from paceline.controller.verify.journal.term import Term
 from paceline.controller.verify.journal.token_ages import check_policies
@@ -79,6 +80,7 @@ class History:
         self._phase = Phase.STARTING
         self._open = OpenSteps(findings)
         self._order = PromptOrder(findings)
+        self._replays = Replays(findings)
         self._handlers: Mapping[str, Callable[[JournalEntry], None]] = {
             "run": self._on_run,
             "resume": self._on_resume,
@@ -197,6 +199,7 @@ class History:
                 entry,
             )
         self._open.rewind(to_step, self.steps)
+        self._replays.rewind(to_step)
         self.steps = {number: step for number, step in self.steps.items() if number <= to_step}
         self.finished = min(self.finished, to_step)
         known = self.steps.get(to_step)
@@ -404,19 +407,21 @@ class History:
                 step.wanted.entry,
                 entry,
             )
-        digest = batch_digest(step.wanted.tag, rows)
-        if (entry["digest"], entry["num_rows"]) != (digest, len(rows)):
+        again = self._replays.rows(entry, rows, self.term.replay_rule)
+        trained = sorted([*rows, *again], key=lambda row: _place(row.trajectory_id)) if again else rows
+        digest = batch_digest(step.wanted.tag, trained)
+        if (entry["digest"], entry["num_rows"]) != (digest, len(trained)):
             self.findings.add(
                 Invariant.I3,
                 f"the batch of step {step.wanted.step} has {entry['num_rows']} rows and the digest "
-                f"{entry['digest']}; the admitted trajectories make {len(rows)} rows and {digest}",
+                f"{entry['digest']}; the admitted trajectories make {len(trained)} rows and {digest}",
                 step.wanted.entry,
                 entry,
             )
         for earlier in (step.batch, step.trained):
             if earlier is not None and earlier["digest"] != entry["digest"]:
                 self.findings.add(Invariant.I3, f"step {step.wanted.step} has two batches", earlier, entry)
-        step.note_batch(entry, rows, self.term)
+        step.note_batch(entry, rows, again, self.term)
 
     def _on_trained(self, entry: JournalEntry) -> None:
         step = self._current(entry)
@@ -487,6 +492,8 @@ class History:
             step.validation.close(entry)
         self._order.finish(entry)
         self._on_finished(self, step, number, entry)
+        rule = step.term.replay_rule if step.term is not None else self.term.replay_rule
+        self._replays.finish(number, step.rows, rule, self.checkpoints)
         # This keeps memory small even for long runs.
         self.steps[number], self.finished = step.finished(entry), max(self.finished, number)
         self._open.finish(number)
@@ -509,3 +516,8 @@ class History:
     def _entry_of(self, number: int) -> JournalEntry | None:
         step = self.steps.get(number)
         return step.entry(number) if step is not None else None
+
+
+def _place(key: TrajectoryId) -> tuple[int, str, int]:
+    """The place of a row in its batch."""
+    return key.prompt_id, key.purpose, key.sample_index

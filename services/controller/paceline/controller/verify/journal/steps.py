@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import NamedTuple
 
 from paceline.controller.verify.digests import digest_of
@@ -25,6 +26,7 @@ class Finished(NamedTuple):
     line: int
     n: int
     num_rows: int
+    num_again: int
     num_dropped: int
     batch: str
     asked: str
@@ -47,6 +49,7 @@ class StepHistory:
         term: the settings with which its batch was made; None without a batch.
         rows: the rows of the last batch.
         metrics: the expected metrics of the step.
+        num_again: number of rows of that batch that were trained before.
         num_dropped: number of prompts that the last collection dropped.
         shapes: how scorers enter the reward, in the terms of its collection; None if this changed between
             them.
@@ -64,6 +67,7 @@ class StepHistory:
     term: Term | None = None
     rows: Sequence[TrajectoryRow] = ()
     metrics: dict[str, float] = field(default_factory=dict)
+    num_again: int = 0
     num_dropped: int = 0
     shapes: Mapping[str, Shape] | None = None
     validation: ValidationCheck | None = None
@@ -116,8 +120,14 @@ class StepHistory:
             )
         self.collections.append(Collection(Wanted.of(entry, 0), findings))
 
-    def note_batch(self, entry: JournalEntry, rows: Sequence[BatchRow], term: Term) -> None:
-        """Takes the rows of a batch that is complete, and what their metrics should be."""
+    def note_batch(
+        self, entry: JournalEntry, rows: Sequence[BatchRow], again: Sequence[BatchRow], term: Term
+    ) -> None:
+        """Takes the rows of a batch that is complete, and what their metrics should be.
+
+        Args:
+            again: the rows that were trained before.
+        """
         self.batch, self.term, admitted = entry, term, self.admitted
         self.rows = [
             TrajectoryRow(
@@ -135,10 +145,15 @@ class StepHistory:
             groups.setdefault(row.trajectory_id.prompt_id, []).append(row.reward)
         reasons = [reason for collection in self.collections for reason in collection.drop_reasons]
         verdicts = sum((collection.verdicts for collection in self.collections), Counter[str]())
-        self.num_dropped = len(reasons)
+        self.num_again, self.num_dropped = len(again), len(reasons)
         self.metrics = recomputed_metrics.of_barrier(verdicts, reasons) | recomputed_metrics.of_rewards(
             groups
         )
+        if term.replay is not None:
+            self.metrics["replay/share"] = len(again) / (len(again) + len(rows))
+        if again and rows:
+            # The learner's mean is over all that it trains.
+            self.metrics["critic/score/mean"] = fmean(row.reward for row in [*rows, *again])
         policies = {row.policy for row in self.rows if row.policy is not None}
         if term.max_staleness and policies:
             oldest = max(policy.staleness_in(self.number) for policy in policies)
@@ -151,6 +166,7 @@ class StepHistory:
             line=first.line,
             n=int(first["n"]),
             num_rows=len(self.rows),
+            num_again=self.num_again,
             num_dropped=self.num_dropped,
             batch=str(batch["digest"]) if batch is not None else "",
             asked=asked_digest(self.wanted) if self.wanted is not None else "",

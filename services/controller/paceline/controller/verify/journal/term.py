@@ -10,6 +10,7 @@ from paceline.config.mixture import WeightsFrom
 from paceline.config.reward import ShapedConfig
 from paceline.config.run import RunConfig
 from paceline.controller.verify.findings import Findings, JournalEntry
+from paceline.core.samples.replay import ReplayRule
 from paceline.core.samples.trajectory import SCHEMA_VERSION
 from paceline.data.mixture import PromptMixture
 
@@ -31,6 +32,7 @@ class Term:
         max_staleness: the most policy versions that a batch may be older than the weights that its step
             trains.
         in_flight: `rollout.in_flight`: whether pushes land in mid-answer.
+        replay: what determines the groups that a step trains again, as of a `ReplayRule`; None without.
         shapes: the scorers' shapes, by component; empty if columns of a row weight them.
         schema: the schema version of the messages, whose bytes enter the digests of trajectories; 0: not
             known.
@@ -48,6 +50,7 @@ class Term:
     limits: Mapping[str, float]
     max_staleness: int = 0
     in_flight: str = "wait"
+    replay: Mapping[str, Any] | None = None
     shapes: Mapping[str, Shape] = field(default_factory=dict)
     schema: int = 0
     cursor: Mapping[str, Any] | None = None
@@ -60,6 +63,11 @@ class Term:
     def mixes_versions(self) -> bool:
         """Whether several versions may have sampled a trajectory."""
         return self.in_flight != "wait"
+
+    @property
+    def replay_rule(self) -> ReplayRule | None:
+        """What a step may train again; None: nothing."""
+        return None if self.replay is None else ReplayRule.from_plain(self.replay)
 
     @classmethod
     def of(cls, config: RunConfig, mixture: PromptMixture) -> Self:
@@ -100,6 +108,8 @@ class Term:
         del plain["is_recorded"]
         if not self.mixes_versions:
             del plain["in_flight"]
+        if self.replay is None:
+            del plain["replay"]
         return plain
 
     def note_unseen(self, findings: Findings) -> None:
@@ -146,6 +156,7 @@ def _old(config: RunConfig) -> dict[str, Any]:
         "limits": _limits(config),
         "max_staleness": config.barrier.bound,
         "in_flight": config.rollout.in_flight,
+        "replay": None if config.replay_rule is None else asdict(config.replay_rule),
     }
 
 

@@ -1,0 +1,186 @@
+"""Replay: prompt groups of earlier steps that a step trains again (`algorithm.replay`).
+
+trajectories/step_*.parquet of the last steps -> buffer -> draw -> blobs at the broker, rows for the learner
+
+The files of trajectories are the buffer: nothing else is kept, so what a run that goes on draws is what an
+undisturbed one draws. A file counts if the journal has its digest; one that is not the file that was written
+ends the run, as does one that is gone.
+
+docs/decisions/0038-permissions-to-train-again.md
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from paceline.broker import names
+from paceline.controller.progress import Run
+from paceline.controller.verify.digests import file_digest
+from paceline.controller.verify.files.trajectory_files import read_rows, trajectory_of
+from paceline.core.errors import CheckpointError
+from paceline.core.ids import TrajectoryId
+from paceline.core.policy import PolicyRange, PolicyTag, token_ages
+from paceline.core.samples.replay import ReplayRule, TrainedGroup
+from paceline.core.samples.trajectory import Trajectory
+from paceline.core.training import BatchRow
+from paceline.wire import blob_digest, encode_trajectory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replay:
+    """What a step trains again.
+
+    Attributes:
+        rows: by (prompt id, sample index).
+        blobs: of the rows, by key.
+        metrics: share and age of the rows, and the size of the buffer.
+    """
+
+    rows: tuple[BatchRow, ...] = ()
+    blobs: Mapping[str, bytes] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def listed(self) -> list[list[Any]]:
+        """The permissions as the journal has them: id, digest of the blob, reward."""
+        return [[str(row.trajectory_id), row.blob_digest, row.reward] for row in self.rows]
+
+
+class _SavedStep(NamedTuple):
+    """The digest of a step's file, and its groups."""
+
+    digest: str
+    groups: tuple[TrainedGroup, ...]
+
+
+class ReplayBuffer:
+    """Draws from the files of trajectories."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._rule, self._journal = run, run.config.replay_rule, run.journal
+        self._steps: dict[int, _SavedStep] = {}
+
+    async def draw(self, step: int, rows: Sequence[BatchRow]) -> Replay:
+        """Draws what `step` trains again.
+
+        Args:
+            rows: those that it trains anew, whose prompts are not drawn.
+
+        Raises:
+            CheckpointError: a file of trajectories is gone, or another than the one that was written.
+        """
+        if self._rule is None:
+            return Replay()
+        return await asyncio.to_thread(self._draw, self._rule, step, rows)
+
+    def _draw(self, rule: ReplayRule, step: int, rows: Sequence[BatchRow]) -> Replay:
+        known = self._journal.standing.saved
+        steps = [earlier for earlier in rule.steps_before(step) if earlier in known]
+        self._steps = {earlier: self._saved(earlier, known[earlier]) for earlier in steps}
+        groups = [group for saved in self._steps.values() for group in saved.groups]
+        fresh = {row.trajectory_id.prompt_id for row in rows}
+        drawn = rule.draw(groups, step, without=fresh)
+        by_step: dict[int, set[int]] = {}
+        for group in drawn:
+            by_step.setdefault(group.step, set()).add(group.prompt_id)
+        found = [pair for of_step, chosen in by_step.items() for pair in self._read(of_step, chosen)]
+        buffer = rule.buffer(groups, step, without=fresh)
+        return self._replay(step, found, len(rows), sum(group.num_rows for group in buffer))
+
+    def _replay(
+        self, step: int, found: Iterable[tuple[Trajectory, float]], num_fresh: int, num_kept: int
+    ) -> Replay:
+        rows, blobs, parts = [], {}, list[PolicyRange]()
+        for trajectory, reward in sorted(found, key=lambda pair: _place(pair[0].trajectory_id)):
+            key = names.blob(self._run.id, str(trajectory.trajectory_id), "replay", "0")
+            blobs[key] = blob = encode_trajectory(trajectory)
+            rows.append(_row(trajectory, key, blob_digest(blob), reward))
+            parts += trajectory.ranges or [
+                PolicyRange(trajectory.policy, 0, len(trajectory.response_token_ids))
+            ]
+        metrics = {
+            "replay/share": len(rows) / (len(rows) + num_fresh),
+            "replay/buffer": float(num_kept),
+        }
+        if parts:
+            metrics["replay/age/mean"], metrics["replay/age/max"] = token_ages(parts, step)
+        return Replay(rows=tuple(rows), blobs=blobs, metrics=metrics)
+
+    # --- files
+
+    def _written(self, step: int) -> Path:
+        """The file of a step's trajectories; raises CheckpointError if it is not the one that was written."""
+        path = self._run.dir / "trajectories" / f"step_{step:06d}.parquet"
+        try:
+            is_written = file_digest(path) == self._journal.standing.saved[step]
+            fault = "" if is_written else "is another file than the one that was written"
+        except OSError as error:
+            fault = f"cannot be read ({error})"
+        if fault:
+            raise CheckpointError(
+                f"{path} {fault}; later steps train its groups again (algorithm.replay). Restore it, or set "
+                "trainer.resume: never to begin again"
+            )
+        return path
+
+    def _saved(self, step: int, digest: str) -> _SavedStep:
+        """The groups of a step, read once."""
+        import pyarrow.parquet
+
+        known = self._steps.get(step)
+        if known is not None and known.digest == digest:
+            return known
+        path = self._written(step)
+        columns = ["prompt_id", "policy_version"]
+        table = pyarrow.parquet.read_table(path, columns=columns, use_threads=False).to_pydict()
+        versions: dict[int, list[int]] = {}
+        for prompt, version in zip(table["prompt_id"], table["policy_version"], strict=True):
+            versions.setdefault(prompt, []).append(version)
+        groups = (
+            TrainedGroup(step=step, prompt_id=prompt, num_rows=len(of), oldest_version=min(of))
+            for prompt, of in versions.items()
+        )
+        return _SavedStep(digest, tuple(groups))
+
+    def _read(self, step: int, prompts: Collection[int]) -> Iterable[tuple[Trajectory, float]]:
+        """The trajectories of these prompts of a step, with their rewards."""
+        commits = self._journal.standing.commits
+        for plain, arrays in read_rows(self._written(step), prompts):
+            version = plain["policy_version"]
+            ranges = tuple(
+                PolicyRange.from_plain(part) for part in json.loads(plain.get("policy_ranges") or "[]")
+            )
+            key = TrajectoryId(
+                step=step,
+                purpose=plain["purpose"],
+                prompt_id=plain["prompt_id"],
+                sample_index=plain["sample_index"],
+            )
+            policy = PolicyTag(version=version, digest=commits[version])
+            yield trajectory_of(self._run.id, key, policy, ranges, plain, arrays), plain["reward"]
+
+
+def merged(fresh: Iterable[BatchRow], again: Iterable[BatchRow]) -> tuple[BatchRow, ...]:
+    """All rows of a step, by (prompt id, sample index)."""
+    return tuple(sorted([*fresh, *again], key=lambda row: _place(row.trajectory_id)))
+
+
+def _place(key: TrajectoryId) -> tuple[int, str, int]:
+    return key.prompt_id, key.purpose, key.sample_index
+
+
+def _row(trajectory: Trajectory, key: str, digest: str, reward: float) -> BatchRow:
+    return BatchRow(
+        trajectory_id=trajectory.trajectory_id,
+        blob_key=key,
+        blob_digest=digest,
+        reward=reward,
+        num_prompt_tokens=len(trajectory.prompt_token_ids),
+        num_response_tokens=len(trajectory.response_token_ids),
+        num_sampled_tokens=int(trajectory.response_mask.sum()),
+    )

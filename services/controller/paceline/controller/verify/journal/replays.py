@@ -1,0 +1,134 @@
+"""I2 for what is trained again: every trajectory once for each permission that a step's draw gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
+from paceline.controller.verify.journal.trajectory_row import TrajectoryRow
+from paceline.core.ids import TrajectoryId
+from paceline.core.samples.replay import ReplayRule, TrainedGroup
+from paceline.core.training import BatchRow
+
+Trained = Mapping[TrajectoryId, TrajectoryRow]
+
+
+class Replays:
+    """Repeats the draw of each step from what the steps before it trained."""
+
+    def __init__(self, findings: Findings) -> None:
+        self._findings = findings
+        self._trained: dict[int, Trained] = {}
+
+    def finish(
+        self, step: int, rows: Iterable[TrajectoryRow], rule: ReplayRule | None, targets: Iterable[int]
+    ) -> None:
+        """Takes what a step has trained anew; forgets what no step can train again.
+
+        Args:
+            targets: the steps to which the run may go back.
+        """
+        if rule is None:
+            self._trained.clear()
+            return
+        self._trained[step] = {row.key: row for row in rows}
+        kept = {t for end in (step, *targets) for t in rule.steps_before(end + 1)}
+        self._trained = {number: rows for number, rows in self._trained.items() if number in kept}
+
+    def rewind(self, to_step: int) -> None:
+        """Forgets what void steps have trained."""
+        self._trained = {number: rows for number, rows in self._trained.items() if number <= to_step}
+
+    def rows(self, entry: JournalEntry, fresh: Sequence[BatchRow], rule: ReplayRule | None) -> list[BatchRow]:
+        """Returns the rows that an event `batch` says to be trained again; notes those without permission.
+
+        Args:
+            fresh: the rows that the step trains anew.
+        """
+        step, listed = int(entry["step"]), entry.get("again") or []
+        allowed = self._allowed(step, fresh, rule)
+        rows: dict[TrajectoryId, BatchRow] = {}
+        for text, digest, reward in listed:
+            key = TrajectoryId.parse(text)
+            if key in rows:
+                self._add(Invariant.I2, f"step {step} trained {key} again twice", entry)
+                continue
+            known = self._trained.get(key.step, {}).get(key)
+            if known is None:
+                self._add(
+                    Invariant.I2, f"step {step} trained {key} again, which no step before it trained", entry
+                )
+                continue
+            self._check(step, known, (digest, reward), rule, entry)
+            if key not in allowed:
+                self._add(
+                    Invariant.I2, f"step {step} trained {key} again without permission: not drawn", entry
+                )
+            rows[key] = _row(known)
+        for key in sorted(allowed - rows.keys()):
+            self._add(Invariant.I2, f"step {step} was to train {key} again, and did not", entry)
+        return list(rows.values())
+
+    def _allowed(self, step: int, fresh: Iterable[BatchRow], rule: ReplayRule | None) -> set[TrajectoryId]:
+        if rule is None:
+            return set()
+        without = {row.trajectory_id.prompt_id for row in fresh}
+        groups = [group for number in rule.steps_before(step) for group in self._groups(number)]
+        drawn = {(group.step, group.prompt_id) for group in rule.draw(groups, step, without=without)}
+        steps = {number for number, _ in drawn}
+        return {key for n in steps for key in self._trained[n] if (key.step, key.prompt_id) in drawn}
+
+    def _groups(self, step: int) -> list[TrainedGroup]:
+        versions: dict[int, list[int]] = {}
+        for key, row in self._trained.get(step, {}).items():
+            versions.setdefault(key.prompt_id, []).append(_oldest(row))
+        return [
+            TrainedGroup(step=step, prompt_id=prompt, num_rows=len(of), oldest_version=min(of))
+            for prompt, of in versions.items()
+        ]
+
+    def _check(
+        self,
+        step: int,
+        known: TrajectoryRow,
+        stated: tuple[str, float],
+        rule: ReplayRule | None,
+        entry: JournalEntry,
+    ) -> None:
+        """Its contents are those that were admitted, and its oldest token is young enough."""
+        if stated != (known.digest, known.reward):
+            self._add(
+                Invariant.I3,
+                f"step {step} trained {known.key} again with the digest {stated[0]} and the reward "
+                f"{stated[1]}; at first they were {known.digest} and {known.reward}",
+                entry,
+            )
+        age, bound = step - 1 - _oldest(known), 0 if rule is None else rule.max_age
+        if not 0 <= age <= bound:
+            self._add(
+                Invariant.I1,
+                f"step {step} trained {known.key} again, which has tokens {age} versions older than the "
+                f"weights that it trained; algorithm.replay.max_age is {bound}",
+                entry,
+            )
+
+    def _add(self, invariant: Invariant, words: str, entry: JournalEntry) -> None:
+        self._findings.add(invariant, words, entry)
+
+
+def _oldest(row: TrajectoryRow) -> int:
+    assert row.policy is not None, "rows of a step name the policy of their first tokens"
+    return row.policy.version
+
+
+def _row(known: TrajectoryRow) -> BatchRow:
+    """As far as the digest of a batch needs it."""
+    return BatchRow(
+        trajectory_id=known.key,
+        blob_key="",
+        blob_digest=known.digest,
+        reward=known.reward,
+        num_prompt_tokens=1,
+        num_response_tokens=1,
+        num_sampled_tokens=1,
+    )
