@@ -42,10 +42,15 @@ async def test_random_faults_leave_every_step_whole_and_within_its_bound(
     assert struck
 
 
-@pytest.mark.parametrize("in_flight", ["wait", "keep"])
-async def test_random_faults_change_nothing_in_what_is_trained_again(in_flight: str, tmp_path: Path) -> None:
-    struck = await faulty_run(1, in_flight, 3, tmp_path / "run", replays=True)
+@pytest.mark.parametrize(("k", "in_flight", "seed"), [(1, "wait", 3), (1, "keep", 3), (4, "wait", 109)])
+async def test_under_random_faults_samples_are_trained_again_by_permission(
+    k: int, in_flight: str, seed: int, tmp_path: Path
+) -> None:
+    """In the last run the broker loses tokens before they are saved, which are not trained again."""
+    struck = await faulty_run(k, in_flight, seed, tmp_path / "run", replays=True)
     assert struck["again"] > 0
+    journal = (tmp_path / "run" / "events.jsonl").read_text()
+    assert ('"without_tokens"' in journal) == (seed == 109)
 
 
 async def test_a_barrier_that_lets_old_tokens_pass_is_found(

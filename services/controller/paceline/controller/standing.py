@@ -48,6 +48,14 @@ class StepInProgress:
     is_lost: bool = False
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedFile:
+    """A file of trajectories: its digest, and the prompts of which it lacks tokens."""
+
+    digest: str
+    without_tokens: frozenset[int]
+
+
 @dataclass(kw_only=True, slots=True)
 class Standing:
     """The state from which a restarted controller continues.
@@ -63,7 +71,7 @@ class Standing:
         ahead: the steps after it whose prompts are out, by number (`barrier.mode`: bounded).
         ended: whether the last controller ended in order.
         after_end: whether this controller's predecessor ended in order.
-        saved: the digest of the file of each step's trajectories, by step.
+        saved: the file of each step's trajectories, by step.
         turn: who may use the memory of shared GPUs (`fleet/turns`); "" before the first turn.
     """
 
@@ -81,7 +89,7 @@ class Standing:
     ahead: dict[int, StepInProgress] = field(default_factory=dict)
     ended: bool = False
     after_end: bool = False
-    saved: dict[int, str] = field(default_factory=dict)
+    saved: dict[int, SavedFile] = field(default_factory=dict)
     turn: str = ""
 
     @property
@@ -191,11 +199,12 @@ class Standing:
         self.ahead.clear()
         self.cursor, self.guard = event["cursor"], event["guard"]
         self.commits = {v: digest for v, digest in self.commits.items() if v <= self.finished}
-        self.saved = {step: digest for step, digest in self.saved.items() if step <= self.finished}
+        self.saved = {step: file for step, file in self.saved.items() if step <= self.finished}
 
     def _on_saved(self, event: Mapping[str, Any]) -> None:
         if str(event["file"]).startswith("step_"):
-            self.saved[int(event["step"])] = str(event["digest"])
+            gone = frozenset(event.get("without_tokens", ()))
+            self.saved[int(event["step"])] = SavedFile(digest=str(event["digest"]), without_tokens=gone)
 
     def _on_turn(self, event: Mapping[str, Any]) -> None:
         self.turn = str(event["holder"])

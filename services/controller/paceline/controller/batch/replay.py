@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from paceline.broker import names
 from paceline.controller.progress import Run
+from paceline.controller.standing import SavedFile
 from paceline.controller.verify.digests import file_digest
 from paceline.controller.verify.files.trajectory_files import read_rows, trajectory_of
 from paceline.core.errors import CheckpointError
@@ -52,9 +53,9 @@ class Replay:
 
 
 class _SavedStep(NamedTuple):
-    """The digest of a step's file, and its groups."""
+    """A step's file, and its groups."""
 
-    digest: str
+    file: SavedFile
     groups: tuple[TrainedGroup, ...]
 
 
@@ -117,7 +118,7 @@ class ReplayBuffer:
         """The file of a step's trajectories; raises CheckpointError if it is not the one that was written."""
         path = self._run.dir / "trajectories" / f"step_{step:06d}.parquet"
         try:
-            is_written = file_digest(path) == self._journal.standing.saved[step]
+            is_written = file_digest(path) == self._journal.standing.saved[step].digest
             fault = "" if is_written else "is another file than the one that was written"
         except OSError as error:
             fault = f"cannot be read ({error})"
@@ -128,12 +129,12 @@ class ReplayBuffer:
             )
         return path
 
-    def _saved(self, step: int, digest: str) -> _SavedStep:
-        """The groups of a step, read once."""
+    def _saved(self, step: int, file: SavedFile) -> _SavedStep:
+        """The groups of a step that have all their tokens, read once."""
         import pyarrow.parquet
 
         known = self._steps.get(step)
-        if known is not None and known.digest == digest:
+        if known is not None and known.file == file:
             return known
         path = self._written(step)
         columns = ["prompt_id", "policy_version"]
@@ -144,8 +145,9 @@ class ReplayBuffer:
         groups = (
             TrainedGroup(step=step, prompt_id=prompt, num_rows=len(of), oldest_version=min(of))
             for prompt, of in versions.items()
+            if prompt not in file.without_tokens
         )
-        return _SavedStep(digest, tuple(groups))
+        return _SavedStep(file, tuple(groups))
 
     def _read(self, step: int, prompts: Collection[int]) -> Iterable[tuple[Trajectory, float]]:
         """The trajectories of these prompts of a step, with their rewards."""

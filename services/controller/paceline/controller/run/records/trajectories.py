@@ -49,6 +49,9 @@ class TrajectoryFile:
         sets: names of the held-out sets that prompts are of, by prompt.
         with_tokens: also write token ids, and the log-probs of engine and learner.
         with_ranges: also write which policies sampled which tokens, where there are several.
+
+    Attributes:
+        without_tokens: prompts of which a sample's tokens were gone from the broker.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class TrajectoryFile:
     ) -> None:
         self._path, self._step, self._prompts, self._sets = path, step, prompts, sets or {}
         self._with_tokens, self._with_ranges = with_tokens, with_ranges
+        self.without_tokens: set[int] = set()
 
     async def write(self, samples: Sequence[ScoredHeader], stored: Stored) -> str:
         """Writes the samples, portion by portion; returns the file's digest."""
@@ -86,6 +90,8 @@ class TrajectoryFile:
                     arrays = await stored.trajectories(portion), await stored.learner_log_probs(portion)
                     for row, trajectory, log_probs in zip(rows, *arrays, strict=True):
                         row |= _arrays(trajectory, log_probs)
+                        if trajectory is None:
+                            self.without_tokens.add(row["prompt_id"])
                 # pyarrow crashes the process when a writer is closed while another thread writes with it.
                 await in_thread(store, rows)
         partial.replace(self._path)
@@ -217,7 +223,10 @@ async def save_trajectories(
             with_ranges=run.config.pushes_in_flight,
         )
         digest = await file.write(batch.samples, stored)
-        run.journal.record("saved", step=step, file=path.name, digest=digest, num_rows=len(batch.samples))
+        gone = {"without_tokens": sorted(file.without_tokens)} if file.without_tokens else {}
+        run.journal.record(
+            "saved", step=step, file=path.name, digest=digest, num_rows=len(batch.samples), **gone
+        )
 
 
 @asynccontextmanager

@@ -493,7 +493,7 @@ class History:
         self._order.finish(entry)
         self._on_finished(self, step, number, entry)
         rule = step.term.replay_rule if step.term is not None else self.term.replay_rule
-        self._replays.finish(number, step.rows, rule, self.checkpoints)
+        self._replays.finish(number, step.kept_rows(), rule, self.checkpoints)
         # This keeps memory small even for long runs.
         self.steps[number], self.finished = step.finished(entry), max(self.finished, number)
         self._open.finish(number)

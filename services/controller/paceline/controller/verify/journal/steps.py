@@ -93,6 +93,12 @@ class StepHistory:
         """The admissions of all collections."""
         return {key: entry for collection in self.collections for key, entry in collection.admitted.items()}
 
+    def kept_rows(self) -> list[TrajectoryRow]:
+        """The rows of the groups of which the file of trajectories has all tokens."""
+        saved = self.saved.get(f"step_{self.number:06d}.parquet")
+        gone = set() if saved is None else set(saved.get("without_tokens") or ())
+        return [row for row in self.rows if row.key.prompt_id not in gone]
+
     def begin_sampling(self, entry: JournalEntry, findings: Findings) -> None:
         """Takes a sampling that follows the step's others; the step has a dispatch."""
         assert self.wanted is not None
