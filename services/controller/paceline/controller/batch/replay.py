@@ -89,15 +89,15 @@ class ReplayBuffer:
         by_step: dict[int, set[int]] = {}
         for group in drawn:
             by_step.setdefault(group.step, set()).add(group.prompt_id)
-        found = [pair for of_step, chosen in by_step.items() for pair in self._read(of_step, chosen)]
+        drawn_rows = [pair for of_step, chosen in by_step.items() for pair in self._read(of_step, chosen)]
         buffer = rule.buffer(groups, step, without=fresh)
-        return self._replay(step, found, len(rows), sum(group.num_rows for group in buffer))
+        return self._replay(step, drawn_rows, len(rows), sum(group.num_rows for group in buffer))
 
     def _replay(
-        self, step: int, found: Iterable[tuple[Trajectory, float]], num_fresh: int, num_kept: int
+        self, step: int, drawn_rows: Iterable[tuple[Trajectory, float]], num_fresh: int, num_kept: int
     ) -> Replay:
         rows, blobs, parts = [], {}, list[PolicyRange]()
-        for trajectory, reward in sorted(found, key=lambda pair: _place(pair[0].trajectory_id)):
+        for trajectory, reward in sorted(drawn_rows, key=lambda pair: _place(pair[0].trajectory_id)):
             key = names.blob(self._run.id, str(trajectory.trajectory_id), "replay", "0")
             blobs[key] = blob = encode_trajectory(trajectory)
             rows.append(_row(trajectory, key, blob_digest(blob), reward))

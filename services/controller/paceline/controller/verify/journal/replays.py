@@ -10,15 +10,13 @@ from paceline.core.ids import TrajectoryId
 from paceline.core.samples.replay import ReplayRule, TrainedGroup
 from paceline.core.training import BatchRow
 
-Trained = Mapping[TrajectoryId, TrajectoryRow]
-
 
 class Replays:
     """Repeats the draw of each step from what the steps before it trained."""
 
     def __init__(self, findings: Findings) -> None:
         self._findings = findings
-        self._trained: dict[int, Trained] = {}
+        self._trained: dict[int, Mapping[TrajectoryId, TrajectoryRow]] = {}
 
     def finish(
         self, step: int, rows: Iterable[TrajectoryRow], rule: ReplayRule | None, targets: Iterable[int]
