@@ -271,7 +271,7 @@ async def test_a_dataflow_that_asks_for_something_else_after_a_kill_is_ended(tmp
     folder.mkdir()
     assert not await live(cfg, folder, fakes, broker, score, (at, True))
     changed = settings(tmp_path, REVISE.replace("Again", "Another"), reward__max_dropped_share=0.9)
-    with pytest.raises(ConfigError, match="step 1 goes on, and its sampling 2 asks for something else"):
+    with pytest.raises(ConfigError, match="step 1 continues, but its sampling 2 asks for something else"):
         await live(changed, folder, fakes, broker, score)
     settings(tmp_path, REVISE)
     assert await live(cfg, folder, fakes, broker, score)
@@ -287,7 +287,7 @@ async def test_a_first_sampling_for_something_else_after_a_kill_is_ended(tmp_pat
     folder.mkdir()
     assert not await live(cfg, folder, fakes, broker, score, (at, True))
     changed = settings(tmp_path, REVISE.replace('"draft"', '"sketch"'))
-    with pytest.raises(ConfigError, match="step 1 goes on, and its sampling 1 asks for something else"):
+    with pytest.raises(ConfigError, match="step 1 continues, but its sampling 1 asks for something else"):
         await live(changed, folder, fakes, broker, score)
 
 

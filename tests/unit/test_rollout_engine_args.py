@@ -181,7 +181,7 @@ def test_engine_kwargs_win_where_they_may() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("load_format", "auto", "weights come by push alone"),
+        ("load_format", "auto", "weights come only by push"),
         ("logprobs_mode", "raw_logprobs", "of what was sampled from"),
         ("dtype", "float16", "write model.dtype"),
         ("seed", 1, "write trainer.seed"),

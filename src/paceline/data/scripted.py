@@ -1,4 +1,4 @@
-"""Prompts and samples as JSON can say them, for a script that leads a run (`paceline.api.session`)."""
+"""Prompts and samples as JSON, for a script that controls a run (`paceline.api.session`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What outsiders import: rewards and environments, served or attached to a run, without torch."""
+"""The SDK for users: rewards and environments, served or attached to a run, without torch."""
 
 from paceline.core.samples.chat import Message
 from paceline.core.scoring import ScoreItem, ScoreResult

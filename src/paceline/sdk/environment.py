@@ -1,4 +1,4 @@
-"""What users write an environment with: a class with tools, what it says, what it grades."""
+"""Base classes to write an environment with: tools, observations, and grades."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Environment:
         return await self.call_tools(action)
 
     async def run(self, *, base_url: str, token: str, model: str) -> str:
-        """Leads the episode itself, where `rollout.environment.drives` is set; in place of `step`.
+        """Leads the whole episode, if `rollout.environment.drives` is set; replaces `step`.
 
         Args:
             base_url, token: of this episode, for any client that speaks OpenAI's chat completions.
@@ -114,7 +114,7 @@ class Environment:
         """Frees what the instance holds; called once, after `close` or in its place."""
 
     async def call_tools(self, action: Message, *, done: str = "") -> Observation:
-        """Makes a turn's calls, one after the other; one that fails is answered with "error:" and why.
+        """Makes a turn's calls one after another; a failing call is answered with "error:" and the reason.
 
         Args:
             action: the turn.

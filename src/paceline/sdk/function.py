@@ -1,4 +1,4 @@
-"""A user's function as a server and an attached client call it: one result per item, whatever it does."""
+"""Calls a user's function for a server or an attached client: one result per item, whatever it does."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class CalledFunction:
         return self._threads.is_stuck or self._loop.is_stuck
 
     def close(self) -> None:
-        """Ends what is idle; a call that hangs does not keep the process alive."""
+        """Ends idle threads; a hanging call does not keep the process alive."""
         self._threads.close()
         self._loop.close()
 

@@ -20,12 +20,12 @@ class PushReceipt:
 
     Attributes:
         version: the policy version that was sent or received.
-        reports: the digests. Of a rollout server one report per TP rank, of every slice as it lies in the
-            live parameters; of the learner one report for all ranks, which its rank 0 has.
+        reports: the digests. A rollout server has one report per TP rank, on every slice in its live
+            parameters. The learner has one report for all ranks, at its rank 0.
         num_bytes: bytes that a learner sent or a rollout server received.
         relayed_bytes: bytes passed on to other rollout ranks.
-        transfer_ms: a learner's, from the first pack until the last message has left, digests included; a
-            rollout rank's, until the last element is in its parameters.
+        transfer_ms: for a learner, the time from the first pack until the last message has left, digests
+            included; for a rollout rank, the time until the last element is in its parameters.
         digest_ms: time of the digest, on the device where there is one.
         peak_extra_bytes: staging beside the parameters.
     """

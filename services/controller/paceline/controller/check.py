@@ -1,4 +1,4 @@
-"""`python -m paceline.controller.check NAME ...` checks what a step will do, in a process of its own."""
+"""`python -m paceline.controller.check NAME ...` checks in a separate process what a step will do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.service.member.check import ServiceChecks, run_check
 
 
 def _dataflow(path: str) -> str:
-    """Imports the user's dataflow and carries a step out against made-up samples; says what that did."""
+    """Imports the user's dataflow and runs a step on made-up samples; returns what the step did."""
     config = load(RunConfig, Path(path))
     flow = load_dataflow(config)
     if config.data.training_sets:

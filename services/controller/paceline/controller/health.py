@@ -1,7 +1,7 @@
 """The run's health as metrics: step, phase and policy, members, mailboxes, the guard's bounds.
 
-What changes with time or goes away with a member is read when somebody asks for the metrics; mailbox lengths,
-which the broker knows, are asked for every few seconds.
+Values that change with time or disappear with a member are read when the metrics are scraped. Mailbox lengths
+are requested from the broker every few seconds.
 """
 
 from __future__ import annotations

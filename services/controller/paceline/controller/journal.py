@@ -6,7 +6,7 @@ file. The writer holds a lock on the file: there is one controller per run direc
 
 run {run_id, term, step, data_digest, settings, pid}   a controller began; `step` is the last finished one;
                                            verify: settings that `paceline verify` reads;
-                                           code: [reference, file's digest] of what is the user's own
+                                           code: [reference, file's digest] of the user's own functions
 resume {step, phase}                         it goes on in this step: the step's trajectories, refills and
                                              drops so far are void; they are read again and follow again
 rewind {to_step, reason, cursor, guard}      steps after `to_step` are void
@@ -60,7 +60,7 @@ from paceline.service.disk import writing
 Event = Mapping[str, Any]
 
 _TO_DISK = frozenset({"run", "dispatch", "batch", "commit", "step", "checkpoint", "rewind", "end"})
-"""Events that are on the disk, not only with the operating system, before the run goes on."""
+"""Events that are synced to disk before the run continues."""
 
 _TRAJECTORY = b'"event":"trajectory"'
 

@@ -39,7 +39,7 @@ from paceline.storage.models import local_model
 _log = logging.getLogger(__name__)
 
 _WIND_UP_S = 5.0
-# After a signal, batches under way get this long; those that take longer go to another service.
+# After a signal, running batches get this long; slower ones go to another service.
 _FINISH_S = 5.0
 
 
@@ -89,7 +89,7 @@ class RewardApp:
         scorer = WeightedSum.configured(replace(settings, notify=self._session.notify))
         self._session.context.defer("scorers", scorer.close)
         telemetry.observe(metrics.REWARD_QUEUE, scorer.queues)
-        # Importing the tokenizer library takes seconds, in which heartbeats must go on; so does a download.
+        # Importing the tokenizer library or downloading takes seconds, during which heartbeats must continue.
         loading = asyncio.ensure_future(in_stoppable_thread(functools.partial(_tokenizer, config.model)))
         try:
             await scorer.start()
@@ -133,8 +133,8 @@ def consumer_options(registration: Registration, member_id: str, incarnation: st
         member_id=member_id,
         incarnation=incarnation,
         lease_s=config.broker.lease_s,
-        # The controller reads `scored` as a log and trims it after each step: a bound would stop a step that
-        # has more samples. What a step asks for bounds it.
+        # The controller reads `scored` as a log and trims it after each step. A bound would block a step with
+        # more samples; the stream is bounded by what a step requests.
         max_stream_length=sys.maxsize,
         room_timeout_s=config.stall_timeout_s,
         save_texts=config.keeps_texts,
@@ -152,7 +152,7 @@ def scorer_settings(registration: Registration, member_id: str) -> ScorerSetting
         credentials=Credentials.from_env(REWARD_TOKEN),
         max_message_bytes=config.service.max_message_mib * 2**20,
         run_id=registration.run_id,
-        # Services of a run do not draw the same numbers.
+        # Each service of a run draws different random numbers.
         seed=f"{config.trainer.seed}/{member_id}",
     )
 

@@ -1,4 +1,4 @@
-"""`python -m paceline.reward.check NAME ...` checks what scores, in a process of its own."""
+"""`python -m paceline.reward.check NAME ...` checks scorers in a separate process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.service.member.check import ServiceChecks, run_check
 
 
 def _scorers(path: str) -> str:
-    """Whether functions can be called, and services do what is asked; finding functions runs users' modules.
+    """Checks that functions can be called and services support the configuration; runs users' modules.
 
     Services that cannot be reached, or refuse this environment's token, are passed: they may come up later.
     """

@@ -52,8 +52,8 @@ class ConsumerOptions:
 
     Args:
         run_id: the run whose trajectories are scored.
-        member_id: the scorer's name in the scored headers.
-        incarnation: another one after each restart of the service.
+        member_id: name of this scorer in the scored headers.
+        incarnation: changes with each restart of the service.
         lease_s: silence after which another reward service takes over the entries that this one has taken.
         max_stream_length: the scored mailbox's bound; writing waits above it.
         room_timeout_s: how long writing may wait.
@@ -75,9 +75,9 @@ class ConsumerOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Texts:
-    """What is scored, the policy's last answer, and what is kept for people.
+    """The scored text (the policy's last answer), and the text kept for people.
 
-    In the record of an episode, what the policy did not write stands in the brackets U+27E6 and U+27E7.
+    In the record of an episode, text that the policy did not write stands in the brackets U+27E6 and U+27E7.
     `token_ids` are those of what is scored, the first of which is the response's token `first`.
     """
 
@@ -106,8 +106,8 @@ class Consumer:
 
         Raises:
             BrokerError, DeadlineError: the broker is gone.
-            RewardError: UNAVAILABLE, when a scorer cannot score anything any more. What would be fatal at a
-                start is this error, too: it has worked, so that another start may help.
+            RewardError: UNAVAILABLE, when a scorer cannot score any more. Errors that would be fatal at a
+                start become this error, too, because the scorer has worked and a restart may help.
         """
         try:
             await self._work()
@@ -168,7 +168,7 @@ class Consumer:
             self.num_in_flight -= len(entries)
 
     async def _answers(self, entries: Sequence[Entry], started: float) -> dict[str, list[Outgoing]]:
-        """The answers to each entry by its id, but for those that another delivery may give a reward."""
+        """Returns the answers to entries by id, except entries that another delivery may give a reward."""
         answers: dict[str, list[Outgoing]] = {}
         headers: dict[str, tuple[TrajectoryHeader, ...]] = {}
         groups: set[str] = set()
@@ -187,7 +187,7 @@ class Consumer:
         seconds = time.monotonic() - started
         deliveries = {entry.entry_id: entry.deliveries for entry in entries}
         for entry_id, samples in scored.items():
-            # What cannot be read now cannot be read later either: only a scorer's errors may pass.
+            # An unreadable entry stays unreadable; only errors of scorers are temporary.
             may_pass = any(isinstance(text, _Texts) and score.may_be_retried for _, text, score in samples)
             if may_pass and deliveries[entry_id] < self._options.max_deliveries:
                 continue

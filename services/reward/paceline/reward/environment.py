@@ -10,11 +10,11 @@ from paceline.reward.scoring.scorer import ScorerSettings
 from paceline.reward.scoring.scores import Score
 
 NAME = "environment"
-"""Of its component; the environment's further components are `environment/NAME`."""
+"""Name of the reward's component; further components are `environment/NAME`."""
 
 
 class EnvironmentReward:
-    """A `Scorer` that takes what an episode's environment gave; where that is no reward, it adds 0.
+    """A `Scorer` that returns the reward of an episode's environment; without one, it adds 0.
 
     Args:
         weight: the factor of the environment's reward in the sum.
@@ -27,7 +27,7 @@ class EnvironmentReward:
 
     @classmethod
     def configured(cls, settings: ScorerSettings) -> list[Self]:
-        """Always one: whether an item has such a reward is seen on the item."""
+        """Always one; the item itself shows whether it has such a reward."""
         return [cls(settings.config.environment_weight)]
 
     async def start(self) -> None:

@@ -31,5 +31,5 @@ if __name__ == "__main__":
     end_all_children()
     logging.shutdown()
     sys.stdout.flush()
-    # Not sys.exit: it would wait for a thread that still starts an engine which is no longer wanted.
+    # sys.exit would wait for a thread that is still starting an unwanted engine.
     os._exit(code)

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 _HEALTH_S = 1.0
 _ENGINE_SHUTDOWN_S = 8.0
 _ENVIRONMENT_SHUTDOWN_S = 5.0
-# After a signal, groups under way get this long; those that take longer go to another server.
+# After a signal, running groups get this long; slower ones go to another server.
 _FINISH_S = 5.0
 
 
@@ -174,7 +174,7 @@ class RolloutApp:
         return MemberReport(state=standing.state, policy=standing.policy, in_flight=self._server.in_flight)
 
     async def _check_health(self, engine: Engine) -> None:
-        # The death of an idle engine may show only when it is asked.
+        # The death of an idle engine may be noticed only when it is asked.
         while not self._session.context.stopping.is_set():
             await engine.check_health()
             await asyncio.sleep(_HEALTH_S)

@@ -1,4 +1,4 @@
-"""`python -m paceline.rollout.check NAME ...` checks what an engine computes, in a process of its own."""
+"""`python -m paceline.rollout.check NAME ...` checks in a separate process what an engine computes."""
 
 from __future__ import annotations
 

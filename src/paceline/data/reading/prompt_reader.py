@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 _CHUNK = 1000
 _TELL_EVERY_S = 5.0
-# Of a set, the most prompts that stay made.
+# Most prompts of a set that stay in memory.
 _MADE = 8192
 
 
@@ -84,7 +84,7 @@ class StoredPrompts(Mapping[int, Prompt]):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Rows:
-    """What is read of a set.
+    """The part of a set that is read.
 
     Attributes:
         stored: the rows of its files.
@@ -103,7 +103,7 @@ class _Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptReader:
-    """Reads sets of prompts: tokenizes their rows, or takes the tokens that were kept of an earlier time.
+    """Reads sets of prompts: tokenizes their rows, or uses tokens cached by an earlier run.
 
     Attributes:
         folder: the model's.
@@ -219,7 +219,7 @@ class PromptReader:
     # --- tokens
 
     def _table(self, part: _Rows) -> PromptTable:
-        """The tokens of the rows, kept ones where there are."""
+        """Returns the tokens of the rows, from the cache if they are there."""
         is_large = part.count >= KEPT_FROM and bool(self.tokenizer_digest)
         key = self._key(part) if is_large else ""
         if is_large:
@@ -271,7 +271,7 @@ class PromptReader:
         return encoded
 
     def _key(self, part: _Rows) -> str:
-        """The digest of all that the tokens of the rows follow from, this program included."""
+        """Returns a digest of everything that determines the rows' tokens, including this program."""
         data = self.data
         parts = [
             self.tokenizer_digest,

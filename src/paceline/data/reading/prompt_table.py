@@ -1,4 +1,4 @@
-"""The tokens of a set of prompts, with what is asked of all its rows: made once, and kept on this machine.
+"""The tokens of a set of prompts, with facts about all rows: computed once, and cached on this machine.
 
 CACHE/prompts/KEY.arrow    KEY is the digest of all that the tokens follow from; read as mapped memory
 """
@@ -23,7 +23,7 @@ from paceline.storage.cache import cache_dir
 log = logging.getLogger(__name__)
 
 KEPT_FROM = 5000
-"""Rows from which on a table is kept: smaller ones are made faster than a file is worth."""
+"""Least rows of a cached table; smaller ones are not worth a file."""
 
 _MOST_BYTES = 8 << 30
 
@@ -159,7 +159,7 @@ def kept_table(key: str) -> PromptTable | None:
 
 
 def keep_table(key: str, table: PromptTable) -> None:
-    """Keeps a table; the least recently used ones make room. Without room for it there is none."""
+    """Caches a table and removes the least recently used ones if needed; without room, it is not cached."""
     file = _file(key)
     try:
         table.save(file)

@@ -1,7 +1,7 @@
-"""Resources servers of NeMo-Gym as environments: their tools are called, and they grade what was done.
+"""Resources servers of NeMo-Gym as environments, which answer tool calls and grade the conversation.
 
-The episode is led here, as NeMo-Gym's own `simple_agent` leads it: /seed_session, a call of /NAME for each
-tool call, /verify with the whole conversation. The library itself is not needed in this process.
+The episode runs here, as with NeMo-Gym's own `simple_agent`: /seed_session, a call of /NAME for each tool
+call, /verify with the whole conversation. The library itself is not needed in this process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the SDK's attached clients share: a stream to each server of a run, until the run is over."""
+"""Shared parts of the SDK's attached clients: a stream to each server of a run, until the run is over."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Attachment(Generic[TaskT, AnswerT]):
 
     @property
     def is_attached(self) -> bool:
-        """Whether it has an open stream to each server; with `every_address`, to one at least."""
+        """Whether it has an open stream to each server; with `every_address`, to at least one."""
         attached = [client.is_attached for client in self._clients.values()]
         return (
             any(attached)
@@ -149,7 +149,7 @@ class Attachment(Generic[TaskT, AnswerT]):
         return client is not None and client.is_attached
 
     async def _wait_for_change(self, streams: Collection[asyncio.Task[None]]) -> None:
-        """Until the name is to be looked up again, a stream ends, or where there is none `stop` is called."""
+        """Waits until the next look-up is due, a stream ends, or (without streams) `stop` is called."""
         if streams:
             await asyncio.wait(streams, timeout=_LOOK_UP_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
             return
@@ -263,7 +263,7 @@ async def _until_let_go(context: ServiceContext, attachment: _Runnable) -> None:
 async def keep_ready_file(file: Path, attachment: _Runnable) -> None:
     """Writes `file` anew every two seconds while the client is attached, and removes it while it is not.
 
-    For what watches a process without a port: a container's probes look for the file, and how old it is.
+    A container's probes use it for a process without a port: they check the file's existence and age.
 
     Raises:
         ConfigError: it cannot be written.

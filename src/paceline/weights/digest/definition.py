@@ -8,18 +8,19 @@ width. Then, modulo 2^64,
 
 with R and K odd 64-bit hashes (splitmix64) of the index and S an odd hash of the tensor's name. (r, c) is the
 element's global flat index, split in two, so a part's digest does not depend on which rank holds it or how it
-lies in memory; digests of disjoint parts add up. Odd factors are invertible, so any change of a single
-element changes the digest for certain; permuted, shifted or swapped rows, columns and layers change it except
-with probability of about 2^-60. The digest protects against faults, not against an attacker.
+lies in memory; digests of disjoint parts add up. Odd factors are invertible, so a change of a single element
+always changes the digest; permuted, shifted or swapped rows, columns and layers change it except with
+probability of about 2^-60. The digest protects against faults, not against an attacker.
 
-What is compared after a push. Cut every tensor along all borders of all rollout ranks' boxes: the parts are
-its *atoms* (`digest_atoms`). Each learner rank computes its share of every atom from its own shard, in one
-pass, and the shares are summed over learner ranks: learner rank 0 then knows every atom, each element counted
-once. Every rollout rank reports the digest of each of its boxes as they lie in its live parameters. A box is
-a union of atoms, so `disagreement` checks it against the sum of the learner's atoms inside it: this verifies
-every byte on every rank, replicated ones on each replica. The digest of a complete policy (`model_digest`) is
-the sum over its tensors. In the learner's atoms every element counts once; in the reports of a rollout
-server's TP ranks equal boxes count once. So both sides compute the same 64 bits without another pass.
+The comparison after a push works as follows. Cut every tensor along all borders of all rollout ranks' boxes:
+the parts are its *atoms* (`digest_atoms`). Each learner rank computes its share of every atom from its own
+shard, in one pass, and the shares are summed over learner ranks: learner rank 0 then knows every atom, each
+element counted once. Every rollout rank reports the digest of each of its boxes as they lie in its live
+parameters. A box is a union of atoms, so `disagreement` checks it against the sum of the learner's atoms
+inside it: this verifies every byte on every rank, replicated ones on each replica. The digest of a complete
+policy (`model_digest`) is the sum over its tensors. In the learner's atoms every element counts once; in the
+reports of a rollout server's TP ranks equal boxes count once. So both sides compute the same 64 bits without
+another pass.
 """
 
 from __future__ import annotations

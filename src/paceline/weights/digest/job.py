@@ -48,7 +48,8 @@ class TensorDigester:
         The cast happens chunk by chunk, as in packing, so that no copy of the whole is made.
 
         Args:
-            are_received: the values came in `dtype`; each that it does not hold exactly changes the digest.
+            are_received: whether the values were received in `dtype`; then a value that `dtype` cannot hold
+                exactly changes the digest.
         """
         if tuple(values.shape) != box.shape:
             raise ValueError(f"{name}: values of shape {tuple(values.shape)} for a box of shape {box.shape}")

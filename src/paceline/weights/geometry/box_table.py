@@ -1,4 +1,4 @@
-"""Numbers for boxes: layers repeat, so a plan of hundreds of thousands of pieces has few different boxes."""
+"""Numbers boxes: layers repeat, so a plan of hundreds of thousands of pieces has few different boxes."""
 
 from __future__ import annotations
 

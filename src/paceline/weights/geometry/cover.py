@@ -24,9 +24,9 @@ class Need:
     """A box of a tensor that has to be supplied.
 
     Attributes:
-        label: says in errors for whom.
-        copies: ranks that need it: what it counts in the load of who supplies it.
-        node: the one of all who need it; "" if they are on several, or it is not known.
+        label: names the receiver in errors.
+        copies: number of ranks that need it; its weight in the load of its supplier.
+        node: the node of all ranks that need it; "" if there are several, or if it is unknown.
     """
 
     name: str
@@ -49,7 +49,8 @@ class Supply:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Regions:
-    """How a needed box is cut, for all tensors that lie alike: columns, one row per part, by (box, source).
+    """How a needed box is cut, for all tensors with the same sharding: columns, one row per part, by (box,
+    source).
 
     Attributes:
         source, box: numbers of a part's source and box.
@@ -148,7 +149,7 @@ def assign_sources(sources: Sequence[RankLayout], needs: Sequence[Need]) -> Cove
     many parts as there are holders. The result depends only on the arguments, so every rank computes the
     same.
 
-    Tensors that lie alike on the sources, such as those of a model's layers, are cut once.
+    Tensors with the same sharding, such as those of a model's layers, are cut once.
 
     Raises:
         WeightSyncError: no source holds a part of a need, or source and need disagree about the tensor's
@@ -209,7 +210,7 @@ def _assign_contested(
     for number, box, owners in contested:
         parts = sharding.kinds[sharding.tensors[needs[number].name]].parts
 
-        # Of equally loaded holders each need prefers another one: receivers then draw on different senders.
+        # Among equally loaded holders, each need prefers a different one, so receivers use different senders.
         def burden(owner: int, number: int = number, parts: Sequence[HeldPart] = parts) -> tuple[int, int]:
             return load[parts[owner].source], (parts[owner].source - number) % len(sharding)
 
@@ -224,7 +225,7 @@ def _assign_contested(
 
 
 def _near(owners: tuple[int, ...], need: Need, sharding: Sharding) -> tuple[int, ...]:
-    """Of several holders those on the need's node, or all if none is there or the node is not known."""
+    """Returns the holders on the need's node, or all holders if none is there or the node is unknown."""
     parts = sharding.kinds[sharding.tensors[need.name]].parts
     here = (owner for owner in owners if need.node and sharding.places[parts[owner].source].node == need.node)
     return tuple(here) or owners

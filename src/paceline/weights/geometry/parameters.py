@@ -14,7 +14,7 @@ from paceline.weights.geometry.boxes import Box
 T = TypeVar("T")
 
 TRANSPOSED: Final = ".mT"
-"""How a slice's name of a parameter ends whose last two dimensions are the tensor's, swapped"""
+"""Ending of a slice's parameter name if the parameter has the tensor's last two dimensions swapped."""
 
 
 def part_of(parameters: Mapping[str, torch.Tensor], name: str, box: Box) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What all learner ranks hold together: tensors that lie alike on them, as layers do, are described once."""
+"""The shards of all learner ranks; tensors with the same sharding, as in layers, are described once."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ class Sharding(Sequence[RankLayout]):
 
     @cached_property
     def grids(self) -> tuple[Grid | None, ...]:
-        """Of each kind its different boxes; None where they overlap."""
+        """The different boxes of each kind; None where they overlap."""
         return tuple(map(Grid.of, self.kinds))
 
     def to_bytes(self) -> bytes:

@@ -1,4 +1,4 @@
-"""What weights travel over: NCCL or gloo, or memory that two ranks share; and who stands in for whom."""
+"""Chooses how weights travel (NCCL, gloo, or shared memory), and which ranks stand in for others."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def choose_wire(
 ) -> Wire:
     """The wire of a group of ranks.
 
-    NCCL refuses two ranks on one GPU: there a learner rank stands in for the rollout ranks, or all goes over
-    gloo. GPUs are compared by their own ids: an index names different GPUs on different machines and in
-    different containers.
+    NCCL refuses two ranks on one GPU. Then either a learner rank stands in for the rollout ranks there, or
+    everything goes over gloo. GPUs are compared by their own ids: an index names different GPUs on different
+    machines and in different containers.
 
     Args:
         configured: weights.backend.

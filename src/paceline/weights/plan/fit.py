@@ -1,4 +1,4 @@
-"""Whether a rollout server's model is the learner's: asked before a weight group is formed."""
+"""Checks that a rollout server has the learner's model, before a weight group is formed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from paceline.weights.geometry.sharding import Sharding
 
 
 def misfit(learners: Sequence[RankLayout], server: Sequence[RankLayout], wire_dtype: str) -> str | None:
-    """What keeps a server's ranks from taking what the learner's ranks hold; None if nothing does.
+    """Says why a server's ranks cannot take the learner's tensors; None if they can.
 
-    Without this question every member would find it out while joining, and each would look as if it were at
+    Without this check, every member would find the mismatch while joining, and each would seem to be at
     fault.
 
     Args:

@@ -62,7 +62,7 @@ class Cargo:
 class Demand:
     """What rollout ranks need, and which learner ranks supply it.
 
-    The work is that for one server: servers that are alike, and layers, are counted and not repeated.
+    Identical servers and layers are counted, not repeated, so the work is that for one server.
 
     Attributes:
         cover: who supplies what.
@@ -146,7 +146,7 @@ class Demand:
 class Flows:
     """All flows of a plan, ordered by (source, members).
 
-    What a flow carries is only looked up for flows of one's own: there are many others.
+    The content of a flow is looked up only for a rank's own flows, because there are many others.
 
     Attributes:
         sets: numbers of the needs that the same classes have.
@@ -244,7 +244,7 @@ def _flows(cover: Cover, sets: Sequence[Sequence[int]], members: Sequence[Sequen
 def cut_flow(cargo: Cargo, size: int, boxes: BoxTable) -> Chunks:
     """Cuts a flow into chunks of at most `size` elements, along rows, and fills messages with them.
 
-    What fits as it is, which is nearly all, is placed in one step per message.
+    Boxes that fit uncut, which are nearly all, are placed in one step per message.
     """
     ends: list[int] = np.cumsum(cargo.volume).tolist()
     numbers: list[int] = cargo.box.tolist()

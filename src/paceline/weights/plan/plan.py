@@ -27,7 +27,7 @@ from paceline.weights.plan.rounds import chunk_sizes
 RELAY_MODES: Final = ("auto", "never", "always")
 
 PLAN_SCHEMA: Final = 2
-"""To be raised when the same layouts are planned otherwise: ranks of another version are refused"""
+"""Must be raised when the plan for the same layouts changes, so that ranks of other versions are refused."""
 
 _ROUND_COST_BYTES: Final = 64 << 20
 """Bytes that a link carries in the time it takes to start and end a round (0.2 ms at 350 GB/s)"""
@@ -113,8 +113,8 @@ class FlowChunks:
 class TransferPlan:
     """Says which piece goes from whom to whom in a push.
 
-    What leaves whom for whom, and in chunks of which size, is known of every rank. Flows are cut into chunks
-    when they are asked for: a rank cuts only its own.
+    Every rank knows all flows and their chunk sizes. A flow is cut into chunks on request, so a rank cuts
+    only its own flows.
 
     A chunk is a piece for the member of its flow that receives it from the learner, and one more for each
     member that this one relays it to. A relay passes on everything that it received over one channel in a
@@ -390,7 +390,7 @@ def build_plan(
     nobody = [0] * len(destinations)
     by_node = nodes[len(sharding) :]
     demand = Demand.of(sharding, destinations, nobody)
-    # Where learners hold several copies, a node is served by the copy that it has.
+    # If learners hold several copies, a node is served by its own copy.
     near = Demand.of(sharding, destinations, by_node) if sharding.has_copies else demand
 
     def plan(demand: Demand, together: Sequence[int], smallest_share: float = 0.0) -> TransferPlan:

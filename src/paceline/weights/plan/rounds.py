@@ -26,7 +26,7 @@ class _Share:
         volume: in all.
         limit: at most this much per round.
         least: at least this much at a time, even if less would be enough.
-        slack: by so much a chunk may fall short, since it ends at a row's end and at an aligned size.
+        slack: how much shorter a chunk may be, because it ends at a row's end and at an aligned size.
     """
 
     volume: int
@@ -71,7 +71,7 @@ def chunk_sizes(flows: Sequence[Flow], capacity: int) -> list[int]:
 
 
 def _share(volume: int, longest_row: int, count: int, num_flows: int, load: int, capacity: int) -> _Share:
-    """What each of `count` members takes of a flow, if its busiest end has so many flows and elements."""
+    """Returns each member's share of a flow, given the flows and elements at its busiest end."""
     evenly = capacity // 16
     least = evenly // num_flows
     by_volume = (capacity - evenly) * volume // load

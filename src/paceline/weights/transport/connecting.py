@@ -1,4 +1,4 @@
-"""Connects the ranks of a group in a thread that a deadline can leave behind."""
+"""Connects the ranks of a group in a thread that can be abandoned at a deadline."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Connecting:
 
         def run() -> None:
             try:
-                # Both are a thread's own: without them it would work on device 0.
+                # Device and stream are per thread: without setting them, the thread would use device 0.
                 if stream is not None:
                     torch.cuda.set_device(device)
                 with torch.cuda.stream(stream):

@@ -1,7 +1,7 @@
 """The group that carries weights: forming it, one push over it, taking it down.
 
-The group is separate from torch's default one, so that the learner needs nothing of the inference engine and
-the engine nothing of the learner. A push goes round by round, with two staging slots on each side:
+The group is separate from torch's default one, so that learner and inference engine are independent of each
+other. A push goes round by round, with two staging slots on each side:
 
     learner     pack round k into slot k % 2 (once the send of k - 2 is done); send it; do not wait
     rollout     post the receive of round k + 1 and the relaying of round k; wait for round k; scatter it
@@ -99,7 +99,7 @@ class WeightGroup:
         """
         deadline = Deadline("weight group join", timeout_s)
         store = store or connect_store(spec, deadline)
-        # A connection of its own: the process group waits on the other one.
+        # A separate connection, because the process group waits on the other one.
         abandonment = Abandonment(store.clone(), spec.epoch)  # type: ignore[attr-defined]
         try:
             if not same_slices(spec.layout(rank), layout):
@@ -196,9 +196,9 @@ class WeightGroup:
         return torch.stack([values, *shares]).sum(dim=0)
 
     def fail(self, error: BaseException) -> None:
-        """Aborts the group for an error, and calls the push off if the error is this rank's own."""
+        """Aborts the group for an error, and cancels the push if the error is this rank's own."""
         self.abort()
-        # Who stops receiving has an error of its own, and reports that.
+        # A rank that stops receiving has its own error, and reports it.
         if not isinstance(error, GeneratorExit):
             self._abandonment.report(self.spec.rank_ref(self.rank), error)
 
@@ -377,7 +377,7 @@ class WeightGroup:
 class _AbortOnError:
     """Aborts the group if its body fails, so that no peer waits for a rank that has given up.
 
-    NCCL's peers notice nothing of an abort; those are told through the rendezvous store.
+    NCCL's peers do not notice an abort, so they are told through the rendezvous store.
     """
 
     def __init__(self, group: WeightGroup) -> None:
@@ -408,7 +408,7 @@ class Pending:
             work, peer = self._works.pop(0)
             try:
                 if self.on_stream:
-                    # In a group without a watchdog `wait` holds the caller up.
+                    # In a group without a watchdog, `wait` blocks the caller.
                     work.synchronize()
                 else:
                     work.wait(deadline.remaining(peer))

@@ -1,4 +1,4 @@
-"""The rendezvous of a weight group: deadlines, store, process group, and calling off a join or push."""
+"""The rendezvous of a weight group: deadlines, store, process group, and cancelling a join or push."""
 
 from __future__ import annotations
 
@@ -141,12 +141,12 @@ class Abandonment:
         raise PeerLostError(f"{phase}: cancelled, since {lost} went away", peer=lost)
 
     def report(self, rank: RankRef, error: BaseException) -> None:
-        """Calls the join or push off for an error of `rank` that is its own, not the loss of a peer."""
+        """Cancels the join or push for an error of `rank` itself, not for the loss of a peer."""
         if not isinstance(error, PeerLostError | DeadlineError) or isinstance(error.peer, LocalPart):
             self.call_off(rank)
 
     def call_off(self, lost: Peer) -> None:
-        """Frees every rank that waits in the join or push; the error names `lost`."""
+        """Releases every rank that waits in the join or push; their errors name `lost`."""
         # Without the store, whose end all ranks notice, nobody can be told.
         with contextlib.suppress(RuntimeError):
             self._store.set(_ABANDONED, json.dumps(peer_to_plain(lost)))
@@ -163,7 +163,7 @@ def connect_store(spec: WeightGroupSpec, deadline: Deadline) -> TCPStore:
 
 
 def abandon(host: str, port: int, *, epoch: int, lost: str, timeout_s: float) -> None:
-    """Calls off the join or push of an epoch, from any thread or process.
+    """Cancels the join or push of an epoch, from any thread or process.
 
     Args:
         host: host of the rendezvous store.
@@ -192,7 +192,8 @@ def await_all(spec: WeightGroupSpec, rank: int, store: Store, deadline: Deadline
     pause_s, longest_s = _LOOK_EVERY_S
     try:
         here.set(_HERE.format(rank=rank), "1")
-        # The last rank to come sets one key for all: each look is one small question, however many ranks.
+        # The last rank to come sets one key for all, so each poll is one small request for any number of
+        # ranks.
         if here.add(_NUM_HERE, 1) == spec.world_size:
             here.set(_ALL_HERE, "1")
         while not here.check([_ALL_HERE]):

@@ -41,7 +41,7 @@ _CHECK_S = 3.0
 _PROGRESS = (Verdict.ADMITTED, Verdict.REWARD_ERROR)
 
 Watch = Callable[[Barrier], None]
-"""Called when the barrier of a collection has changed; it only looks."""
+"""Called when the barrier of a collection has changed; must not change it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +52,7 @@ class Batch:
         samples: headers of the groups to train, in (prompt id, sample index) order.
         num_groups: number of requested groups.
         beside: the samples of further purposes, in the same order.
-        set_aside: the samples of groups that a refill set aside.
+        set_aside: samples of the groups that a refill set aside.
         num_extra: number of groups that a refill requested; None without a refill.
         gen_s: seconds until the last sample was generated.
         reward_s: further seconds until that sample was scored.
@@ -171,7 +171,7 @@ class Collector:
 
     @property
     def finished_position(self) -> str:
-        """The last log entry before which there is none of a step that is not collected."""
+        """The log position up to which all entries belong to collected steps."""
         return self._early[0][0] if self._early else self.position
 
     async def recall(self, position: str, version: int) -> None:
@@ -291,7 +291,7 @@ class Collector:
         self.position = position
 
     async def _take(self, collection: _Collection, entries: Iterable[Entry]) -> int:
-        """Judges entries until the barrier closes; what comes after stays in the log for the next reading.
+        """Judges entries until the barrier closes; later entries stay in the log for the next reading.
 
         Returns:
             How many were read. Those of later steps are judged when these are collected.
@@ -403,7 +403,8 @@ def _lost(barrier: Barrier) -> LostDataError:
     missing = barrier.missing
     return LostDataError(
         f"the message broker has lost some of its messages: {len(missing)} prompt groups of step "
-        f"{barrier.step} are incomplete (the first is prompt {missing[0]}), and nothing of them is under way"
+        f"{barrier.step} are incomplete (the first is prompt {missing[0]}), and none of their messages is in "
+        "transit"
     )
 
 

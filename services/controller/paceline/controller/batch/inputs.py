@@ -86,8 +86,7 @@ class Inputs:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Digest of all prompts' tokens and of the inputs of their rewards: a resumed run notices changed
-        data."""
+        """Digest of prompts' tokens and rewards' inputs, by which a resumed run notices changed data."""
         digest = hashlib.blake2b(digest_size=16)
         unnamed = next((held_out.prompts for held_out in self.val if not held_out.of.name), None)
         named = {held_out.of.name: held_out.prompts for held_out in self.val if held_out.of.name}

@@ -1,4 +1,4 @@
-"""Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): replaces prompt groups that teach nothing.
+"""Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): replaces prompt groups without a learning signal.
 
     complete groups -> equal scores? -> set aside, and the next prompts of the data cursor in their places
 

@@ -1,8 +1,8 @@
-"""The rows of a run whose environment owns them: asked for once, and kept in the run directory.
+"""The rows of a run whose environment supplies them: requested once, and kept in the run directory.
 
     tasks_train.jsonl, tasks_val.jsonl    rows as in data files; a run that goes on reads these
 
-What the environment would say later does not matter: a run that goes on has the rows with which it began.
+Later changes in the environment do not matter, because a resumed run keeps the rows with which it began.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PAUSE_S = 1.0
 
 
 async def with_tasks(config: RunConfig, run_dir: Path, credentials: Credentials) -> RunConfig:
-    """The configuration with files for its rows; as it is where it names files.
+    """Returns the configuration with files for its rows; unchanged if it names files.
 
     Args:
         config: configuration of a run; without data.train_files it names an environment's address.
@@ -42,7 +42,7 @@ async def with_tasks(config: RunConfig, run_dir: Path, credentials: Credentials)
 
     Raises:
         DataError: the environment has no rows for training.
-        PacelineError: it cannot be asked; one that is not reached is tried for a minute.
+        PacelineError: the environment cannot be asked; an unreachable one is tried for a minute.
     """
     service = config.rollout.environment
     if config.data.training_sets or service is None:

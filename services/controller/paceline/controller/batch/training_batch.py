@@ -1,4 +1,4 @@
-"""The batch of a training step: what its samplings ask for, whether enough came back, rows for the learner.
+"""The batch of a training step: what its samplings request, whether enough was returned, and the rows.
 
 cursor -> ask -> begin -> (DISPATCH, COLLECT with refills) -> check -> rows
 """
@@ -35,7 +35,7 @@ class TrainingBatches:
         """Returns an ask; what is left out is as in rollout.n and rollout.temperature.
 
         Raises:
-            ConfigError: the purpose or a number is none that an ask can have.
+            ConfigError: the purpose or a number is not allowed.
         """
         rollout = self._config.rollout
         num_samples = rollout.n if n is None else n
@@ -185,7 +185,7 @@ class TrainingBatches:
 
 
 def _asked(order: Order) -> str:
-    """The digest of what an order asks for, to the token."""
+    """Digest of everything that an order asks for, including all tokens."""
     digest = hashlib.blake2b(digest_size=16)
     for ask in order.asks:
         digest.update(f"{ask}\n".encode())
@@ -197,7 +197,7 @@ def _asked(order: Order) -> str:
 
 def _other(step: int, number: int) -> ConfigError:
     return ConfigError(
-        f"step {step} goes on, and its sampling {number} asks for something else than before it was "
-        "interrupted: what a dataflow does in a step must follow from its samples alone, without clocks, "
+        f"step {step} continues, but its sampling {number} asks for something else than before the "
+        "interruption: what a dataflow does in a step must follow from its samples alone, without clocks, "
         "random numbers or files that change. Set the dataflow and the estimator back as they were"
     )

@@ -1,4 +1,4 @@
-"""The rows of a training step: those of one sampling, or what a dataflow has chosen of several.
+"""The rows of a training step: those of one sampling, or those that a dataflow chose from several.
 
 samplings -> note -> choose -> rows for the learner, one batch for metrics, guard and files
 """
@@ -119,7 +119,7 @@ def _merged(batches: Sequence[Batch], samples: Sequence[ScoredHeader]) -> Batch:
 
 
 def _header(sample: ScoredSample) -> ScoredHeader:
-    """As metrics and files see it."""
+    """The sample as metrics and files show it."""
     return replace(sample.header, reward=sample.reward) if sample.is_given else sample.header
 
 
@@ -142,7 +142,7 @@ def rows(batch: Batch) -> tuple[BatchRow, ...]:
 
 
 def group_rows(group: Sequence[ScoredHeader]) -> list[BatchRow]:
-    """The rows of a complete prompt group, of which a greedy answer is none."""
+    """The rows of a complete prompt group, without its greedy answer."""
     greedy = next((h for h in group if h.trajectory_id.purpose == Purpose.GREEDY), None)
     return [_against(header, greedy) for header in group if header is not greedy]
 

@@ -60,7 +60,7 @@ async def while_alive(member: Member, call: Coroutine[Any, Any, T], gone: Gone) 
 async def is_serving(address: str, incarnation: str, *, role: str, credentials: Credentials) -> bool:
     """Whether this incarnation answers at its address within a second, and is not about to leave.
 
-    Another process may have got the port of one that is gone.
+    Another process may have taken the port of a process that has ended.
     """
     channel = connect(address, credentials=credentials, role=role)
     try:
@@ -150,7 +150,7 @@ class _Timeouts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FreedMemory:
-    """What the learner's ranks gave back, in bytes, and whether a whole engine has room beside them now."""
+    """Bytes that the learner's ranks freed, and whether a whole engine now has room beside them."""
 
     freed_bytes: int
     is_enough: bool
@@ -236,7 +236,7 @@ class LearnerClient:
             member: the learner.
             parts: parts of an engine, that wake next: ranks whose GPU has room for them keep what they cache.
                 None: all ranks give back.
-            engine_bytes: that an engine took of a GPU when it was last awake; 0: not measured.
+            engine_bytes: bytes of a GPU that an engine took when it was last awake; 0: not measured.
         """
         reply = await self._call(
             member,

@@ -258,7 +258,7 @@ class Supervisor:
             ) from None
 
     def _refusals(self) -> str:
-        """Why all servers refuse weights and will go on to; "" if one may take them, or one has."""
+        """Returns why all servers refuse weights for good; "" if one may take them, or has taken them."""
         reasons = {
             m.member_id: self._quarantine.refusal(m.member_id) for m in self.fleet.members(MemberKind.ROLLOUT)
         }

@@ -155,7 +155,7 @@ class Turns:
                 with self._clock.timed("sleep"):
                     await self._each(self._servers, self._sleep)
             elif turn is Turn.PUSH:
-                # The rest of the room is made while the weights wake.
+                # The remaining memory is freed while the weights wake.
                 short = await self._free_learner((EnginePart.WEIGHTS,))
                 await _both(self._wake(self._servers, _PARTS[turn]), self._free(short, ()))
             else:

@@ -85,9 +85,9 @@ class _Streaks:
     """Counts of consecutive steps.
 
     Attributes:
-        firing: the steps in which a rule fired, by rule and network.
-        waiting: in which an action's bound was crossed since the action was last taken, by rule, network and
-            action.
+        firing: steps in which a rule fired, by rule and network.
+        waiting: steps in which an action's bound was crossed since the action was last taken, by rule,
+            network and action.
     """
 
     firing: dict[str, int] = field(default_factory=dict)

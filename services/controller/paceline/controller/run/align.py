@@ -152,7 +152,7 @@ class Alignment:
         # While it trains, the learner answers no question; it still holds the version that it reported.
         if learner.state is LearnerState.TRAINING and learner.policy is not None:
             return learner.policy.version
-        # A learner that gets a request takes the group for that of a controller that has died.
+        # A learner that gets this request assumes that the group belongs to a dead controller.
         await self._publication.end_group()
         return (await self._learner.describe(learner)).version
 

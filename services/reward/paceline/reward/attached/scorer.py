@@ -20,7 +20,7 @@ from paceline.wire.calls.protobuf import check_score_item
 
 
 class AttachedScorer:
-    """A `Scorer` whose items go to attached clients. Whatever these do, every item gets a score."""
+    """A `Scorer` whose items go to attached clients. Whatever the clients do, every item gets a score."""
 
     def __init__(self, config: AttachedConfig, *, timeout_s: float, run_id: str = "") -> None:
         self._name, self._shape = config.name, Shape.configured(config)
@@ -55,11 +55,11 @@ class AttachedScorer:
 
     @property
     def version(self) -> str | None:
-        """What its clients say that they are; None where they differ."""
+        """The version that its clients report; None if they differ."""
         return self.gateway.version
 
     async def start(self) -> None:
-        """Can be asked from now on; clients attach when they like."""
+        """Starts to accept items; clients may attach at any time."""
         self._is_open = True
 
     async def score(self, items: Sequence[ScoreItem], *, run_id: str = "", step: int = 0) -> list[Score]:
@@ -85,7 +85,7 @@ class AttachedScorer:
         return [scores[place] for place in range(len(items))]
 
     def _tasks(self, items: Sequence[ScoreItem]) -> list[tuple[Sequence[int], Task]]:
-        """What clients are given, with the places of its items: items, or groups."""
+        """Returns the tasks for clients (items, or groups), with the places of their items."""
         if not self._shape.group:
             return [((place,), item) for place, item in enumerate(items)]
         return [(places, tuple(items[place] for place in places)) for places in groups_of(items)]
@@ -128,7 +128,7 @@ def _items(task: Task) -> Sequence[ScoreItem]:
 
 
 def _problem(item: ScoreItem) -> RewardError | None:
-    """Why an item cannot be sent."""
+    """Returns why an item cannot be sent."""
     try:
         check_score_item(item)
     except InvalidMessageError as error:

@@ -6,8 +6,8 @@ import re
 from decimal import Decimal
 from typing import Literal
 
-# A run is everything that is attached to a number, so that "1,2001", "1.2.3" or "1/2" is matched as a whole
-# and refused, instead of yielding the part of it that is right by chance. No nested repetition: linear time.
+# The pattern matches everything attached to a number, so that "1,2001", "1.2.3" or "1/2" is refused as a
+# whole, instead of yielding a part that is right by chance. Without nested repetition it takes linear time.
 _SIGN = r"[-+\u2212]?"
 _RUN = r"\.?[0-9](?:[0-9]|[.,/](?=[0-9])|[eE][-+]?(?=[0-9]))*"
 _NUMBER = re.compile(rf"(?P<sign>{_SIGN})\$?\s?(?P<inner>{_SIGN})(?P<run>{_RUN})")

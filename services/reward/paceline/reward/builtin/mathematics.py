@@ -28,8 +28,8 @@ def math_verify(
         response: the decoded response, its answer in `\\boxed{}`, in LaTeX or plain.
         ground_truth: the answer; without LaTeX delimiters it is read as if it stood in `\\boxed{}`.
         timeout_s: whole seconds, for parsing and for comparing each.
-        timeout_reward: the score of a response that takes longer, such as a tower of powers. None makes it a
-            timeout error, so that an undecided answer never counts as a wrong one.
+        timeout_reward: the score of a response that takes longer, such as a tower of powers. With None it is
+            a timeout error, so that an undecided answer does not count as wrong.
         extra: the item's other fields, unused.
 
     Raises:

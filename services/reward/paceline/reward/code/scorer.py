@@ -49,7 +49,7 @@ class CodeScorer:
         return [self._config.name]
 
     async def start(self) -> None:
-        """Looks whether programs can be confined here.
+        """Checks whether programs can be confined here.
 
         Raises:
             ConfigError: they cannot; nothing is run without.
@@ -102,7 +102,7 @@ class CodeScorer:
         try:
             outcome = await run_confined(self._command(program, stdin))
         except EnvironmentLackError as error:
-            # It could at the start, so it may again.
+            # Confinement worked at the start, so it may work again.
             raise RewardError(str(error), kind=RewardErrorKind.UNAVAILABLE) from error
         if outcome.ending is Ending.NOT_STARTED:
             raise RewardError(self._not_started(outcome), kind=RewardErrorKind.RAISED)

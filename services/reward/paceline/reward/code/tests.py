@@ -1,4 +1,4 @@
-"""What a row's ground truth asks of a program, and whether a run of it did that.
+"""The tests in a row's ground truth, and the check of a program's outputs against them.
 
 The expected outputs are compared here: the program, which may try to cheat, never sees them.
 """

@@ -147,7 +147,7 @@ def serve(requests: BinaryIO, results: BinaryIO, progress: ItemProgress) -> None
     except ConfigError as error:
         pipes.write(results, ["refused", str(error)])
         return
-    # Whatever was drawn in an import; with other numbers than there, and numpy's, if one has imported it.
+    # Seeds again after the imports, which may have drawn numbers; also numpy, if it was imported.
     _seed_generators(None if seed is None else seed + 1)
     pipes.write(results, ["ready", ""])
     while (batch := frames.read(requests)) is not None:
@@ -211,7 +211,7 @@ def _item(
 
 
 def _check_open(results: BinaryIO) -> None:
-    """Ends the process if the function has closed its pipe, so that this item is blamed and not the next."""
+    """Ends the process if the function has closed its pipe, so that the right item is blamed."""
     try:
         os.fstat(results.fileno())
     except OSError:

@@ -1,4 +1,4 @@
-"""Items on their way through a pool: the caller's request, its jobs, the rows that the pipes carry."""
+"""Items in a pool: the caller's request, its jobs, and the rows that travel through the pipes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ScoreCall:
 class Job:
     """What a process scores in one piece: an item of a request, or the items of a group, with their places.
 
-    A suspect is scored by itself, because it or another job of its batch has forged results.
+    A suspect is scored separately, because it or another job of its batch has forged results.
     """
 
     request: ScoreCall
@@ -68,7 +68,7 @@ def encode_batch(jobs: dict[int, Job]) -> bytes:
     try:
         return frames.encode(list(rows.values()))
     except (TypeError, ValueError, OverflowError):
-        pass  # one item is at fault; the others must not suffer for it
+        pass  # one item is at fault; the others are sent without it
     for number, row in list(rows.items()):
         try:
             frames.encode(row)

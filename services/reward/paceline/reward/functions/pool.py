@@ -33,17 +33,17 @@ _MAX_BATCH_CHARS = 4 * 1024 * 1024
 _GUESSED_ITEM_S = 0.01
 _PIPE_DRAIN_S = 5.0
 _RESTART_PAUSES_S = (0.0, 0.5, 2.0)
-# Seconds of work in the queue, for those that run, above which another process starts.
+# Seconds of queued work per running process above which another process starts.
 _BEHIND_S = 3.0
 
 
 class _Loss(enum.Enum):
-    """Why a process is no longer of use."""
+    """Why a process can no longer be used."""
 
     ENDED = enum.auto()
     TOO_SLOW = enum.auto()
     UNREADABLE = enum.auto()
-    """It sent what is no result. It may be at a later item by now than the one at fault."""
+    """It sent an invalid result. It may by now be at a later item than the one at fault."""
 
 
 class FunctionPool:
@@ -53,7 +53,7 @@ class FunctionPool:
 
     When an item takes longer than `timeout_s`, its process is killed and replaced; a process that crashes is
     replaced as well. Only the item at fault gets the error; the others of its batch go to another process.
-    An item gets one attempt: whoever asks decides whether to ask again. What ends a call for a group is the
+    An item gets one attempt; the caller decides whether to ask again. What ends a call for a group is the
     error of all its items.
 
     Args:
@@ -63,7 +63,7 @@ class FunctionPool:
         timeout_s: how long all functions together may take for one item, or one group.
         idle_s: time without work after which a further process ends.
         limits: what a process may use.
-        seed: the processes' random numbers follow from it, in each other ones; None: they draw as they like.
+        seed: determines the processes' random numbers, which differ between processes; None: not fixed.
 
     Raises:
         ConfigError: there is no function, or a number is out of its range.
@@ -308,7 +308,7 @@ class FunctionPool:
                     if jobs:
                         reading = asyncio.create_task(child.receive(), name="reward-read")
                     continue
-                # Then something that outlived the process holds its pipe.
+                # Otherwise a descendant that outlived the process would hold its pipe.
                 if loss is _Loss.TOO_SLOW or child.exited:
                     break
                 deadline = self._deadline(child, jobs, sent)
@@ -326,7 +326,7 @@ class FunctionPool:
         return loss
 
     def _deadline(self, child: ChildProcess, jobs: dict[int, Job], sent: float) -> float:
-        """When the item that the child is at must be done; if it has not begun, counted from the sending."""
+        """Returns the deadline of the child's current item; if none has begun, counted from the sending."""
         number, started = child.progress()
         if number not in jobs or not sent <= started <= time.monotonic():  # not begun, or forged
             started = sent
@@ -345,7 +345,7 @@ class FunctionPool:
     async def _settle_lost(self, child: ChildProcess, jobs: dict[int, Job], loss: _Loss) -> None:
         """Blames the item that the lost process was at, and puts the rest back at the head of the queue.
 
-        Of those one of which made the process unreadable each gets a process for itself.
+        If one of several items made the process unreadable, each of them gets a separate process.
         """
         if loss is not _Loss.UNREADABLE:
             self._blame(child, jobs, loss)

@@ -30,7 +30,7 @@ class JudgePrompt:
         self._text = text
 
     def about(self, item: ScoreItem) -> str:
-        """The text for an item. What stands in braces and is no field stays as it is.
+        """The text for an item. Text in braces that is no field stays unchanged.
 
         A response that holds {ground_truth} does not get it: what was filled in is not searched again.
         """

@@ -1,4 +1,4 @@
-"""The seam between a rollout server and an inference engine: one protocol, and the records that cross it.
+"""The interface between a rollout server and an inference engine: one protocol and its records.
 
 `tests/contract/test_engine.py` checks what is promised here; `docs/add-an-engine.md` explains it.
 """
@@ -75,7 +75,7 @@ class Engine(Protocol):
         ...
 
     async def describe(self) -> tuple[RankLayout, ...]:
-        """Which part of which checkpoint tensor each rank needs, by rank.
+        """Returns which part of which checkpoint tensor each rank needs, by rank.
 
         Raises:
             ModelError: the parameters cannot be pushed into (several short types, quantization).
@@ -110,7 +110,7 @@ class Engine(Protocol):
         ...
 
     async def pause(self, *, recompute: bool) -> None:
-        """Draws no token until `resume`. Requests under way, and those that come, wait for it.
+        """Draws no token until `resume`. Current and new requests wait for it.
 
         Args:
             recompute: forgets all keys and values, also those of requests under way, which are computed again
@@ -122,7 +122,7 @@ class Engine(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Goes on, with the weights that are there now; may be repeated."""
+        """Continues with the current weights; may be repeated."""
         ...
 
     async def digest(self, version: int) -> tuple[DigestReport, ...]:
@@ -152,8 +152,8 @@ class Engine(Protocol):
             PeerLostError: the engine died.
             InvalidMessageError: a request cannot be run, say because its prompt is too long. None of the
                 others is drawn.
-            Exception: any other error is taken for that of these requests. The engine is asked for its
-                health, and they are drawn again.
+            Exception: any other error is attributed to these requests. The engine's health is checked, and
+                they are drawn again.
         """
         ...
 
@@ -183,8 +183,8 @@ class Engine(Protocol):
     async def sleep(self) -> int:
         """Gives up the GPU memory of weights and KV cache; requests under way are aborted. May be repeated.
 
-        Until it is awake, an engine can neither receive nor generate. It may hold no more than its captured
-        graphs then; parameters keep their addresses. On a CPU nothing is given up.
+        A sleeping engine can neither receive nor generate. It may keep only its captured graphs; parameters
+        keep their addresses. On a CPU nothing is freed.
 
         Returns:
             The most bytes of one GPU that it has given up at once so far; 0 where that is not known.
@@ -195,7 +195,7 @@ class Engine(Protocol):
         ...
 
     async def wake(self, part: EnginePart) -> None:
-        """Takes the memory of a part again, whose content is lost: weights need a push. May be repeated.
+        """Allocates the memory of a part again, without its content: weights need a push. May be repeated.
 
         Raises:
             DeadlineError, PeerLostError: the engine hangs, or died.

@@ -1,4 +1,4 @@
-"""Loads and calls what an engine's facts name: what comes first, its check, its start, its scores."""
+"""Loads and calls the functions that an engine's facts name: its begin, check, start and scores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.rollout.engines.scored_rows import ScoredRow
 
 
 def begin() -> None:
-    """Has engines do what comes first of all; a server does not know its run's configuration yet."""
+    """Calls the `begin` of all engines, because a server does not know its run's configuration yet."""
     for facts in ENGINES.values():
         if facts.begin:
             _load(facts.begin)()
@@ -34,7 +34,7 @@ async def start_engine(config: RunConfig) -> Engine:
     start: Callable[[RunConfig], Awaitable[Engine]] = _load(engine_facts(config.rollout.name).start)
     engine = await start(config)
     try:
-        await engine.describe()  # what cannot be pushed into says so before the learner has loaded
+        await engine.describe()  # an engine without pushes fails here, before the learner has loaded
     except BaseException:
         await engine.shutdown()
         raise

@@ -8,8 +8,8 @@ from multiprocessing import forkserver
 
 import psutil
 
-# A process may be stopped with this one and continued after it: of the time between two looks, which this
-# one may have missed, no more than this counts.
+# A process may be stopped together with this one and continued later. Of the time between two looks, at most
+# this much counts, because this process may have been stopped, too.
 _STOPPED_S = 5.0
 _LONGEST_LOOK_S = 2.0
 _ROUNDS = 3
@@ -29,7 +29,7 @@ class EngineProcesses:
         self._looked, self._stopped_s = 0.0, dict[int, float]()
 
     def settle(self) -> None:
-        """The engine has started: children that come from now on are not its own."""
+        """Notes that the engine has started; later children are not its own."""
         self._settled = self.children()
         self._watched = self._all()
 
@@ -78,7 +78,7 @@ def end_all_children() -> None:
 
 
 def kill(processes: Sequence[psutil.Process]) -> None:
-    """Kills those that still run and waits for them for a second."""
+    """Kills the remaining processes and waits up to a second for their end."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             if not _is_tracker(process):
@@ -93,7 +93,7 @@ def _fork_servers() -> list[psutil.Process]:
 
 
 def _title(process: psutil.Process) -> str:
-    """What a process calls itself, short."""
+    """Returns a process's short name."""
     if process in _fork_servers():
         return "the fork server"
     return " ".join(process.cmdline())[:40].strip()

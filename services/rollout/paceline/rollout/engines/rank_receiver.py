@@ -1,8 +1,8 @@
 """One rollout rank's part of weight pushes: describe, join, receive, digest, leave. Knows no engine.
 
-There are two ways into the model. The direct way scatters every slice into the live parameters, in place, so
-that captured CUDA graphs stay valid. The general way, for models that cannot be written in place, assembles
-full tensors, one after another, and passes them to the engine's own loader.
+There are two paths into the model. The direct path scatters every slice into the live parameters, in place,
+so that captured CUDA graphs stay valid. The general path, for models that cannot be written in place,
+assembles full tensors, one after another, and passes them to the engine's own loader.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ LoadFull = Callable[[Iterator[tuple[str, torch.Tensor]]], None]
 
 
 class RankReceiver:
-    """The receiving end on one tensor-parallel rank.
+    """The receiving end of pushes on one tensor-parallel rank.
 
     Args:
         model: the live model.
         device: where its parameters are.
-        describe: which slices the model needs; `full_tensors` instead if the model takes the general way.
+        describe: which slices the model needs; `full_tensors` instead if the model takes the general path.
         load_full: loads full tensors under their names in the learner's state dict; called only on the
             general path.
 

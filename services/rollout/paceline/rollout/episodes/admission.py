@@ -1,8 +1,8 @@
-"""How many conversations may be open at once: their contexts together fit the engine's KV cache.
+"""Limits open conversations, so that their contexts together fit the engine's KV cache.
 
 An episode enters before it begins, in order, and waits while there is no room for its prompt and the
-longest next answer. One that is in goes on without asking, however long it gets: so each can end, and makes
-room then. While nobody is in, the next one enters in any case.
+longest next answer. An admitted episode continues without asking, however long it gets, so that it can end
+and free its room. If no episode is admitted, the next one enters in any case.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Ledger:
-    """Who is in and who waits; knows no time.
+    """Tracks which conversations are admitted and which wait, without a clock.
 
     Args:
         capacity: tokens that fit.
@@ -36,7 +36,7 @@ class Ledger:
         return len(self._waiting)
 
     def ask(self, key: int, num_tokens: int) -> list[int]:
-        """Stands in line; the keys that enter now."""
+        """Queues a conversation; returns the keys of those that enter now."""
         self._waiting[key] = num_tokens
         return self._admit()
 
@@ -46,7 +46,7 @@ class Ledger:
         return self._admit()
 
     def leave(self, key: int) -> list[int]:
-        """A conversation is over, or no longer waits; the keys that enter in its place."""
+        """Removes a conversation that ended or stopped waiting; returns the keys that enter in its place."""
         self._inside.pop(key, None)
         self._waiting.pop(key, None)
         return self._admit()
@@ -64,7 +64,7 @@ class Ledger:
 
 
 class AdmittedConversation:
-    """Stands for a conversation that is in."""
+    """Represents an admitted conversation."""
 
     def __init__(self, admission: AdmissionControl, key: int) -> None:
         self._admission, self._key = admission, key
@@ -110,7 +110,7 @@ class AdmissionControl:
             self._call(self._ledger.leave(key))
 
     def grow(self, key: int, num_tokens: int) -> None:
-        """A conversation has so many tokens now."""
+        """Notes the current number of tokens of the conversation."""
         self._call(self._ledger.grow(key, num_tokens))
 
     def _call(self, keys: list[int]) -> None:

@@ -56,7 +56,7 @@ async def carry_out(flow: Dataflow, verbs: Verbs) -> dict[str, float]:
     Raises:
         ConfigError: the dataflow raised an error of its own, or left out a verb.
         DeadlineError: it took too long between two verbs.
-        PacelineError: a verb's, whatever the dataflow made of it.
+        PacelineError: the error of a verb, even if the dataflow caught it.
     """
     try:
         async with asyncio.timeout(verbs.patience) as verbs.timeout:
@@ -73,7 +73,7 @@ async def carry_out(flow: Dataflow, verbs: Verbs) -> dict[str, float]:
                 phase=f"step {verbs.number}",
                 peer="the dataflow",
                 seconds=verbs.patience,
-                hint="it calls no verb meanwhile; see what it waits for, or raise barrier.collect_timeout_s",
+                hint="the dataflow calls no verb; see what it waits for, or raise barrier.collect_timeout_s",
             ) from error
         raise _own(error, verbs) from error
     return verbs.metrics()

@@ -1,8 +1,8 @@
-"""A dataflow carried out before the run: one step, twice, against samples that are made up.
+"""Tries a dataflow before the run: one step, twice, on made-up samples.
 
-What would end the run in its first step is told before anything is loaded, and so is a dataflow that does not
-do the same again. Journal, batches and guard are real, in a folder that goes; services are stand-ins. The
-rewards of a prompt's samples are 0, 1, 2, and so on.
+Errors that would end the run in its first step are reported before anything is loaded, and so is a dataflow
+whose second execution differs. Journal, batches and guard are real, in a temporary folder; services are
+stand-ins. The rewards of a prompt's samples are 0, 1, 2, and so on.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _PUSHED = {"weights/pause_ms": 0.0, "perf/num_gpus": 0.0}
 
 
 async def rehearse(flow: Dataflow, config: RunConfig, inputs: Inputs) -> str:
-    """Carries step 1 out twice; returns in words what it did.
+    """Runs step 1 twice; returns in words what it did.
 
     Raises:
         PacelineError: the dataflow breaks a rule, raises an error, or does something else the second time.
@@ -115,7 +115,7 @@ def _any(stand_in: object) -> Any:
 
 
 class _StandIns:
-    """What the verbs call of collector, learner, publication, turns and work ahead.
+    """Stands in for the collector, learner, publication, turns and work ahead that the verbs call.
 
     Attributes:
         sampled: what was asked for, in words.

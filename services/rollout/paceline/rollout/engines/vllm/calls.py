@@ -11,7 +11,7 @@ from paceline.core.members import LocalPart, RankRef, peer_from_plain
 from paceline.rollout.engines.vllm.start.cause import of_death
 
 GRACE_S: Final = 10.0
-"""How much longer the engine may take to answer than its workers may take to act"""
+"""Extra seconds that the engine may take to answer, beyond the deadline of its workers."""
 
 T = TypeVar("T")
 Reply = dict[str, Any]

@@ -81,15 +81,15 @@ class VllmEngine(Engine):
         """
         started, processes = time.monotonic(), EngineProcesses()
         context = prepare(config)
-        # In a list: the thread's frame would keep a returned engine alive to the interpreter's end, when its
-        # finalizer fails.
+        # In a list, because the thread's frame would keep a returned engine alive to the interpreter's end,
+        # when its finalizer fails.
         made: list[Any] = []
         await built(
             in_daemon(lambda: made.append(build(config, load_format, worker_extension, context))), processes
         )
         processes.settle()
         log.info("engine up in %.1f s", time.monotonic() - started)
-        # What exists now stays: later collections need not look at it.
+        # Existing objects stay, so later garbage collections need not examine them.
         gc.collect()
         gc.freeze()
         engine = cls(made.pop(), processes, has_tower=vision.has_tower(Path(config.model.path)))
@@ -98,7 +98,7 @@ class VllmEngine(Engine):
         return engine
 
     async def batch_draws(self) -> None:
-        """Has a batch's tokens drawn at once from now on, and log-probs fetched when samples end."""
+        """Makes the workers draw a batch's tokens at once, and return log-probs when samples end."""
 
         async def fetch(ids: list[str], starts: list[int], counts: list[int], aborted: list[str]) -> Fetched:
             args = (ids, starts, counts, aborted)
@@ -124,7 +124,7 @@ class VllmEngine(Engine):
 
     @property
     def kv_cache_tokens(self) -> int:
-        """Of all blocks of the KV cache."""
+        """Tokens that fit into all blocks of the KV cache."""
         cache = self._llm.vllm_config.cache_config
         return int(cache.num_gpu_blocks or 0) * int(cache.block_size)
 
@@ -142,7 +142,7 @@ class VllmEngine(Engine):
         args = (version, timeout_s, self._is_paused)
         if self._is_paused:
             return _merged(await self.call_workers("paceline_receive", args, timeout_s))
-        # Ordered together, done one after the other: the engine need not wait for the second order.
+        # Both orders are sent together and executed in turn, so the engine need not wait for the second.
         receiving = asyncio.create_task(self.call_workers("paceline_receive", args, timeout_s))
         resetting = asyncio.create_task(self._reset_caches())
         try:
@@ -226,7 +226,7 @@ class VllmEngine(Engine):
                 raise calls.engine_died() from error
             if self._has_tower:
                 self._images.forget(self._llm)
-            # AsyncLLM's own names of the requests: ours may be under way a second time by now.
+            # AsyncLLM's own names of the requests, because ours may already be running a second time.
             ids = [collector.request_id for collector in pending]
             await self._llm.abort(ids, internal=True)
             if self._log_probs is not None:

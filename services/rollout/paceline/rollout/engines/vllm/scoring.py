@@ -1,4 +1,4 @@
-"""Scores given tokens with an engine in this process: does vLLM compute what the learner computes?"""
+"""Scores given tokens with an engine in this process, to compare vLLM with the learner."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _engine(folder: Path) -> Any:
 
 @contextlib.contextmanager
 def _refusals() -> Iterator[None]:
-    """Within the block vLLM's errors are the model's; some, as of a head size, come with the first tokens."""
+    """Turns vLLM's errors in the block into model errors; some come with the first tokens."""
     try:
         yield
     except (ValueError, RuntimeError, OSError, TypeError, AssertionError, NotImplementedError) as error:
@@ -136,7 +136,7 @@ def _max_length(folder: Path) -> int:
 
 
 def _reason(error: Exception) -> str:
-    """What the error says, on one line; of pydantic's, the faults without their inputs and addresses."""
+    """Returns an error's message on one line; for pydantic, without inputs and addresses."""
     if isinstance(error, ValidationError):
         return one_line("; ".join(fault["msg"].removeprefix("Value error, ") for fault in error.errors()))
     return one_line(str(error))

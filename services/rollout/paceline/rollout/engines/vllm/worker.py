@@ -62,8 +62,8 @@ def _wait_without_spinning() -> None:
     vLLM's workers poll a queue in shared memory and yield the core in a loop for a second after each message.
     That second is the beginning of the learner's turn, on the same cores.
 
-    A notification wakes a sleeping worker, and one can be lost. vLLM then looks at the queue after 5 s, for
-    which an engine stood still about once in 400 prompt groups.
+    A notification wakes a sleeping worker, but it can be lost. vLLM then polls the queue only after 5 s,
+    which stalled an engine about once in 400 prompt groups.
     """
     from vllm.platforms import current_platform
 
@@ -117,7 +117,8 @@ def _keep_sinks_in_place() -> None:
     """Keeps attention sinks where they are while vLLM reloads layer by layer.
 
     gpt-oss's loader copies them into their parameter without a weight loader. vLLM (0.32) moves parameters
-    aside for a reload, but for those that it knows to be loaded so: the copy would be lost without an error.
+    aside for a reload, except those that it knows are loaded in this way: the copy would be lost without an
+    error.
     """
     from vllm.model_executor.model_loader.reload import meta
 

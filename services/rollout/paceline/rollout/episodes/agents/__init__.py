@@ -1,1 +1,1 @@
-"""Lets agents lead episodes through addresses of OpenAI's form."""
+"""Lets agents drive episodes through OpenAI-compatible endpoints."""

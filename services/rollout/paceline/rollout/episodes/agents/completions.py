@@ -1,7 +1,7 @@
-"""OpenAI's chat completions as data: what a client asks for, what it is answered. Nothing here waits.
+"""OpenAI's chat completions as data: requests and answers. Nothing here waits.
 
-A client says what stands in the conversation. How it is sampled is the run's: a model, a temperature or a
-seed is not taken from it, and reported as ignored; what would change the form of an answer is refused.
+The client supplies the conversation, and the run decides how to sample: a model, temperature or seed in the
+request is ignored and reported as such. Options that would change the form of an answer are refused.
 """
 
 from __future__ import annotations

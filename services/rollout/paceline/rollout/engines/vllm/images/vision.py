@@ -1,4 +1,4 @@
-"""Prompts with images for vLLM: as inputs that are processed already.
+"""Passes prompts with images to vLLM as processed inputs.
 
 vLLM's own processing would expand the placeholders a second time. What is passed on is what the learner sees,
 too: the tokens, and the patches of each image. An image's patches are sent to the engine's process once.
@@ -20,7 +20,7 @@ from paceline.core.samples.images import ImageSpec, PlaceholderRange, placeholde
 from paceline.rollout.engines.base import SampleRequest
 
 LATER: Final = ("mm_device_do_normalize",)
-"""Arguments that vLLM 0.24 does not have, nor what they switch off"""
+"""Arguments that vLLM 0.24 lacks, together with the features that they switch off."""
 
 KEPT_GIB: Final = 0.25
 """Patches of images that the engine's process keeps; a single image has at most a quarter of that."""
@@ -44,7 +44,7 @@ def arguments(*, on_cpu: bool) -> dict[str, Any]:
         "mm_processor_cache_gb": KEPT_GIB,
         "limit_mm_per_prompt": {"video": 0},
     }
-    # The profile makes an image with the processor, to see what memory it takes: of use only on a GPU.
+    # Profiling processes an image to measure its memory, which is useful only on a GPU.
     return chosen | ({"skip_mm_profiling": True} if on_cpu else {})
 
 
@@ -90,7 +90,7 @@ def prompt_with_images(request: SampleRequest, config: Any) -> Any:
     return vllm.mm_input(
         list(request.prompt_token_ids),
         items,
-        # By these vLLM keeps what the tower made of an image, for other requests with the same image.
+        # The keys by which vLLM caches the tower's output for other requests with the same image.
         {"image": [f"{loaded.image.hash}{request.cache_salt}" for loaded in request.images]},
         {"image": [vllm.PlaceholderRange(offset=first, length=length) for first, length in ranges]},
         cache_salt=request.cache_salt or None,
@@ -112,7 +112,7 @@ class ImageSender:
         """AsyncLLM's `add_request`; takes patches that the engine's process has out of the prompt."""
         async with self._order:
             listed = llm.renderer.mm_processor_cache
-            # All of them before one is added, as on the other side: adding one may drop another.
+            # Look up all before adding one, as on the other side, because adding one may drop another.
             for image_hash in prompt["mm_hashes"]["image"] if listed is not None else ():
                 listed.touch_sender_cache_item(image_hash)
             llm.input_processor.inject_into_mm_cache(prompt["mm_hashes"], prompt["mm_kwargs"])

@@ -1,4 +1,4 @@
-"""Has vLLM build Qwen2.5-VL and Qwen 3.5 where torchvision is not installed.
+"""Makes vLLM build Qwen2.5-VL and Qwen 3.5 without torchvision.
 
 The packages of torchvision on the index are built for CUDA and break the build for the CPU. vLLM needs it for
 two things that are not needed here: the processing of images, which come processed already, and videos.

@@ -1,7 +1,7 @@
 """Draws a token per row of a batch: each by one number that its seed and its position alone determine.
 
-A row's sample does not depend on the other rows, on their number, or on how often was drawn before. Only what
-the rows' logits owe to the batch's size (in bfloat16, kernels that add in another order) can move it.
+A row's sample does not depend on the other rows, on their number, or on how often was drawn before. Only an
+effect of the batch's size on the row's logits (in bfloat16, kernels sum in another order) can change it.
 
 B rows, V tokens.
 """
@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 SLICE: Final = 512
-"""Tokens whose probabilities are added up first; the draw chooses a slice, then a token in it"""
+"""Tokens per slice. Probabilities are summed per slice; the draw chooses a slice, then a token in it."""
 
 SORTED_TOKENS = 1 << 22
-"""Tokens of rows that are sorted at a time, for which several arrays of 4 and 8 bytes a token are made"""
+"""Tokens to sort at a time; sorting needs several arrays of 4 and 8 bytes per token."""
 
 # Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014): SplitMix64's constants, signed.
 _GAMMA: Final = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -58,7 +58,7 @@ def draw(log_probs: Tensor, numbers: Tensor) -> Tensor:
 
 
 def truncated(log_probs: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
-    """The distributions over each row's likeliest tokens alone; (B, V), normalized.
+    """The distributions over only each row's likeliest tokens; (B, V), normalized.
 
     Args:
         log_probs: (B, V), normalized.
@@ -91,5 +91,5 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """To the right, zeros coming in: torch's own shift brings the sign in."""
+    """Shifts right and fills with zeros; torch's own shift fills with the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,4 +1,4 @@
-"""A batched sampler's tables: what tokens are drawn by, and log-probabilities until they are fetched."""
+"""A batched sampler's tables: random numbers for tokens, and log-probabilities until they are fetched."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Places:
             length = self.numbers.shape[1]
             self.numbers[rows] = uniforms(self._tensor([seeds[request_id] for request_id in new]), length)
             self.log_probs[rows] = torch.nan
-            # One that gave way to others, and goes on now.
+            # A request that was preempted and now continues.
             for request_id in self._ended.keys() & new:
                 kept = self._ended.pop(request_id)
                 self.log_probs[self._taken[request_id], : len(kept)] = to_device(kept, self._device)
@@ -141,7 +141,7 @@ class Places:
         return values
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        """Nobody fetches these: they were aborted. The worker may not have heard of it yet."""
+        """Drops requests that were aborted and will not be fetched; the worker may not know of it yet."""
         for name in request_ids:
             self._ended.pop(name, None)
             self._begins.pop(name, None)

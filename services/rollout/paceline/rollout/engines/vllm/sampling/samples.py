@@ -15,7 +15,7 @@ from paceline.rollout.engines.vllm.images.vision import ImageSender, prompt_with
 from paceline.rollout.engines.vllm.sampling.log_probs import LogProbs
 
 SEED: Final = "paceline_seed"
-"""Where a request carries the seed by which `batched_sampler` draws: in `SamplingParams.extra_args`"""
+"""Key in `SamplingParams.extra_args` of the seed with which `batched_sampler` draws."""
 
 _ENDS = {reason.value: reason for reason in FinishReason}
 

@@ -1,1 +1,1 @@
-"""Starts vLLM: its arguments, environment, processes, and what they say when they end."""
+"""Starts vLLM: its arguments, environment, processes, and the causes of their end."""

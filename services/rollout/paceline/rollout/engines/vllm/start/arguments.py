@@ -26,9 +26,9 @@ GRAPHS_ALONE: Final[Mapping[str, object]] = {"mode": 0, "cudagraph_mode": "FULL_
 _CPU_PREFILL_TOKENS = 4096
 # vLLM's block of the KV cache on a CPU, in tokens.
 _CPU_BLOCK = 128
-# Arguments with which the size of the KV cache is not ours to choose.
+# Arguments with which the user sets the size of the KV cache.
 _OTHER_CACHE = {"block_size", "kv_cache_dtype", "kv_cache_memory_bytes", "num_gpu_blocks_override"}
-# Parameters of the layers of a dense model of that depth and width. Measured: 0.5B below, 7B above.
+# Parameters of the layers of a dense model of that depth and width. Measured: 0.5B lies below, 7B above.
 _FEWEST_COMPILED = 1_000_000_000
 
 
@@ -41,7 +41,7 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Returns the keyword arguments of vLLM's AsyncEngineArgs.
 
-    Weights come by push alone, so vLLM loads none. Only tests and benchmarks of the engine alone pass another
+    Weights come only by push, so vLLM loads none. Only tests and benchmarks of the engine pass another
     `load_format` or a `worker_extension` of None.
 
     Raises:
@@ -102,9 +102,9 @@ def is_small(folder: Path) -> bool:
 def latent_attention_on_cpu(folder: Path) -> dict[str, Any]:
     """Arguments for a model whose keys and values come from a latent state (DeepSeek-V2, V3); {} for others.
 
-    vLLM's own rotary kernel for the CPU takes (tokens, heads, size) for one head (seen in 0.32): queries and
-    keys would come out wrong, and torch's code takes its place. On a CPU with AMX vLLM would take an
-    attention backend for bfloat16 alone: an engine in float32 would not start.
+    vLLM's own rotary kernel for the CPU treats (tokens, heads, size) as one head (seen in 0.32), so queries
+    and keys would be wrong; torch's code replaces it. On a CPU with AMX, vLLM would choose an attention
+    backend that only supports bfloat16, and an engine in float32 would not start.
     """
     try:
         is_latent = bool(_text_config(folder).get("kv_lora_rank"))
@@ -134,7 +134,7 @@ def cpu_cache(config: RunConfig) -> dict[str, int]:
     """Bounds the KV cache by what samples can use; {} where rollout.kv_cache_gib is less, or with episodes.
 
     vLLM writes zeros into all of the cache as it starts: with a small model that took longer than the rest of
-    the engine's start. Episodes find earlier turns in what other samples have left free.
+    the engine's start. For episodes the cache is not bounded, because it also keeps their earlier turns.
     """
     if config.has_episodes or _OTHER_CACHE & config.rollout.engine_kwargs.keys():
         return {}
@@ -149,7 +149,7 @@ def cpu_cache(config: RunConfig) -> dict[str, int]:
 
 
 def _cache_bytes_per_token(tree: Mapping[str, Any]) -> int:
-    """Of keys and values in float32; 0 for a model whose layers do not all keep them alike."""
+    """Bytes of keys and values per token in float32; 0 for a model whose layers differ in them."""
     kinds = set(tree.get("layer_types") or ()) - {"full_attention"}
     has_window = bool(tree.get("sliding_window")) and tree.get("use_sliding_window", True)
     is_uniform = family_of(tree["model_type"]).has_uniform_cache
@@ -160,7 +160,7 @@ def _cache_bytes_per_token(tree: Mapping[str, Any]) -> int:
 
 
 def config_overrides(folder: Path) -> dict[str, Any] | Callable[[Any], Any]:
-    """What vLLM has to read otherwise than the folder's config.json says; {} for most models.
+    """Returns overrides of config.json for vLLM; {} for most models.
 
     Keys that vLLM needs and that are not there. Of a model that the learner dequantises, the quantisation
     goes: weights are pushed as they are trained.

@@ -1,4 +1,4 @@
-"""The root cause of an engine's end, from what its processes have logged: vLLM's own error has none."""
+"""Finds the root cause of an engine's end in its processes' logs, because vLLM's own error has none."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _UNKNOWN: Final = "core proc(s): {}"
 _PASSING: Final = (
     # Another process on the GPU gave memory back while vLLM measured how much there is.
     "Error in memory profiling",
-    # The core says so; a worker that failed by itself would have logged its own exception before.
+    # The core reports a killed worker; a worker that failed by itself would have logged its exception before.
     "WorkerProc initialization failed",
 )
 _LINE: Final = re.compile(_PROCESS + r"(?P<text>[A-Za-z_.]*(?:Error|Exception): .+)$", re.MULTILINE)
@@ -40,7 +40,7 @@ def may_pass(error: str, cause: str) -> bool:
 
 
 class ErrorOutput:
-    """What goes to standard error from now on, if that is a file, as under `paceline train`."""
+    """The standard error output from now on, if it is a file, as under `paceline train`."""
 
     def __init__(self) -> None:
         self._start = os.fstat(sys.stderr.fileno()).st_size if self._is_file() else 0
@@ -50,7 +50,7 @@ class ErrorOutput:
         if not self._is_file():
             return ""
         with open(f"/proc/self/fd/{sys.stderr.fileno()}", "rb") as file:
-            # An engine that has worked for long says why it ends at the end.
+            # After a long run, the cause is at the end of the output.
             file.seek(max(self._start, file.seek(0, os.SEEK_END) - _MOST_BYTES))
             return first_exception(file.read(_MOST_BYTES).decode("utf-8", errors="replace"))
 

@@ -1,7 +1,7 @@
 """Environment variables that vLLM reads on import and when it starts its processes.
 
-All of them are set here, before that; what the configuration decides is applied again in a process that has
-imported vLLM without it. A variable that the user has set keeps its value.
+All of them are set here, before that. Values from the configuration are applied again in a process that
+imported vLLM before it knew the configuration. A variable that the user has set keeps its value.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def prepare_import() -> None:
 
 
 def apply() -> None:
-    """Gives a process that has imported vLLM what the variables say now."""
+    """Applies the current variables to a process that has already imported vLLM."""
     from huggingface_hub import constants
 
     constants.HF_HUB_OFFLINE = os.environ[_OFFLINE] == "1"

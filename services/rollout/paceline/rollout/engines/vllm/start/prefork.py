@@ -1,9 +1,9 @@
 """One import of vLLM for a rollout server and its engine's processes; for the CPU only.
 
-An import of vLLM takes eight seconds of a core. Left to itself, vLLM would be imported by the server, by the
-engine core and by each worker, one after the other. Here the server imports it before anything else, while it
-has no threads, and forks another process: multiprocessing's fork server. From that one the engine core is
-forked, and from the core its workers.
+An import of vLLM takes eight seconds of CPU time. By default, the server, the engine core and each worker
+would import vLLM one after another. Here the server imports it before anything else, while it has no threads,
+and forks another process: multiprocessing's fork server. From that one the engine core is forked, and from
+the core its workers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MODULES: Final = (
     "vllm.v1.worker.cpu_model_runner",
     "paceline.rollout.engines.vllm.worker",
 )
-"""What the engine's processes import; what is missing here is imported later, in each of them"""
+"""Modules that the engine's processes import; each process imports any others itself."""
 
 _IN_SERVER: Final = ("vllm.engine.arg_utils", "vllm.v1.engine.async_llm")
 _has_begun = False
@@ -73,7 +73,7 @@ def start() -> BaseContext:
 
 
 def use(context: BaseContext) -> None:
-    """Has vLLM start the engine core in `context`; it has no switch for that."""
+    """Makes vLLM start the engine core in `context`, for which vLLM has no option."""
     from vllm.v1.engine import utils
 
     utils.get_mp_context = lambda: context
@@ -82,7 +82,8 @@ def use(context: BaseContext) -> None:
 class _Context(ForkServerContext):
     """Its processes get the environment variables that this process had when the context was made.
 
-    Later ones would not do: vLLM, in this process, wants the workers to be new interpreters.
+    Later variables must not be used, because in this process vLLM sets them so that workers become new
+    interpreters.
     """
 
     def __init__(self) -> None:
@@ -127,7 +128,7 @@ def _start_tracker() -> None:
 
 
 def _fork() -> None:
-    """As `ForkServer.ensure_running` starts the server, but as a copy of this process."""
+    """Starts the server like `ForkServer.ensure_running`, but as a copy of this process."""
     gc.collect()
     gc.freeze()  # a collection would write to pages that the two processes share
     _start_tracker()

@@ -19,7 +19,7 @@ Refusals = Mapping[str, str]
 OWN: Final[Refusals] = {
     "model": "Paceline sets it; write model.path",
     "skip_tokenizer_init": "Paceline sets it: token ids go in and come out",
-    "load_format": "Paceline sets it: weights come by push alone",
+    "load_format": "Paceline sets it: weights come only by push",
     "dtype": "Paceline sets it; write model.dtype",
     "logprobs_mode": "Paceline sets it: the loss needs the log-probabilities of what was sampled from",
     "generation_config": "Paceline sets it: a model's own defaults would change the sampling unseen",
@@ -86,7 +86,7 @@ REFUSED: Final[Refusals] = {
     "enable_eplb": "experts would move between ranks, away from where a push loads them",
     "offload_params": _MOVED,
     "cpu_offload_params": _MOVED,
-    "weight_transfer_config": "weights come over Paceline's own weight group alone",
+    "weight_transfer_config": "weights come only over Paceline's own weight group",
     "enable_fault_tolerance": "vLLM would bring an engine back without the weights that were pushed into it",
     "enable_mamba_cache_stochastic_rounding": _NOT_REPRODUCIBLE,
 }
@@ -117,7 +117,7 @@ ALLOWED: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
 ON_CPU: Final[Refusals] = {
     "enable_chunked_prefill": "on a CPU a chunked prompt's samples are not reproducible",
 }
-"""Refused on a CPU alone, unless false"""
+"""Refused only on a CPU, unless false"""
 
 
 def check(config: RunConfig) -> None:
@@ -141,7 +141,7 @@ def check_on_cpu(config: RunConfig) -> None:
     kwargs, model = config.rollout.engine_kwargs, config.model
     if model.dtype != "bfloat16" and family_in(Path(model.path)).has_states:
         raise ConfigError(
-            "vLLM's build for the CPU computes layers with a state in bfloat16 alone, and model.dtype is "
+            "vLLM's build for the CPU computes layers with a state only in bfloat16, and model.dtype is "
             f"{model.dtype}; set model.dtype: bfloat16"
         )
     _refuse(config, {name: reason for name, reason in ON_CPU.items() if kwargs.get(name)})

@@ -1,4 +1,4 @@
-"""Builds vLLM's AsyncLLM in a thread of its own, which nothing waits for."""
+"""Builds vLLM's AsyncLLM in a separate thread, which nothing waits for."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def build(
 
 
 async def built(building: asyncio.Future[None], processes: EngineProcesses) -> None:
-    """Waits until the engine has started, and looks whether one of its processes is stopped.
+    """Waits until the engine has started, and checks whether one of its processes is stopped.
 
     Cancelled, or after its own error, the processes are killed: a thread cannot be cancelled, but fails at
     once without them. Or it is still importing and has none: then this process ends while the thread runs
@@ -110,14 +110,14 @@ def failure(model: str, error: str, cause: str) -> PacelineError:
 
 
 def _drop_unknown(arguments: dict[str, Any], kind: Any) -> None:
-    """Drops what switches off something that an earlier vLLM does not have."""
+    """Drops arguments that switch off features which an earlier vLLM lacks."""
     for name in vision.LATER:
         if name not in kind.__dataclass_fields__:
             arguments.pop(name, None)
 
 
 def in_daemon(work: Callable[[], None]) -> asyncio.Future[None]:
-    """Calls in a thread, for which neither the loop's end nor the interpreter's waits."""
+    """Calls in a thread for which neither the end of the loop nor of the interpreter waits."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
 

@@ -17,7 +17,7 @@ _GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 
 
 def learner_shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors that a learner has of the model of a Hugging Face configuration, by name.
+    """Returns the shapes, by name, of a learner's tensors for a Hugging Face configuration.
 
     Empty if transformers has no causal language model for it.
     """
@@ -49,7 +49,8 @@ def checkpoint_tensors(
 
     Args:
         model_type: as in its config.json.
-        keeps_stacks: stacks of experts that checkpoints have, too, stay whole, named as parameters are.
+        keeps_stacks: whether stacks of experts that also exist in checkpoints stay whole, named like
+            parameters.
     """
     family = family_of(model_type)
     split = _split_experts
@@ -65,7 +66,7 @@ def checkpoint_tensors(
 def _each_expert(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Names each expert of a stack, as vLLM's loader for gpt-oss has it: `...experts.0.gate_up_proj`.
 
-    That loader copies a whole stack into its parameter, past the layer by layer collecting of a reload.
+    That loader copies a whole stack into its parameter, bypassing the layer-by-layer collection of a reload.
     """
     prefix, is_stack, kind = name.rpartition(".experts.")
     if not is_stack:
@@ -78,7 +79,7 @@ def _each_expert(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.T
 def _whole_stack(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Names a stack as vLLM names its parameter: `...experts.routed_experts.gate_up_proj`.
 
-    vLLM 0.24 takes gpt-oss's stacks under that name alone, and no single experts.
+    vLLM 0.24 accepts gpt-oss's stacks only under that name, and no single experts.
     """
     yield name.replace(".experts.", ".experts.routed_experts."), tensor
 

@@ -1,8 +1,8 @@
 """The general path into vLLM's model: full tensors through its own loader, and proof that all were loaded.
 
 vLLM reloads layer by layer: it moves a layer's parameters aside, collects its weights, and when they are
-complete writes them into the parameters' old storage. A reload that breaks off leaves layers half collected.
-Another reload would add its weights to theirs, and nobody would notice.
+complete writes them into the parameters' old storage. An interrupted reload leaves layers half collected. The
+next reload would silently add its weights to them.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Reloader:
         _check_complete(self._model, returned)
 
     def _restore(self, before: Places) -> None:
-        """Ends a reload that broke off; the values are a mixture then, but the next one starts afresh."""
+        """Ends an interrupted reload; the values are then a mixture, but the next reload starts afresh."""
         self._is_broken = True
         with contextlib.suppress(Exception):
             self._finish()
@@ -105,8 +105,8 @@ def _name_weight_loaders(model: nn.Module) -> None:
 def _check_complete(model: nn.Module, returned: list[Iterable[str] | None]) -> None:
     if len(returned) != 1 or returned[0] is None:
         raise ModelError(
-            f"{type(model).__name__}.load_weights does not say which parameters it has loaded, so that "
-            "nobody can tell whether a push has reached all of them; this model cannot be pushed into"
+            f"{type(model).__name__}.load_weights does not say which parameters it has loaded, so it is "
+            "unknown whether a push has reached all of them; this model cannot be pushed into"
         )
     trace = recall(model)
     loaded = set(returned[0]) | (set() if trace is None else trace.made)

@@ -4,9 +4,9 @@ stand-ins of the learner's tensors -> checkpoint names -> the model's `load_weig
 weights in kernel format -> which parameters a kernel has changed, or has made something from
 
 A stand-in has a shape and no memory. A view of it knows by its strides which box of which tensor it is, so
-whatever a loader slices, splits, transposes and renames, its copies say where each box goes. What is not a
-copy of boxes (a computed weight), or is not what lies in the parameter later (repacked weights, matrices that
-a kernel derives from them), cannot be pushed in place: such a model takes the general path.
+whatever a loader slices, splits, transposes and renames, its copies say where each box goes. A parameter
+cannot be pushed in place if it is no copy of boxes (a computed weight), or if its content changes later
+(repacked weights, matrices that a kernel derives from them). Such a model takes the general path.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _write_unread(model: nn.Module) -> None:
 
 
 def _resolve(recorder: _Recorder, params: Mapping[str, Tensor], stand_ins: Mapping[str, Tensor]) -> LoadTrace:
-    """What was recorded about storages, as boxes of parameters and of the learner's tensors."""
+    """Interprets the recorded storages as boxes of parameters and of the learner's tensors."""
     names = {_storage(param): name for name, param in params.items()}
     sources = {_storage(tensor): name for name, tensor in stand_ins.items()}
     reasons = {
@@ -239,7 +239,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call,unused-ignor
         if func in _ALIASES and args[0].is_meta and _holds(kwargs.get("dtype"), args[0].dtype):
             return args[0].view_as(args[0])
         if func is _ZERO and args[0].is_meta and _is_whole(args[0]):
-            # The second of two ranks adds no bias to what both sum up.
+            # Of two ranks that sum their results, the second adds no bias.
             self._zeros.add(_storage(args[0]))
             return args[0]
         written = list(_written(func, args, kwargs))
