@@ -64,7 +64,7 @@ class Ledger:
 
 
 class AdmittedConversation:
-    """Represents an admitted conversation."""
+    """Stands for a conversation that was admitted."""
 
     def __init__(self, admission: AdmissionControl, key: int) -> None:
         self._admission, self._key = admission, key
