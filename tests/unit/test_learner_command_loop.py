@@ -224,8 +224,10 @@ def test_rows_of_earlier_steps_are_fetched_within_the_bound_of_a_replay_alone() 
         fetch(None, later)
     with pytest.raises(VersionMismatchError, match="the step trains on v3@"):
         fetch(ReplayBound(step=step, oldest=-3), later)
-    with pytest.raises(VersionMismatchError, match="what step 0 trains again"):
-        fetch(ReplayBound(step=0, oldest=-3), later)
+    rows, blobs = make_batch(step=9, num_prompts=2, num_samples=2)
+    store = DictBlobs(blobs)
+    with pytest.raises(VersionMismatchError, match="what step 4 trains again"):
+        fetch(ReplayBound(step=4, oldest=0), later)
 
 
 def test_a_blob_that_was_drawn_again_after_it_was_scored_is_not_trained_on() -> None:

@@ -237,6 +237,7 @@ async def test_a_learner_that_goes_back_to_a_checkpoint_trains_the_same_again(tm
 
         assert await fleet.live(lose)
         assert fleet.restarts == int(lost_in > 0)
+        assert breaches_of(fleet.folder, config(**fleet.changes)) == []
         batches.append(
             {e["step"]: e["digest"] for e in journal_events(fleet.folder) if e["event"] == "batch"}
         )

@@ -199,7 +199,6 @@ class Standing:
         self.ahead.clear()
         self.cursor, self.guard = event["cursor"], event["guard"]
         self.commits = {v: digest for v, digest in self.commits.items() if v <= self.finished}
-        self.saved = {step: file for step, file in self.saved.items() if step <= self.finished}
 
     def _on_saved(self, event: Mapping[str, Any]) -> None:
         if str(event["file"]).startswith("step_"):

@@ -199,7 +199,6 @@ class History:
                 entry,
             )
         self._open.rewind(to_step, self.steps)
-        self._replays.rewind(to_step)
         self.steps = {number: step for number, step in self.steps.items() if number <= to_step}
         self.finished = min(self.finished, to_step)
         known = self.steps.get(to_step)

@@ -33,10 +33,6 @@ class Replays:
         kept = {t for end in (step, *targets) for t in rule.steps_before(end + 1)}
         self._trained = {number: rows for number, rows in self._trained.items() if number in kept}
 
-    def rewind(self, to_step: int) -> None:
-        """Forgets what void steps have trained."""
-        self._trained = {number: rows for number, rows in self._trained.items() if number <= to_step}
-
     def rows(self, entry: JournalEntry, fresh: Sequence[BatchRow], rule: ReplayRule | None) -> list[BatchRow]:
         """Returns the rows that an event `batch` says to be trained again; notes those without permission.
 
