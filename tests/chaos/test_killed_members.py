@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from paceline.controller.batch.barrier import Verdict
-from support.killed_fleet import NUM_SAMPLES, PROMPTS, collect, content
+from paceline.service.observability import metrics, telemetry
+from support.fake_engine import FakeEngine
+from support.killed_fleet import NUM_SAMPLES, PROMPTS, MortalBroker, collect, content, reward, roll_out
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -46,6 +48,33 @@ async def test_what_takes_the_places_of_equal_groups_does_not_depend_on_who_dies
     assert num_extra
     assert len(rows) <= 6 * NUM_SAMPLES
     assert len(greedy) == 6 + num_extra == (len(rows) + len(aside)) // NUM_SAMPLES
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_members_that_die_at_any_call_leave_their_half_drawn_samples_to_others(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server saves after almost every token: it dies at saves, too, before and after they take effect."""
+    num_carried = 0
+
+    def count(metric: metrics.Metric, amount: float = 1, **_: str) -> None:
+        nonlocal num_carried
+        num_carried += int(amount) if metric is metrics.TOKENS_CARRIED_OVER else 0
+
+    async def roll_out_slowly(broker: MortalBroker, name: str) -> None:
+        await roll_out(broker, name, FakeEngine(token_s=0.004), save_progress_s=0.005)
+
+    monkeypatch.setattr(telemetry, "count", count)
+    batches = []
+    for name, num_deaths in (("calm", 0), ("wild", 4)):
+        (tmp_path / name).mkdir()
+        works = (roll_out_slowly, reward)
+        batch, broker, _ = await collect(tmp_path / name, seed=seed, num_deaths=num_deaths, works=works)
+        batches.append(await content(batch, broker))
+        groups = [g for stream in broker._store.streams.values() for g in stream.groups.values()]
+        assert not any(pending.progress for g in groups for pending in g.pending.values())
+    assert batches[0] == batches[1]
+    assert num_carried > 0
 
 
 async def test_a_prompt_that_kills_its_servers_is_given_up_and_takes_no_other_along(tmp_path: Path) -> None:

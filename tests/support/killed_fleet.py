@@ -127,7 +127,12 @@ Work = Callable[[MortalBroker, str], Coroutine[Any, Any, None]]
 
 
 async def roll_out(
-    broker: MortalBroker, name: str, engine: Engine | None = None, episodes: Episodes | None = None
+    broker: MortalBroker,
+    name: str,
+    engine: Engine | None = None,
+    episodes: Episodes | None = None,
+    *,
+    save_progress_s: float = LIMITS.save_progress_s,
 ) -> None:
     """A rollout process from its commit to its death."""
     sessions: list[asyncio.Task[None]] = []
@@ -143,7 +148,10 @@ async def roll_out(
         server_id=name.partition("/")[0],
         incarnation=name.partition("/")[2],
         limits=replace(
-            LIMITS, lease_s=broker.lease_s, max_deliveries=6 if broker.poison else LIMITS.max_deliveries
+            LIMITS,
+            lease_s=broker.lease_s,
+            max_deliveries=6 if broker.poison else LIMITS.max_deliveries,
+            save_progress_s=save_progress_s,
         ),
         spawn=spawn,
         episodes=episodes,

@@ -375,6 +375,18 @@ async def test_nothing_is_saved_of_groups_that_are_not_worth_it(
         assert await delivered(b, of) == await undisturbed(of)
 
 
+async def test_groups_that_have_just_begun_are_left_out() -> None:
+    async with bench() as b:
+        await b.push(V0)
+        b.engine.hold(9)
+        await b.ask(wanted())
+        await b.quiet(1)
+        await b.sampler._progress._save(least_age_s=1000.0)
+        assert saved(b.broker) == []
+        await b.sampler._progress._save(least_age_s=0.0)
+        assert len(saved(b.broker)) == 1
+
+
 async def test_a_save_has_only_what_came_since_the_last_one() -> None:
     of, frames = wanted(), list[bytes]()
 
@@ -420,19 +432,26 @@ async def test_a_broker_that_is_away_for_a_save_is_told_the_next_time() -> None:
 
 async def test_a_group_of_another_owner_is_not_saved_over() -> None:
     """This server's lease has lapsed unnoticed."""
-    of = wanted()
-    async with bench(limits=OFTEN) as b:
+    of, tried = wanted(), list[bytes]()
+
+    class Noting(MemoryBroker):
+        async def save_progress(self, *args: Any) -> list[str]:
+            tried.extend(part.data for part in args[3])
+            return await super().save_progress(*args)
+
+    async with bench(limits=OFTEN, broker=Noting(), engine=FakeEngine(token_s=0.01)) as b:
         await b.push(V0)
-        b.engine.hold(9)
         await b.ask(of)
         await b.quiet(1)
         where = (names.prompts(RUN, 0), names.ROLLOUT_GROUP, "other")
         (entry,) = await b.broker.reclaim(*where, min_idle_s=0, max_entries=9)
         own = [SavedPart(entry_id=entry.entry_id, offset=0, data=b"other's")]
         await b.broker.save_progress(*where, own)
-        await asyncio.sleep(0.1)
+        tried.clear()
+        await asyncio.sleep(0.2)
         await b.server.drain()
         assert saved(b.broker) == [b"other's"]
+        assert len(tried) == 1  # then it knows
 
 
 async def test_a_group_that_was_handed_over_often_is_refused_only_when_its_attempts_are_used_up() -> None:
@@ -452,7 +471,7 @@ async def test_a_group_that_was_handed_over_often_is_refused_only_when_its_attem
 
 async def test_a_group_that_took_too_long_goes_on_where_it_was() -> None:
     of = wanted()
-    limits = replace(OFTEN, group_timeout_s=0.3, max_deliveries=50)
+    limits = replace(OFTEN, group_timeout_s=0.5, max_deliveries=500, lease_s=0.5)
     async with bench(limits=limits, engine=FakeEngine(token_s=0.02)) as b:
         await b.push(V0)
         await b.ask(of)

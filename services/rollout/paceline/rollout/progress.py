@@ -44,7 +44,7 @@ class _Attempt:
     """A group in the engine.
 
     `begun` are the samples' tokens from before this attempt, by index; `ends` is how many of each sample's
-    are saved, `num_bytes` what they take.
+    are saved, `num_bytes` what they take. `is_lost`: the entry has gone to another, so nothing more is saved.
     """
 
     box: Mailbox
@@ -57,6 +57,7 @@ class _Attempt:
     began_s: float = field(default_factory=time.monotonic)
     task: asyncio.Task[object] | None = field(default_factory=asyncio.current_task)
     is_handed_over: bool = False
+    is_lost: bool = False
 
     def wanted(self) -> dict[str, int]:
         """How many tokens of this attempt are saved already, by request."""
@@ -209,7 +210,8 @@ class ResumableDraws:
     async def _save(self, *, least_age_s: float) -> None:
         oldest = time.monotonic() - least_age_s
         async with self._saving:
-            attempts = [attempt for attempt in self._attempts.values() if attempt.began_s <= oldest]
+            known = self._attempts.values()
+            attempts = [attempt for attempt in known if attempt.began_s <= oldest and not attempt.is_lost]
             wanted = {name: first for attempt in attempts for name, first in attempt.wanted().items()}
             if not wanted:
                 return
@@ -234,7 +236,10 @@ class ResumableDraws:
                 for entry_id, (attempt, _, frame) in frames.items()
             ]
         )
-        for attempt, parts, frame in (frames[entry_id] for entry_id in saved):
+        for entry_id, (attempt, parts, frame) in frames.items():
+            attempt.is_lost = entry_id not in saved
+            if attempt.is_lost:
+                continue
             attempt.num_bytes += len(frame)
             attempt.ends |= {part.sample_index: part.end for part in parts}
             telemetry.count(metrics.PROGRESS_SAVED, len(frame))
