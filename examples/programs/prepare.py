@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 HERE = Path(__file__).resolve().parent
 arithmetic: Any = SimpleNamespace(**runpy.run_path(str(HERE.parent / "arithmetic" / "prepare.py")))
 
-# What stands around a program's expression: one token each, so that a tiny model has little to write.
+# The text around a program's expression is one token each, so that a tiny model has little to write.
 OPENING, CLOSING = "print(", ")"
 
 

@@ -128,7 +128,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gguf", type=Path, help="the model's GGUF file; default: the installed package's")
     parser.add_argument("--output", type=Path, default=HERE, help="folder for model/ and data/")
-    parser.add_argument("--seed", type=int, default=0, help="of the order of the sums, and of the products")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the order of sums and of the choice of products"
+    )
     given = parser.parse_args(argv)
     train, held_out = sums(given.seed)
     data = given.output / "data"

@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 def agent(function: Callable[..., Any]) -> Callable[[], Environment]:
-    """What `serve_environment` takes, from an agent; the run's configuration sets `environment.drives`.
+    """Turns an agent into an argument of `serve_environment`; the run sets `environment.drives`.
 
     Args:
         function: `f(task, *, base_url, token, model)`, plain or async: plays one episode and returns its

@@ -15,7 +15,7 @@ from paceline.core.errors import InvalidMessageError
 from paceline.wire.fields import LIMITS, plain_problem, reject
 
 MAX_JSON_BYTES = 16 * 2**20
-"""Of one object's text, in UTF-8."""
+"""Most bytes of one object's text in UTF-8."""
 
 
 def write_json_object(value: Mapping[str, object], subject: str) -> str:
@@ -73,7 +73,7 @@ def read_json_object(text: str, subject: str) -> dict[str, object]:
     """Reads the text of a JSON object; an empty text is an empty one.
 
     Raises:
-        InvalidMessageError: it is none, is too large, or holds numbers that are not finite.
+        InvalidMessageError: the text is no JSON object, is too large, or holds numbers that are not finite.
     """
     if not text:
         return {}

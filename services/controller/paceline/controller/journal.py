@@ -21,10 +21,10 @@ dispatch {step, policy, prompts, samples?}   the prompts of a step, once per ste
 redispatch {step, prompts}                   those that were sent again
 sampling {step, number, policy, prompts, samples, digest}   a dataflow samples further, each time that it
                                              begins; `digest` is that of what it asks for, to the token
-waiting {step}                               a minute has passed in which a script did not say what to do
+waiting {step}                               a script has not said for a minute what to do
 trajectory {id, verdict, server, ...}        the barrier's verdict; policy, digest (of the blob), reward,
                                              error; token_rewards, normalized: parts of the reward
-refusal {step, prompt, reason, message, server}   a server gives a prompt group up
+refusal {step, prompt, reason, message, server}   a server gives up a prompt group
 refill, group_dropped, batch_short           why a prompt of the step is not trained
 batch {step, policy, digest, num_rows, rows?}   the batch is complete; `digest` is that of its rows; `rows`
                                              are those that a dataflow chose: [id, reward or null, baseline]

@@ -168,8 +168,8 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
     ) -> learner_pb2.TrainStepResponse:
         """Trains one step; the same step with the same digest gets the first call's result.
 
-        The step continues when a caller gives up or reaches its deadline: it will ask again. Rows are read
-        by the ranks only: many would stop the event loop.
+        The step continues when a caller gives up or reaches its deadline: it will ask again. Only the ranks
+        read the rows, because reading many rows would block the event loop.
 
         Raises:
             IllegalTransitionError: the step was trained, or is training, on another batch, or it is not the

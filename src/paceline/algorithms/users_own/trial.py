@@ -87,8 +87,7 @@ def try_estimator(
     """Calls an advantage estimator on four short sequences, on one rank and divided between two.
 
     Args:
-        label: the estimator's, for errors.
-        advantages: it.
+        label: the estimator's name for errors.
         names: names of the log-probs that the rows have.
         needs: which of "critic" and "greedy" the run has.
 
@@ -121,8 +120,7 @@ def try_step(label: str, algorithm: Algorithm, *, names: Sequence[str], needs: S
     """Carries out an algorithm's step, with its estimator and loss tried on a few short sequences.
 
     Args:
-        label: the algorithm's, for errors.
-        algorithm: it.
+        label: the algorithm's name for errors.
         names: names of the log-probs that it may read.
         needs: which of "critic" and "greedy" the run has.
 
@@ -236,7 +234,7 @@ def _on_two_ranks(
 
 
 def _rows_of(inputs: Table, rows: slice) -> Table:
-    """The same of some rows."""
+    """Returns the inputs of some rows."""
 
     def cut(value: Any) -> Any:
         if isinstance(value, Mapping):

@@ -13,9 +13,9 @@ from paceline.service.identity.credentials import LatestTls
 
 
 class RotatingChannel(grpc.aio.Channel):
-    """Opens a channel with the files of now, and another when they have changed.
+    """Opens a channel with the current files, and a new one when the files have changed.
 
-    Calls under way end on the channel that they began on, which gRPC closes after the last of them.
+    Running calls end on the channel on which they began; gRPC closes it after the last of them.
 
     Args:
         latest: the files.

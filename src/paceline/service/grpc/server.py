@@ -62,7 +62,7 @@ class RunningServer:
         await self._health.enter_graceful_shutdown()
 
     async def stop(self, grace_s: float = 2.0) -> None:
-        """Refuses new calls, and cancels the calls under way after `grace_s` seconds."""
+        """Refuses new calls, and cancels running calls after `grace_s` seconds."""
         await self.refuse_work()
         await self._server.stop(grace_s)
 
@@ -94,7 +94,8 @@ async def start_server(
             in, for loopback only.
         max_message_bytes: largest message in either direction.
         port_key: what the user changes when the port is taken, for the error's message.
-        fence: of the member behind this server; calls of a controller of an earlier term get ProtocolError.
+        fence: fencing state of the member behind this server; calls from an earlier controller get
+            ProtocolError.
 
     Raises:
         ConfigError: no token or no TLS on an address that other machines can reach.

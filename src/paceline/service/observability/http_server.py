@@ -1,4 +1,4 @@
-"""A small HTTP server for what a process shows of itself: from threads, in plain text or over TLS."""
+"""A small threaded HTTP server for a process's metrics and pages, in plain text or over TLS."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class HttpServer(socketserver.ThreadingMixIn, WSGIServer):
         with self._lock:
             if len(self._open) >= _MAX_REQUESTS:
                 _end(self._open.pop(next(iter(self._open))))
-            self._open[id(request)] = request.dup()  # a handshake takes the request's own descriptor
+            self._open[id(request)] = request.dup()  # a handshake replaces the request's descriptor
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -103,7 +103,7 @@ class HttpServer(socketserver.ThreadingMixIn, WSGIServer):
         return self._context
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A caller who is refused, or goes away, is no error of this process."""
+        """Logs errors of callers for debugging only; a refused or lost caller is no error of this process."""
         log.debug("a call over HTTP from %s failed", client_address, exc_info=True)
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ _LEAST_ROUNDS: Final = 4
 """In a single round, packing, sending and scattering could not overlap"""
 
 _WORTH_A_ROUND: Final = 16 << 20
-"""Elements of the busiest rank from which on another round costs less than it hides"""
+"""Least elements of the busiest rank for which another round saves more time than it costs."""
 
 _ALIGNED: Final = 8
 """A chunk's size is a multiple of this: parts then begin at addresses that kernels copy at full speed"""
@@ -23,7 +23,7 @@ class _Share:
     """What one member takes of a flow, in elements.
 
     Attributes:
-        volume: in all.
+        volume: number of elements in total.
         limit: at most this much per round.
         least: at least this much at a time, even if less would be enough.
         slack: how much shorter a chunk may be, because it ends at a row's end and at an aligned size.
@@ -52,15 +52,15 @@ def chunk_sizes(flows: Sequence[Flow], capacity: int) -> list[int]:
     Every flow is spread over all rounds, so that each round moves about as much as any other and keeps all
     links busy. In a round a rank packs at most `capacity` elements, and receives at most as many from
     learners and relays together. Its flows share a sixteenth of that equally, so that small flows are not cut
-    to bits, and the rest in proportion to their volumes. Of a shared flow every member takes one chunk per
-    round.
+    into tiny chunks, and the rest in proportion to their volumes. Every member of a shared flow takes one
+    chunk per round.
     """
     loads = _loads(flows)
     keys = [
         (flow.volume, flow.longest_row, len(flow.members), *load)
         for flow, load in zip(flows, loads, strict=True)
     ]
-    # Servers that are alike have shares that are.
+    # Identical servers have equal shares.
     shares = {key: _share(*key, capacity) for key in dict.fromkeys(keys)}
     busiest = max((volume for _, volume in loads), default=0)
     num_rounds = max(
@@ -84,7 +84,7 @@ def _share(volume: int, longest_row: int, count: int, num_flows: int, load: int,
 
 
 def _loads(flows: Sequence[Flow]) -> list[tuple[int, int]]:
-    """Of each flow the most flows, and the most elements, that any of its ends packs or receives.
+    """For each flow, the most flows and the most elements that any of its ends packs or receives.
 
     Flows of the same cargo, to replicas that are served one by one, are packed once.
     """

@@ -41,7 +41,7 @@ class PromptImages:
         return tuple([await self._store(source, step) for source in sources])
 
     async def _store(self, source: ImageSource, step: int) -> Image:
-        assert self._reader is not None, "prompts with images have come from a reader"
+        assert self._reader is not None, "only a reader supplies prompts with images"
         image = self._known.get(source.digest)
         if image is None or image.hash not in self._needed:
             loaded = await asyncio.to_thread(self._reader.process, source)

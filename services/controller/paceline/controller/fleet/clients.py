@@ -234,8 +234,8 @@ class LearnerClient:
 
         Args:
             member: the learner.
-            parts: parts of an engine, that wake next: ranks whose GPU has room for them keep what they cache.
-                None: all ranks give back.
+            parts: parts of an engine that wake next; ranks whose GPU has room for them keep their cache.
+                Empty: all ranks free it.
             engine_bytes: bytes of a GPU that an engine took when it was last awake; 0: not measured.
         """
         reply = await self._call(
@@ -380,7 +380,7 @@ class RolloutClient:
         )
 
     async def sleep(self, member: Member) -> int:
-        """Makes a server give its engine's GPU memory up; returns how many bytes of a GPU that can be."""
+        """Makes a server free its engine's GPU memory; returns the most bytes of a GPU freed so far."""
         reply = await call(
             self._stub(member).Sleep,
             rollout_pb2.SleepRequest(),

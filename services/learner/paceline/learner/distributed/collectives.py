@@ -64,8 +64,8 @@ def require_same(ranks: Ranks, text: str) -> None:
     if len(set(texts)) > 1:
         listing = ", ".join(f"{text} on rank {rank}" for rank, text in enumerate(texts))
         raise ConfigError(
-            f"the algorithm's step goes on differently from rank to rank ({listing}); let it follow from "
-            "what is the same on all ranks, not from a rank's own rows"
+            f"the algorithm's step goes on differently from rank to rank ({listing}); base it on values that "
+            "are equal on all ranks, not on a rank's own rows"
         )
 
 

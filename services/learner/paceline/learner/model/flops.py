@@ -48,7 +48,7 @@ def arithmetic_of(network: PolicyNetwork | ValueNetwork) -> Arithmetic:
 def _by_layer(config: Any, num_layers: int) -> Sequence[Any]:
     """The configuration of each layer with attention.
 
-    They differ only in models whose layers do. Layers with a state are left out: they have no pairs of
+    Configurations differ only if layers differ. Layers with a state are left out: they have no pairs of
     tokens.
     """
     if getattr(config, "is_heterogeneous", False):

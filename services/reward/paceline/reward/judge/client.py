@@ -24,9 +24,9 @@ class JudgeOptions:
 
     Args:
         address: URL with the version at its end, http://127.0.0.1:8000/v1 say.
-        model: as its server calls it.
+        model: name of the model on its server.
         key: sent as a bearer token; "" for none.
-        max_tokens, temperature: of its answer.
+        max_tokens, temperature: sampling options of its answer.
         timeout_s: longest duration of a call.
     """
 
@@ -61,7 +61,7 @@ class JudgeClient:
         }
         url = f"{options.address.rstrip('/')}/chat/completions"
         try:
-            # httpx's own timeouts are of each read; an answer may come byte by byte.
+            # httpx's timeouts apply to each read, but an answer may arrive byte by byte.
             async with (
                 asyncio.timeout(options.timeout_s),
                 self._http.stream("POST", url, json=body) as answer,

@@ -84,7 +84,7 @@ def _options(args: argparse.Namespace) -> ModelOptions:
 
 
 def _version(options: ModelOptions) -> str:
-    """A digest of the folder; a judge's also of what it is asked and how it is read."""
+    """Returns a digest of the folder and, for a judge, of its prompt and its answer's pattern."""
     version = folder_version(Path(options.path))
     if not options.prompt_file:
         return version
@@ -106,7 +106,7 @@ def _words(text: str) -> dict[str, float]:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line; what does not go together ends the process with a sentence."""
+    """Parses the command line; options that do not go together end the process with a message."""
     parser = argparse.ArgumentParser(prog="python -m paceline.reward.models", description=__doc__)
     parser.add_argument("path", nargs="?", help="folder with the model: one label, or a language model")
     parser.add_argument(
@@ -148,19 +148,19 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "--timeout",
         type=float,
         default=120.0,
-        help="s that a call may take, else the process ends (%(default)s)",
+        help="seconds that a call may take before the process ends (default: %(default)s)",
     )
     parser.add_argument(
         "--load-timeout",
         type=float,
         default=600.0,
-        help="s that loading may take, else likewise (%(default)s)",
+        help="seconds that loading may take before the process ends (default: %(default)s)",
     )
     parser.add_argument(
         "--ready-file",
         type=Path,
         metavar="FILE",
-        help="--attach: there, and written every two seconds, while the model is loaded and attached",
+        help="--attach: file that exists, and is written every two seconds, while the model is attached",
     )
     args = parser.parse_args(arguments)
     _refuse_what_clashes(parser, args)

@@ -1,4 +1,4 @@
-"""What `paceline check` says of episodes: the chat template's self-test, the tools, the environment."""
+"""The checks of episodes for `paceline check`: the chat template's self-test, the tools, the environment."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from paceline.storage.models import local_model
 from paceline.wire.calls.environment import ENVIRONMENT_CONTRACT
 
 _MOST_ROWS = 64
-"""Rows among which the first prompt that fits is looked for."""
+"""Number of rows to search for a prompt that fits."""
 _AGENT_S = 120.0
 """Longest time for an agent to lead one episode of the check."""
 
@@ -158,7 +158,7 @@ async def _played(config: RunConfig, service: EnvironmentConfig) -> PlayedEpisod
 
 
 def _first_prompt(config: RunConfig, reader: PromptReader, rows: Sequence[dict[str, object]]) -> Prompt:
-    """The first that fits, of the data files or of the environment's rows."""
+    """Returns the first prompt that fits, from the data files or the environment's rows."""
     if config.data.training_sets:
         part = config.data.training_sets[0]
         most = min(part.max_prompts or _MOST_ROWS, _MOST_ROWS)

@@ -37,7 +37,7 @@ from paceline.service.identity.credentials import Credentials
 log = logging.getLogger(__name__)
 
 _PAUSE_S = 0.2
-"""Before the second attempt at an episode; doubled for each further one."""
+"""Pause in seconds before the second attempt at an episode; doubles for each further attempt."""
 
 _UNBOUNDED = 2**62
 
@@ -54,7 +54,7 @@ class Episodes:
         retries: further attempts at an episode whose environment was lost.
         check: raises for samples that must not leave the server.
         endpoint: where agents ask that lead their episodes themselves; None: episodes are led here.
-        max_context_tokens: of all open episodes together, beyond which the next ones wait; 0: any number.
+        max_context_tokens: most tokens of all open episodes together; further episodes wait. 0: any number.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Episodes:
         """All episodes of a group, in the order of its seeds; cancelling it abandons them.
 
         Args:
-            group: with messages.
+            group: the group, with messages.
             serial: differs between deliveries of a group.
             slots: makes the slot of one sample.
 
@@ -101,7 +101,8 @@ class Episodes:
         return [task.result() for task in running]
 
     async def _episode(self, group: PromptGroup, index: int, serial: str, slot: Slot) -> Draw:
-        # The samples of a group share their prompt's keys and values: it counts with the first.
+        # The samples of a group share their prompt's keys and values, so the prompt counts only for the
+        # first.
         own = len(group.prompt_token_ids) if index == 0 else 0
         async with self._admission.entered(own + self._rules.limits.max_turn_tokens) as admitted:
             return await self._attempts(group, index, serial, slot, admitted)
@@ -168,7 +169,7 @@ class Episodes:
 def environment_of(
     config: RunConfig, credentials: Credentials, *, run_id: str = "", is_over: Callable[[], bool] = bool
 ) -> EpisodeEnvironment:
-    """What the configuration names: a service, what attaches, or tools.
+    """Returns the environment that the configuration names: a service, an attached client, or tools.
 
     Args:
         config: the run's.

@@ -81,8 +81,8 @@ def _leave_cpu_kernels_plain() -> None:
     """Makes the compiler generate CPU kernels without vector instructions.
 
     Graphs for GPUs convert a constant on the CPU. For that one kernel the compiler would build and load a
-    library for every instruction set that the CPU might have, each in a process that imports torch: 34 of the
-    43 s that layers with all kernels in the cache took.
+    library for every instruction set that the CPU might have, each in a process that imports torch. With all
+    kernels in the cache, this took 34 of 43 s.
     """
     from torch._inductor import config
 
@@ -96,7 +96,7 @@ class Compilations:
 
     Attributes:
         count: number of graphs, backward ones included.
-        seconds: that they took.
+        seconds: seconds that the compilations took.
         num_cached: graphs whose kernels came from the cache.
         phases: phases that took the most seconds, by torch's names; they are nested.
         reasons: why existing graphs could not be reused, in torch's words.

@@ -23,7 +23,7 @@ class LayerOptions:
 
     Attributes:
         kept_share: share of the activations that a layer keeps for the backward pass; 0 recomputes all.
-        compiled: by torch.compile.
+        compiled: whether torch.compile compiles the layers.
         keep_gathered: weights stay gathered after a forward pass, until a backward pass or
             `forget_forward_passes`.
     """

@@ -140,7 +140,7 @@ def _projected(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
 
 
 def _convolved(layer: Any, mixed: Tensor, chained: ChainedSequences) -> Tensor:
-    """(T, C): the whole row at once, and then what begins a sequence with what it really follows."""
+    """Convolves the whole row, then corrects the first tokens of each sequence; (T, C)."""
     weight, (num_tokens, width) = layer.conv1d.weight, mixed.shape
     taps = weight.shape[-1]
     row = F.conv1d(mixed.T.unsqueeze(0), weight, padding=taps - 1, groups=width)

@@ -18,7 +18,7 @@ from paceline.learner.distributed.host_memory import local_part, pinned_memory, 
 from paceline.learner.train.state.compact_averages import float32_step, is_compact, step_compact
 
 PART_BYTES: Final = 256 << 20
-"""Of parameters whose averages are a part; the averages of two parts are on the GPU at a time."""
+"""Bytes of parameters per part; the averages of two parts are on the GPU at a time."""
 
 AVERAGES: Final = ("exp_avg", "exp_avg_sq")
 
@@ -65,7 +65,7 @@ def _num_bytes(form: Form) -> int:
 
 @torch.no_grad()
 def step_in_parts(optimizer: torch.optim.AdamW) -> None:
-    """Takes a step with averages in host memory or in 8 bits; those in float32 as `optimizer.step()`."""
+    """Takes a step with averages in host memory or in 8 bits; float32 averages give `optimizer.step()`."""
     way_back = _WayBack()
     for group in optimizer.param_groups:
         for part in _parts([parameter for parameter in group["params"] if parameter.grad is not None]):
@@ -77,7 +77,7 @@ def step_in_parts(optimizer: torch.optim.AdamW) -> None:
                 {name: tensor.to(device, non_blocking=True) for name, tensor in own.items()} for own in kept
             ]
             _step(part, visiting, steps, group)
-            # On a CPU, and beside the parameters, they are the kept ones themselves.
+            # On a CPU, or if averages are beside the parameters, these are the stored averages themselves.
             moved = [
                 (visitor, own[name])
                 for visitors, own in zip(visiting, kept, strict=True)
@@ -150,7 +150,7 @@ class _WayBack:
 
 
 def _parts(parameters: Sequence[Any]) -> Iterator[list[Any]]:
-    """The parameters, as many at a time as are `PART_BYTES`, and at least one."""
+    """Yields parts of the parameters, of about `PART_BYTES` and at least one parameter each."""
     part: list[Any] = []
     size = 0
     for parameter in parameters:

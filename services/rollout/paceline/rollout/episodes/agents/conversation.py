@@ -1,8 +1,8 @@
-"""What an agent says of its conversation beside what was recorded: which segment a request goes on with.
+"""Compares an agent's requests with the recorded conversation, to find the segment that a request continues.
 
 A request that repeats a segment's messages as they were, and adds some, goes on with its tokens. Any other
-request begins a new segment with a prompt of its own: the agent has rewritten its history, or speaks in
-another voice.
+request begins a new segment with a prompt of its own: the agent has rewritten its history, or acts as another
+persona.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerSlot:
-    """Where a request's answer belongs: behind `token_ids`, which are new, in `segment`."""
+    """The place of a request's answer: in `segment`, after the new tokens `token_ids`."""
 
     segment: Segment
     token_ids: tuple[int, ...]
@@ -72,7 +72,7 @@ class Conversation:
         return [*before, *place.token_ids]
 
     def take(self, place: AnswerSlot) -> Recorder:
-        """The request's messages are part of the conversation now."""
+        """Adds the request's messages to the conversation."""
         if place.is_new:
             self.segments.append(place.segment)
         else:
@@ -81,7 +81,7 @@ class Conversation:
         return place.segment.recorder
 
     def answered(self, place: AnswerSlot, answer: Message, text: str) -> None:
-        """The policy's answer, as the client got it, and the text that it wrote."""
+        """Adds the policy's answer, as the client got it, and the text that it wrote."""
         form = _form(answer)
         place.segment.history.append(form)
         self._texts[form] = text
@@ -91,7 +91,7 @@ class Conversation:
         return Draw.joined([segment.recorder.draw(outcome) for segment in self.segments])
 
     def _plain(self, message: Message) -> dict[str, object]:
-        """For the chat template. The policy's own answers are rendered as it wrote them."""
+        """Returns a message for the chat template; the policy's own answers are rendered as it wrote them."""
         role, joiner = message.role, self.joiner
         if role == "system":
             return {"role": role, "content": joiner.without_control(message.content)}
