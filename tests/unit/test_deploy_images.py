@@ -157,6 +157,26 @@ def test_torch_comes_from_its_own_index_where_pip_has_not_the_build(
     ]
 
 
+@pytest.mark.parametrize("service", source.SERVICES)
+def test_settings_of_tools_are_no_reason_to_install_packages_again(service: str, tmp_path: Path) -> None:
+    """The packages' layers see what the project requires, and nothing else of pyproject.toml."""
+    text = (source.ROOT / "services" / service / "Dockerfile").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^RUN (sed .*) > pyproject\.toml$", text, flags=re.M)
+    assert re.findall(r"^COPY .*pyproject\.toml.*$", text, flags=re.M) == [
+        "COPY pyproject.toml /tmp/",
+        "COPY --from=project /project/pyproject.toml ./",
+    ]
+    whole = (source.ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    made = []
+    for number, contents in enumerate((whole, f"{whole}\n[tool.another]\nsetting = 1\n")):
+        path = tmp_path / f"{number}.toml"
+        path.write_text(contents)
+        words = ["sh", "-c", command.replace("/tmp/pyproject.toml", str(path))]
+        made.append(subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout)
+    assert made[0] == made[1]
+    assert tomllib.loads(made[0])["project"] == tomllib.loads(whole)["project"]
+
+
 def test_images_say_what_they_are(tmp_path: Path) -> None:
     """`--version` in the image, and its labels; the version is that of the distribution."""
     version = tomllib.loads((source.ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
