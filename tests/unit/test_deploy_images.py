@@ -166,15 +166,15 @@ def test_settings_of_tools_are_no_reason_to_install_packages_again(service: str,
         "COPY pyproject.toml /tmp/",
         "COPY --from=project /project/pyproject.toml ./",
     ]
-    whole = (source.ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    project_file = (source.ROOT / "pyproject.toml").read_text(encoding="utf-8")
     made = []
-    for number, contents in enumerate((whole, f"{whole}\n[tool.another]\nsetting = 1\n")):
+    for number, contents in enumerate((project_file, f"{project_file}\n[tool.another]\nsetting = 1\n")):
         path = tmp_path / f"{number}.toml"
         path.write_text(contents)
         words = ["sh", "-c", command.replace("/tmp/pyproject.toml", str(path))]
         made.append(subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout)
     assert made[0] == made[1]
-    assert tomllib.loads(made[0])["project"] == tomllib.loads(whole)["project"]
+    assert tomllib.loads(made[0])["project"] == tomllib.loads(project_file)["project"]
 
 
 def test_images_say_what_they_are(tmp_path: Path) -> None:
