@@ -92,7 +92,8 @@ class FaultyFleet:
         """One life of a controller; `at` is called after each event; returns whether it reached the end."""
         async with run_of(config(**self.changes), self.folder, self.services, self.broker) as it:
             self.services.restarted = lambda reason: self.restart_learner(it, reason)
-            record_all, dead = it.journal.record_all, []
+            record_all, dead, life = it.journal.record_all, list[Any](), asyncio.current_task()
+            assert life is not None
 
             def recording(events: Any) -> None:
                 for event in list(events):
@@ -103,6 +104,9 @@ class FaultyFleet:
                         at(it, dict(event))
                     except Killed:
                         dead.append(event)
+                        if asyncio.current_task() is not life:
+                            # The process ends, whichever of its tasks met its end.
+                            life.cancel()
                         raise
 
             it.journal.record_all = recording  # type: ignore[method-assign]
@@ -110,6 +114,11 @@ class FaultyFleet:
                 await it.enlist_all()
                 await it.go(self.answer)
             except Killed:
+                return False
+            except asyncio.CancelledError:
+                if not dead:
+                    raise
+                life.uncancel()
                 return False
             finally:
                 others = asyncio.all_tasks() - {asyncio.current_task()}
