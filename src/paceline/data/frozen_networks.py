@@ -43,8 +43,8 @@ def check_frozen_networks(config: RunConfig) -> str:
             )
         if config.data.image_key is not None and not family_of(kind).takes_images:
             raise ModelError(
-                f"{key}={network.path} ({kind}) takes no images, and data.image_key={config.data.image_key} "
-                "gives some; name a model that does, or leave data.image_key out"
+                f"{key}={network.path} ({kind}) takes no images, but data.image_key={config.data.image_key} "
+                "supplies some; name a model that does, or leave data.image_key out"
             )
         lines.append(f"{name}: {network.path}, {kind}, {len(tokens)} tokens as the policy's")
     return "\n      ".join(lines)
