@@ -328,13 +328,13 @@ def test_an_estimator_that_cannot_be_trained_with_is_one_sentence(
     ("body", "said"),
     [
         ("loss = x - x.mean(0)", r"its loss differs when sequences are passed one by one"),
-        ("loss = x / inputs.mask.sum()", r"its loss is another"),
-        ("loss = x\n    metrics = {'most': x.min()}", r"its metric 'most' is another"),
+        ("loss = x / inputs.mask.sum()", r"its loss differs when"),
+        ("loss = x\n    metrics = {'most': x.min()}", r"its metric 'most' differs when"),
         (
             "same = (inputs.group_ids[:, None] == inputs.group_ids) * 1.0\n    loss = x - same @ x.detach()",
-            r"its loss is another",
+            r"its loss differs when",
         ),
-        ("loss = x - inputs.values.detach().mean(0)", r"its loss is another"),
+        ("loss = x - inputs.values.detach().mean(0)", r"its loss differs when"),
     ],
 )
 def test_a_loss_that_depends_on_the_cut_is_refused(tmp_path: Path, body: str, said: str) -> None:

@@ -14,8 +14,8 @@ from paceline.core.run_record.step_metrics import STEP_METRICS, meaning
 from support import source
 
 _KEY = re.compile(
-    r"(actor|ahead|algorithm|barrier|critic|dataflow|dynamic_sampling|episode|groups|guard|overlong|perf|resample"
-    r"|response_length|reward|rollout|timing_s|val|weights)(/[\w]+|/NAME)+"
+    r"(actor|ahead|algorithm|barrier|critic|dataflow|dynamic_sampling|episode|groups|guard|overlong|perf|replay"
+    r"|resample|response_length|reward|rollout|timing_s|val|weights)(/[\w]+|/NAME)+"
 )
 _LOSSES = "paceline.algorithms.policy_losses"
 _OF_EACH_NETWORK = ("grad_norm", "lr", "skipped_updates")

@@ -111,6 +111,8 @@ class ResumableDraws:
         self._attempts: dict[str, _Attempt] = {}
         self._saving = asyncio.Lock()
         self._is_leaving = False
+        for metric in (metrics.TOKENS_CARRIED_OVER, metrics.PROGRESS_SAVED):
+            telemetry.count(metric, 0)  # so that their first increase is seen
 
     async def draw(
         self,
