@@ -109,7 +109,8 @@ class ReplayBuffer:
             "replay/buffer": float(num_kept),
         }
         if parts:
-            metrics["replay/age/mean"], metrics["replay/age/max"] = token_ages(parts, step)
+            mean, oldest = token_ages(parts, step)
+            metrics |= {"replay/age/mean": mean, "replay/age/max": oldest}
         return Replay(rows=tuple(rows), blobs=blobs, metrics=metrics)
 
     # --- files
