@@ -12,7 +12,9 @@ import pyarrow.parquet
 import pytest
 from unit.test_bounded_run import ages, bounded
 
-from paceline.controller.verify.check import verify
+from paceline.controller.verify.check import follow, verify
+from paceline.controller.verify.findings import Findings
+from paceline.controller.verify.journal.entries import read
 from paceline.core.errors import ConfigError
 from paceline.core.samples.trajectory import PromptGroup
 from support.faulty_fleet import FaultyFleet, Killed
@@ -202,3 +204,37 @@ async def test_a_controller_that_is_killed_reads_again_what_had_come_of_later_st
     assert kills == []
     assert [e for e in events if e["event"] in ("recollect", "lost", "rewind", "withdrawn")] == []
     assert [len(order.rows) for order in fleet.services.orders] == [6] * 6
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait"])
+async def test_a_sample_that_was_lost_and_drawn_again_may_differ_where_pushes_land_in_mid_answer(
+    mode: str, tmp_path: Path
+) -> None:
+    """Where pushes wait, it is drawn as before, so another one is a breach."""
+    changes = in_flight(1, 4) if mode == "keep" else bounded(1, 4)
+    fleet, kills = FaultyFleet(tmp_path, changes), [2]
+    if mode == "keep":
+        fleet.services.may_end = lambda group: group.step <= fleet.services.version + 1
+
+    def kill(it: SequencerRun, event: dict[str, Any]) -> None:
+        if event["event"] == "batch" and event["step"] in kills:
+            kills.remove(event["step"])
+            raise Killed
+
+    while not await fleet.live(kill):
+        pass
+    path = tmp_path / "events.jsonl"
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    first = next(e for e in events if e.get("id", "").startswith("train:2:"))
+    assert [e.get("id") for e in events].count(first["id"]) == 2
+    assert breaches(path, changes) == []
+    first["digest"] = "0" * len(first["digest"])
+    path.write_text("".join(f"{json.dumps(event)}\n" for event in events))
+    differs = f"I3: {first['id']} differs from what it was before the controller was restarted"
+    assert any(differs in breach for breach in breaches(path, changes)) == (mode == "wait")
+
+
+def breaches(journal: Path, changes: dict[str, Any]) -> list[str]:
+    findings = Findings()
+    follow(read(journal, findings), findings, config(**changes))
+    return [str(breach) for breach in findings.breaches]

@@ -315,7 +315,8 @@ class History:
             return
         check_policies(key, entry, step.collection.wanted, self.term, self.versions, self.findings)
         step.collection.admit(key, entry)
-        before = (step.before or {}).get(key)
+        # Where pushes land in mid-answer, a sample that was lost and is drawn again is another.
+        before = None if self.term.mixes_versions else (step.before or {}).get(key)
         if before is not None and any(
             before.get(f) != entry.get(f) for f in ("digest", "reward", "policy", "ranges")
         ):
