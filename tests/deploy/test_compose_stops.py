@@ -19,7 +19,8 @@ from support.compose_stack import DOCKER, IMAGES, Stack
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(3600)]
 
-NUM_STEPS = 8
+# A run that is told to end must not be done before that, on a busy machine either.
+NUM_STEPS = 16
 # Nothing is saved but at a stop and at the end.
 RUN = (
     f"trainer.total_steps={NUM_STEPS}", "trainer.test_freq=0", "trainer.save_freq=0", "data.val_files=[]",
@@ -92,7 +93,7 @@ def test_nothing_is_lost_by_stop_and_down(stack: Stack) -> None:
         began = time.monotonic()
         stack.compose("stop", timeout_s=900.0)
         codes = {service: stack.exit_code(service, 10.0) for service in SERVICES}
-        assert set(codes.values()) == {EXIT_INTERRUPTED}, codes
+        assert set(codes.values()) == {EXIT_INTERRUPTED}, f"{codes}\n{stack.logs()}"
         assert stack.exit_code("redis", 10.0) == 0
         saved = check_saved(stack, step)
         print(f"stop in step {step}: saved step {saved} after {time.monotonic() - began:.0f} s")
