@@ -12,7 +12,7 @@ import pytest
 
 from paceline.controller.run.records import metrics
 from paceline.controller.verify.files.trajectory_files import FileCheck
-from paceline.controller.verify.journal.trajectory_row import TrajectoryRow
+from paceline.controller.verify.rows.trajectory_row import TrajectoryRow
 from paceline.core.ids import TrajectoryId
 from paceline.core.policy import PolicyTag
 from paceline.core.samples.episode import EpisodeOutcome

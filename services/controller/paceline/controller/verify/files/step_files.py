@@ -14,8 +14,8 @@ from paceline.controller.verify.findings import Findings, Invariant, JournalEntr
 from paceline.controller.verify.journal import recomputed_metrics
 from paceline.controller.verify.journal.steps import StepHistory
 from paceline.controller.verify.journal.term import Shape, Term
-from paceline.controller.verify.journal.trajectory_row import TrajectoryRow
 from paceline.controller.verify.journal.validation import ValidationCheck
+from paceline.controller.verify.rows.trajectory_row import TrajectoryRow
 from paceline.core.policy import PolicyRange, PolicyTag, token_ages
 from paceline.core.samples.trajectory import SCHEMA_VERSION
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.controller.verify.journal.term import Shape
-from paceline.controller.verify.journal.trajectory_row import TrajectoryRow
+from paceline.controller.verify.rows.trajectory_row import TrajectoryRow
 from paceline.core.ids import Purpose, TrajectoryId
 from paceline.core.policy import PolicyRange, PolicyTag, range_fault
 from paceline.core.samples.images import Image

@@ -20,12 +20,12 @@ from paceline.controller.verify.findings import Findings, Invariant, JournalEntr
 from paceline.controller.verify.journal.chosen_rows import rows_of
 from paceline.controller.verify.journal.collection import Collection, Wanted
 from paceline.controller.verify.journal.prompt_order import PromptOrder
-from paceline.controller.verify.journal.replays import Replays
 from paceline.controller.verify.journal.steps import Finished, OpenSteps, StepHistory
 from paceline.controller.verify.journal.term import Term
 from paceline.controller.verify.journal.token_ages import check_policies
 from paceline.controller.verify.journal.validation import ValidationCheck
 from paceline.controller.verify.journal.versions import Versions
+from paceline.controller.verify.rows.replays import Replays
 from paceline.core.errors import IllegalTransitionError
 from paceline.core.ids import Purpose, TrajectoryId
 from paceline.core.training import batch_digest

@@ -14,8 +14,8 @@ from paceline.controller.verify.findings import Findings, Invariant, JournalEntr
 from paceline.controller.verify.journal import recomputed_metrics
 from paceline.controller.verify.journal.collection import Collection, Wanted
 from paceline.controller.verify.journal.term import Shape, Term
-from paceline.controller.verify.journal.trajectory_row import TrajectoryRow, oldest_of, ranges_of
 from paceline.controller.verify.journal.validation import ValidationCheck
+from paceline.controller.verify.rows.trajectory_row import TrajectoryRow, oldest_of, ranges_of
 from paceline.core.ids import TrajectoryId
 from paceline.core.training import BatchRow
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
 from paceline.controller.verify.journal.collection import Wanted
 from paceline.controller.verify.journal.term import Term
-from paceline.controller.verify.journal.trajectory_row import oldest_of, ranges_of
 from paceline.controller.verify.journal.versions import Versions
+from paceline.controller.verify.rows.trajectory_row import oldest_of, ranges_of
 from paceline.core.ids import TrajectoryId
 from paceline.core.policy import range_fault
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
 from paceline.controller.verify.journal.term import Term
-from paceline.controller.verify.journal.trajectory_row import TrajectoryRow
+from paceline.controller.verify.rows.trajectory_row import TrajectoryRow
 from paceline.core.evaluation import EvaluatedAnswer, evaluate
 from paceline.core.ids import Purpose, TrajectoryId
 

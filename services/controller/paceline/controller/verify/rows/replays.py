@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
-from paceline.controller.verify.journal.trajectory_row import TrajectoryRow
+from paceline.controller.verify.rows.trajectory_row import TrajectoryRow
 from paceline.core.ids import TrajectoryId
 from paceline.core.samples.replay import ReplayRule, TrainedGroup
 from paceline.core.training import BatchRow
