@@ -30,7 +30,7 @@ from paceline.wire import LIMITS, decode_progress, encode_progress
 log = logging.getLogger(__name__)
 
 Policies = Callable[[], dict[int, PolicyTag]]
-"""Those that samples may be of, by version; empty: each is of the policy that its group wants."""
+"""Policies that may have sampled a token, by version. Empty: only the one that a group was dispatched for."""
 
 _LAST_SAVE_S: Final = 3.0
 
@@ -103,7 +103,8 @@ class ResumableDraws:
 
     Args:
         policies: by which the tokens of an engine whose weights change in mid-answer are told apart.
-        every_s: how often, and how old a group is that is worth it; 0: only when this server leaves.
+        every_s: seconds between two saves, and the least age of a group that is saved; 0: groups are saved
+            only when this server leaves.
     """
 
     def __init__(self, engine: Engine, policies: Policies, *, every_s: float) -> None:
@@ -183,7 +184,7 @@ class ResumableDraws:
         return begun, len(saved)
 
     async def save_regularly(self, going: asyncio.Event) -> None:
-        """Saves what groups have that are under way for long, again and again.
+        """Saves again and again what groups have drawn that have been under way for `every_s`.
 
         Args:
             going: not set while the engine is paused.
@@ -229,7 +230,7 @@ class ResumableDraws:
         for attempt in attempts:
             parts = attempt.parts(drawn, self._policies())
             frame = encode_progress(parts) if parts else b""
-            # Nobody reads more.
+            # A reader refuses more.
             if parts and attempt.num_bytes + len(frame) <= LIMITS.max_bytes:
                 frames[attempt.entry.entry_id] = attempt, parts, frame
         saved = await box.save_progress(

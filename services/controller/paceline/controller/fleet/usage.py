@@ -21,8 +21,9 @@ class _Process:
     """One incarnation of a member: its samples since the last step.
 
     Attributes:
-        since: when the first of them came, in seconds, with the CPU seconds until then.
-        cores: CPU seconds per second in the last step that had two samples.
+        since: time and CPU seconds at the last sample before the step, or at the first one.
+        last: time and CPU seconds at the newest sample.
+        cores: CPU seconds per second between the two; None before there are two samples.
         gpus: by UUID.
     """
 

@@ -89,7 +89,7 @@ class Replays:
         rule: ReplayRule | None,
         entry: JournalEntry,
     ) -> None:
-        """Its contents are those that were admitted, and its oldest token is young enough."""
+        """Checks that its contents are those that were admitted, and the age of its oldest token."""
         if stated != (known.digest, known.reward):
             self._add(
                 Invariant.I3,
@@ -116,7 +116,7 @@ def _oldest(row: TrajectoryRow) -> int:
 
 
 def _row(known: TrajectoryRow) -> BatchRow:
-    """As far as the digest of a batch needs it."""
+    """Returns a row with what the digest of a batch is made of."""
     return BatchRow(
         trajectory_id=known.key,
         blob_key="",

@@ -24,6 +24,8 @@ SLICE: Final = 16 << 20
 
 CODES: Final = ("exp_avg_codes", "exp_avg_sq_codes")
 SCALES: Final = ("exp_avg_scales", "exp_avg_sq_scales")
+_KINDS: Final = tuple(zip(CODES, SCALES, (True, False), strict=True))
+"""Names of an average's codes and scales, and whether it has a sign."""
 
 
 def compact_forms(parameter: Tensor) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -155,6 +157,3 @@ def dynamic_map(signed: bool, device: torch.device | str = "cpu") -> Tensor:
     negative = [-positive] if signed else []
     values = torch.cat([*negative, torch.tensor([0.0, 1.0], dtype=torch.float64), positive])
     return values.sort().values.float().to(device)
-
-
-_KINDS: Final = tuple(zip(CODES, SCALES, (True, False), strict=True))

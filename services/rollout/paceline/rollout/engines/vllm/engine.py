@@ -239,7 +239,7 @@ class VllmEngine(Engine):
 
     @property
     def continues(self) -> bool:
-        """Draws by seed and position do; vLLM's own sampler has a random state per request."""
+        """Whether it draws by seed and position; vLLM's own sampler has a random state per request."""
         return self._log_probs is not None
 
     async def drawn(self, wanted: Mapping[str, int]) -> dict[str, Sample]:
