@@ -27,7 +27,7 @@ from paceline.controller.verify.check import verify
 from paceline.controller.verify.digests import digest_of, file_digest
 from paceline.controller.verify.files.trajectory_files import FileCheck
 from paceline.controller.verify.findings import NEVER
-from paceline.controller.verify.journal import trajectory_row as rows_of
+from paceline.controller.verify.rows import trajectory_row as rows_of
 from paceline.core.errors import LostDataError
 from paceline.core.ids import Purpose, TrajectoryId
 from paceline.core.policy import PolicyTag
