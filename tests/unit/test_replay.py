@@ -13,8 +13,12 @@ import pytest
 
 from paceline.broker.memory import MemoryBroker
 from paceline.controller.verify.check import verify
+from paceline.controller.verify.findings import Findings, JournalEntry
+from paceline.controller.verify.rows.replays import Replays
+from paceline.controller.verify.rows.trajectory_row import TrajectoryRow
 from paceline.core.errors import CheckpointError, ConfigError
 from paceline.core.ids import TrajectoryId
+from paceline.core.policy import PolicyTag
 from paceline.core.samples.replay import ReplayRule, TrainedGroup
 from paceline.wire import decode_trajectory
 from support import killed_sequencer
@@ -102,6 +106,39 @@ def test_the_buffer_is_bounded_by_age_size_and_filter() -> None:
 def test_of_a_prompt_that_was_trained_in_several_steps_only_the_newest_group_is_there() -> None:
     twice = [TrainedGroup(step=s, prompt_id=7, num_rows=2, oldest_version=s - 1) for s in (1, 2)]
     assert rule().buffer(twice, 3) == twice[1:]
+
+
+def trained_in(step: int) -> list[TrajectoryRow]:
+    """What `verify` knows of the rows of `groups` that a step trained."""
+    return [
+        TrajectoryRow(
+            TrajectoryId(step=step, purpose="train", prompt_id=group.prompt_id, sample_index=index),
+            f"digest {group.prompt_id}.{index}",
+            *(1.0, 1.0),
+            PolicyTag(version=step - 1, digest="0" * 16),
+        )
+        for group in groups(step)[-4:]
+        for index in range(group.num_rows)
+    ]
+
+
+def test_verify_remembers_what_a_step_after_a_rewind_may_train_again() -> None:
+    findings, short = Findings(), rule(max_age=2, prompts_per_step=2)
+    replays = Replays(findings)
+    for step in range(1, 10):
+        replays.finish(step, trained_in(step), short, targets=[3])
+    drawn = short.draw(groups(3), 4)
+    listed = [
+        [str(known.key), known.digest, known.reward]
+        for group in drawn
+        for known in trained_in(group.step)
+        if known.key.prompt_id == group.prompt_id
+    ]
+    assert {group.step for group in drawn} <= {2, 3}
+    assert len(listed) == 4, "two groups of two rows"
+    entry = JournalEntry(line=1, event={"event": "batch", "step": 4, "again": listed})
+    assert len(replays.rows(entry, [], short)) == 4
+    assert not findings.breaches, "the groups of steps 2 and 3 are known at the rewind to step 3"
 
 
 # --- runs
