@@ -7,7 +7,8 @@ import json
 import os
 import re
 import shutil
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ LATEST = "latest"
 NOTE = "run.json"
 TARGETS = "prometheus-targets.json"
 RESOLVED = "config.resolved.yaml"
+EXPORTING = "exporting"
+"""The state of a run that has ended, while its model is written."""
 START = "config.start.yaml"
 """The configuration that the controller gets; it keeps a copy as RESOLVED once it accepts the run."""
 
@@ -56,9 +59,16 @@ class RunNote:
 
     @property
     def alive(self) -> bool:
-        """Whether the launcher that wrote this still runs; a later process with its pid does not count."""
-        if self.state == "ended":
-            return False
+        """Whether the run goes on: the launcher that wrote this still runs."""
+        return self.state not in ("ended", EXPORTING) and self._has_process()
+
+    @property
+    def exporting(self) -> bool:
+        """Whether the run has ended, and its launcher still writes the model."""
+        return self.state == EXPORTING and self._has_process()
+
+    def _has_process(self) -> bool:
+        """Whether the launcher runs; a later process with its pid does not count."""
         try:
             return abs(psutil.Process(self.launcher_pid).create_time() - self.launcher_started) < 1
         except psutil.NoSuchProcess:
@@ -106,7 +116,7 @@ def prepare(config: RunConfig) -> Prepared:
         ConfigError: the folder holds a run that has finished, or a copy of a running one that writes to the
             same places outside the folder.
         ModelError, DataError: a name of the hub cannot be looked up.
-        EnvironmentLackError: the folder cannot be written, or another launcher runs in it.
+        EnvironmentLackError: the folder cannot be written, or another launcher runs or writes a model in it.
     """
     run_dir = folder_of(config).resolve()
     note = read_note(run_dir)
@@ -116,6 +126,11 @@ def prepare(config: RunConfig) -> Prepared:
             f"{run_dir} belongs to a run that is still running (process {note.launcher_pid}); stop it, or "
             "set "
             "another trainer.run_dir"
+        )
+    if note is not None and note.exporting:
+        raise EnvironmentLackError(
+            f"the run in {run_dir} has ended, but process {note.launcher_pid} is still writing its model; "
+            "try again when that is done, or set another trainer.run_dir"
         )
     trainer = config.trainer.model_copy(update={"run_dir": str(run_dir), "resume": "auto"})
     resolved = pinned_run(config, _pinned_names(run_dir) if config.trainer.resume == "auto" else ())
@@ -298,6 +313,23 @@ def end_note(run_dir: Path, note: RunNote, message: str) -> None:
     """Marks the run as ended and removes the token."""
     note.state, note.message, note.token, note.pids = "ended", message, "", {}
     write_note(run_dir, note)
+
+
+@contextlib.contextmanager
+def exporting(run_dir: Path) -> Iterator[None]:
+    """Keeps other launchers out of the folder of an ended run while its model is written."""
+    note = read_note(run_dir)
+
+    def say(state: str) -> None:
+        if note is not None:
+            with contextlib.suppress(EnvironmentLackError):  # the disk is full, as the export's line says
+                write_note(run_dir, replace(note, state=state))
+
+    say(EXPORTING)
+    try:
+        yield
+    finally:
+        say("ended")
 
 
 def read_note(run_dir: Path) -> RunNote | None:

@@ -19,7 +19,9 @@ from paceline.checks import machine_checks, rollout_checks
 from paceline.cli.commands.start import train
 from paceline.cli.main import main
 from paceline.config.run import RunConfig
+from paceline.core.errors import EnvironmentLackError
 from paceline.launch.outcome import LaunchOutcome
+from paceline.runs import run_dir as run_dirs
 from paceline.service.identity.credentials import INSECURE, TLS_DIR
 from paceline.show.live.view import Metrics, View
 from paceline.sizing.machine import Machine
@@ -248,10 +250,15 @@ def test_the_model_is_written_at_the_end_or_the_reason_why_not(
 
     def run(command: list[str], **options: Any) -> Any:
         seen.append(command[1:])
+        with pytest.raises(EnvironmentLackError, match="is still writing its model; try again when"):
+            run_dirs.prepare(again)
         return really([sys.executable, "-c", program], **options)
 
+    again = config(trainer={"total_steps": 9, "run_dir": str(project), "resume": "never"})
+    run_dirs.end_note(project, run_dirs.new_note(project, "secret"), "done")
     monkeypatch.setattr(train.subprocess, "run", run)
     limit = 0.2 if "sleep" in program else 20.0
     made = config(learner={"command_timeout_s": limit})
     assert train.export_model(made, project).startswith(said.format(run=project))
     assert seen == [["-m", "paceline.learner.export", str(project), "7", str(project / "model")]]
+    assert run_dirs.prepare(again).run_dir == project, "its folder is free again"

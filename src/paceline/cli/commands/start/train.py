@@ -184,7 +184,8 @@ def export_model(config: RunConfig, run_dir: Path) -> str:
     limit_s = config.learner.command_timeout_s
     again = f"`paceline export {run_dir} {step} OUT` tries again"
     try:
-        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=limit_s)
+        with run_dirs.exporting(run_dir):
+            done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=limit_s)
     except subprocess.TimeoutExpired:
         return f"model: not exported within learner.command_timeout_s={limit_s:g}; {again}"
     if done.returncode:
