@@ -50,8 +50,9 @@ stays.
 GPU. The estimate comes within a fifth of 23 timed runs of 0.5B to 32B on H100s and H200s, for
 generation, update and whole step (`tests/unit/test_step_time.py`). It takes all answers to be as long as they
 may be, unless `--response-tokens` says how long they are on average. Times on other cards are scaled from the
-rates that their vendors publish. After three warm steps `paceline train` prints what they took, what was
-expected of answers of their length, and where to look if a phase is slower by a third.
+rates that their vendors publish. A last line says where a run whose samples may be one version old
+(`barrier.mode: bounded`) would be a tenth faster. After three warm steps `paceline train` prints what they
+took, what was expected of answers of their length, and where to look if a phase is slower by a third.
 
 Further:
 

@@ -180,3 +180,63 @@ def test_a_file_that_says_who_has_which_gpu_has_one_layout() -> None:
     given = layouts(parse(RunConfig, tree | {"learner": {"world_size": 3}}), machine)
     assert [layout.words for layout in given] == ["3 learner ranks, 1 engine"]
     assert choose_layout(parse(RunConfig, tree), machine).learner.world_size == 4
+
+
+LONG = [
+    "data.train_batch_size=64",
+    "actor.ppo_mini_batch_size=32",
+    "data.max_response_length=8192",
+    "rollout.max_num_seqs=256",
+]
+BOUND = ["barrier={mode: bounded, max_staleness: 1}", "algorithm.rollout_correction.method=tis"]
+ADVICE = "barrier.mode=bounded with barrier.max_staleness=1"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "more", "advised"),
+    [
+        ("8xH100", LONG, True),
+        # Short answers: turns keep all GPUs busy.
+        ("2xH100", [], False),
+        # Not with a bound: prompts that are drawn late, and GPUs that the file gives.
+        ("8xH100", [*LONG, "algorithm.dynamic_sampling.enable=true"], False),
+        ("8xH100", [*LONG, "learner.world_size=4"], False),
+        ("8xH100", [*LONG, *BOUND], False),
+    ],
+)
+@pytest.mark.usefixtures("project")
+def test_the_plan_says_where_a_bound_on_staleness_pays(
+    capsys: pytest.CaptureFixture[str], gpus: str, more: list[str], advised: bool
+) -> None:
+    tokens = "3000" if more else "1024"
+    assert main(["plan", "run.yaml", "--gpus", gpus, "--response-tokens", tokens, *more]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(ADVICE) == advised
+    if advised:
+        assert "3 learner ranks, 5 engines, " in last
+        bounded, strict = map(float, re.findall(r"([\d.]+) s instead of ([\d.]+) \(", last)[0])
+        assert 0.5 * strict < bounded < 0.9 * strict
+
+
+def test_with_a_bound_gpus_are_divided_so_that_neither_side_waits_long(project: Path) -> None:
+    config, machine = (
+        load(RunConfig, project / "run.yaml", [*LONG, *BOUND]),
+        Machine.imagined(8, CARDS["H100"]),
+    )
+    compared = layouts(config, machine, response_tokens=3000)
+    assert not [layout.words for layout in compared if "same GPUs" in layout.words]
+    assert len(compared) == 7
+    for layout in compared:
+        time = layout.time
+        assert time is not None
+        longer = max(time.generation, time.scoring + time.update)
+        assert 0 < time.seconds - longer - time.weights < 0.3, "the shorter side costs nothing"
+    best = compared[0].settled
+    assert (best.learner.world_size, best.rollout.replicas) == (3, 5)
+    # If all answers may have 8,192 tokens, there is more to learn from than to wait for.
+    assert choose_layout(config, machine).learner.world_size == 4
+    # On one GPU both share what there is.
+    small = load(RunConfig, project / "run.yaml", ["model.path=0.5B", *BOUND])
+    [only] = layouts(small, Machine.imagined(1, CARDS["H100"]))
+    assert only.time is not None
+    assert not only.time.overlaps

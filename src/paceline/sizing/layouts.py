@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from paceline.config.load import parse
 from paceline.config.run import RunConfig
+from paceline.core.errors import ConfigError
 from paceline.models.model_shape import ModelShape
 from paceline.sizing.colocation import (
     SHARED_MEMORY,
@@ -88,6 +90,8 @@ def choose_layout(config: RunConfig, machine: Machine) -> RunConfig:
     Usually learner and engines are on all GPUs and take turns. Strictly on policy, each side waits for the
     other, so GPUs divided between them are idle half of the time: with 3B on two H100s, a step took 30.4 s
     divided and 17.0 s in turns. Another layout is taken if its estimate is at least a tenth lower.
+
+    With a bound on staleness neither side waits, and GPUs are always divided.
     """
     gpus = gpus_to_share(config, machine.gpus)
     if not _is_free(config):
@@ -95,13 +99,41 @@ def choose_layout(config: RunConfig, machine: Machine) -> RunConfig:
     shape = ModelShape.of(model_tree(config.model))
     if shape is None or any(gpu not in machine.gpu_bytes for gpu in gpus):
         return divided(config, gpus, machine)
-    usual = _weighed(_in_turns(config, gpus, machine), machine, {})
     best = layouts(config, machine)[0]
+    if config.barrier.bound:
+        return divided(config, gpus, machine) if best.refusal or best.time is None else best.config
+    usual = _weighed(_in_turns(config, gpus, machine), machine, {})
     if usual.refusal:
         return divided(config, gpus, machine) if best.refusal or best.time is None else best.config
     if best.refusal or best.time is None or usual.time is None:
         return usual.config
     return best.config if best.time.seconds < _CLEARLY * usual.time.seconds else usual.config
+
+
+def faster_with_bound(
+    config: RunConfig, machine: Machine, than: StepTime, **tokens: int | None
+) -> Layout | None:
+    """Returns the best layout of the same run with `barrier.max_staleness: 1`, if it is clearly faster.
+
+    Args:
+        config: configuration of a run.
+        machine: a machine with GPUs.
+        than: the estimate of the layout that the run would take.
+        tokens: `prompt_tokens` and `response_tokens` of `StepTime.of`.
+    """
+    if config.barrier.mode == "bounded" or not _is_free(config):
+        return None
+    tree = config.model_dump(exclude_unset=True)
+    tree["barrier"] = tree.get("barrier", {}) | {"mode": "bounded", "max_staleness": 1}
+    if config.algorithm.rollout_correction.method == "none":
+        tree["algorithm"]["rollout_correction"] = {"method": "tis"}
+    try:
+        best = layouts(parse(RunConfig, tree), machine, **tokens)[0]
+    except ConfigError:  # it does not go with a bound
+        return None
+    if best.refusal or best.time is None or not best.time.overlaps:
+        return None
+    return best if best.time.seconds < _CLEARLY * than.seconds else None
 
 
 def _is_free(config: RunConfig) -> bool:
@@ -110,7 +142,6 @@ def _is_free(config: RunConfig) -> bool:
     return (
         config.placement == "auto"
         and config.barrier.work_ahead == "off"
-        and not config.barrier.bound
         and learner.devices is None
         and rollout.devices is None
         and config.weights.backend in ("auto", "shared")
@@ -126,11 +157,15 @@ def _given(config: RunConfig, gpus: tuple[int, ...], machine: Machine) -> RunCon
 
 
 def _choices(config: RunConfig, gpus: tuple[int, ...], machine: Machine) -> Iterator[RunConfig]:
-    """Yields turns with each engine size that the heads allow; then each division of the GPUs."""
-    yield _in_turns(config, gpus, machine)
-    for size in _engine_sizes(config, len(gpus)):
-        sized = with_layout(config, learner={}, rollout={"tensor_model_parallel_size": size})
-        yield _in_turns(sized, gpus, machine)
+    """Yields turns with each engine size that the heads allow; then each division of the GPUs.
+
+    With a bound on staleness there are no turns.
+    """
+    if not config.barrier.bound:
+        yield _in_turns(config, gpus, machine)
+        for size in _engine_sizes(config, len(gpus)):
+            sized = with_layout(config, learner={}, rollout={"tensor_model_parallel_size": size})
+            yield _in_turns(sized, gpus, machine)
     if len(gpus) == 1:
         yield divided(config, gpus, machine)
     for ranks in range(1, len(gpus)):

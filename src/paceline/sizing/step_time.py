@@ -58,6 +58,7 @@ class StepTime:
         weights: the push, and the turns on shared GPUs.
         num_tokens: number of tokens of the batch, prompts and answers.
         num_gpus: number of GPUs that learner and engines use.
+        overlaps: whether engines sample later steps while the learner trains (barrier.max_staleness).
     """
 
     generation: float
@@ -66,11 +67,18 @@ class StepTime:
     weights: float
     num_tokens: int
     num_gpus: int
+    overlaps: bool = False
 
     @property
     def seconds(self) -> float:
-        """Seconds of the whole step; strictly on policy, phases follow each other."""
-        return self.generation + self.scoring + self.update + self.weights + _REST_S
+        """Seconds of the whole step.
+
+        Strictly on policy, phases follow each other. Else a step takes as long as the slower side: a push
+        waits for the answers that were begun, however many versions old they may be.
+        """
+        learning = self.scoring + self.update
+        sides = max(self.generation, learning) if self.overlaps else self.generation + learning
+        return sides + self.weights + _REST_S
 
     @property
     def tokens_per_s(self) -> float:
@@ -106,6 +114,7 @@ class StepTime:
             weights=batch.weights(shared=shared),
             num_tokens=batch.num_rows * (batch.prompt + batch.response),
             num_gpus=max(learner.world_size, engines) if shared else learner.world_size + engines,
+            overlaps=config.barrier.bound > 0 and not shared,
         )
 
 

@@ -11,7 +11,7 @@ from paceline.cli.commands import arguments
 from paceline.config.run import RunConfig
 from paceline.core.cards import read_gpus
 from paceline.core.errors import EXIT_GIVEN, ConfigError
-from paceline.sizing.layouts import Layout, choose_layout, layouts
+from paceline.sizing.layouts import Layout, choose_layout, faster_with_bound, layouts
 from paceline.sizing.machine import Machine
 from paceline.sizing.placement import settle_model
 
@@ -42,9 +42,8 @@ def run(args: argparse.Namespace) -> int:
         )
     model, _ = settle_model(config.model, on_gpus=True)
     config = config.model_copy(update={"model": model})
-    compared = layouts(
-        config, machine, prompt_tokens=args.prompt_tokens, response_tokens=args.response_tokens
-    )
+    tokens = {"prompt_tokens": args.prompt_tokens, "response_tokens": args.response_tokens}
+    compared = layouts(config, machine, **tokens)
     fitting = [layout for layout in compared if not layout.refusal]
     refused = [layout for layout in compared if layout.refusal]
     if any(layout.time is None for layout in compared):
@@ -61,6 +60,14 @@ def run(args: argparse.Namespace) -> int:
     chosen = choose_layout(config, machine)
     taken = next((layout for layout in compared if layout.config == chosen), fitting[0])
     print(f"`paceline train` takes: {taken.words}; {_update(taken)}")
+    if taken.time is not None:
+        faster = faster_with_bound(config, machine, taken.time, **tokens)
+        if faster is not None and faster.time is not None:
+            print(
+                "barrier.mode=bounded with barrier.max_staleness=1, where samples may come from weights one "
+                f"version older: {faster.words}, {faster.time.seconds:.1f} s instead of "
+                f"{taken.time.seconds:.1f} (estimated; no such step was timed)"
+            )
     if machine.card is not None and not machine.card.is_measured:
         print(
             f"no step was ever timed on {machine.card.name}s: the estimate scales the published rates of "
