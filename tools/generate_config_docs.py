@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes three pages of docs from code: configuration, gpus-and-memory, keys-of-verl-and-trl.
+"""Writes pages of docs from code: configuration, gpus-and-memory, and the tables of from-verl-and-trl.
 
 With --check, fails if they differ.
 """
@@ -13,6 +13,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import memory_tables
+from marked_tables import page_with_tables
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -25,6 +26,7 @@ from paceline.config.run import RunConfig
 from paceline.config.tuning import DpoRunConfig, RmRunConfig, SftRunConfig
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
+PEERS = DOCS / "from-verl-and-trl.md"
 HEAD = """# Configuration
 
 *Generated from `src/paceline/config` by `tools/generate_config_docs.py`; do not edit.*
@@ -59,7 +61,7 @@ def main() -> int:
     ]
     pages = {
         DOCS / "configuration.md": "\n".join(parts),
-        DOCS / "keys-of-verl-and-trl.md": comparison(),
+        PEERS: page_with_tables(PEERS, comparison()),
         DOCS / "gpus-and-memory.md": memory_tables.page(),
     }
     stale = [
@@ -74,19 +76,13 @@ def main() -> int:
     return 0
 
 
-def comparison() -> str:
-    """The page with the keys of verl and TRL, as the converter's tables have them."""
-    text = """# Keys of verl and TRL
-
-*Generated from `src/paceline/cli/convert` by `tools/generate_config_docs.py`; do not edit.*
-
-What `paceline convert-config` makes of each key: [coming from verl or TRL](from-verl-and-trl.md). A key that
-ends in `.*` stands for all below it.
-"""
-    for program, rules in TABLES.items():
-        name = {"trl": "TRL"}.get(program, program)
-        text += f"\n## {name}\n\n{table(rules, name)}\n"
-    return text
+def comparison() -> dict[str, str]:
+    """The keys of verl and TRL as the converter's tables have them, by the names that stand in the page."""
+    names = {"trl": "TRL"}
+    return {
+        f"keys of {names.get(program, program)}": table(rules, names.get(program, program))
+        for program, rules in TABLES.items()
+    }
 
 
 def table(rules: tuple[ConversionRule, ...], program: str) -> str:

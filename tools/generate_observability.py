@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the guard's alert rules, the dashboards and docs/exported-metrics.md; --check: compares.
+"""Writes the guard's alert rules, the dashboards and tables of docs/metrics.md; --check: compares.
 
 The alerts come from the guard's rules and their default bounds, the tables from the catalogue of metrics and
 from what is written in tools/observability: none can differ from the program for long.
@@ -7,10 +7,10 @@ from what is written in tools/observability: none can differ from the program fo
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
+from marked_tables import page_with_tables
 from observability.alerts import guard_rules
 from observability.dashboards import dashboard
 from observability.services import SERVICES
@@ -19,7 +19,7 @@ from observability.training import TRAINING
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "deploy" / "observability"
-PAGE = ROOT / "docs" / "exported-metrics.md"
+PAGE = ROOT / "docs" / "metrics.md"
 
 
 def main() -> int:
@@ -28,7 +28,7 @@ def main() -> int:
         FOLDER / "rules" / "guard.yaml": guard_rules(),
         FOLDER / "grafana" / "dashboards" / "training.json": dashboard(TRAINING),
         FOLDER / "grafana" / "dashboards" / "services.json": dashboard(SERVICES),
-        PAGE: page(PAGE.read_text(encoding="utf-8")),
+        PAGE: page_with_tables(PAGE, tables()),
     }
     stale = [path for path, text in files.items() if not path.exists() or path.read_text("utf-8") != text]
     if "--check" in sys.argv[1:]:
@@ -41,20 +41,14 @@ def main() -> int:
     return 0
 
 
-def page(text: str) -> str:
-    """The page with its tables written anew."""
-    for name, table in (
-        ("metrics", metric_table()),
-        ("training dashboard", panel_table(TRAINING)),
-        ("services dashboard", panel_table(SERVICES)),
-        ("service alerts", alert_table(FOLDER / "rules" / "services.yaml")),
-    ):
-        begin, end = f"<!-- {name}: generated -->", f"<!-- {name}: end -->"
-        if begin not in text or end not in text:
-            raise SystemExit(f"{PAGE.name} lacks the place of a table: {begin} ... {end}")
-        pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
-        text = pattern.sub(lambda _, made=f"{begin}\n\n{table}\n\n{end}": made, text)
-    return text
+def tables() -> dict[str, str]:
+    """The page's tables, by the names that stand there."""
+    return {
+        "exported metrics": metric_table(),
+        "training dashboard": panel_table(TRAINING),
+        "services dashboard": panel_table(SERVICES),
+        "service alerts": alert_table(FOLDER / "rules" / "services.yaml"),
+    }
 
 
 if __name__ == "__main__":

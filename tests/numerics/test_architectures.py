@@ -250,4 +250,4 @@ def test_gemma_4_with_experts_is_refused(tmp_path: Path) -> None:
 
 def test_the_page_shows_the_table() -> None:
     """`PYTHONPATH=tests python -m support.architectures` prints it; its last column is tests/deploy's."""
-    assert table(documented_pushes()) in (ROOT / "docs" / "architectures.md").read_text(encoding="utf-8")
+    assert table(documented_pushes()) in (ROOT / "docs" / "models.md").read_text(encoding="utf-8")

@@ -238,7 +238,7 @@ def features(model_type: str) -> str:
 
 
 def table(pushes: Mapping[str, str]) -> str:
-    """The table of docs/architectures.md; `pushes` says how each kind is pushed into vLLM."""
+    """The table of docs/models.md; `pushes` says how each kind is pushed into vLLM."""
     from paceline.models.facts import ARCHITECTURES
 
     rows = sorted((name, kind, features(kind), pushes.get(kind, "?")) for kind, name in ARCHITECTURES.items())
@@ -250,8 +250,8 @@ def table(pushes: Mapping[str, str]) -> str:
 
 
 def documented_pushes() -> dict[str, str]:
-    """The last column of the table in docs/architectures.md, by `model_type`."""
-    page = (ROOT / "docs" / "architectures.md").read_text(encoding="utf-8")
+    """The last column of the table in docs/models.md, by `model_type`."""
+    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| [^|]+ \| `(\w+)` \| [^|]* \| (direct|general) \|$", page, flags=re.MULTILINE)
     return dict(rows)
 

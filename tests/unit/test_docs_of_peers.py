@@ -1,4 +1,4 @@
-"""docs/keys-of-verl-and-trl.md names only keys that exist."""
+"""docs/from-verl-and-trl.md names only keys that exist."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def keys(section: type[BaseModel], prefix: str = "") -> set[str]:
 
 def test_every_key_of_ours_exists() -> None:
     known, sections = keys(RunConfig), "|".join(RunConfig.model_fields)
-    page = (DOCS / "keys-of-verl-and-trl.md").read_text()
+    page = (DOCS / "from-verl-and-trl.md").read_text()
     rows = [line for line in page.splitlines() if re.match(r"\| .*`", line)]
     # The last cell is ours; keys in the others are those of the other program.
     ours = [cell for row in rows if not (cell := row.strip("| ").rsplit("| ", 1)[-1]).startswith("with ")]

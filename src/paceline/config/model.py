@@ -69,7 +69,7 @@ class ModelConfig(Section):
     )
     trust_architecture: bool = Field(
         False,
-        description="Accept an architecture that is not in the table of docs/architectures.md, if the "
+        description="Accept an architecture that is not in the table of docs/models.md, if the "
         "self-test of `paceline check`, which the learner runs at its start, passes.",
     )
     lora: LoraConfig | None = Field(

@@ -27,6 +27,6 @@ def engine_facts(name: str) -> EngineFacts:
     if name not in ENGINES:
         raise ConfigError(
             f"rollout.name={name!r}: there is no such engine; the engines are {', '.join(sorted(ENGINES))}. "
-            "docs/add-an-engine.md says how to add one"
+            "docs/where-to-change-what.md says how to add one"
         )
     return ENGINES[name]

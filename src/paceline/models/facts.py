@@ -1,4 +1,4 @@
-"""Facts about each family of models, by `model_type` of config.json; docs/architectures.md lists them.
+"""Facts about each family of models, by `model_type` of config.json; docs/models.md lists them.
 
 Facts that config.json states itself (experts, windows, softcaps, a tied head) are not repeated here.
 """

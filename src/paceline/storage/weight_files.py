@@ -17,7 +17,7 @@ _DEQUANTISED = ("F8_E4M3", "F8_E8M0", "U8")
 """Further types of tensors in block FP8 and MXFP4"""
 _WAY_OUT = (
     "Its numbers need scales, which are not read here. Make a bfloat16 copy and set the path to it; "
-    "docs/models.md, Quantised checkpoints, has a program that converts block FP8"
+    "docs/models.md, Quantised checkpoints, names a program that converts block FP8"
 )
 
 

@@ -16,7 +16,7 @@ from paceline.core.errors import ConfigError
 
 VERL, TRL = "verl", "trl"
 TABLES: Mapping[str, tuple[ConversionRule, ...]] = {VERL: VERL_RULES, TRL: TRL_RULES}
-_NO_KEY = "no such key is known; see docs/keys-of-verl-and-trl.md, or leave it out"
+_NO_KEY = "no such key is known; see docs/from-verl-and-trl.md, or leave it out"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,7 +26,7 @@ def require_known(config: Any, *, trust_architecture: bool) -> None:
     if getattr(config.get_text_config(), "enable_moe_block", False):
         raise ModelError(
             f"{config.model_type} with experts (enable_moe_block) has a router that Paceline does not know; "
-            "take a model of this kind without experts, or another one of docs/architectures.md"
+            "take a model of this kind without experts, or another one of docs/models.md"
         )
     kinds = ("sliding_attention", "full_attention")
     if family_of(config.model_type).alternates_windows and any(
@@ -40,7 +40,7 @@ def require_known(config: Any, *, trust_architecture: bool) -> None:
         return
     raise ModelError(
         f"model_type {config.model_type!r} is not among the architectures that Paceline is tested with "
-        "(docs/architectures.md); use one of those, or set model.trust_architecture: true: it is then "
+        "(docs/models.md); use one of those, or set model.trust_architecture: true: it is then "
         "accepted if its self-test passes"
     )
 
@@ -54,7 +54,7 @@ def require_text_alone(config: Any) -> None:
     if family_of(config.model_type).takes_images:
         raise ModelError(
             f"{config.model_type} takes images, too, and transformers has no reward model of this kind; take "
-            "a model that only takes text (docs/architectures.md)"
+            "a model that only takes text (docs/models.md)"
         )
 
 
@@ -124,14 +124,14 @@ def require_layers(lm: nn.Module) -> None:
             raise ModelError(
                 f"{type(lm).__name__} has recurrent or convolution layers ({type(module).__name__}); over "
                 "packed sequences they would mix the tokens of neighbours, so such a model cannot be "
-                "trained; use one of the architectures of docs/architectures.md"
+                "trained; use one of the architectures of docs/models.md"
             )
     others = sorted(lm.state_dict().keys() - parameters)
     if others:
         raise ModelError(
             f"{type(lm).__name__} keeps {len(others)} tensors in its checkpoint that are no parameters "
             f"({others[0]}); the learner would neither load nor push them; use one of the architectures of "
-            "docs/architectures.md"
+            "docs/models.md"
         )
 
 

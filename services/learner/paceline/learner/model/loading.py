@@ -272,7 +272,7 @@ def empty_lm(config: Any) -> Any:
     except (KeyError, TypeError, ValueError) as error:
         raise ModelError(
             f"model_type {config.model_type!r} is no causal language model with exchangeable attention "
-            f"({type(error).__name__}: {error}); use one of the architectures of docs/architectures.md"
+            f"({type(error).__name__}: {error}); use one of the architectures of docs/models.md"
         ) from error
     use_float32_routers(lm)
     note_choices(lm)

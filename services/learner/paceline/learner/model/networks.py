@@ -225,7 +225,7 @@ def embed_with_images(body: nn.Module, input_ids: Tensor, images: PackedImages) 
     if tower is None:
         raise ModelError(
             f"{type(body).__name__} has no vision tower, and a prompt has images; take a model with one "
-            "(docs/architectures.md), or prompts without images"
+            "(docs/models.md), or prompts without images"
         )
     embed: Any = body.get_input_embeddings()  # type: ignore[operator]
     with torch.no_grad():
@@ -251,7 +251,7 @@ def body_of(lm: nn.Module) -> nn.Module:
     if not isinstance(body, nn.Module):
         raise ModelError(
             f"{type(lm).__name__} is not a causal language model of a body and a head; use one of the "
-            "architectures of docs/architectures.md"
+            "architectures of docs/models.md"
         )
     return body
 
@@ -266,7 +266,7 @@ def decoder_layers(body: nn.Module) -> nn.ModuleList:
     if not isinstance(layers, nn.ModuleList):
         raise ModelError(
             f"{type(body).__name__} has no list of decoder layers; use one of the architectures of "
-            "docs/architectures.md"
+            "docs/models.md"
         )
     return layers
 
@@ -330,7 +330,7 @@ def output_head(lm: nn.Module) -> OutputHead:
     if not isinstance(head, nn.Linear):
         raise ModelError(
             f"{type(lm).__name__} has no linear language-model head; use one of the architectures of "
-            "docs/architectures.md"
+            "docs/models.md"
         )
     scale, softcap = logit_scale(lm.config), logit_softcap(lm.config)
     return OutputHead(

@@ -149,7 +149,7 @@ def run(config: Any, *, keep: Path | None = None) -> SelfTest:
             raise ModelError(
                 f"{name}: two forward passes over the same tokens differ by up to {apart:.2g} nats (allowed "
                 f"{TOLERANCE:g} and no random numbers), so no ratio could be trusted; the model draws random "
-                "numbers somewhere; use another model (docs/architectures.md)"
+                "numbers somewhere; use another model (docs/models.md)"
             )
         reference = _reference(lm, small)
         error = float((first - _one_by_one(reference, rows)).abs().max())
@@ -157,7 +157,7 @@ def run(config: Any, *, keep: Path | None = None) -> SelfTest:
         raise ModelError(
             f"{name}: log-probs over packed sequences differ from those of each sequence alone by up to "
             f"{error:.2g} nats (allowed {TOLERANCE:g}), so it would be trained on wrong numbers; use one of "
-            "the architectures of docs/architectures.md"
+            "the architectures of docs/models.md"
         )
     if keep is not None:
         _keep(reference, rows, first, keep)
@@ -304,7 +304,7 @@ def _packed(lm: Any, rows: Sequence[PackedRow]) -> Tensor:
     except (TypeError, KeyError, AttributeError, RuntimeError, ValueError) as error:
         raise ModelError(
             f"{type(lm).__name__} does not run over packed sequences ({type(error).__name__}: {error}); use "
-            "one of the architectures of docs/architectures.md"
+            "one of the architectures of docs/models.md"
         ) from error
     return log_probs
 

@@ -1,6 +1,6 @@
 """The interface between a rollout server and an inference engine: one protocol and its records.
 
-`tests/contract/test_engine.py` checks what is promised here; `docs/add-an-engine.md` explains it.
+`tests/contract/test_engine.py` checks what is promised here; `docs/where-to-change-what.md` explains it.
 """
 
 from __future__ import annotations

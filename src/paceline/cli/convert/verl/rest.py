@@ -30,7 +30,7 @@ REST: tuple[ConversionRule, ...] = (
     only("see rollout.engine_kwargs", f"{_R}.engine_kwargs.*", neutral=(None,), example=1),
     only("samples come from the policy's own weights", f"{_R}.quantization", example="fp8"),
     only("mini-batches are taken in the order of the prompts", f"{_A}.shuffle critic.shuffle"),
-    only("towers for images train; see docs/architectures.md", f"{_A}.freeze_vision_tower"),
+    only("towers for images train; see docs/models.md", f"{_A}.freeze_vision_tower"),
     only("experts are chosen anew", f"{_A}.router_replay.mode", neutral=(None, "disabled"), example="R2"),
     only("code of a model's repository is not run; see docs/models.md", f"{_M}.trust_remote_code"),
     only("write the template into the tokenizer's folder", f"{_M}.custom_chat_template", example="x"),

@@ -103,7 +103,7 @@ def packed_attention(
     if packed is None:
         raise ModelError(
             f"{type(module).__name__}'s model does not tell its layers where sequences begin; use one "
-            "of the architectures of docs/architectures.md"
+            "of the architectures of docs/models.md"
         )
     _require_plain(module, dropout, attention_mask)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -136,7 +136,7 @@ def _require_plain(module: torch.nn.Module, dropout: float, attention_mask: Tens
         raise ModelError(
             f"{type(module).__name__} asks for attention with {what}, which packed attention does not "
             "support;  "
-            "use one of the architectures of docs/architectures.md"
+            "use one of the architectures of docs/models.md"
         )
 
 

@@ -58,7 +58,7 @@ def _packed_kind(kind: type[nn.Module]) -> type[nn.Module]:
         if packed is None:
             raise ModelError(
                 f"{kind.__name__}'s model does not tell its layers where sequences begin; use one of "
-                "the architectures of docs/architectures.md"
+                "the architectures of docs/models.md"
             )
         if (rule := recurrence_kernel.rule_for(hidden_states.device)) is not None:
             return recurrence_kernel.run_layer(self, hidden_states, packed, rule)

@@ -49,7 +49,7 @@ def largest_difference(folder: Path, rows: Sequence[ScoredRow]) -> float:
         raise ModelError(
             f"vLLM's log-probs differ from the learner's by up to {difference:.2g} nats (allowed "
             f"{TOLERANCE:g}), so the engine and the learner do not run the same model; use one of the "
-            "architectures of docs/architectures.md"
+            "architectures of docs/models.md"
         )
     return difference
 
@@ -123,7 +123,7 @@ def _refusals() -> Iterator[None]:
     except (ValueError, RuntimeError, OSError, TypeError, AssertionError, NotImplementedError) as error:
         raise ModelError(
             f"vLLM does not run this model ({type(error).__name__}: {_reason(error)}); take one of "
-            "docs/architectures.md, with sizes like those that are published"
+            "docs/models.md, with sizes like those that are published"
         ) from error
 
 
