@@ -282,7 +282,7 @@ async def test_a_step_that_is_withdrawn_and_was_not_dispatched_is_found(tmp_path
         it.journal.record("withdrawn", step=5, reason="planted")
         (breach,) = it.breaches()
     assert "I2" in breach
-    assert "step 5 was withdrawn, and not dispatched ahead" in breach
+    assert "step 5 was withdrawn, but was not dispatched ahead" in breach
 
 
 async def test_a_sample_of_another_version_than_its_step_is_found(tmp_path: Path) -> None:

@@ -362,7 +362,7 @@ def of_the_same_step(events: Events) -> None:
     [
         (one_too_many, "without permission"),
         (one_twice, "again twice"),
-        (one_left_out, "and did not"),
+        (one_left_out, "but did not"),
         (beyond_its_age, "algorithm.replay.max_age is 1"),
         (never_admitted, "which no step before it trained"),
         (contents_changed, "at first they were"),

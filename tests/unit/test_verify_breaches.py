@@ -66,7 +66,7 @@ BREACHES: dict[str, tuple[Spoil, str]] = {
     ),
     "other data": (
         lambda r: r.last("run").update(data_digest="e"),
-        "RECORD: term 2 has another data_digest than the one before",
+        "RECORD: term 2 has another data_digest than the term before",
     ),
     "an event after the end": (
         lambda r: r.add("phase", step=3, to="dispatch"),
@@ -104,19 +104,19 @@ BREACHES: dict[str, tuple[Spoil, str]] = {
     ),
     "a checkpoint of another run": (
         lambda r: r.manifests[2]["controller_state"].update(run_id="s"),
-        "RECORD: the checkpoint step_000002 is of step 2 with the controller's state of step 2 of run s",
+        "RECORD: the checkpoint step_000002 is of step 2, but has the controller's state of step 2 of run s",
     ),
     "a checkpoint with another step's state": (
         lambda r: r.manifests[2]["controller_state"].update(step=1),
-        "RECORD: the checkpoint step_000002 is of step 2 with the controller's state of step 1 of run r",
+        "RECORD: the checkpoint step_000002 is of step 2, but has the controller's state of step 1 of run r",
     ),
     "a checkpoint's file is torn": (
         lambda r: r.manifests[2]["files"]["weights"].update(size=99),
-        "RECORD: the checkpoint step_000002 has 10 bytes in weights, 99 were written",
+        "RECORD: the checkpoint step_000002 has 10 bytes in weights, but 99 were written",
     ),
     "a bit of a checkpoint's file is another": (
         lambda r: r.manifests[2]["files"]["weights"].update(blake2b="0" * 32),
-        "RECORD: the checkpoint step_000002 has another weights than was written",
+        "RECORD: the checkpoint step_000002 has a changed file weights",
     ),
     "a checkpoint's file is gone": (
         lambda r: r.manifests[2]["files"].update(optimizer={"size": 1, "blake2b": ""}),
@@ -149,7 +149,7 @@ BREACHES: dict[str, tuple[Spoil, str]] = {
     ),
     "a batch of another policy": (
         lambda r: r.find("batch").update(policy="v1@ff"),
-        f"I1: the batch of step 1 is of v1@ff, its prompts were dispatched for v0@{weights(0)}",
+        f"I1: the batch of step 1 is of v1@ff, but its prompts were dispatched for v0@{weights(0)}",
     ),
     "served before it is committed": (
         lambda r: r.remove(r.find("commit")),
@@ -186,7 +186,7 @@ BREACHES: dict[str, tuple[Spoil, str]] = {
     ),
     "set aside and dropped": (
         lambda r: r.insert_after(r.find("group_dropped"), {**r.find("group_dropped"), "prompt": 1}),
-        "I2: prompt 1 of step 1 was dropped though it was out already",
+        "I2: prompt 1 of step 1 was dropped, although it was out already",
     ),
     "trained and dropped": (
         lambda r: r.insert_after(r.find("group_dropped"), {**r.find("group_dropped"), "prompt": 3}),
@@ -218,7 +218,7 @@ BREACHES: dict[str, tuple[Spoil, str]] = {
     ),
     "other prompts after a rewind": (
         lambda r: r.last("dispatch").update(prompts=[6, 8]),
-        "I2: step 3 asked for other prompts at first",
+        "I2: step 3 first asked for other prompts",
     ),
     "a step that is skipped": (
         lambda r: r.find("dispatch", lambda e: e["step"] == 2).update(step=3),
@@ -304,7 +304,7 @@ BREACHES: dict[str, tuple[Spoil, str]] = {
     ),
     "a parquet row that was not trained": (
         lambda r: r.parquet["step_000001"].append(r.parquet["step_000001"][0]),
-        "I3: step_000001.parquet has 3 rows, 2 were trained",
+        "I3: step_000001.parquet has 3 rows, but 2 were trained",
     ),
     "a parquet row with another reward": (
         lambda r: r.parquet["step_000002"][1].update(reward=7.0),

@@ -106,13 +106,13 @@ def lose_a_sample(record: Record) -> None:
 
 CHANGES: dict[str, tuple[Callable[[Record], None], str]] = {
     "rows out of order": (swap_rows, "is trained twice or out of order"),
-    "a row of nowhere": (train_another, "revise:1:9:5 was trained, but no sampling of the step has left it"),
+    "a row of nowhere": (train_another, "revise:1:9:5 was trained, but no sampling of the step kept it"),
     "another reward": (give_another_reward, "I3: the batch of step 1 has 9 rows and the digest"),
     "another baseline": (give_another_baseline, "I3: the batch of step 1 has 9 rows and the digest"),
-    "no rows": (lose_the_rows, "does not say which of 2 samplings it is of"),
+    "no rows": (lose_the_rows, "does not say to which of 2 samplings it belongs"),
     "another number": (number_anew, "I2: sampling 3 of step 1 follows 1 others"),
     "an older policy": (sample_of_another_policy, "I1: step 2 samples from v0@"),
-    "something else": (ask_twice, "I2: sampling 2 of step 1 asked for something else at first"),
+    "something else": (ask_twice, "I2: sampling 2 of step 1 differs from its first request"),
     "a lost sample": (lose_a_sample, "I2: prompt 8 of step 1 was trained with 1 of 2 samples for revise"),
 }
 

@@ -370,9 +370,9 @@ def another_metric_everywhere(record: Record) -> None:
     record.manifest(1, lambda plain: plain["controller_state"]["metrics"].update(changes))
 
 
-OTHER = "step_000002.parquet has other tokens, mask or log-probs of train:2:"
-ANSWER = "val_000002.parquet has other tokens, mask or log-probs of validate:2:0:1"
-WRITTEN = ".parquet is another file than the one that was written"
+OTHER = "step_000002.parquet has tokens, mask and log-probs of train:2:"
+ANSWER = "val_000002.parquet has tokens, mask and log-probs of validate:2:0:1"
+WRITTEN = ".parquet was changed after it was written"
 PLANTED: dict[str, tuple[Callable[[Record], object], str]] = {
     # trajectories/, with the journal's digest of the file mended
     "a token changed": (in_row("response_token_ids", lambda t: [t[0] + 1, t[1]]), OTHER),
@@ -402,7 +402,7 @@ PLANTED: dict[str, tuple[Callable[[Record], object], str]] = {
         in_row("policy_version", lambda v: v - 1),
         "step_000002.parquet has {'step': 2",
     ),
-    "a row lost": (in_table(lambda rows: rows.pop()), "step_000002.parquet has 3 rows, 4 were"),
+    "a row lost": (in_table(lambda rows: rows.pop()), "step_000002.parquet has 3 rows, but 4 were"),
     "a row doubled": (in_table(lambda rows: rows.append(rows[-1])), "step_000002.parquet has 5 rows"),
     "rows in another order": (in_table(lambda rows: rows.reverse()), "step_000002.parquet has {'step': 2"),
     "a file gone": (lambda r: r.unlink("step_000002"), "step_000002.parquet of a finished step was not"),
@@ -414,7 +414,7 @@ PLANTED: dict[str, tuple[Callable[[Record], object], str]] = {
     "the learner's log-probs changed": (in_row("learner_log_probs", lambda _: [-1.0], sealed=False), WRITTEN),
     # the journal, with batches and files mended
     "one rollout under two ids": (two_ids, "train:3:"),
-    "one rollout under two ids, in the file too": (two_ids_and_rows, "is the trajectory that was train:3:"),
+    "one rollout under two ids, in the file too": (two_ids_and_rows, "has the digest of train:3:"),
     "the prompts of step 2 again in step 3": (same_prompts, "step 3 asked for prompts that are not next"),
     "a prompt that is not next replaces another": (another_refill, "took the prompts ["),
     "a reward changed, in the file too": (another_reward, "step_000001.parquet has components of train:1:"),
@@ -446,7 +446,7 @@ PLANTED: dict[str, tuple[Callable[[Record], object], str]] = {
     ),
     "a validation's answer lost in the file": (
         in_table(lambda rows: rows.pop(), "val_000002"),
-        "val_000002.parquet has 3 rows, 4 were",
+        "val_000002.parquet has 3 rows, but 4 were",
     ),
     "a validation's answer doubled in the file": (
         in_table(lambda rows: rows.append(rows[0]), "val_000002"),
@@ -459,12 +459,12 @@ PLANTED: dict[str, tuple[Callable[[Record], object], str]] = {
     "a validation's answer doubled in the journal": (an_answer_twice, "validate:2:0:0 was admitted twice"),
     "a validation's answer under two ids": (
         an_answer_under_two_ids,
-        "is the trajectory that was validate:2:0:",
+        "has the digest of validate:2:0:",
     ),
     "all answers of a validation gone": (no_validation, "prompt 0 of the validation of step 2 has 0 of 2"),
     "all trace of a validation gone": (
         no_trace_of_a_validation,
-        "metrics.jsonl has val/groups_dropped, of which the journal knows nothing",
+        "metrics.jsonl has val/groups_dropped, which does not follow from the journal",
     ),
     "a prompt of a validation gone everywhere": (a_smaller_validation, "has val/num_prompts = 2"),
     "fewer answers asked for in a set": (
@@ -493,13 +493,13 @@ PLANTED: dict[str, tuple[Callable[[Record], object], str]] = {
     ),
     "all trace of a set gone but its line": (
         no_trace_of_a_set,
-        "metrics.jsonl has val/hard/num_prompts, of which the journal knows nothing",
+        "metrics.jsonl has val/hard/num_prompts, which does not follow from the journal",
     ),
     "a validation's file gone": (lambda r: r.unlink("val_000002"), "val_000002.parquet of a finished step"),
     # checkpoints
     "the weights of step 3 in step 4's checkpoint": (
         lambda r: weights_of_step_3(r, sealed=False),
-        "the checkpoint step_000004 has another manifest than the one that was written",
+        "the checkpoint step_000004 has a manifest that was changed after it was written",
     ),
     "the weights of step 3 in step 4's checkpoint, in the journal too": (
         lambda r: weights_of_step_3(r, sealed=True),
@@ -519,16 +519,16 @@ PLANTED: dict[str, tuple[Callable[[Record], object], str]] = {
     ),
     "another state of the guard in a checkpoint": (
         lambda r: r.manifest(4, lambda plain: plain["controller_state"]["guard"].update(lr_scale=0.5)),
-        "the checkpoint step_000004 has another state of the guard",
+        "the checkpoint step_000004 has a state of the guard that differs",
     ),
     "other metrics in a checkpoint": (
         lambda r: r.manifest(4, lambda p: p["controller_state"]["metrics"].update({"actor/ppo_kl": 1.0})),
-        "the checkpoint step_000004 has actor/ppo_kl = 1.0, metrics.jsonl has 0.0",
+        "the checkpoint step_000004 has actor/ppo_kl = 1.0, but metrics.jsonl has 0.0",
     ),
     # metrics, with the journal's digest of the line mended
     "a mean reward of 0.99": (
         lambda r: r.line(3, **{"critic/score/mean": 0.99}),
-        "the line of step 3 in metrics.jsonl has critic/score/mean = 0.99, the journal makes it",
+        "the line of step 3 in metrics.jsonl has critic/score/mean = 0.99, but the journal gives",
     ),
     "the mean rewards of two steps swapped": (
         swapped,
@@ -540,16 +540,16 @@ PLANTED: dict[str, tuple[Callable[[Record], object], str]] = {
     ),
     "a false number of dropped groups": (
         lambda r: r.line(2, **{"barrier/groups_dropped": 0.0}),
-        "has barrier/groups_dropped = 0, the journal makes it 1",
+        "has barrier/groups_dropped = 0, but the journal gives 1",
     ),
     "a false number of repeats": (
         lambda r: r.line(2, **{"barrier/duplicates": 2.0}),
-        "has barrier/duplicates = 2, the journal makes it 0",
+        "has barrier/duplicates = 2, but the journal gives 0",
     ),
     "a false spread of rewards": (lambda r: r.line(3, **{"reward/std": 0.1}), "has reward/std = 0.1, "),
     "a false mean of a component": (
         lambda r: r.line(3, **{"reward/gsm8k/mean": 0.9}),
-        "has reward/gsm8k/mean = 0.9, the journal makes it 0.5",
+        "has reward/gsm8k/mean = 0.9, but the journal gives 0.5",
     ),
     "a false validation reward": (
         lambda r: r.line(4, **{"val/reward/mean": 0.99}),
@@ -558,18 +558,18 @@ PLANTED: dict[str, tuple[Callable[[Record], object], str]] = {
     # as before, but the journal is left alone
     "any other metric changed": (
         lambda r: r.line(3, sealed=False, **{"actor/ppo_kl": 0.5}),
-        "the line of step 3 in metrics.jsonl is another line than the one that was written",
+        "the line of step 3 in metrics.jsonl was changed after it was written",
     ),
 }
 
 UNSEEN: dict[str, tuple[Callable[[Record], object], str]] = {
     "a response's text changed, and the journal's digest of its file": (
         in_row("response", lambda _: "42"),
-        "a record that was forged as a whole, journal, files and digests",
+        "a record that was forged entirely: journal, files and digests",
     ),
     "the learner's log-probs changed, and the journal's digest of their file": (
         in_row("learner_log_probs", lambda _: [-1.0]),
-        "the learner's log-probs, texts and times in trajectories/: that a file is the one that was written",
+        "the learner's log-probs, texts and times in trajectories/: only that their file is unchanged",
     ),
     "another metric changed everywhere, and the journal's digests of it": (
         another_metric_everywhere,

@@ -14,7 +14,7 @@ class Phase(enum.Enum):
     DISPATCH    sends prompts out
     COLLECT     takes scored trajectories in
     LEARN       the learner trains
-    ROLLBACK    the learner loads the weights of the last good checkpoint instead
+    ROLLBACK    the learner goes back to the weights of the last good checkpoint
     PUBLISH     weights go to the rollout servers, and digests are compared; no server samples from them
     COMMIT      the version is in the journal; the servers that hold its digest begin to sample from it
     VALIDATE    held-out prompts are answered and scored
@@ -38,9 +38,9 @@ class Phase(enum.Enum):
 
 _BETWEEN_STEPS = {Phase.DISPATCH, Phase.VALIDATE, Phase.CHECKPOINT, Phase.FORMING, Phase.ENDED}
 
-# From every phase of a step a run may go back to FORMING, where a member was lost, and from COLLECT and LEARN
-# to DISPATCH, where the broker has lost the step's data. From LEARN it goes to COLLECT, and from there on to
-# PUBLISH, where the weights wait for the samples of later steps.
+# From every phase of a step a run goes back to FORMING if a member was lost, and from COLLECT and LEARN to
+# DISPATCH if the broker has lost the step's data. It goes from LEARN to COLLECT, and then to PUBLISH, if the
+# weights wait for the samples of later steps.
 _MOVES: dict[Phase, set[Phase]] = {
     Phase.STARTING: {Phase.FORMING},
     Phase.FORMING: {Phase.PUBLISH, Phase.DISPATCH, Phase.FORMING, Phase.ENDED},
@@ -58,10 +58,10 @@ _MOVES: dict[Phase, set[Phase]] = {
 
 
 def move(current: Phase, to: Phase) -> Phase:
-    """Returns `to` where the move from `current` exists; every phase that is not final may fail.
+    """Returns `to` if the move from `current` is allowed; every phase that is not final may fail.
 
     Raises:
-        IllegalTransitionError: the move does not exist; names both phases.
+        IllegalTransitionError: the move is not allowed; names both phases.
     """
     if to in _MOVES[current] or (to is Phase.FAILED and _MOVES[current]):
         return to

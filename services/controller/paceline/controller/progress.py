@@ -41,7 +41,7 @@ class Progress:
         admitted, wanted: trajectories of the collection in progress.
         metrics: metrics of the last step.
         stop_reason: why the run must end after the step in progress; "" if it need not.
-        lr_scale: scale of the learning rates from the next step on that a client has set; None if none has.
+        lr_scale: scale of the learning rates from the next step on, as set by a client; None if not set.
     """
 
     def __init__(self, run: Run, *, step: int = 0) -> None:
@@ -54,7 +54,7 @@ class Progress:
         self.lr_scale: float | None = None
 
     def move(self, to: Phase) -> None:
-        """Journals a phase, then enters it; raises IllegalTransitionError for a move that does not exist."""
+        """Journals a phase, then enters it; raises IllegalTransitionError for a move that is not allowed."""
         phase = phases.move(self.phase, to)
         self._run.journal.record("phase", step=self.step, source=self.phase.value, to=phase.value)
         self.phase, self.phase_began = phase, time.monotonic()

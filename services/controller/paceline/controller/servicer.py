@@ -34,7 +34,7 @@ from paceline.wire.calls.run_events import run_event_to_proto
 
 _MAX_NAME_CHARS = 200
 _MAX_LR_SCALE = 100.0
-# A server that leaves in the middle of a push fails it, so it is told later.
+# A server that leaves during a push makes it fail, so the server is told later.
 _PUSHING = (Phase.FORMING, Phase.PUBLISH, Phase.COMMIT)
 
 
@@ -43,7 +43,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
 
     Args:
         credentials: used to ask members whether they still serve.
-        checkpoints: returns the folders that a learner may load before it serves, newest first; in a thread.
+        checkpoints: called in a thread; returns the folders that a learner may load at first, newest first.
         checkpoint_marker: the text of the marker in the folder of the checkpoints.
         stop: called with the reason when a client asks to end the run at once.
     """
@@ -120,7 +120,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
         If the member was restarted, its old address no longer answers, or is the same as the new one.
 
         Raises:
-            ConfigError: the member with this id was heard of lately, and answers at its address.
+            ConfigError: a member with this id was heard from recently, and answers at its address.
         """
         holder = self._supervisor.fleet.get(request.member_id)
         if (
@@ -136,7 +136,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
             )
         ):
             message = (
-                f"there is a member {request.member_id} at {holder.address} already, so the one at "
+                f"a member {request.member_id} at {holder.address} exists already, so the one at "
                 f"{request.address} is refused: give it another --member-id, or stop the first one"
             )
             self._run.events.notice(message)
@@ -145,13 +145,13 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
     async def Heartbeat(
         self, request: controller_pb2.HeartbeatRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> controller_pb2.HeartbeatResponse:
-        """Notes a sign of life."""
+        """Notes that a member is alive, and tells it what to do."""
         member = self._supervisor.fleet.get(request.member_id)
         if member is None:
             return controller_pb2.HeartbeatResponse(known=False, run_over=self._over.is_set())
         if request.notice:
             self._run.events.notice(f"{request.member_id}: {one_line(request.notice)}")
-        # A member that reports why it ends may have no state any more.
+        # A member that reports why it ends may no longer have a state.
         only_failure = request.failure and not request.state
         state = None if only_failure else member_state_from_word(member.kind, request.state)
         known, changes = self._supervisor.fleet.heartbeat(
@@ -242,7 +242,7 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
     async def Watch(
         self, request: controller_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[controller_pb2.WatchEvent]:
-        """Events until the run ends."""
+        """Yields events until the run ends."""
         async for event in self._run.events.follow(request.from_step):
             yield run_event_to_proto(event)
 
@@ -277,7 +277,7 @@ def _check_names(request: controller_pb2.RegisterRequest) -> None:
         if len(name) > _MAX_NAME_CHARS or not name.isprintable():
             raise InvalidMessageError(
                 f"a member's {field} must be at most {_MAX_NAME_CHARS} printable characters; got {len(name)} "
-                f"that begin {name[:40]!r}",
+                f"that begin with {name[:40]!r}",
                 reason="unusable_name",
             )
 

@@ -4,9 +4,8 @@
               + steps dispatched ahead of it
 
 A `rewind` makes every step after its `to_step` void; a `recollect` makes the trajectories of the step in
-progress void, `withdrawn` those of a step that was dispatched ahead. With any of the first two, and with
-`lost`, all steps ahead are void. After `lost` the controller that wrote it can still finish the step, but no
-other can.
+progress void, `withdrawn` those of a step that was dispatched ahead. `rewind`, `recollect` and `lost` make all
+steps ahead void. After `lost` only the controller that wrote it can still finish the step.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class StepInProgress:
         samplings: digests of the requests of further samplings, by number.
         digest: digest of the batch, once the batch is complete.
         trained: whether the learner has answered.
-        num_recollects: how often its trajectories were collected anew.
+        num_recollects: how often its trajectories were collected again.
         is_lost: whether the broker has lost the step's trajectories, so that new ones are needed to repeat
             it.
     """
@@ -67,10 +66,10 @@ class Standing:
         settings: values of the configuration that must not change, by key.
         code: reference and file digest of the user's own functions and classes, by key.
         commits: the digest of every version that was committed and is not void.
-        current: the step in progress; None between steps. It may have been dispatched ahead, and not begun.
-        ahead: the steps after it whose prompts are out, by number (`barrier.mode`: bounded).
-        ended: whether the last controller ended in order.
-        after_end: whether this controller's predecessor ended in order.
+        current: the step in progress, or the next step if it was dispatched ahead; None if there is neither.
+        ahead: the steps after it that were dispatched, by number (`barrier.mode`: bounded).
+        ended: whether the controller of the last term ended in order.
+        after_end: whether the controller before it ended in order.
         saved: the file of each step's trajectories, by step.
         turn: who may use the memory of shared GPUs (`fleet/turns`); "" before the first turn.
     """
@@ -103,7 +102,7 @@ class Standing:
     def __str__(self) -> str:
         current = self.current
         doing = f"in {current.phase} of step {current.step}" if current else "between steps"
-        again = f", collected anew {current.num_recollects} times" if current else ""
+        again = f", collected again {current.num_recollects} times" if current else ""
         done = f"step {self.finished} finished at {self.log_position}, {self.committed} committed"
         return f"{done}, {doing}{again}"
 
@@ -114,7 +113,7 @@ class Standing:
             handler(self, event)
 
     def in_progress(self, step: int) -> StepInProgress:
-        """Returns the step in progress, which is `step`; a new record if the journal has none of it yet."""
+        """Returns the record of `step`, the step in progress; a new one if the journal has none yet."""
         if self.current is None or self.current.step != step:
             self.current = self.ahead.pop(step, None) or StepInProgress(step=step)
         return self.current
@@ -125,7 +124,7 @@ class Standing:
         return self.current if is_current else self.ahead.get(step)
 
     def dispatched_after(self, step: int) -> list[int]:
-        """The later steps whose prompts were sent out, ascending."""
+        """Returns the later steps whose prompts were sent out, ascending."""
         of_current = [self.current.step] if self.current is not None and self.current.prompts else []
         return sorted(other for other in (*of_current, *self.ahead) if other > step)
 

@@ -1,8 +1,8 @@
 """The watchdog: when a phase makes no progress, it says which members the phase waits for, and how long.
 
 It ends nothing; deadlines do. A phase has made no progress while step, phase and the count of admitted
-trajectories stay the same. The first notice comes after 30 s, or after twice the longest that this phase has
-taken before, so that a model whose steps take minutes is not reported in each; then one comes every minute.
+trajectories stay the same. The first notice comes after 30 s, or after twice the longest time that this phase
+has taken before, so that phases that always take minutes are not reported; then one comes every minute.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Watchdog:
         members = [m for kind in _WAITS_FOR[phase] for m in self._fleet.members(kind)]
         absent: list[str] = []
         if phase is Phase.FORMING:
-            # Before a push can begin, it waits for those that are not ready, and for one of each kind.
+            # A push waits for members that are not ready, and for at least one of each kind.
             absent = [f"{kind.value} (none registered)" for kind in _ALL if not self._fleet.members(kind)]
             not_ready = [m for m in members if not m.usable or m.state not in READY_STATES]
             members = not_ready if not_ready or absent else members

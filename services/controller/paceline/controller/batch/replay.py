@@ -2,9 +2,8 @@
 
 trajectories/step_*.parquet of the last steps -> buffer -> draw -> blobs at the broker, rows for the learner
 
-The files of trajectories are the buffer: nothing else is kept, so what a run that goes on draws is what an
-undisturbed one draws. A file counts if the journal has its digest; one that is not the file that was written
-ends the run, as does one that is gone.
+The files of trajectories are the buffer: nothing else is kept, so a resumed run draws what an undisturbed run
+draws. Only files whose digest is in the journal count; if one of them is missing or changed, the run ends.
 
 docs/decisions/0038-permissions-to-train-again.md
 """
@@ -34,11 +33,11 @@ from paceline.wire import blob_digest, encode_trajectory
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replay:
-    """What a step trains again.
+    """The rows that a step trains again.
 
     Attributes:
-        rows: by (prompt id, sample index).
-        blobs: of the rows, by key.
+        rows: the rows, sorted by prompt id and sample index.
+        blobs: the rows' blobs, by key.
         metrics: share and age of the rows, and the size of the buffer.
     """
 
@@ -48,7 +47,7 @@ class Replay:
 
     @property
     def listed(self) -> list[list[Any]]:
-        """The permissions as the journal has them: id, digest of the blob, reward."""
+        """Returns the permissions for the journal: id, digest of the blob, reward."""
         return [[str(row.trajectory_id), row.blob_digest, row.reward] for row in self.rows]
 
 
@@ -70,10 +69,10 @@ class ReplayBuffer:
         """Draws what `step` trains again.
 
         Args:
-            rows: those that it trains anew, whose prompts are not drawn.
+            rows: the step's new rows, whose prompts are not drawn.
 
         Raises:
-            CheckpointError: a file of trajectories is gone, or another than the one that was written.
+            CheckpointError: a file of trajectories is missing or was changed.
         """
         if self._rule is None:
             return Replay()
@@ -116,11 +115,11 @@ class ReplayBuffer:
     # --- files
 
     def _written(self, step: int) -> Path:
-        """The file of a step's trajectories; raises CheckpointError if it is not the one that was written."""
+        """Returns the file of a step's trajectories; raises CheckpointError if it was changed."""
         path = self._run.dir / "trajectories" / f"step_{step:06d}.parquet"
         try:
             is_written = file_digest(path) == self._journal.standing.saved[step].digest
-            fault = "" if is_written else "is another file than the one that was written"
+            fault = "" if is_written else "was changed after it was written"
         except OSError as error:
             fault = f"cannot be read ({error})"
         if fault:
@@ -131,7 +130,7 @@ class ReplayBuffer:
         return path
 
     def _saved(self, step: int, file: SavedFile) -> _SavedStep:
-        """The groups of a step that have all their tokens, read once."""
+        """Returns the step's groups that have all their tokens; reads them once."""
         import pyarrow.parquet
 
         known = self._steps.get(step)
@@ -151,7 +150,7 @@ class ReplayBuffer:
         return _SavedStep(file, tuple(groups))
 
     def _read(self, step: int, prompts: Collection[int]) -> Iterable[tuple[Trajectory, float]]:
-        """The trajectories of these prompts of a step, with their rewards."""
+        """Reads the trajectories of these prompts of a step, with their rewards."""
         commits = self._journal.standing.commits
         for plain, arrays in read_rows(self._written(step), prompts):
             version = plain["policy_version"]
@@ -169,7 +168,7 @@ class ReplayBuffer:
 
 
 def merged(fresh: Iterable[BatchRow], again: Iterable[BatchRow]) -> tuple[BatchRow, ...]:
-    """All rows of a step, by (prompt id, sample index)."""
+    """Returns all rows of a step, sorted by prompt id and sample index."""
     return tuple(sorted([*fresh, *again], key=lambda row: _place(row.trajectory_id)))
 
 

@@ -39,9 +39,7 @@ from paceline.service.threads import in_thread
 
 # A learner that is sent back may take this long to leave the fleet.
 _LEAVE_S = 10.0
-_ENDED = (
-    "the last controller ended in order, and so the broker holds nothing of the run: mailboxes begin empty"
-)
+_ENDED = "the last controller ended in order, so the broker holds nothing of the run: mailboxes begin empty"
 
 
 def goes_on(standing: Standing, version: int) -> bool:
@@ -111,10 +109,10 @@ class Alignment:
             self._progress.policy = self._committed(standing.finished)
 
     async def send_back(self, step: int, reason: str) -> NoReturn:
-        """Makes the learner start again, from its newest checkpoint: the step cannot be finished.
+        """Makes the learner restart from its newest checkpoint, because the step cannot be finished.
 
         Raises:
-            PeerLostError: always; the run is to be aligned with the learner that comes.
+            PeerLostError: always; the run must be aligned with the restarted learner.
         """
         learner = self._supervisor.learner
         current = self._run.journal.standing.current

@@ -13,9 +13,8 @@ sample is begun from one version and ended from another.
 Nothing is dispatched ahead of a checkpoint by trainer.save_freq, so that a run which resumes from it draws
 the same samples.
 
-Where pushes land in mid-answer (`rollout.in_flight`) nothing waits for samples that were begun: the prompts
-of step s + k are sent out when step s begins, to be sampled from version s - 1 or newer ones, and each step
-is collected when it begins.
+With `rollout.in_flight` a push does not wait for unfinished samples: the prompts of step s + k are sent out
+when step s begins, to be sampled from version s - 1 or newer ones, and each step is collected when it begins.
 
 docs/decisions/0036-bounded-staleness.md
 """
@@ -118,7 +117,7 @@ class Lookahead:
     # --- a step
 
     def policy(self, step: int, committed: PolicyTag) -> PolicyTag:
-        """The policy that a step samples from."""
+        """Returns the policy that a step samples from."""
         dispatched = self._journal.standing.dispatched(step)
         is_older = dispatched is not None and dispatched.policy not in ("", str(committed))
         return PolicyTag.parse(dispatched.policy) if dispatched is not None and is_older else committed
@@ -129,7 +128,7 @@ class Lookahead:
         return None if known is None else known.batch
 
     def _known(self, step: int) -> _Drawn | None:
-        """Returns a step that has its batch; None if it has none, or its trajectories are void."""
+        """Returns the step if its batch is collected and its trajectories are not void."""
         drawn = self._drawn.get(step)
         if drawn is None or drawn.batch is None:
             return None
@@ -217,6 +216,6 @@ class Lookahead:
 
         drawn.began = collector.position
         batch = await collector.collect(order, is_over=is_over, ahead=True)
-        # The step that trains it does not wait for it.
+        # The step that trains this batch does not wait for it.
         drawn.batch = replace(batch, gen_s=0.0, reward_s=0.0)
         drawn.dispatched = self._journal.standing.dispatched(order.step)

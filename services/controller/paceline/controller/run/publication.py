@@ -70,7 +70,7 @@ class Publication:
         self._idle.set()
 
     async def publish(self, version: int) -> dict[str, float]:
-        """PUBLISH and COMMIT, over a new weight group if the current one no longer fits the fleet.
+        """Carries out PUBLISH and COMMIT; forms a new weight group if the current one does not fit the fleet.
 
         Raises:
             PeerLostError: the learner is lost or holds another version, or no rollout server is left.
@@ -101,11 +101,11 @@ class Publication:
         return metrics
 
     def is_served(self, policy: PolicyTag) -> bool:
-        """Whether any server samples from exactly this policy; it may have outlived the last controller."""
+        """Whether any server samples from exactly this policy; servers may outlive a controller."""
         return any(self._has(member, policy) for member in self._supervisor.rollouts)
 
     def is_outrun(self, policy: PolicyTag) -> bool:
-        """Whether a server samples from a newer version, say one that a rewind has made void."""
+        """Whether a server samples from a newer version, for example one that a rewind has made void."""
         versions = [m.policy.version for m in self._supervisor.rollouts if m.policy is not None]
         return max(versions, default=policy.version) > policy.version
 
@@ -117,7 +117,7 @@ class Publication:
         Raises:
             StaleLearnerError: there is a newcomer, but the learner was restarted and no longer holds the
                 policy.
-            PeerLostError, DeadlineError: the learner does not give its turn up.
+            PeerLostError, DeadlineError: the learner does not give up its turn.
         """
         try:
             await self._turns.take(Turn.ROLLOUT)
@@ -200,7 +200,7 @@ class Publication:
         return committed == policy and time.monotonic() - since < _REPORT_S
 
     async def _push_to(self, newcomers: Sequence[Member], policy: PolicyTag) -> None:
-        # Stays cleared where this is cancelled: then `_call_off` frees the learner.
+        # Stays cleared if this task is cancelled: `_call_off` then frees the learner.
         self._idle.clear()
         try:
             servers = await self._transfer_to(newcomers, policy)
@@ -235,7 +235,7 @@ class Publication:
     async def _call_off(self, serving: asyncio.Task[None]) -> None:
         """Ends the task; a push under way is finished within seconds or abandoned."""
         with contextlib.suppress(TimeoutError):
-            # Not `wait_for`: that takes no notice of a cancellation in the moment in which the wait ends.
+            # `wait_for` would ignore a cancellation at the moment in which the wait ends.
             async with asyncio.timeout(_GRACE_S):
                 await self._idle.wait()
         serving.cancel()

@@ -16,8 +16,8 @@ one. Every transition is journalled before it takes effect.
 
 A step is finished when its metrics are written and its event `step` is in the journal; what it needed in the
 broker goes after that. A step that was interrupted, by a restart of the controller or the loss of a member,
-is executed again from its DISPATCH: prompts that are there are not sent again, the log gives the same
-trajectories, and the learner repeats its answer to the same batch.
+is executed again from its DISPATCH: prompts that the broker still has are not sent again, the log gives the
+same trajectories, and the learner repeats its answer to the same batch.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class Sequencer:
         return bool(self.progress.stop_reason) and self._saved == finished
 
     async def _let_go(self, finished: int) -> None:
-        """Lets members end that were told to end but have stayed for the step, which is finished now.
+        """Lets members end that were told to end, but stayed until the step was finished.
 
         Raises:
             PeerLostError: the learner is one of them, and has left with the step in a checkpoint.
@@ -310,7 +310,7 @@ class Sequencer:
     # --- the end of a step
 
     async def _checkpoint(self, metrics: Mapping[str, float], *, good: bool) -> dict[str, float]:
-        """CHECKPOINT; returns the time it took as a metric."""
+        """Writes a checkpoint; returns its time as a metric."""
         self.progress.move(Phase.CHECKPOINT)
         state = ControllerState(
             run_id=self._run.id,

@@ -80,7 +80,7 @@ class Validation:
         )
 
     async def _finals(self, batch: Batch) -> dict[TrajectoryId, str]:
-        """The final answer in each response."""
+        """Returns the final answer in each response."""
         finals = {}
         for start in range(0, len(batch.samples), _PORTION):
             portion = batch.samples[start : start + _PORTION]

@@ -1,7 +1,7 @@
 """Gives the learner closed chunks of a step while the others are collected (`barrier.work_ahead`).
 
 consumes     groups that the barrier has admitted
-waits for    a chunk to close; the learner to have done the one before
+waits for    a chunk to close; the learner to finish the chunk before
 produces     nothing that the run depends on: TrainStep computes everything that was not done ahead
 
 docs/decisions/0024-work-ahead-of-the-barrier.md
@@ -31,10 +31,10 @@ log = logging.getLogger(__name__)
 
 
 class WorkAheadDriver:
-    """Sends work ahead for one step after the other.
+    """Sends work ahead, step by step.
 
     Args:
-        member: returns the learner; raises PeerLostError where it is lost.
+        member: returns the learner; raises PeerLostError if it is lost.
     """
 
     def __init__(self, run: Run, learner: LearnerClient, member: Callable[[], Member]) -> None:
@@ -42,8 +42,7 @@ class WorkAheadDriver:
 
     @contextlib.asynccontextmanager
     async def during(self, order: Order, adjustments: Adjustments) -> AsyncIterator[Watch | None]:
-        """Works during the collection in the block, which calls the watch; then waits for the chunk in
-        progress."""
+        """Yields a watch for the block's collection to call; at the end waits for the chunk in progress."""
         if self._config.barrier.work_ahead == "off":
             yield None
             return
@@ -87,8 +86,7 @@ class _Shift:
         self._changed.set()
 
     async def run(self) -> None:
-        """Sends chunks until the end; an error ends the work ahead of this step, and occurs again in the
-        step."""
+        """Sends chunks until the end; an error ends only the work ahead, since the step meets it again."""
         try:
             while not self._is_over:
                 chunk = None if self._barrier is None else self._chunks.take(self._barrier)

@@ -16,7 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m paceline.controller.verify", description=main.__doc__)
     parser.add_argument("run_dir", type=Path, help="holds events.jsonl and config.resolved.yaml")
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write counts and breaches to this file, too"
+        "--json", type=Path, metavar="FILE", help="also write counts and breaches to this file"
     )
     options = parser.parse_args(arguments)
     run_dir: Path = options.run_dir

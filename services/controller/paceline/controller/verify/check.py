@@ -1,4 +1,4 @@
-"""All checks of a run directory, in order; their memory and time grow with the size of the run's files."""
+"""Checks a run directory; memory and time grow with the size of its files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def verify(run_dir: Path) -> Findings:
     """Checks a run directory against the invariants.
 
     Raises:
-        DataError: it holds no run, or one whose journal is too old.
+        DataError: the directory holds no run, or the run's journal is too old.
         ConfigError: config.resolved.yaml cannot be read.
     """
     config = load(RunConfig, run_dir / "config.resolved.yaml")
@@ -54,7 +54,7 @@ def follow(
     config: RunConfig,
     on_finished: OnFinished | None = None,
 ) -> History:
-    """Checks a journal in one pass; `on_finished` gets each step that is finished."""
+    """Checks a journal in one pass; calls `on_finished` with each finished step."""
     history = History(findings, config, on_finished)
     history.follow(deadlines.check(entries, config, findings))
     steps = history.steps.values()
@@ -67,7 +67,7 @@ def follow(
 
 
 def _valid_steps(journal: Path) -> dict[int, int]:
-    """Returns the line of each step's last end, except for steps that a rewind made void."""
+    """Returns the line number of each step's last `step` event, without steps that a rewind made void."""
     valid: dict[int, int] = {}
     with journal.open("rb") as lines:
         for number, line in enumerate(lines, start=1):

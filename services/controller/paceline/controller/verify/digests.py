@@ -1,5 +1,4 @@
-"""Digests of a run's files: the journal records them at the writing, and `paceline verify` recomputes
-them."""
+"""Digests of a run's files, which the journal records and `paceline verify` recomputes."""
 
 from __future__ import annotations
 

@@ -19,23 +19,21 @@ class Invariant(enum.Enum):
     """An invariant that must hold; the value is the printed text."""
 
     RECORD = (
-        "the record: lines numbered without gaps, terms that increase, one line of metrics per step that "
-        "says what the journal does, files that are those that were written"
+        "the record: lines are numbered without gaps, terms increase, each step has one line of metrics "
+        "that agrees with the journal, and no file was changed after it was written"
     )
     I1 = (
-        "I1: every trained token has the version and the digest that its step samples from, which is the one "
-        "that it trains, or at most barrier.max_staleness versions older; where it is trained again, it is "
-        "at most algorithm.replay.max_age versions older"
+        "I1: every trained token was sampled from the version that its step trains, or from one that is at "
+        "most barrier.max_staleness versions older, with the committed digest; a token that is trained "
+        "again is at most algorithm.replay.max_age versions older"
     )
     I2 = (
-        "I2: every prompt of a step is trained once, dropped with a reason, or set aside, and is the one "
-        "whose turn it is; a sample is trained again once per permission; no step is lost"
+        "I2: every prompt of a step is the next in order, and is trained once, dropped with a reason, or set "
+        "aside; a sample is trained again once per permission; no step is lost"
     )
-    I3 = (
-        "I3: the batch holds each trajectory once, in order, and is the one that was trained and written down"
-    )
+    I3 = "I3: the batch holds each trajectory once, in order; it is the batch that was trained and recorded"
     I4 = "I4: a version has one digest, and a rollback has the digest of the step it went back to"
-    I5 = "I5: phases follow each other as they may, and none outlasts its deadline"
+    I5 = "I5: phases change only as allowed, and none outlasts its deadline"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +52,7 @@ class JournalEntry:
         return self.event[key]
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A field that an event may lack."""
+        """Returns a field, or `default` if the event lacks it."""
         return self.event.get(key, default)
 
     def __str__(self) -> str:
@@ -103,24 +101,23 @@ COUNTS = (
     "rows in parquet files",
     "digests of trajectories recomputed",
 )
-"""What is counted, in the order of the report; trajectories that were not admitted follow by verdict."""
+"""The counts, in the order of the report; trajectories with other verdicts follow."""
 
 
 NEVER = (
     "whether a reward is right, and a response's text that of its tokens",
-    "the tensors in a checkpoint: its files are compared with its manifest, this one with the journal",
-    "metrics other than counts, rewards, components and validation: that a line is the one that was written",
-    "the learner's log-probs, texts and times in trajectories/: that a file is the one that was written",
+    "the tensors in a checkpoint: files are compared with the manifest, and this with the journal",
+    "metrics other than counts, rewards, components and validation: only that their line is unchanged",
+    "the learner's log-probs, texts and times in trajectories/: only that their file is unchanged",
     "logs/, spans.jsonl and the report",
-    "a record that was forged as a whole, journal, files and digests",
+    "a record that was forged entirely: journal, files and digests",
 )
-"""What is not looked at in any run."""
+"""What is not checked in any run."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Findings:
-    """Collects breaches and counts, and sentences on ends of processes, the user's own code and skipped
-    checks."""
+    """Collects breaches and counts, and notes on ends of processes, user code and skipped checks."""
 
     breaches: list[Breach] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
@@ -145,7 +142,7 @@ class Findings:
         return json.dumps(plain)
 
     def lines(self) -> Iterator[str]:
-        """The report: counts, then per invariant whether it holds, with the first breach and its entries."""
+        """Yields the report: counts, then whether each invariant holds, with the first breach's entries."""
         for name in (*COUNTS, *sorted(self.counts.keys() - set(COUNTS))):
             yield f"{name:32}{self.counts[name]:>10,}"
         yield from (f"code      {code}" for code in self.code)

@@ -46,8 +46,7 @@ class Epoch:
     num_gpus: int = 0
 
     def consists_of(self, learner: Member, rollouts: Sequence[Member]) -> bool:
-        """Whether its members are exactly these, and none was wrongly taken for dead and has registered
-        again."""
+        """Whether its members are exactly these, and none of them has registered again since."""
         own, others = (self.learner, *self.rollouts), (learner, *rollouts)
         return len(own) == len(others) and all(a is b for a, b in zip(own, others, strict=True))
 
@@ -58,8 +57,8 @@ class Epochs:
     Args:
         expel: removes a member from the fleet for good and journals the reason.
         gone: returns when a member is no longer in the fleet.
-        term: the controller's; epochs of later terms have greater numbers, so that no number is used twice
-            with the learner's rendezvous store.
+        term: the controller's term; later terms have greater epoch numbers, so that no number is used twice
+            in the learner's rendezvous store.
     """
 
     def __init__(
@@ -232,8 +231,7 @@ class Epochs:
     def _to_expel(
         self, failures: list[blame.Failure], learner_error: BaseException | None, owners: Sequence[Member]
     ) -> list[blame.Failure]:
-        """Returns the failures of the servers at fault; if no server is, the next attempt may show which it
-        is.
+        """Returns the failures of the servers at fault; none if only another attempt can show which they are.
 
         The second time in a row, all failed servers are expelled, because attempts must end at some point.
         """

@@ -3,7 +3,7 @@
     transfer: learner publishes while every server receives -> digests compared -> candidate
     commit:   candidate -> its servers sample the new version
 
-A server that fails in either is expelled from the fleet; after a failed transfer the rest form a new epoch.
+A server that fails in either part is expelled; after a failed transfer the other members form a new epoch.
 No server samples from a version whose digests were not compared.
 """
 

@@ -1,1 +1,1 @@
-"""The dataflow of a step: the verbs that it is written in, who leads it, and its trial before the run."""
+"""The dataflow of a step: its verbs, its execution, its control by a script, and its trial before the run."""

@@ -14,11 +14,11 @@ from paceline.core.text import one_line
 from paceline.core.user_functions.user_function import find_function
 
 Dataflow = Callable[[Verbs], Awaitable[None]]
-"""Called once per step, and again from the beginning where the step was interrupted."""
+"""Called once per step, and again from the beginning if the step was interrupted."""
 
 
 async def policy_gradient(step: Verbs) -> None:
-    """Samples the step's prompts, trains on all samples, publishes: PPO, GRPO, ReMax and their kin."""
+    """Samples the step's prompts, trains on all samples, publishes: PPO, GRPO, ReMax and similar."""
     samples = await step.sample(step.draw(), texts=False)
     await step.train(samples.against("greedy"))
     await step.publish()
@@ -80,7 +80,7 @@ async def carry_out(flow: Dataflow, verbs: Verbs) -> dict[str, float]:
 
 
 def _own(error: Exception, verbs: Verbs) -> ConfigError:
-    """The user's code raised it."""
+    """Returns the error that reports an exception of the user's code."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     return ConfigError(

@@ -186,7 +186,7 @@ class _StandIns:
         return batch
 
     async def publish(self, version: int) -> Mapping[str, float]:
-        """Returns what a push does, without one."""
+        """Returns the metrics of a push, but pushes nothing."""
         return _PUSHED
 
     @contextlib.asynccontextmanager

@@ -32,7 +32,7 @@ async def flow(step: Verbs) -> None:
     """Carries out a step with the script's verbs."""
     path = os.environ.get(SOCKET)
     if not path:
-        raise ConfigError("trainer.dataflow is that of scripts; use paceline.api.session, which sets it")
+        raise ConfigError("trainer.dataflow is the one for scripts; use paceline.api.session, which sets it")
     step.allow(_PATIENCE_S)
     reader, writer = await asyncio.open_unix_connection(path, limit=_MOST_BYTES)
     try:
@@ -42,7 +42,7 @@ async def flow(step: Verbs) -> None:
 
 
 class _Led:
-    """One attempt at a step."""
+    """One attempt at a step, controlled by the script."""
 
     def __init__(self, step: Verbs, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._step, self._reader, self._writer = step, reader, writer

@@ -205,7 +205,7 @@ class Verbs:
     async def _collected(self, order: Order, refill: Refill | None) -> Batch:
         parts = self._parts
         parts.progress.move(Phase.DISPATCH)
-        # What an earlier step dispatched was sampled before the policy that is committed now.
+        # A step that was dispatched ahead was sampled before the current policy was committed.
         mixes = parts.run.config.pushes_in_flight
         is_over = parts.alignment.version == self.number or (order.policy != self._committed and not mixes)
         if order.policy == self._committed or mixes:

@@ -50,7 +50,7 @@ class ControllerState:
 
     @classmethod
     def from_plain(cls, plain: Any) -> ControllerState:
-        """Reads what `to_bytes` wrote, parsed; raises CheckpointError where it cannot be read."""
+        """Reads the parsed output of `to_bytes`; raises CheckpointError if it cannot be read."""
         known = {name: plain[name] for name in cls.__dataclass_fields__ if name in plain}
         try:
             return cls(**{**known, "cursor": MixtureState.from_plain(plain["cursor"])})
@@ -62,7 +62,7 @@ class ControllerState:
 
 
 def folder_of(root: Folder, step: int) -> Folder:
-    """The folder of a step's checkpoint."""
+    """Returns the folder of a step's checkpoint."""
     return root.child(f"step_{step:06d}")
 
 
@@ -96,7 +96,7 @@ def candidates(root: Folder, run_id: str) -> Iterator[Folder]:
 
 
 def _steps(root: Folder, prefix: str = "step_") -> list[Folder]:
-    """The folders of steps, the oldest first."""
+    """Returns the folders of steps, the oldest first."""
     try:
         return [root.child(name) for name in root.folders() if name.startswith(prefix)]
     except OSError as error:
@@ -253,7 +253,7 @@ class Checkpoints:
         )
 
     async def stopped(self, step: int, reason: str, *, is_published: bool = False) -> GuardError:
-        """The error that a run ends with when the guard stops it; `is_published`: after a validation."""
+        """Returns the error with which the guard ends a run; `is_published`: after a validation."""
         last_good = await in_thread(lambda: next(self._good(step), None))
         where = f"the last good checkpoint is {last_good[0]}" if last_good else "there is no good checkpoint"
         weights = "were published" if is_published else "were not published"
@@ -263,7 +263,7 @@ class Checkpoints:
         )
 
     def _good(self, step: int) -> Iterator[tuple[Folder, ControllerState]]:
-        """The good checkpoints of this run up to `step`, the newest first."""
+        """Yields the good checkpoints of this run up to `step`, the newest first."""
         for folder, state in complete(self._run.checkpoints):
             if state.run_id == self._run.id and state.step <= step and state.good:
                 yield folder, state

@@ -31,7 +31,7 @@ def assemble(
     cleanup_s: float,
     step_s: float,
 ) -> dict[str, float]:
-    """The metrics of a training step.
+    """Returns the metrics of a training step.
 
     The seconds of the phases and `timing_s/other`, the rest, add up to `timing_s/step`.
     """
@@ -72,7 +72,7 @@ def assemble(
 
 
 def of_ages(samples: Sequence[ScoredHeader], step: int) -> dict[str, float]:
-    """How old the tokens of a step are that was sampled with a bound on their age."""
+    """Returns the ages of a step's tokens; for steps that are sampled with a bound on them."""
     mean, oldest = token_ages((part for header in samples for part in header.policy_ranges), step)
     return {"barrier/staleness/mean": mean, "barrier/staleness/max": oldest}
 
@@ -104,7 +104,7 @@ def _component_spread(samples: Sequence[ScoredHeader]) -> dict[str, float]:
 
 
 def _scoring_times(samples: Sequence[ScoredHeader]) -> dict[str, float]:
-    """Seconds from a trajectory's arrival at a reward service to its score."""
+    """Returns the seconds from a trajectory's arrival at a reward service to its score."""
     if not samples:
         return {}
     seconds = sorted(header.reward_s for header in samples)
@@ -132,7 +132,7 @@ def episode_metrics(samples: Sequence[ScoredHeader]) -> dict[str, float]:
 
 
 def _dynamic_sampling(batch: Batch, num_extra: int) -> dict[str, float]:
-    """The effect of refilling; `reward_mean` includes the samples of groups that were set aside."""
+    """Returns the effect of refilling; `reward_mean` includes the samples of groups that were set aside."""
     samples = [*batch.samples, *batch.set_aside]
     num_kept = len({header.trajectory_id.prompt_id for header in batch.samples})
     return {

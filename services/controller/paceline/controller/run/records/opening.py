@@ -122,8 +122,9 @@ def _settings(config: RunConfig) -> dict[str, Any]:
 def _check_same(run_dir: Path, standing: Standing, digest: str, settings: Mapping[str, Any]) -> None:
     if standing.data_digest and standing.data_digest != digest:
         raise ConfigError(
-            f"the run in {run_dir} was begun with other data: its prompts or what their rewards need have "
-            "changed. Go on with the same data, choose another trainer.run_dir, or set trainer.resume: never"
+            f"the run in {run_dir} was begun with other data: its prompts, or the "
+            "columns that rewards use, have changed. Go on with the same data, choose another "
+            "trainer.run_dir, or set trainer.resume: never"
         )
     changed = [
         f"{key}={settings[key]!r} instead of {value!r}"

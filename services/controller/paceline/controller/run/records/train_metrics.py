@@ -14,7 +14,7 @@ from paceline.data.prompts import Prompt
 def of_origins(
     samples: Sequence[ScoredHeader], prompts: Mapping[int, Prompt], inputs: Inputs
 ) -> dict[str, float]:
-    """The metrics of the samples of a batch, by the sets and sources of their prompts."""
+    """Returns the metrics of a batch's samples, by the sets and sources of their prompts."""
     origins: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     origins |= {f"train/{name}": defaultdict(list) for name in inputs.cursor.names if name}
     for header in samples:

@@ -32,11 +32,11 @@ class Stored(Protocol):
         ...
 
     async def trajectories(self, headers: Sequence[ScoredHeader]) -> Sequence[Trajectory | None]:
-        """The tokens and log-probs; None where they are gone."""
+        """Returns the tokens and log-probs; None where they are gone."""
         ...
 
     async def learner_log_probs(self, headers: Sequence[ScoredHeader]) -> Sequence[Float32Array | None]:
-        """The learner's log-probs of the sampled tokens; None where it has none."""
+        """Returns the learner's log-probs of the sampled tokens; None where it has none."""
         ...
 
 
@@ -46,12 +46,12 @@ class TrajectoryFile:
     Args:
         path: the file; replaced once it is complete.
         prompts: by id, for the prompts' texts.
-        sets: names of the held-out sets that prompts are of, by prompt.
+        sets: the name of each prompt's held-out set, by prompt id.
         with_tokens: also write token ids, and the log-probs of engine and learner.
         with_ranges: also write which policies sampled which tokens, where there are several.
 
     Attributes:
-        without_tokens: prompts of which a sample's tokens were gone from the broker.
+        without_tokens: prompts with a sample whose tokens were gone from the broker.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ def _ranges(header: ScoredHeader) -> str | None:
 
 
 def _episode(episode: EpisodeOutcome | None) -> dict[str, Any]:
-    """The columns of an episode; null for a single answer."""
+    """Returns the columns of an episode; null for a single answer."""
     if episode is None:
         return {}
     return {
@@ -209,7 +209,7 @@ async def save_trajectories(
 
     Args:
         name: "step" for training, "val" for validation: first part of the file name.
-        sets: names of the held-out sets that prompts are of, by prompt.
+        sets: the name of each prompt's held-out set, by prompt id.
     """
     if run.config.trainer.save_trajectories:
         path = run.dir / "trajectories" / f"{name}_{step:06d}.parquet"

@@ -15,7 +15,7 @@ from paceline.core.samples.trajectory import FinishReason, ScoredHeader
 def of_sets(
     sets: Sequence[HeldOutPrompts], batch: Batch, finals: Mapping[TrajectoryId, str]
 ) -> dict[str, float]:
-    """The metrics of all sets.
+    """Returns the metrics of all sets.
 
     Args:
         batch: the answers to their prompts.

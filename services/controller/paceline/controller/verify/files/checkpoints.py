@@ -34,7 +34,7 @@ def check_checkpoints(root: Folder, history: History, metrics: MetricsLines) -> 
         fault, files = _fault(root.child(name), number, history, metrics, written)
         twin = stored.setdefault(files, number) if files else number
         if not fault and history.versions.digest(twin) != history.versions.digest(number):
-            fault = f"holds the weights of step {twin}: its files are the same, and their versions are not"
+            fault = f"holds the weights of step {twin}: the files are the same, but their versions differ"
         if fault:
             findings.add(Invariant.RECORD, f"the checkpoint {name} {fault}", written)
         findings.counts["checkpoints on disk"] += 1
@@ -50,14 +50,14 @@ def _fault(
         state = plain["controller_state"]
         of = (int(plain["step"]), int(state["step"]), str(state["run_id"]))
         if of != (number, number, history.run_id):
-            return f"is of step {of[0]} with the controller's state of step {of[1]} of run {of[2]}", ()
+            return f"is of step {of[0]}, but has the controller's state of step {of[1]} of run {of[2]}", ()
         records = sorted(plain["files"].items())
         faults = [
             *(_file_fault(folder, name, of) for name, of in records),
             _state_fault(state, number, history, metrics),
         ]
         if entry is not None and entry.get("manifest") not in (None, "", digest_of(text)):
-            faults.append("has another manifest than the one that was written")
+            faults.append("has a manifest that was changed after it was written")
         shards = tuple(str(record["blake2b"]) for name, record in records if name != _METADATA)
         return next((fault for fault in faults if fault), ""), shards
     except (CheckpointError, OSError) as error:
@@ -78,14 +78,14 @@ def _state_fault(state: Mapping[str, Any], number: int, history: History, metric
     if step.cursor and state["cursor"] != step.cursor:
         return f"has the cursor {state['cursor']}, but step {number} ended at {step.cursor}"
     if policy and plain_digest(state.get("guard")) != step.guard:
-        return f"has another state of the guard than step {number} ended with"
+        return f"has a state of the guard that differs from that at the end of step {number}"
     line = metrics.of(number)
     of_line = line[1] if line is not None else {}
     for name, value in (state.get("metrics") or {}).items():
         # This value is known only once the checkpoint is written.
         is_known = name in of_line and math.isfinite(value) and name != "timing_s/checkpoint"
         if is_known and of_line[name] != value:
-            return f"has {name} = {value}, metrics.jsonl has {of_line[name]}"
+            return f"has {name} = {value}, but metrics.jsonl has {of_line[name]}"
     return ""
 
 
@@ -95,5 +95,5 @@ def _file_fault(folder: Folder, name: str, record: Mapping[str, Any]) -> str:
         return f"lacks {name}"
     size = folder.size(name)
     if size != record["size"]:
-        return f"has {size} bytes in {name}, {record['size']} were written"
-    return "" if folder.digest(name) == record["blake2b"] else f"has another {name} than was written"
+        return f"has {size} bytes in {name}, but {record['size']} were written"
+    return "" if folder.digest(name) == record["blake2b"] else f"has a changed file {name}"

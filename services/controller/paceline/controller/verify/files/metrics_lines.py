@@ -10,7 +10,7 @@ from typing import Any
 
 
 class MetricsLines:
-    """The file's lines, which are read once for their steps and again on request.
+    """Reads the file once for the step of each line, and a line's content again on request.
 
     Attributes:
         steps: the step of each complete line, in the order of the file; -1 for an unreadable line.
@@ -44,8 +44,8 @@ class MetricsLines:
         """Returns a fault in the order of the lines' steps, or "".
 
         Args:
-            finished: the steps that have a line.
-            last: the greatest of them; the next one may have a line.
+            finished: the finished steps, each of which must have a line.
+            last: the last of them; the step after it may have a line.
         """
         expected = sorted(finished)
         given: Sequence[int] = self.steps.tolist()

@@ -20,7 +20,7 @@ from paceline.core.policy import PolicyRange, PolicyTag, token_ages
 from paceline.core.samples.trajectory import SCHEMA_VERSION
 
 _VALIDATION = "val/"
-# Each requested set has one.
+# Each requested set has one such metric.
 _COUNTS_PROMPTS = re.compile(r"val/([^/]+/)?num_prompts")
 
 
@@ -82,7 +82,9 @@ class StepFiles:
             return
         findings, path = self._findings, self._folder / name
         if saved is None and term.is_recorded:
-            findings.add(Invariant.I3, f"{name} of a finished step was not written, says the journal", shown)
+            findings.add(
+                Invariant.I3, f"{name} of a finished step was not written, according to the journal", shown
+            )
         try:
             is_written = saved is None or file_digest(path) == saved["digest"]
             num_rows = check.run(path, rows)
@@ -92,7 +94,7 @@ class StepFiles:
         for fault in check.faults:
             findings.add(Invariant.I3, f"{name} {fault}", shown)
         if not is_written:
-            findings.add(Invariant.RECORD, f"{name} is another file than the one that was written", saved)
+            findings.add(Invariant.RECORD, f"{name} was changed after it was written", saved)
         findings.counts["rows in parquet files"] += num_rows
         findings.counts["digests of trajectories recomputed"] += check.num_recomputed
         self._note_unseen(check, term)
@@ -102,7 +104,7 @@ class StepFiles:
         if check.num_without_tokens:
             unseen["tokens, masks and log-probs of rows that have none"] += check.num_without_tokens
         if term.is_recorded and not check.recomputes:
-            unseen["digests of trajectories whose messages have another schema than this version's"] += 1
+            unseen["digests of trajectories whose messages have a different schema version"] += 1
 
     def _check_line(
         self, number: int, computed: Mapping[str, float], entry: JournalEntry, step: StepHistory, term: Term
@@ -116,7 +118,7 @@ class StepFiles:
             names = plain if step.validation is None else filter(_COUNTS_PROMPTS.fullmatch, plain)
             faults += recomputed_metrics.strangers(names, computed, _VALIDATION)
         if entry.get("metrics") not in (None, digest_of(text)):
-            faults.append("is another line than the one that was written")
+            faults.append("was changed after it was written")
         for fault in faults:
             self._findings.add(Invariant.RECORD, f"the line of step {number} in metrics.jsonl {fault}", entry)
 

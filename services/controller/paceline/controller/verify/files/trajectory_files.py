@@ -76,7 +76,7 @@ class FileCheck:
     _draws: dict[bytes, TrajectoryRow] = field(default_factory=dict)
 
     def run(self, path: Path, rows: Sequence[TrajectoryRow]) -> int:
-        """Compares a file with the rows that it should have; returns how many it has.
+        """Compares a file with the rows that it should have; returns the number of its rows.
 
         Raises:
             OSError, pyarrow.ArrowException: it cannot be read.
@@ -87,7 +87,7 @@ class FileCheck:
             names = set(file.schema_arrow.names)
             num_rows: int = file.metadata.num_rows
             if num_rows != len(rows):
-                self.faults.append(f"has {num_rows} rows, {len(rows)} were trained or answered")
+                self.faults.append(f"has {num_rows} rows, but {len(rows)} were trained or answered")
                 return num_rows
             self.can_recompute = names.issuperset(_DRAWN)
             wanted = (*_SCALARS, "policy_ranges", *_DRAWN, *_COUNTED, "num_sampled_tokens", "components")
@@ -143,7 +143,7 @@ class FileCheck:
         size = math.fsum(map(abs, parts)) + abs(row.raw_reward)
         if abs(math.fsum(parts) - row.raw_reward) > 1e-9 * (1 + size):
             self.faults.append(
-                f"has components of {row.key} that make a reward of {math.fsum(parts):.9g}; it is "
+                f"has components of {row.key} that make a reward of {math.fsum(parts):.9g}; the reward is "
                 f"{row.raw_reward:.9g}"
             )
 
@@ -169,13 +169,13 @@ class FileCheck:
         digest = blob_digest(encode_trajectory(trajectory))
         if digest != row.digest:
             self.faults.append(
-                f"has other tokens, mask or log-probs of {row.key} than those with the digest {row.digest}: "
-                f"they make {digest}"
+                f"has tokens, mask and log-probs of {row.key} with the digest {digest}; the journal has "
+                f"{row.digest}"
             )
         self._check_draw(plain, arrays, row)
 
     def _check_draw(self, plain: Mapping[str, Any], arrays: Arrays, row: TrajectoryRow) -> None:
-        """Notes two samples with the same tokens, which are too improbable to be drawn twice."""
+        """Notes two samples with equal tokens that are too improbable to be drawn twice."""
         chance = float(arrays["response_log_probs"].sum(dtype=np.float64))
         is_drawn = row.key.purpose != Purpose.VALIDATE and _sampling(plain["sampling"]).temperature > 0
         if not is_drawn or chance > _LOG_CHANCE:
@@ -242,7 +242,7 @@ def _contribution(value: float, shape: Shape) -> float:
 
 
 def _arrays(column: Any) -> Iterator[npt.NDArray[Any] | None]:
-    """The lists of a column; None for a null."""
+    """Yields the lists of a column; None for a null."""
     values, offsets = column.values.to_numpy(zero_copy_only=False), column.offsets.to_numpy()
     valid = column.is_valid().to_pylist()
     for place, is_valid in enumerate(valid):

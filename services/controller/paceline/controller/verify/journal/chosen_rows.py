@@ -24,14 +24,14 @@ def rows_of(
     if len(left) != 1:
         findings.add(
             Invariant.I3,
-            f"the batch of step {entry['step']} does not say which of {len(left)} samplings it is of",
+            f"the batch of step {entry['step']} does not say to which of {len(left)} samplings it belongs",
             entry,
         )
     return tuple(row for collection, prompts in left[:1] for row in collection.rows(prompts))
 
 
 class _Listed:
-    """The rows that a dataflow chose, one after the other."""
+    """Reads the rows that a dataflow chose."""
 
     def __init__(
         self, left: Sequence[tuple[Collection, list[int]]], entry: JournalEntry, findings: Findings
@@ -52,7 +52,7 @@ class _Listed:
                 self._breach(f"{key} is trained twice or out of order")
             self._last = place
             if key not in self._samples:
-                self._breach(f"{key} was trained, but no sampling of the step has left it to train")
+                self._breach(f"{key} was trained, but no sampling of the step kept it")
                 continue
             collection, reward = self._samples[key]
             row = trained_row(key, collection.admitted[key], reward, baseline)

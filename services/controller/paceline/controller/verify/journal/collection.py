@@ -18,7 +18,7 @@ _CALLED = {_TRAIN: "samples", _GREEDY: "greedy answers"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """The request of a sampling: the step's dispatch, or a further one of its dataflow."""
+    """The request of a sampling: the step's dispatch, or a later request of its dataflow."""
 
     entry: JournalEntry
     step: int
@@ -28,7 +28,7 @@ class Wanted:
 
     @classmethod
     def of(cls, entry: JournalEntry, num_samples: int) -> Wanted:
-        """Reads an event `dispatch` or `sampling`; `num_samples` are those of a prompt, if it names none."""
+        """Reads an event `dispatch` or `sampling`; `num_samples` per prompt if the event names none."""
         older = {_TRAIN: num_samples} | ({_GREEDY: 1} if entry.get("greedy") else {})
         return cls(
             entry=entry,
@@ -88,8 +88,8 @@ class Collection:
         if key in self.admitted:
             findings.add(Invariant.I3, f"{key} was admitted twice", self.admitted[key], entry)
         elif (twin := self._digests.get(str(entry.get("digest")))) is not None:
-            # The digest is over a trajectory's id and seed, too: equal answers have different ones.
-            findings.add(Invariant.I3, f"{key} is the trajectory that was {twin}", self.admitted[twin], entry)
+            # The digest also covers id and seed, so equal answers have different digests.
+            findings.add(Invariant.I3, f"{key} has the digest of {twin}", self.admitted[twin], entry)
         if key.prompt_id not in self.prompts:
             findings.add(
                 Invariant.I2,
@@ -149,7 +149,7 @@ class Collection:
         return trained
 
     def rewards(self, prompts: Iterable[int]) -> dict[TrajectoryId, float]:
-        """Returns the rewards of these prompts' samples, their parts normalised."""
+        """Returns the rewards of these prompts' samples, made of normalised parts."""
         chosen, purpose = set(prompts), self.wanted.purpose
         keys = [key for key in sorted(self.admitted) if key.prompt_id in chosen]
         by_name = scales(_parts(self.admitted[key]) for key in keys if key.purpose == purpose)
@@ -196,7 +196,7 @@ class Collection:
         if prompt in self._left_out:
             self._findings.add(
                 Invariant.I2,
-                f"prompt {prompt} of step {step} was {how} though it was out already",
+                f"prompt {prompt} of step {step} was {how}, although it was out already",
                 self._left_out[prompt],
                 entry,
             )
@@ -204,7 +204,7 @@ class Collection:
 
 
 def trained_row(key: TrajectoryId, entry: JournalEntry, reward: float, baseline: float | None) -> BatchRow:
-    """Returns the row of an admitted trajectory, as far as its digest needs it."""
+    """Returns the row of an admitted trajectory, with the fields that enter the digest of a batch."""
     return BatchRow(
         trajectory_id=key,
         blob_key="",

@@ -1,4 +1,4 @@
-"""Whether any phase went on for longer than its deadlines without an event."""
+"""Checks that no phase outlasted its deadlines without an event."""
 
 from __future__ import annotations
 

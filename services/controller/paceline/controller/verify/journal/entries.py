@@ -12,7 +12,7 @@ from paceline.core.errors import DataError
 
 
 def read(path: Path, findings: Findings) -> Iterator[JournalEntry]:
-    """The journal's entries; notes lines that cannot be read and gaps in the numbers.
+    """Yields the journal's entries; notes lines that cannot be read and gaps in the numbers.
 
     A line that a crash cut off is allowed at the end of the file, or at the end of a term.
 
@@ -41,7 +41,7 @@ def read(path: Path, findings: Findings) -> Iterator[JournalEntry]:
 
 
 def _entries(path: Path, findings: Findings) -> Iterator[JournalEntry]:
-    """The lines that can be read."""
+    """Yields the entries of the lines that can be read."""
     torn: int | None = None
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -61,7 +61,7 @@ def _entries(path: Path, findings: Findings) -> Iterator[JournalEntry]:
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
-    """The event of a line that is complete."""
+    """Returns the event of a line; None if the line is incomplete or no event."""
     try:
         event = json.loads(line)
     except ValueError:

@@ -112,7 +112,7 @@ class History:
     def follow(self, entries: Iterable[JournalEntry]) -> None:
         """Takes the events in order."""
         for entry in entries:
-            # Members leave when they hear of the end.
+            # Members leave after they hear of the end.
             if self.ended is not None and entry.kind not in ("run", "member"):
                 self.findings.add(Invariant.RECORD, "an event follows the end of its term", self.ended, entry)
             kind = entry.kind
@@ -152,7 +152,7 @@ class History:
             if before is not None and before.get(key) != entry.get(key):
                 self.findings.add(
                     Invariant.RECORD,
-                    f"term {entry['term']} has another {key} than the one before",
+                    f"term {entry['term']} has another {key} than the term before",
                     before,
                     entry,
                 )
@@ -187,7 +187,7 @@ class History:
             step.shapes = None
 
     def _dispatched(self, wanted: Wanted) -> list[Collection]:
-        """A new collection, if the dispatch also has its prompts sampled; else none."""
+        """Returns a new collection if the dispatch also samples its prompts; else none."""
         return [Collection(wanted, self.findings)] if wanted.counts else []
 
     def _on_rewind(self, entry: JournalEntry) -> None:
@@ -239,7 +239,7 @@ class History:
     # --- a step
 
     def _current(self, entry: JournalEntry) -> StepHistory | None:
-        """The step in progress, if an event with a step belongs to it."""
+        """Returns the step in progress if the event belongs to it; else notes a breach."""
         step, number = self._open.current, int(entry["step"])
         if step is not None and step.number == number:
             return step
@@ -271,7 +271,7 @@ class History:
         step.collections, step.shapes = self._dispatched(wanted), term.shapes
 
     def _check_age(self, wanted: Wanted, entry: JournalEntry) -> None:
-        """I1: what a step trains is no older than the bound allows."""
+        """Checks I1: what a step trains is no older than the bound allows."""
         staleness, bound = wanted.tag.staleness_in(wanted.step), self.term.max_staleness
         if not 0 <= staleness <= bound:
             self.findings.add(
@@ -315,7 +315,7 @@ class History:
             return
         check_policies(key, entry, step.collection.wanted, self.term, self.versions, self.findings)
         step.collection.admit(key, entry)
-        # Where pushes land in mid-answer, a sample that was lost and is drawn again is another.
+        # With in-flight pushes, a sample that was lost and is drawn again may differ.
         before = None if self.term.mixes_versions else (step.before or {}).get(key)
         if before is not None and any(
             before.get(f) != entry.get(f) for f in ("digest", "reward", "policy", "ranges")
@@ -342,7 +342,7 @@ class History:
         step.validation = ValidationCheck(entry, self.term, self.findings)
 
     def _validated(self) -> StepHistory:
-        """The step that a validation belongs to; step 0 has no dispatch."""
+        """Returns the step that a validation belongs to; step 0 has no dispatch."""
         if self._open.current is None:
             self._open.current = StepHistory()
         return self._open.current
@@ -402,7 +402,7 @@ class History:
         if entry.get("policy") != step.wanted.policy:
             self.findings.add(
                 Invariant.I1,
-                f"the batch of step {step.wanted.step} is of {entry.get('policy')}, its prompts were "
+                f"the batch of step {step.wanted.step} is of {entry.get('policy')}, but its prompts were "
                 f"dispatched for {step.wanted.policy}",
                 step.wanted.entry,
                 entry,
@@ -519,5 +519,5 @@ class History:
 
 
 def _place(key: TrajectoryId) -> tuple[int, str, int]:
-    """The place of a row in its batch."""
+    """Returns the place of a row in its batch."""
     return key.prompt_id, key.purpose, key.sample_index

@@ -27,7 +27,7 @@ class PromptOrder:
         self._weights_chosen = False
 
     def begin_term(self, term: Term, *, in_step: bool) -> None:
-        """A controller begins, with the same prompts as those before.
+        """Notes that a controller begins, with the same prompts as the one before.
 
         Args:
             in_step: whether a step is in progress. Its draw is not checked if no controller before this one
@@ -41,7 +41,7 @@ class PromptOrder:
             self._weights_chosen = term.weights_chosen
 
     def dispatch(self, step: int, prompts: Sequence[int], entry: JournalEntry) -> None:
-        """Checks the prompts with which a step begins."""
+        """Checks the first prompts of a step."""
         expected = self._take(step)
         if expected is None or list(prompts) == expected:
             return

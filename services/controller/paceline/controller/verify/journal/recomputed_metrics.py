@@ -15,7 +15,7 @@ _TOLERANCE = 1e-5
 
 
 def of_barrier(verdicts: Counter[str], drop_reasons: Sequence[str]) -> dict[str, float]:
-    """The counts of a collection: how often it gave each verdict, and why it dropped groups."""
+    """Returns the counts of a collection: of its verdicts, and of its reasons for dropped groups."""
     metrics = {
         "barrier/admitted": float(verdicts["admitted"]),
         "barrier/duplicates": float(verdicts["duplicate"]),
@@ -28,7 +28,7 @@ def of_barrier(verdicts: Counter[str], drop_reasons: Sequence[str]) -> dict[str,
 
 
 def of_rewards(groups: Mapping[int, Sequence[float]]) -> dict[str, float]:
-    """The spread of a batch's rewards, which come by prompt, and their mean."""
+    """Returns the mean and the spread of a batch's rewards, which are given by prompt."""
     rewards = [reward for group in groups.values() for reward in group]
     if not rewards:
         return {}
@@ -44,7 +44,7 @@ def of_rewards(groups: Mapping[int, Sequence[float]]) -> dict[str, float]:
 
 
 def of_components(components: Sequence[Mapping[str, float]], prefix: str) -> dict[str, float]:
-    """The mean of each component over the samples that have it."""
+    """Returns the mean of each component over the samples that have it."""
     values: dict[str, list[float]] = {}
     for of_sample in components:
         for name, value in of_sample.items():
@@ -61,13 +61,13 @@ def differences(line: Mapping[str, Any], computed: Mapping[str, float]) -> Itera
         if value is None or not math.isfinite(expected):
             continue
         if not math.isclose(value, expected, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE * _size(computed)):
-            yield f"has {name} = {value:.9g}, the journal makes it {expected:.9g}"
+            yield f"has {name} = {value:.9g}, but the journal gives {expected:.9g}"
 
 
 def strangers(names: Iterable[str], computed: Collection[str], prefix: str) -> Iterator[str]:
     """Returns a sentence for each metric of a line that begins with `prefix` and was not recomputed."""
     strange = (name for name in names if name.startswith(prefix) and name not in computed)
-    yield from (f"has {name}, of which the journal knows nothing" for name in strange)
+    yield from (f"has {name}, which does not follow from the journal" for name in strange)
 
 
 def _size(computed: Mapping[str, float]) -> float:

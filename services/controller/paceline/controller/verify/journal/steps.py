@@ -21,7 +21,7 @@ from paceline.core.training import BatchRow
 
 
 class Finished(NamedTuple):
-    """The reduced record of a finished step, because a long run has many steps."""
+    """The record of a finished step, reduced because a long run has many steps."""
 
     line: int
     n: int
@@ -45,7 +45,7 @@ class StepHistory:
     Attributes:
         collections: the collections of its samplings, in order; the last is open until the batch is complete.
         samplings: the events of samplings after its dispatch, by number, since trajectories were void.
-        before: the admissions before the controller was started again, by trajectory.
+        before: the admissions before the controller restarted, by trajectory.
         term: the settings with which its batch was made; None without a batch.
         rows: the rows of the last batch.
         metrics: the expected metrics of the step.
@@ -94,13 +94,13 @@ class StepHistory:
         return {key: entry for collection in self.collections for key, entry in collection.admitted.items()}
 
     def kept_rows(self) -> list[TrajectoryRow]:
-        """The rows of the groups of which the file of trajectories has all tokens."""
+        """Returns the rows of the groups whose tokens are all in the file of trajectories."""
         saved = self.saved.get(f"step_{self.number:06d}.parquet")
         gone = set() if saved is None else set(saved.get("without_tokens") or ())
         return [row for row in self.rows if row.key.prompt_id not in gone]
 
     def begin_sampling(self, entry: JournalEntry, findings: Findings) -> None:
-        """Takes a sampling that follows the step's others; the step has a dispatch."""
+        """Takes a further sampling of a step that has a dispatch."""
         assert self.wanted is not None
         number, step = int(entry["number"]), entry["step"]
         if number != len(self.collections) + 1:
@@ -112,7 +112,7 @@ class StepHistory:
         if entry["policy"] != self.wanted.policy:
             findings.add(
                 Invariant.I1,
-                f"step {step} samples from {entry['policy']}, and was dispatched for {self.wanted.policy}",
+                f"step {step} samples from {entry['policy']}, but was dispatched for {self.wanted.policy}",
                 self.wanted.entry,
                 entry,
             )
@@ -120,7 +120,7 @@ class StepHistory:
         if before["digest"] != entry["digest"]:
             findings.add(
                 Invariant.I2,
-                f"sampling {number} of step {step} asked for something else at first",
+                f"sampling {number} of step {step} differs from its first request",
                 before,
                 entry,
             )
@@ -129,7 +129,7 @@ class StepHistory:
     def note_batch(
         self, entry: JournalEntry, rows: Sequence[BatchRow], again: Sequence[BatchRow], term: Term
     ) -> None:
-        """Takes the rows of a batch that is complete, and what their metrics should be.
+        """Takes the rows of a complete batch and recomputes their metrics.
 
         Args:
             again: the rows that were trained before.
@@ -158,7 +158,7 @@ class StepHistory:
         if term.replay is not None:
             self.metrics["replay/share"] = len(again) / (len(again) + len(rows))
         if again and rows:
-            # The learner's mean is over all that it trains.
+            # The learner's mean is over all rows that it trains.
             self.metrics["critic/score/mean"] = fmean(row.reward for row in [*rows, *again])
         policies = {row.policy for row in self.rows if row.policy is not None}
         if term.max_staleness and policies:
@@ -197,7 +197,7 @@ class OpenSteps:
 
     @property
     def all(self) -> list[StepHistory]:
-        """The one in progress first."""
+        """Returns all open steps, the step in progress first."""
         return [*([] if self.current is None else [self.current]), *self.ahead.values()]
 
     def dispatch(self, wanted: Wanted, *, is_ahead: bool) -> StepHistory:
@@ -211,7 +211,7 @@ class OpenSteps:
         else:
             step = StepHistory()
         if before is not None and before[0] != asked_digest(wanted):
-            self._add(f"step {wanted.step} asked for other prompts at first", before[1], wanted.entry)
+            self._add(f"step {wanted.step} first asked for other prompts", before[1], wanted.entry)
         step.wanted = wanted
         if is_ahead:
             self.ahead[wanted.step] = step
@@ -227,7 +227,7 @@ class OpenSteps:
         elif number in self.ahead:
             self._void(self.ahead.pop(number))
         else:
-            self._add(f"step {number} was withdrawn, and not dispatched ahead", entry)
+            self._add(f"step {number} was withdrawn, but was not dispatched ahead", entry)
 
     def void_ahead(self) -> None:
         """Makes the trajectories of all steps after the one in progress void."""
@@ -236,7 +236,7 @@ class OpenSteps:
         self.ahead.clear()
 
     def rewind(self, to_step: int, finished: Mapping[int, Finished]) -> None:
-        """Makes all open steps void, and those finished ones after `to_step`."""
+        """Makes all open steps void, and the finished steps after `to_step`."""
         for number, step in finished.items():
             if number > to_step and step.asked:
                 self._void_asked[number] = step.asked, step.entry(number)

@@ -29,10 +29,10 @@ class Term:
         on_cpu: whether the same batch gives the same weights to the bit.
         save_trajectories: whether steps write their trajectories to files.
         limits: by phase, the longest time in seconds without an event.
-        max_staleness: the most policy versions that a batch may be older than the weights that its step
-            trains.
-        in_flight: `rollout.in_flight`: whether pushes land in mid-answer.
-        replay: what determines the groups that a step trains again, as of a `ReplayRule`; None without.
+        max_staleness: the number of policy versions by which a batch may be older than the weights that its
+            step trains.
+        in_flight: `rollout.in_flight`: whether a push may change the weights during an answer.
+        replay: the fields of the `ReplayRule`, which says what a step trains again; None without replay.
         shapes: the scorers' shapes, by component; empty if columns of a row weight them.
         schema: the schema version of the messages, whose bytes enter the digests of trajectories; 0: not
             known.
@@ -71,7 +71,7 @@ class Term:
 
     @classmethod
     def of(cls, config: RunConfig, mixture: PromptMixture) -> Self:
-        """The settings of a term that begins."""
+        """Returns the settings of a new term."""
         data, ranges = config.data, mixture.ranges()
         is_known = sum(map(len, ranges)) <= _MOST_RANGES
         draw = {
@@ -92,11 +92,11 @@ class Term:
 
     @classmethod
     def read(cls, entry: JournalEntry, config: RunConfig) -> Self:
-        """The settings in an event `run`; those of `config` if the event is from before it recorded any."""
+        """Reads the settings in an event `run`; takes those of `config` if an old event has none."""
         plain = entry.get("verify")
         if plain is None:
             return cls(**_old(config))
-        if "prompt_ranges" in plain:  # From before there could be several training sets.
+        if "prompt_ranges" in plain:  # Written before there could be several sets.
             plain = {**plain, "prompt_sets": [("", plain["prompt_ranges"])]}
         # A later version may have written further settings.
         known = {name: value for name, value in plain.items() if name in cls.__dataclass_fields__}

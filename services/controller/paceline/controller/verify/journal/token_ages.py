@@ -14,10 +14,10 @@ from paceline.core.policy import range_fault
 def check_policies(
     key: TrajectoryId, entry: JournalEntry, wanted: Wanted, term: Term, versions: Versions, findings: Findings
 ) -> None:
-    """Notes tokens of an admitted trajectory that were sampled from another policy than is allowed.
+    """Notes tokens of an admitted trajectory whose policy is not allowed.
 
-    That is the one that its step was dispatched for; where pushes land in mid-answer, also those that were
-    committed after it, up to the one that the step trains.
+    Allowed is the policy that its step was dispatched for; with in-flight pushes, so are the versions that
+    were committed after it, up to the version that the step trains.
     """
 
     def breach(what: str) -> None:
@@ -30,7 +30,7 @@ def check_policies(
     oldest, ranges = oldest_of(entry), ranges_of(entry)
     fault = range_fault(ranges) if ranges else ""
     if fault or (ranges and ranges[0].policy != oldest):
-        breach(f"was admitted as of {oldest}, and {fault or f'its ranges begin with {ranges[0].policy}'}")
+        breach(f"was admitted as of {oldest}, but {fault or f'its ranges begin with {ranges[0].policy}'}")
     for policy in [part.policy for part in ranges] or [oldest]:
         age, bound = policy.staleness_in(wanted.step), term.max_staleness
         if not 0 <= age <= bound:
@@ -39,7 +39,7 @@ def check_policies(
                 f"trained; barrier.max_staleness is {bound}"
             )
         if policy.version < wanted.tag.version:
-            breach(f"has tokens of {policy}, and its prompt was dispatched for {wanted.policy}")
+            breach(f"has tokens of {policy}, but its prompt was dispatched for {wanted.policy}")
         if policy.digest != versions.digest(policy.version):
             committed = versions.digest(policy.version) or "nothing"
-            breach(f"has tokens of {policy}, and version {policy.version} was committed as {committed}")
+            breach(f"has tokens of {policy}, but version {policy.version} was committed as {committed}")

@@ -40,7 +40,7 @@ class AskedSet:
         )
 
     def metrics(self, rows: Sequence[TrajectoryRow], num_dropped: int) -> dict[str, float]:
-        """What metrics.jsonl should say of it, as far as that follows from the journal."""
+        """Returns the set's metrics, as far as they follow from the journal."""
         metrics = {
             f"{self.prefix}num_prompts": float(len({row.key.prompt_id for row in rows})),
             f"{self.prefix}groups_dropped": float(num_dropped),
@@ -95,9 +95,7 @@ class ValidationCheck:
         if key in self._admitted:
             findings.add(Invariant.I3, f"{key} was admitted twice", self._admitted[key], entry)
         elif (twin := self._digests.get(str(entry.get("digest")))) is not None:
-            findings.add(
-                Invariant.I3, f"{key} is the trajectory that was {twin}", self._admitted[twin], entry
-            )
+            findings.add(Invariant.I3, f"{key} has the digest of {twin}", self._admitted[twin], entry)
         if not entry.get("digest") or entry.get("reward") is None:
             findings.add(Invariant.I3, f"{key} was admitted without a digest or a reward", entry)
         self._admitted.setdefault(key, entry)
@@ -130,7 +128,7 @@ class ValidationCheck:
                 )
 
     def rows(self) -> Iterator[TrajectoryRow]:
-        """The answers, in the order of the file."""
+        """Yields the answers, in the order of the file."""
         for key in sorted(self._admitted):
             if key.prompt_id not in self._dropped:
                 entry = self._admitted[key]
@@ -140,7 +138,7 @@ class ValidationCheck:
                 )
 
     def metrics(self) -> dict[str, float]:
-        """What metrics.jsonl should say of it."""
+        """Returns the metrics of its sets, as far as they follow from the journal."""
         rows, metrics = list(self.rows()), dict[str, float]()
         for of in self.sets:
             own = [row for row in rows if row.key.prompt_id in of.prompts]

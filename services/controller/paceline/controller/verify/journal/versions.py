@@ -62,7 +62,7 @@ class Versions:
             )
 
     def restart(self) -> None:
-        """Notes a restart of the controller, which decides anew on a rollback in progress."""
+        """Notes a restart of the controller, which decides again on a rollback in progress."""
         self._went_back = {v: entry for v, entry in self._went_back.items() if v <= self.newest}
 
     def roll_back(self, entry: JournalEntry) -> None:

@@ -1,1 +1,1 @@
-"""Rows that a step trains: as files of trajectories must have them, and those that are trained again."""
+"""The rows that a step trains: what files of trajectories must have, and which rows are trained again."""

@@ -1,4 +1,4 @@
-"""I2 for what is trained again: every trajectory once for each permission that a step's draw gives it."""
+"""Checks I2 for replay: a trajectory is trained again once per permission that a step's draw gives it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Replays:
     def finish(
         self, step: int, rows: Iterable[TrajectoryRow], rule: ReplayRule | None, targets: Iterable[int]
     ) -> None:
-        """Takes what a step has trained anew; forgets what no step can train again.
+        """Takes the new rows that a step trained; forgets rows that no step can train again.
 
         Args:
             targets: the steps to which the run may go back.
@@ -34,10 +34,10 @@ class Replays:
         self._trained = {number: rows for number, rows in self._trained.items() if number in kept}
 
     def rows(self, entry: JournalEntry, fresh: Sequence[BatchRow], rule: ReplayRule | None) -> list[BatchRow]:
-        """Returns the rows that an event `batch` says to be trained again; notes those without permission.
+        """Returns the rows that an event `batch` lists as trained again; notes those without permission.
 
         Args:
-            fresh: the rows that the step trains anew.
+            fresh: the new rows of the step.
         """
         step, listed = int(entry["step"]), entry.get("again") or []
         allowed = self._allowed(step, fresh, rule)
@@ -60,7 +60,7 @@ class Replays:
                 )
             rows[key] = _row(known)
         for key in sorted(allowed - rows.keys()):
-            self._add(Invariant.I2, f"step {step} was to train {key} again, and did not", entry)
+            self._add(Invariant.I2, f"step {step} was to train {key} again, but did not", entry)
         return list(rows.values())
 
     def _allowed(self, step: int, fresh: Iterable[BatchRow], rule: ReplayRule | None) -> set[TrajectoryId]:
@@ -89,7 +89,7 @@ class Replays:
         rule: ReplayRule | None,
         entry: JournalEntry,
     ) -> None:
-        """Checks that its contents are those that were admitted, and the age of its oldest token."""
+        """Checks that a row's content is what was admitted, and the age of its oldest token."""
         if stated != (known.digest, known.reward):
             self._add(
                 Invariant.I3,
@@ -101,8 +101,8 @@ class Replays:
         if not 0 <= age <= bound:
             self._add(
                 Invariant.I1,
-                f"step {step} trained {known.key} again, which has tokens {age} versions older than the "
-                f"weights that it trained; algorithm.replay.max_age is {bound}",
+                f"step {step} trained {known.key} again with tokens {age} versions older than the weights "
+                f"that it trained; algorithm.replay.max_age is {bound}",
                 entry,
             )
 
@@ -116,7 +116,7 @@ def _oldest(row: TrajectoryRow) -> int:
 
 
 def _row(known: TrajectoryRow) -> BatchRow:
-    """Returns a row with what the digest of a batch is made of."""
+    """Returns a row with the fields that enter the digest of a batch."""
     return BatchRow(
         trajectory_id=known.key,
         blob_key="",

@@ -12,7 +12,7 @@ from paceline.core.policy import PolicyRange, PolicyTag
 class TrajectoryRow(NamedTuple):
     """One trajectory: its id, the digest of its blob, and its reward before and after normalising.
 
-    `policy` sampled its first token (None: that of its step); `ranges` are there where it did not sample all.
+    `policy` sampled its first token (None: the step's policy); `ranges` is empty if it sampled all of them.
     """
 
     key: TrajectoryId
@@ -24,10 +24,10 @@ class TrajectoryRow(NamedTuple):
 
 
 def ranges_of(entry: JournalEntry) -> tuple[PolicyRange, ...]:
-    """The ranges of an admitted trajectory; () where one policy sampled all of it."""
+    """Returns the ranges of an admitted trajectory; () if one policy sampled all of it."""
     return tuple(PolicyRange.from_plain(plain) for plain in entry.get("ranges") or ())
 
 
 def oldest_of(entry: JournalEntry) -> PolicyTag:
-    """The policy that sampled the first token of an admitted trajectory."""
+    """Returns the policy that sampled the first token of an admitted trajectory."""
     return PolicyTag.parse(str(entry.get("policy")))
