@@ -209,7 +209,7 @@ SPOILT: dict[str, tuple[Spoil, str]] = {
     "newer weights": (tagged(V1), "this server holds v0@0000000000000000, and v1@1111111111111111 drew"),
     "another seed": (lambda part: replace(part, seed=part.seed + 1), "of another sample than 0"),
     "no such sample": (lambda part: replace(part, sample_index=9), "of another sample than 9"),
-    "a stop within": (with_stop, "goes on behind its end"),
+    "a stop within": (with_stop, "go on after its end"),
     "a token beyond the vocabulary": (
         lambda part: replace(part, token_ids=part.token_ids + 64),
         "response_token_ids holds the id",
@@ -346,7 +346,7 @@ async def test_a_server_that_is_behind_begins_anew(caplog: pytest.LogCaptureFixt
         await a.server.drain()
         await b.push(V0)
         assert {(h.policy, h.ranges) for h in await b.headers(4)} == {(V0, ())}
-    assert "it wants v0@0000000000000000 or newer, this server holds" in caplog.text
+    assert "it needs v0@0000000000000000 or newer; this server holds" in caplog.text
 
 
 # --- what is saved, and when

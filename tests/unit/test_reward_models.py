@@ -424,7 +424,7 @@ def test_a_container_takes_its_engine_from_the_runs_configuration(
     # As where it is not installed.
     monkeypatch.setitem(sys.modules, "vllm", None)
     assert reward_models.main(["--config", str(file), "--name", "rm", "--port", "0"]) == 2
-    assert "install what a rollout server has, or set engine: transformers" in capsys.readouterr().err
+    assert "install the packages of a rollout server, or set engine: transformers" in capsys.readouterr().err
 
 
 def test_vllm_is_for_models_with_one_score() -> None:

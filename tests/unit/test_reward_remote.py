@@ -193,7 +193,8 @@ async def test_a_service_of_a_later_contract_gets_no_items_and_the_error_says_wh
     assert kinds([score]) == ["raised"]
     assert score.error is not None
     assert (
-        "speaks version 3 of the contract of reward services, this Paceline versions 1 to 2" in score.error[1]
+        "speaks version 3 of the contract of reward services; this Paceline speaks versions 1 to 2"
+        in score.error[1]
     )
     assert "upgrade Paceline on the run's hosts" in score.error[1]
 
@@ -336,7 +337,9 @@ async def test_a_service_gets_items_of_the_data_sources_that_it_scores() -> None
         async with scorer(address, shape=Shape(data_sources=("gsm8k", "essays"))) as remote:
             (score,) = await remote.score(rows[:1])
     assert score.error is not None
-    assert "does not score essays, which data_sources of its configuration names" in score.error[1]
+    assert (
+        "scores gsm8k, math, but not essays, which data_sources of its configuration names" in score.error[1]
+    )
     assert server.calls == [["t0"]]
 
 
@@ -451,8 +454,8 @@ async def test_a_service_may_have_tls_of_its_own(tmp_path: Path, monkeypatch: py
     ("keys", "sentence"),
     [
         ({"tls_dir": "/nowhere"}, "tls_dir=/nowhere of the reward service 'judge' cannot be used"),
-        ({"tls": True}, "'judge' is to be called over TLS, and there are no files for it: name a folder"),
-        ({"tls_name": "x"}, "'judge' is to be called over TLS, and there are no files for it: name a folder"),
+        ({"tls": True}, "'judge' is called over TLS, but there are no files for it: name a folder"),
+        ({"tls_name": "x"}, "'judge' is called over TLS, but there are no files for it: name a folder"),
     ],
 )
 def test_tls_that_cannot_be_is_refused(keys: dict[str, Any], sentence: str) -> None:

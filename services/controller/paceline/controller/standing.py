@@ -4,8 +4,8 @@
               + steps dispatched ahead of it
 
 A `rewind` makes every step after its `to_step` void; a `recollect` makes the trajectories of the step in
-progress void, `withdrawn` those of a step that was dispatched ahead. `rewind`, `recollect` and `lost` also make
-all steps ahead void. After `lost` only the controller that wrote it can still finish the step.
+progress void, `withdrawn` those of a step that was dispatched ahead. `rewind`, `recollect` and `lost` also
+make all steps ahead void. After `lost` only the controller that wrote it can still finish the step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where parts of a reward belong: from characters of a response's text to its tokens. Pure."""
+"""Maps parts of a reward from characters of a response's text to its tokens. Pure."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ TokenRewards = tuple[tuple[int, float], ...]
 def token_rewards(
     placed: Sequence[tuple[int, float]], token_ids: Sequence[int], tokenizer: Decoder, *, first: int = 0
 ) -> TokenRewards:
-    """(position, part): the token with the last character of each step gets the step's part.
+    """Returns pairs (position, part): the token with a step's last character gets the step's part.
 
     Args:
         placed: (end, part): a step ends before character `end` of the text.
-        token_ids: token ids of the text, special tokens too.
-        tokenizer: that has decoded it.
+        token_ids: token ids of the text, including special tokens.
+        tokenizer: the tokenizer that decoded the text.
         first: position of the first of these tokens in the response.
     """
 

@@ -1,4 +1,4 @@
-"""`RewardService` as the reward service itself serves it: the run's reward, for any caller."""
+"""Serves the run's reward as a `RewardService`, for any caller."""
 
 from __future__ import annotations
 
@@ -34,5 +34,5 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def Describe(
         self, request: reward_pb2.DescribeRewardRequest, context: object
     ) -> reward_pb2.RewardDescription:
-        """The version of the contract; it scores whatever the run does."""
+        """Returns the version of the contract; names no data sources, since all are scored."""
         return description_to_proto(RewardDescription(name="paceline", groups=self.has_groups))

@@ -34,11 +34,11 @@ KINDS: tuple[Callable[[ScorerSettings], Sequence[Scorer]], ...] = (
     FunctionPool.configured,
     EnvironmentReward.configured,
 )
-"""Each builds the scorers of its kind that a configuration asks for, possibly none."""
+"""Each builds the scorers of its kind that are configured, possibly none."""
 
 
 class WeightedSum:
-    """Scores items by everything that `reward.*` names; a `Scorer` itself.
+    """A `Scorer` that sums all scorers that `reward.*` names.
 
     Args:
         scorers: the scorers; each applies its own weights.
@@ -63,7 +63,7 @@ class WeightedSum:
 
     @classmethod
     def configured(cls, settings: ScorerSettings) -> Self:
-        """The sum that a configuration describes.
+        """Builds the scorers of a configuration.
 
         Raises:
             ConfigError: as for the class.
@@ -82,17 +82,17 @@ class WeightedSum:
 
     @property
     def attached(self) -> Sequence[AttachedScorer]:
-        """The scorers of attached clients."""
+        """Returns the scorers of attached clients."""
         inner = [scorer.inner for scorer in self._scorers if isinstance(scorer, Shaped)]
         return [scorer for scorer in inner if isinstance(scorer, AttachedScorer)]
 
     @property
     def names(self) -> Sequence[str]:
-        """The names of all scorers."""
+        """Returns the names of all scorers."""
         return [name for scorer in self._scorers for name in scorer.names]
 
     def queues(self) -> list[Observation]:
-        """The items that each scorer was asked about and has no score for yet; any thread may ask."""
+        """Returns how many items wait for each scorer; may be called from any thread."""
         queues: Counter[str] = Counter()
         for scorer in self._scorers:
             if isinstance(scorer, Queued):
@@ -109,7 +109,7 @@ class WeightedSum:
         await asyncio.gather(*(scorer.start() for scorer in self._scorers))
 
     async def score(self, items: Sequence[ScoreItem], *, run_id: str = "", step: int = 0) -> list[Score]:
-        """One score per item, in the order of the items.
+        """Returns one score per item, in the order of the items.
 
         Raises:
             RewardError: UNAVAILABLE, when child processes cannot be started any more.
@@ -130,7 +130,7 @@ class WeightedSum:
         return scores
 
     def _with_parts(self, item: ScoreItem, score: Score) -> Score:
-        """The score with what the controller needs to normalise components."""
+        """Returns the score with what the controller needs to normalise components."""
         parts = tuple(
             (name, shape.clipped(score.components[name]), shape.weight_of(item))
             for name, shape in self._normalized.items()
@@ -159,8 +159,8 @@ def check_names(names: Sequence[str]) -> None:
             )
         if name in TOTALS:
             raise ConfigError(
-                f"reward: no scorer can be named {name!r}, which metrics call something else: give it "
-                "another name"
+                f"reward: no scorer can be named {name!r}, which is another metric's name: give it another "
+                "name"
             )
         if name in seen:
             raise ConfigError(f"reward: two scorers are named {name!r}: give one another name")

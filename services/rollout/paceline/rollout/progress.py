@@ -1,10 +1,10 @@
-"""Half-drawn prompt groups: what they have is saved beside their entry; whoever takes it next goes on there.
+"""Saves the tokens of half-drawn prompt groups beside their entry, so that another server can continue them.
 
-    prompts -> saved before? -> engine, from the tokens that are there -> samples
+    prompts -> saved before? -> engine, from the saved tokens on -> samples
                                   `-- every few seconds, and when this server leaves: saved beside the entry
 
-A draw depends on the weights, its seed and its position, so what goes on with the same weights is the sample
-that was not interrupted. What is saved goes with the entry's acknowledgement, and is never trained by itself.
+A draw depends only on the weights, its seed and its position, so with the same weights a continued sample
+equals an uninterrupted one. Saved tokens are deleted with the entry, and never trained by themselves.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from paceline.wire import LIMITS, decode_progress, encode_progress
 log = logging.getLogger(__name__)
 
 Policies = Callable[[], dict[int, PolicyTag]]
-"""Policies that may have sampled a token, by version. Empty: only the one that a group was dispatched for."""
+"""Policies that may have sampled a token, by version. Empty: only the policy of a group's dispatch."""
 
 _LAST_SAVE_S: Final = 3.0
 
 
 class HandedOverError(Exception):
-    """The group goes to another server, with what it has."""
+    """The group goes to another server, with its saved tokens."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Attempt:
     """A group in the engine.
 
-    `begun` are the samples' tokens from before this attempt, by index; `ends` is how many of each sample's
-    are saved, `num_bytes` what they take. `is_lost`: the entry has gone to another, so nothing more is saved.
+    `begun` has the samples' tokens from before this attempt, by index; `ends` is the number of each sample's
+    saved tokens, `num_bytes` their size. `is_lost`: another server has the entry, so nothing more is saved.
     """
 
     box: Mailbox
@@ -60,7 +60,7 @@ class _Attempt:
     is_lost: bool = False
 
     def wanted(self) -> dict[str, int]:
-        """How many tokens of this attempt are saved already, by request."""
+        """Returns by request how many tokens of this attempt are saved already."""
         return {
             request.request_id: self.ends.get(index, 0) - len(request.drawn)
             for index, request in enumerate(self.requests)
@@ -68,7 +68,7 @@ class _Attempt:
         }
 
     def parts(self, drawn: Mapping[str, Sample], policies: Mapping[int, PolicyTag]) -> list[PartialSample]:
-        """The tokens to save now; none where a version is too old for its sample to be of use."""
+        """Returns the tokens to save now, without those of samples whose version is too old."""
         parts = []
         for index, request in enumerate(self.requests):
             sample, first = drawn.get(request.request_id), self.ends.get(index, 0)
@@ -89,7 +89,7 @@ class _Attempt:
         return parts
 
     def samples(self, drawn: Iterable[Sample]) -> list[Sample]:
-        """The whole samples, from those that the engine has drawn of the unfinished ones."""
+        """Returns complete samples: the tokens from before, joined with those that the engine drew."""
         rest, wholes = iter(drawn), []
         for index in range(self.group.num_samples):
             begun = self.begun.get(index)
@@ -99,10 +99,10 @@ class _Attempt:
 
 
 class ResumableDraws:
-    """Draws groups with an engine that can go on from given tokens, and saves what they have.
+    """Draws groups with an engine that can continue given tokens, and saves the tokens of unfinished groups.
 
     Args:
-        policies: by which the tokens of an engine whose weights change in mid-answer are told apart.
+        policies: the policies of an engine whose weights change during an answer.
         every_s: seconds between two saves, and the least age of a group that is saved; 0: groups are saved
             only when this server leaves.
     """
@@ -113,7 +113,7 @@ class ResumableDraws:
         self._saving = asyncio.Lock()
         self._is_leaving = False
         for metric in (metrics.TOKENS_CARRIED_OVER, metrics.PROGRESS_SAVED):
-            telemetry.count(metric, 0)  # so that their first increase is seen
+            telemetry.count(metric, 0)  # makes their first increase visible
 
     async def draw(
         self,
@@ -129,10 +129,10 @@ class ResumableDraws:
 
         Args:
             requests: one per sample of the group.
-            policy: the engine's.
+            policy: the engine's policy.
 
         Raises:
-            HandedOverError: this server leaves; what the group has is saved.
+            HandedOverError: this server leaves; the group's tokens are saved.
         """
         begun, num_bytes = await self._begun(box, entry, group, policy) if entry.deliveries > 1 else ({}, 0)
         if self._is_leaving:
@@ -163,7 +163,7 @@ class ResumableDraws:
     async def _begun(
         self, box: Mailbox, entry: Entry, group: PromptGroup, policy: PolicyTag
     ) -> tuple[dict[int, PartialSample], int]:
-        """What the group has from before, and the bytes that this takes; nothing where it cannot be used."""
+        """Returns the group's saved tokens and their size in bytes; nothing if they cannot be used."""
         saved = await box.progress(entry)
         if not saved:
             return {}, 0
@@ -184,7 +184,7 @@ class ResumableDraws:
         return begun, len(saved)
 
     async def save_regularly(self, going: asyncio.Event) -> None:
-        """Saves again and again what groups have drawn that have been under way for `every_s`.
+        """Saves every `every_s` the tokens of groups that have been under way for as long.
 
         Args:
             going: not set while the engine is paused.
@@ -195,15 +195,15 @@ class ResumableDraws:
             await self._save(least_age_s=self._every_s)
 
     async def save(self) -> None:
-        """Saves what all groups have; gives up after 3 s, since the rest is drawn again."""
+        """Saves the tokens of all groups; gives up after 3 s, since the rest is drawn again."""
         try:
             async with asyncio.timeout(_LAST_SAVE_S):
                 await self._save(least_age_s=0.0)
         except TimeoutError:
-            log.warning("what unfinished samples have was not saved within %g s", _LAST_SAVE_S)
+            log.warning("tokens of unfinished samples were not saved within %g s", _LAST_SAVE_S)
 
     async def hand_over(self) -> None:
-        """Saves what all groups have and ends their attempts, for good."""
+        """Saves the tokens of all groups and ends their attempts, for good."""
         self._is_leaving = True
         await self.save()
         for attempt in self._attempts.values():
@@ -223,14 +223,14 @@ class ResumableDraws:
                 for box in {id(attempt.box): attempt.box for attempt in attempts}.values():
                     await self._save_in(box, [a for a in attempts if a.box is box], drawn)
             except PacelineError as error:
-                log.warning("what unfinished samples have was not saved: %s", error)
+                log.warning("tokens of unfinished samples were not saved: %s", error)
 
     async def _save_in(self, box: Mailbox, attempts: Iterable[_Attempt], drawn: Mapping[str, Sample]) -> None:
         frames: dict[str, tuple[_Attempt, list[PartialSample], bytes]] = {}
         for attempt in attempts:
             parts = attempt.parts(drawn, self._policies())
             frame = encode_progress(parts) if parts else b""
-            # A reader refuses more.
+            # A reader refuses larger progress.
             if parts and attempt.num_bytes + len(frame) <= LIMITS.max_bytes:
                 frames[attempt.entry.entry_id] = attempt, parts, frame
         saved = await box.save_progress(
@@ -253,7 +253,7 @@ def _going_on(request: SampleRequest, begun: PartialSample | None) -> SampleRequ
 
 
 def _finish_of(begun: PartialSample, sampling: SamplingSpec) -> FinishReason | None:
-    """Why a response ends with these tokens; None where it goes on."""
+    """Returns why a response ends with these tokens; None if it goes on."""
     if int(begun.token_ids[-1]) in sampling.stop_token_ids:
         return FinishReason.STOP
     return FinishReason.LENGTH if begun.end >= sampling.max_tokens else None
@@ -262,24 +262,24 @@ def _finish_of(begun: PartialSample, sampling: SamplingSpec) -> FinishReason | N
 def _fault(part: PartialSample, group: PromptGroup, policy: PolicyTag, known: Mapping[int, PolicyTag]) -> str:
     """Says why saved tokens cannot begin a sample of the group here; "" if they can."""
     if part.sample_index >= group.num_samples or part.seed != group.seeds[part.sample_index]:
-        return f"what was saved is of another sample than {part.sample_index}"
+        return f"the saved tokens are not those of sample {part.sample_index}"
     if (
         part.end > group.sampling.max_tokens
         or np.isin(part.token_ids[:-1], group.sampling.stop_token_ids).any()
     ):
-        return f"what was saved of sample {part.sample_index} goes on behind its end"
+        return f"the saved tokens of sample {part.sample_index} go on after its end"
     for version, tag in ((r.policy.version, r.policy) for r in part.ranges):
         if not group.policy.version <= version <= policy.version:
-            return f"it wants {group.policy} or newer, this server holds {policy}, and {tag} drew a part"
+            return f"it needs {group.policy} or newer; this server holds {policy}, but {tag} drew a part"
         if known.get(version, tag) != tag:
-            return f"{tag} drew a part, and version {version} is {known[version]}"
+            return f"{tag} drew a part, but version {version} is {known[version]}"
     return ""
 
 
 def _ranges(
     sample: Sample, first: int, policy: PolicyTag, policies: Mapping[int, PolicyTag]
 ) -> tuple[PolicyRange, ...]:
-    """Which policies drew tokens that follow the response's first `first`; () where one is not known."""
+    """Returns which policies drew the tokens after the first `first`; () if one of them is not known."""
     end = first + len(sample.token_ids)
     if not policies:
         return (PolicyRange(policy, first, end),)
@@ -302,7 +302,7 @@ def _whole(begun: PartialSample, reason: FinishReason) -> Sample:
 
 
 def _joined(begun: PartialSample | None, rest: Sample) -> Sample:
-    """The log-probs of the tokens before stay those that were recorded when they were drawn."""
+    """Joins the parts of a sample; earlier tokens keep the log-probs recorded when they were drawn."""
     if begun is None:
         return rest
     versions = [(part.first, part.policy.version) for part in begun.ranges]

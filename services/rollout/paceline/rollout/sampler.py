@@ -1,12 +1,12 @@
-"""Draws samples: takes prompt groups of one policy version from their mailbox, puts trajectories into theirs.
+"""Draws samples: takes prompt groups of one policy version from `prompts`, and puts trajectories out.
 
     prompts:vN -> decode, check -> engine -> check -> blobs, headers, acknowledgement at once -> trajectories
                         |            `-- failed: given back for another attempt
-                        `-- refused, or given up after so many attempts -> scored
+                        `-- refused, or given up after too many attempts -> scored
 
-A sampler is open for one policy at a time, or closed. A group that is not finished when the sampler closes is
-given back with what it has: another server goes on with it, or its step is over. With `rollout.in_flight` it
-does not close for a push: it pauses, and what is under way goes on with the new weights.
+A sampler is open for one policy at a time, or closed. When it closes, it gives unfinished groups back with
+their tokens: another server goes on with them, or their step is over. With `rollout.in_flight` it does not
+close for a push: it pauses, and unfinished samples go on with the new weights.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Sampler:
 
     Args:
         server_id: this server's name in trajectories.
-        incarnation: another one after each restart of the server.
+        incarnation: differs after each restart of the server.
         spawn: starts a task whose failure ends the service.
-        episodes: draws groups that are to be episodes of turns; None where no run asks for that.
+        episodes: draws episodes of several turns; None if the run has none.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Sampler:
 
     @property
     def in_flight(self) -> int:
-        """Samples that the engine draws or that wait for their delivery."""
+        """Returns the number of samples that are drawn or wait for their delivery."""
         return self._capacity.num_samples
 
     def open(self, policy: PolicyTag) -> None:
@@ -122,21 +122,21 @@ class Sampler:
         self._going.set()
 
     async def drain(self) -> None:
-        """Takes no more groups, for good; returns when those under way are handed over, or delivered.
+        """Takes no more groups, for good; returns when those under way are handed over or delivered.
 
-        Delivered are those that nobody could go on with: episodes, prompts with images, and all samples of an
-        engine that does not begin with given tokens.
+        Groups that no other server can continue are delivered: episodes, prompts with images, and all samples
+        of an engine that cannot begin with given tokens.
         """
         self._draining.set()
         if self.is_paused:
             await self.close()
         elif self._session is not None:
             await self._progress.hand_over()
-            # Ends: a mailbox that is empty is asked for a second, and each group has a deadline.
+            # This ends: the take from an empty mailbox lasts a second, and each group has a deadline.
             await asyncio.wait([self._session])
 
     async def close(self) -> None:
-        """Takes no more groups; saves what those under way have; returns when the engine has aborted them."""
+        """Takes no more groups; saves the tokens of those under way; returns once the engine aborted them."""
         session, self._session = self._session, None
         if session is None:
             return
@@ -144,7 +144,7 @@ class Sampler:
             log.info("aborting %d groups that are under way", self._capacity.num_groups)
             await self._progress.save()
         session.cancel()
-        # Ends: the engine answers or dies, and each group has a deadline.
+        # This ends: the engine answers or dies, and each group has a deadline.
         await asyncio.wait([session])
         self._policies.clear()
         if self.is_paused:
@@ -179,7 +179,7 @@ class Sampler:
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
         finally:
-            # A task that was cancelled before its first step has counted nothing down.
+            # A task that was cancelled before its first step has not given its capacity back.
             self._capacity.clear()
 
     async def _take_groups(self, box: Mailbox) -> None:
@@ -188,8 +188,8 @@ class Sampler:
                 while not self._draining.is_set():
                     await self._going.wait()
                     await self._capacity.wait_for_room()
-                    # One at a time: servers share the work evenly, and a group that is drawn alone holds up
-                    # no other.
+                    # One group at a time: servers share the work evenly, and a group that is drawn alone
+                    # holds up no other.
                     entries = await box.take(1) if not self._draining.is_set() else []
                     if self._draining.is_set():
                         await box.give_back(entries)
@@ -202,7 +202,7 @@ class Sampler:
                             return
                         await self._begin(_Delivery(box, admission, entry), tasks)
         except BaseExceptionGroup as failures:
-            # One cause is enough: the rest was cancelled for it.
+            # The first failure is the cause: it cancelled the other tasks.
             raise failures.exceptions[0] from None
 
     async def _begin(self, delivery: _Delivery, tasks: asyncio.TaskGroup) -> None:
@@ -256,7 +256,7 @@ class Sampler:
     async def _draw(
         self, delivery: _Delivery, group: PromptGroup, sample_ended: Callable[[], None]
     ) -> list[Outgoing] | GroupFailure:
-        """The messages with the group's samples, or why it has none.
+        """Returns the messages with the group's samples, or why it has none.
 
         Raises:
             HandedOverError: another server gets the group.
@@ -284,7 +284,7 @@ class Sampler:
             return GroupFailure(reason="deadline", message=message)
         except HandedOverError:
             raise
-        except Exception as error:  # noqa: BLE001 - the group's error, unless the engine has died of it
+        except Exception as error:  # noqa: BLE001 - fails only the group, unless the engine has died
             await self._engine.check_health()
             return failure_of(error)
 
@@ -328,11 +328,11 @@ class Sampler:
         except TimeoutError:
             raise PeerLostError(
                 f"the engine hangs: prompt {group.prompt_id} was not drawn within "
-                f"{self._limits.group_timeout_s:g} s, and a single token not within "
+                f"{self._limits.group_timeout_s:g} s, and a single token was not drawn within "
                 f"{self._limits.probe_timeout_s:g} s",
                 peer="engine",
             ) from None
-        except Exception as error:  # noqa: BLE001 - an answer too, unless the engine has died
+        except Exception as error:  # noqa: BLE001 - also counts as an answer, unless the engine has died
             await self._engine.check_health()
             log.warning("the engine does not draw a single token either: %s", error)
 

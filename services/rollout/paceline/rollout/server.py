@@ -1,4 +1,4 @@
-"""A rollout server: its standing, and the order in which weights arrive and the sampler closes and opens."""
+"""A rollout server: its state, and the order in which weights arrive and the sampler closes and opens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """The parts of a server whose engine is up."""
+    """The parts of a server, once its engine is up."""
 
     engine: Engine
     sampler: Sampler
@@ -35,7 +35,7 @@ class RolloutServer:
     """Carries out the controller's orders, one at a time.
 
     Args:
-        on_change: called after every change of the standing, say to send a heartbeat.
+        on_change: called after every change of the state, for example to send a heartbeat.
     """
 
     def __init__(self, on_change: Callable[[], None]) -> None:
@@ -47,24 +47,24 @@ class RolloutServer:
 
     @property
     def standing(self) -> RolloutStatus:
-        """State, received version and policy."""
+        """Returns state, received version and policy."""
         return self._standing
 
     @property
     def in_flight(self) -> int:
-        """How many samples are under way; 0 without an engine."""
+        """Returns the number of samples under way; 0 without an engine."""
         return self._parts.sampler.in_flight if self._parts is not None else 0
 
     def start(self, parts: Parts) -> None:
-        """The engine is up: JOINING -> STALE."""
+        """Takes the parts once the engine is up. JOINING -> STALE."""
         self._move(states.EngineReady())
         self._parts = parts
 
     async def describe(self) -> tuple[RankLayout, ...]:
-        """Which part of which checkpoint tensor each rank of the engine needs.
+        """Returns which part of which checkpoint tensor each rank of the engine needs.
 
-        A controller dissolves its group before it forms another: a group that this server is still in was
-        formed by a controller that has died. The server leaves it.
+        A controller dissolves its group before it forms another. If this server is still in a group, the
+        controller of that group has died, so the server leaves it.
         """
         async with self._order_lock:
             engine = self._ready().engine
@@ -89,11 +89,11 @@ class RolloutServer:
             if self._epoch == epoch:
                 self._epoch = None
                 if self._standing.state is not RolloutState.DRAINING:
-                    # While draining, the engine is about to end, and the group with it.
+                    # A draining server's engine is about to end, and the group with it.
                     await self._ready().engine.leave()
 
     async def receive(self, epoch: int, version: int) -> PushReceipt:
-        """Has the sampler make way, and receives a version. -> SYNCING, or STALE if it fails.
+        """Pauses or closes the sampler and receives a version. -> SYNCING, or STALE if it fails.
 
         Raises:
             VersionMismatchError: this server is not in the group of `epoch`.
@@ -103,15 +103,15 @@ class RolloutServer:
             parts = self._ready()
             if self._epoch != epoch:
                 raise VersionMismatchError(
-                    f"this server is in weight group {self._epoch}, the push is for group {epoch}: "
-                    "join that one first"
+                    f"this server is in weight group {self._epoch}, but the push is for group {epoch}: "
+                    "join that group first"
                 )
             self._move(states.ReceiveBegan())
             try:
                 await parts.sampler.make_way(version)
                 receipt = await parts.engine.receive(version, parts.push_timeout_s)
             except BaseException:
-                # Also if the caller hangs up: some ranks may have the new version and others the old one.
+                # Even if the caller hung up, some ranks may have the new version and others the old one.
                 self._epoch = None
                 self._move(states.ReceiveFailed())
                 raise
@@ -119,7 +119,7 @@ class RolloutServer:
             return receipt
 
     async def sleep(self) -> int:
-        """Closes the sampler and gives the engine's memory up; returns its bytes. -> ASLEEP; repeatable."""
+        """Closes the sampler, frees the engine's memory and returns its bytes. -> ASLEEP; may be repeated."""
         async with self._order_lock:
             parts = self._ready()
             self._move(states.Slept())
@@ -146,7 +146,7 @@ class RolloutServer:
             after = states.advance(before, states.Committed(policy))
             if after is before:
                 return
-            # Where the sampler is closed, the receive reset the prefix cache, which has been empty since.
+            # With a closed sampler, the receive reset the prefix cache, which has been empty since.
             if parts.sampler.is_paused:
                 await parts.sampler.resume(policy)
             else:
@@ -154,7 +154,7 @@ class RolloutServer:
             self._move(states.Committed(policy))
 
     async def forget(self) -> None:
-        """The controller has lost this server's registration: the server is stale until the next push."""
+        """Makes the server stale until the next push, because the controller lost its registration."""
         async with self._order_lock:
             if self._standing.state in (RolloutState.SYNCING, RolloutState.SERVING):
                 self._move(states.Forgotten())

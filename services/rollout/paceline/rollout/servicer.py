@@ -21,7 +21,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def DescribeWeights(
         self, request: rollout_pb2.DescribeRolloutWeightsRequest, context: Any
     ) -> rollout_pb2.DescribeRolloutWeightsResponse:
-        """Which part of which checkpoint tensor each rank needs."""
+        """Returns which part of which checkpoint tensor each rank needs."""
         layouts = await self._server.describe()
         return rollout_pb2.DescribeRolloutWeightsResponse(
             rank_layouts=[layout.to_bytes() for layout in layouts]
@@ -48,11 +48,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return rollout_pb2.CommitResponse()
 
     async def Sleep(self, request: rollout_pb2.SleepRequest, context: Any) -> rollout_pb2.SleepResponse:
-        """Gives the engine's memory up."""
+        """Frees the engine's memory."""
         return rollout_pb2.SleepResponse(freed_bytes=await self._server.sleep())
 
     async def Wake(self, request: rollout_pb2.WakeRequest, context: Any) -> rollout_pb2.WakeResponse:
-        """Takes a part of it again."""
+        """Takes a part of the engine's memory again."""
         await self._server.wake(_part(request.part))
         return rollout_pb2.WakeResponse()
 
@@ -70,5 +70,5 @@ def _part(word: str) -> EnginePart:
     except ValueError:
         known = ", ".join(part.value for part in EnginePart)
         raise InvalidMessageError(
-            f"an engine has the parts {known}, got {word[:40]!r}", reason="unknown_part"
+            f"an engine has the parts {known}; got {word[:40]!r}", reason="unknown_part"
         ) from None

@@ -7,9 +7,8 @@
     STALE, SYNCING, SERVING --Slept--> ASLEEP --Woken(weights)--> STALE; no commit before Woken(kv_cache)
     every state --Drained--> DRAINING, for good
 
-Only `Committed` leads to SERVING. It is legal only in SYNCING, and there only for the version that has been
-received
-completely, with a KV cache: no token is ever drawn from weights that did not arrive.
+Only `Committed` leads to SERVING. It is legal only in SYNCING, with a KV cache, and for the version that was
+received completely: no token is ever drawn from weights that did not arrive.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from paceline.core.policy import PolicyTag
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutStatus:
-    """A state with the weights that go with it.
+    """A state and its weights.
 
-    `received` is the version that has been received completely but not committed; `policy` is what tokens are
-    drawn from. `asleep` are the parts of the engine whose memory is given up.
+    `received` is the version that was received completely but is not committed; `policy` is the policy that
+    tokens are drawn from. `asleep` are the parts of the engine whose memory is freed.
     """
 
     state: RolloutState = RolloutState.JOINING
@@ -39,7 +38,7 @@ class RolloutStatus:
 
 @dataclass(frozen=True, slots=True)
 class EngineReady:
-    """The engine is up; its weights mean nothing yet."""
+    """The engine is up; its weights are not those of a version yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +115,10 @@ _LEGAL_IN: Final[dict[type[Event], Collection[RolloutState]]] = {
 
 
 def advance(standing: RolloutStatus, event: Event) -> RolloutStatus:
-    """The standing after `event`; a repeated commit, sleep or wake returns the same object.
+    """Returns the standing after `event`; a repeated commit, sleep or wake returns the same object.
 
     Raises:
-        IllegalTransitionError: the state, or a sleeping engine, does not have this move; names both.
+        IllegalTransitionError: the move is not allowed in this state, or while the engine sleeps.
         VersionMismatchError: a commit of a version that was not received.
     """
     if isinstance(event, Committed) and _is_repeated(standing, event):

@@ -1,4 +1,4 @@
-"""One prompt group: its requests to the engine, a check of the samples, messages with its trajectories."""
+"""Converts a prompt group to requests for the engine, and its samples to messages with trajectories."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from paceline.wire import (
 def sample_requests(
     group: PromptGroup, serial: int, images: Sequence[LoadedImage] = (), *, salt: str = ""
 ) -> list[SampleRequest]:
-    """One request per sample of the group.
+    """Returns one request per sample of the group.
 
     Args:
-        serial: differs between deliveries: a group may come a second time while its first delivery is still
-            under way.
-        images: the group's, with their pixels.
-        salt: what the requests share cached prefixes by; left out: the policy that the group wants.
+        serial: differs between deliveries, because a group may come again while its first delivery is under
+            way.
+        images: the group's images, with their pixels.
+        salt: requests share cached prefixes only with the same salt; "": the policy that the group needs.
     """
     salt, prompt = salt or str(group.policy), group.prompt_token_ids.tolist()
     return [
@@ -50,7 +50,7 @@ def sample_requests(
 
 
 def check_samples(group: PromptGroup, samples: Sequence[Sample]) -> None:
-    """Raises for samples that the barrier would have to refuse, so that none leaves this server.
+    """Raises an error for samples that the barrier would refuse, so that none leaves this server.
 
     Raises:
         PeerLostError: the engine aborted a sample without being told to.
@@ -79,18 +79,18 @@ def trajectory_messages(
     together: bool = False,
     policies: Mapping[int, PolicyTag] | None = None,
 ) -> list[Outgoing]:
-    """One message per sample: the header as payload, the trajectory as its blob.
+    """Returns one message per sample: the header as payload, the trajectory as its blob.
 
     Args:
-        together: one message with all headers and blobs, for scorers that score the samples together.
+        together: make one message with all headers and blobs, for scorers that score the samples together.
         server_id: this server's name in the run.
-        draw: differs between all draws of this server and of those that had its name before: the blobs of
-            one draw never replace those of another.
+        draw: differs between all draws under this server's name, also of its predecessors, so that the blobs
+            of one draw never replace those of another.
         seconds: time that the engine took for the group.
-        policies: by version, where other ones than the group's may have drawn it.
+        policies: by version, if policies other than the group's may have drawn it.
 
     Raises:
-        InvalidMessageError: a sample is not what its readers accept.
+        InvalidMessageError: readers would refuse a sample.
     """
     stream, traceparent = names.trajectories(group.run_id), telemetry.current_traceparent()
     headers, blobs = [], []
@@ -130,7 +130,7 @@ def trajectory_messages(
 
 
 def _ranges(drawn: Draw, policies: Mapping[int, PolicyTag]) -> list[PolicyRange]:
-    """Which of these policies drew which tokens; [] where there are none to choose from."""
+    """Returns which of these policies drew which tokens; [] if there are no `policies`."""
     if not policies:
         return []
     if unknown := [version for _, version in drawn.versions if version not in policies]:

@@ -1,1 +1,1 @@
-"""Reward models: services of their own beside the reward service."""
+"""Reward models, which run as services beside the reward service."""

@@ -35,14 +35,14 @@ _ENGINES: Mapping[str, Mapping[str, _LoadedModel]] = {
     },
     "vllm": {"sequence_classification": PoolingModel},
 }
-"""What loads a model, by its engine and kind"""
+"""Loads a model, by engine and kind."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Serves a reward model, or attaches it to a run; returns the exit code."""
     args = _parse(arguments)
     if args.ready_file is not None:
-        args.ready_file.unlink(missing_ok=True)  # of a predecessor that was killed
+        args.ready_file.unlink(missing_ok=True)  # a killed predecessor left it
     die_with_parent()
     try:
         if args.config is not None:
@@ -94,7 +94,7 @@ def _version(options: ModelOptions) -> str:
 
 
 def _words(text: str) -> dict[str, float]:
-    """Grades by word.
+    """Parses grades by word.
 
     Raises:
         argparse.ArgumentTypeError: the text is no JSON object of numbers.
@@ -102,7 +102,9 @@ def _words(text: str) -> dict[str, float]:
     try:
         return {str(word): float(value) for word, value in json.loads(text).items()}
     except (ValueError, TypeError, AttributeError):
-        raise argparse.ArgumentTypeError(f'{text!r} is no JSON object of numbers, {{"yes": 1}} say') from None
+        raise argparse.ArgumentTypeError(
+            f'{text!r} is no JSON object of numbers, such as {{"yes": 1}}'
+        ) from None
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -112,8 +114,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--config",
         metavar="FILE",
-        help="in place of path and the model's options: the run's configuration, with "
-        "--name an entry of its reward.models",
+        help="the run's configuration, in place of path and the model's options; --name is an entry of its "
+        "reward.models",
     )
     parser.add_argument(
         "--kind",
@@ -123,7 +125,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--engine", default="transformers", choices=_ENGINES, help="default: %(default)s")
     parser.add_argument("--step-separator", default="\n", help="process: what ends a step (default: newline)")
-    parser.add_argument("--prompt-file", metavar="FILE", help="generative: what it is asked, with {response}")
+    parser.add_argument(
+        "--prompt-file", metavar="FILE", help="generative: its prompt, which contains {response}"
+    )
     parser.add_argument(
         "--pattern", default=NUMBER, help="generative: finds the grade (default: %(default)s)"
     )
@@ -137,11 +141,11 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--every-address",
         action="store_true",
-        help="--attach: to each address that HOST stands for, looked up again every five seconds",
+        help="--attach: attach to each address of HOST, looked up again every five seconds",
     )
-    parser.add_argument("--host", default="127.0.0.1", help="to listen on (default: %(default)s)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--name", default="rm", help="entry of reward.attached (default: %(default)s)")
-    parser.add_argument("--device", default="cpu", help="torch's name, cuda:0 say (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", help="torch device, such as cuda:0 (default: %(default)s)")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--max-batch-tokens", type=int, default=16384, help="default: %(default)s")
     parser.add_argument(
@@ -160,7 +164,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "--ready-file",
         type=Path,
         metavar="FILE",
-        help="--attach: file that exists, and is written every two seconds, while the model is attached",
+        help="--attach: file that is written every two seconds while the model is attached, then removed",
     )
     args = parser.parse_args(arguments)
     _refuse_what_clashes(parser, args)
@@ -179,11 +183,11 @@ def _refuse_what_clashes(parser: argparse.ArgumentParser, args: argparse.Namespa
     if args.every_address and not args.attach:
         parser.error("--every-address goes with --attach")
     if args.ready_file is not None and not args.attach:
-        parser.error("--ready-file goes with --attach; what listens has a health check: paceline health")
+        parser.error("--ready-file goes with --attach; with --port, use the health check: paceline health")
 
 
 def _take_from(file: str, args: argparse.Namespace) -> None:
-    """Takes the options from the run's configuration; a GPU is the first that this process sees.
+    """Takes the options from the run's configuration; "cuda" is the first GPU that this process sees.
 
     Raises:
         ConfigError: the file cannot be read, or has no model of this name.

@@ -1,7 +1,7 @@
-"""A reward model that hangs ends its process, so that whoever started the process starts another one.
+"""Ends the process of a reward model that hangs, so that whoever started the process restarts it.
 
-A call on a GPU, or in a library, may hang without letting another Python thread run: the C thread of
-`faulthandler` needs none. It writes to the log where the process hangs.
+A call on a GPU, or in a library, may hang without letting another Python thread run, so `faulthandler` ends
+the process from a C thread. It also logs where the process hangs.
 """
 
 from __future__ import annotations
@@ -29,15 +29,12 @@ def or_end(timeout_s: float) -> Iterator[None]:
 
 
 class Bounded(Generic[ValueT]):
-    """A batch function with a deadline for each of its calls, of which one is made at a time."""
+    """A batch function with a deadline for each call; one call at a time."""
 
     def __init__(self, model: Callable[[list[ScoreItem]], list[ValueT]], timeout_s: float) -> None:
         self._model, self._timeout_s = model, timeout_s
 
     def __call__(self, items: list[ScoreItem]) -> list[ValueT]:
-        """As the function.
-
-        A call that takes longer ends the process with exit code 1.
-        """
+        """Calls the function; ends the process with exit code 1 if it takes longer."""
         with or_end(self._timeout_s):
             return self._model(items)

@@ -1,4 +1,4 @@
-"""A language model that writes a grade, as a batch function: a judge from a folder."""
+"""A judge as a batch function: a language model from a folder, which writes a grade."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class GenerativeModel:
     """Asks the model about each item in its chat template, decodes greedily, and reads the grade.
 
     Raises:
-        ConfigError: prompt file or pattern are unusable.
+        ConfigError: the prompt file or the pattern is unusable.
         ModelError: the folder has no tokenizer, or names no end-of-sequence token.
     """
 
@@ -38,7 +38,7 @@ class GenerativeModel:
         model: Any = AutoModelForCausalLM.from_pretrained(options.path, dtype=getattr(torch, options.dtype))
         limit = getattr(model.config, "max_position_embeddings", 0) or options.max_batch_tokens
         self._limit = limit - options.max_tokens
-        # In place of the folder's own, which may ask for sampling or penalties.
+        # Replaces the folder's own configuration, which may ask for sampling or penalties.
         model.generation_config = GenerationConfig(
             do_sample=False,
             max_new_tokens=options.max_tokens,
@@ -48,7 +48,7 @@ class GenerativeModel:
         self._model = model.to(options.device).eval()
 
     def __call__(self, items: list[ScoreItem]) -> list[float | RewardError]:
-        """One grade per item, in the order of the items, or why an item has none."""
+        """Returns one grade per item, in the order of the items, or why an item has none."""
         rows = [self._row(item) for item in items]
         values: dict[int, float | RewardError] = {
             index: _too_long(len(row), self._limit, self._options.max_tokens)

@@ -29,12 +29,12 @@ class ModelOptions:
 
     Args:
         path: folder with a model with one label, and its tokenizer.
-        device: torch's name.
+        device: torch device.
         dtype: data type of the weights; the score itself is computed in float32.
-        max_batch_tokens: most tokens at a time, padding counted.
+        max_batch_tokens: most tokens of a batch, including padding.
         step_separator: what ends a step of a response.
-        prompt_file, pattern, words, max_tokens: of a judge: what it is asked, how its grade is read, and its
-            longest answer.
+        prompt_file, pattern, words, max_tokens: for a judge: its prompt, how its grade is read, and the
+            length of its longest answer.
     """
 
     path: str
@@ -59,8 +59,7 @@ class RewardModel(abc.ABC, Generic[RowT, ValueT]):
     """A model as a batch function; calls of different sizes give the same scores.
 
     Args:
-        options: options of this model.
-        kind: transformers' class that loads it.
+        kind: the class of transformers that loads it.
 
     Raises:
         ConfigError: the model has another number of labels than one.
@@ -83,7 +82,7 @@ class RewardModel(abc.ABC, Generic[RowT, ValueT]):
         self._model = model.to(options.device).eval()
 
     def __call__(self, items: list[ScoreItem]) -> list[ValueT]:
-        """One value per item, in the order of the items."""
+        """Returns one value per item, in the order of the items."""
         rows = [self._row(item) for item in items]
         values: dict[int, ValueT] = {}
         lengths = [min(len(row.token_ids), self._limit) for row in rows]
@@ -94,11 +93,11 @@ class RewardModel(abc.ABC, Generic[RowT, ValueT]):
 
     @abc.abstractmethod
     def _row(self, item: ScoreItem) -> RowT:
-        """What the model reads of an item."""
+        """Returns what the model reads of an item."""
 
     @abc.abstractmethod
     def _values(self, rows: Sequence[RowT], hidden: Tensor) -> list[ValueT]:
-        """The rows' values from their states (B, T, H), row by row from the first token that is taken."""
+        """Returns the rows' values from their states (B, T, H); a row begins with its first token taken."""
 
     @torch.inference_mode()
     def _hidden(self, rows: Sequence[RowT]) -> Tensor:
@@ -115,19 +114,19 @@ class RewardModel(abc.ABC, Generic[RowT, ValueT]):
 
     @torch.inference_mode()
     def _scores(self, states: Tensor) -> list[float]:
-        """The scores of states (N, H)."""
+        """Returns the scores of states (N, H)."""
         scores: list[float] = self._model.score(states)[:, 0].tolist()
         return scores
 
 
 def _score_in_float32(model: Any) -> None:
-    """The head's product in float32, whatever the model's own type: bfloat16 has three digits."""
+    """Makes the head compute in float32, whatever the model's type: bfloat16 has only three digits."""
     model.score.float()
     model.score.register_forward_pre_hook(lambda _, arguments: (arguments[0].float(),))
 
 
 def batches(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Indices of rows by length, as many as fit with padding; a row alone if it is longer."""
+    """Yields batches of row indices, sorted by length, that fit with padding; a longer row gets its own."""
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lengths.__getitem__):
         if batch and lengths[index] * (len(batch) + 1) > max_tokens:

@@ -11,8 +11,8 @@ from paceline.core.scoring import ScoreItem
 from paceline.data.prompts import encode_exchange, load_tokenizer
 from paceline.reward.models.model import ModelOptions
 
-# vLLM reads them on import. The engine runs in this process: one in its own process would outlive it when
-# a deadline ends it.
+# vLLM reads these on import. The engine runs in this process: an engine process of its own would survive when
+# a deadline ends this one.
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
@@ -20,18 +20,18 @@ _ENVIRONMENT = {
     "VLLM_HOST_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
 }
-# No warm-up, no binding to cores that others use, and no compiler.
+# No warm-up, no binding to cores, which other processes may use, and no compiler.
 _ON_CPU = {
     "VLLM_CPU_CI_ENV": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "TORCHDYNAMO_DISABLE": "1",
 }
-# Rows are read once, and their keys and values are given back at once.
+# Each row is read once, and its keys and values are freed at once.
 _KV_CACHE_BYTES = 2**30
 
 
 class PoolingModel:
-    """Scores as `SequenceModel`, by vLLM's pooling runner in this process.
+    """Scores as `SequenceModel` does, with vLLM's pooling runner in this process.
 
     Raises:
         ConfigError: vLLM is not installed, or the model has another number of labels than one.
@@ -41,7 +41,7 @@ class PoolingModel:
         if find_spec("vllm") is None:
             raise ConfigError(
                 "engine: vllm of a reward model needs vLLM, which is not installed here: "
-                "install what a rollout server has, or set engine: transformers"
+                "install the packages of a rollout server, or set engine: transformers"
             )
         on_cpu = _ON_CPU if options.device == "cpu" else {}
         for name, value in (_ENVIRONMENT | on_cpu).items():
@@ -70,7 +70,7 @@ class PoolingModel:
         self._params = PoolingParams(task="classify", use_activation=False)
 
     def __call__(self, items: list[ScoreItem]) -> list[float]:
-        """One score per item, in the order of the items."""
+        """Returns one score per item, in the order of the items."""
         rows = [encode_exchange(self._tokenizer, item.prompt, item.response) for item in items]
         prompts = [{"prompt_token_ids": row[-self._limit :]} for row in rows]
         outputs = self._model.encode(

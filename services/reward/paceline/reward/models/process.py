@@ -12,7 +12,7 @@ from paceline.data.prompts import exchange_text
 from paceline.reward.models.model import ModelOptions, RewardModel, TokenRow
 
 Value = dict[str, float | list[tuple[int, float]]]
-"""The score, and its parts by the character at which their steps end."""
+"""The score, and its parts, each with the character at which its step ends."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +26,7 @@ class _Steps(TokenRow):
 class ProcessModel(RewardModel[_Steps, Value]):
     """Scores each step of a response; the response's score is their mean.
 
-    A response that the chat template changes has one step: its end.
+    A response that the chat template changes counts as one step.
 
     Raises:
         ConfigError: the model has another number of labels than one.
@@ -66,7 +66,7 @@ class ProcessModel(RewardModel[_Steps, Value]):
 
 
 def step_ends(response: str, separator: str) -> tuple[int, ...]:
-    """Where the steps of a response end, the separator included; a blank line belongs to the step before."""
+    """Returns where steps end, after their separators; a blank line belongs to the step before."""
     ends: list[int] = []
     begin, end = 0, 0
     while end < len(response):

@@ -28,6 +28,6 @@ class SequenceModel(RewardModel[TokenRow, float]):
         return TokenRow(token_ids=encode_exchange(self._tokenizer, item.prompt, item.response))
 
     def _values(self, rows: Sequence[TokenRow], hidden: Tensor) -> list[float]:
-        # The last token of each row: a padding token's id may occur in the text, so it tells nothing.
+        # Takes each row's last token by length, because the padding token may also occur in the text.
         last = torch.tensor([min(len(row.token_ids), self._limit) - 1 for row in rows])
         return self._scores(hidden[torch.arange(len(rows)), last])

@@ -1,4 +1,4 @@
-"""What tells a reward model's folder from an earlier one under the same name."""
+"""Identifies the content of a reward model's folder."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _NUM_PIECES = 64
 
 
 def folder_version(folder: Path) -> str:
-    """A digest of the files' names, sizes and contents; of large files, pieces that are spread evenly.
+    """Returns a digest of the files' names, sizes and contents; reads evenly spread pieces of large files.
 
-    Training changes a model's weights all over, so pieces are enough, and gigabytes need not be read.
+    Training changes weights everywhere, so pieces are enough, and gigabytes need not be read.
     """
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):

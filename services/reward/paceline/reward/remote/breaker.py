@@ -1,8 +1,8 @@
-"""Spares a service that does not answer.
+"""A circuit breaker for calls to a service that does not answer.
 
-CLOSED   every call is made          --several failures in a row--> OPEN
-OPEN     none is made                --after a pause--> TRYING
-TRYING   one is made, the rest wait  --it succeeds--> CLOSED, --it fails--> OPEN, for twice as long
+CLOSED   every call is made               --several failures in a row--> OPEN
+OPEN     no call is made                  --after a pause--> TRYING
+TRYING   one call is made, the rest wait  --it succeeds--> CLOSED, --it fails--> OPEN, for twice as long
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class BreakerState(enum.Enum):
 
 
 class Breaker:
-    """The breaker of one service. Whoever was admitted says how the call went, once.
+    """The breaker of one service. Each admitted caller reports once how the call went.
 
     Args:
         peer: the service, in messages.
-        notify: is told when it opens and when it closes.
+        notify: called with a message when it opens and when it closes.
     """
 
     def __init__(self, peer: str, notify: Callable[[str], None] = to_nobody) -> None:
@@ -49,16 +49,16 @@ class Breaker:
 
     @property
     def state(self) -> BreakerState:
-        """Whether calls are made now, and if not, why."""
+        """Returns whether calls are made now."""
         return self._state
 
     @property
     def explanation(self) -> str:
-        """Why no call is made."""
+        """Says why no call is made."""
         return f"{self._peer} did not answer {self._num_failures} times in a row: {self._reason}"
 
     async def admit(self, until: float) -> bool:
-        """Waits for a call's turn; whether it may be made. `until` is a time of `time.monotonic`."""
+        """Waits for a call's turn; returns whether it may be made. `until` is a time of `time.monotonic`."""
         while self._state is not BreakerState.CLOSED:
             now = time.monotonic()
             if self._state is BreakerState.OPEN and now >= self._opened_until:
@@ -72,7 +72,7 @@ class Breaker:
         return True
 
     def succeeded(self) -> None:
-        """The service answered, whatever it said."""
+        """Notes that the service answered, even if with an error."""
         self._num_failures, self._pause_s = 0, _FIRST_PAUSE_S
         if self._state is not BreakerState.CLOSED:
             _log.info("%s answers again", self._peer)
@@ -80,10 +80,10 @@ class Breaker:
             self._become(BreakerState.CLOSED)
 
     def failed(self, reason: str) -> None:
-        """The service did not answer."""
+        """Notes that the service did not answer."""
         self._num_failures, self._reason = self._num_failures + 1, reason
         trying = self._state is BreakerState.TRYING
-        # Calls that were under way when it opened say nothing new.
+        # Calls that were under way when it opened add no information.
         if self._state is BreakerState.OPEN or (self._num_failures < _LIMIT and not trying):
             return
         if not trying:
@@ -94,7 +94,7 @@ class Breaker:
         self._become(BreakerState.OPEN)
 
     def called_off(self) -> None:
-        """The call was cancelled, so another one may try."""
+        """Notes that the call was cancelled, so another one may try."""
         if self._state is BreakerState.TRYING:
             self._become(BreakerState.OPEN)
 

@@ -1,4 +1,4 @@
-"""The calls of `RewardService`, with protobuf in between: `Score`, and `Describe`."""
+"""Calls `Score` and `Describe` of `RewardService`; converts from and to protobuf."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def call_score(
     timeout_s: float,
     peer: str,
 ) -> list[Result]:
-    """One result per item, in the order of the items; a RewardError for a result that cannot be used.
+    """Returns one result per item, in the order of the items; a RewardError for an unusable result.
 
     Raises:
         PacelineError: the call failed, or the service did not answer with one result per item.
@@ -49,7 +49,7 @@ async def call_score(
 
 
 async def call_describe(channel: grpc.aio.Channel, *, timeout_s: float, peer: str) -> RewardDescription:
-    """What the service says that it is; version 1 of the contract has no such call.
+    """Returns the service's description of itself; version 1 of the contract has no such call.
 
     Raises:
         PacelineError: the call failed, or the answer cannot be read.

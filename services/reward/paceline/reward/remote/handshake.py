@@ -1,4 +1,4 @@
-"""What a remote service says that it is, and whether that fits what the configuration asks of it."""
+"""Checks that a remote service's description of itself fits the configuration."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _LONGEST_S = 5.0
 
 
 class Handshake:
-    """Asks a service what it is: before the first call on a connection, and again when one was lost.
+    """Asks for a service's description before the first call on a connection, and again after a lost one.
 
-    Calls that begin at the same time share one question and its answer, or its error.
+    Calls that begin at the same time share one request and its answer or error.
 
     Args:
         peer: the service, in messages.
-        shape: what the configuration asks of it.
+        shape: what the configuration requires of it.
         timeout_s: deadline of a call.
     """
 
@@ -36,11 +36,11 @@ class Handshake:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def shake(self, channel: grpc.aio.Channel) -> None:
-        """Asks the service what it is, if it has not said so on this connection.
+        """Asks for the service's description, unless it was received on this connection.
 
         Raises:
-            ConfigError: it speaks another contract, or does not score what the configuration asks of it.
-            PacelineError: it did not answer, or what it answered cannot be read.
+            ConfigError: it speaks another contract, or does not score what the configuration requires.
+            PacelineError: it did not answer, or the answer cannot be read.
         """
         if self._described is None or channel.get_state() is not grpc.ChannelConnectivity.READY:
             if self._asking is None:
@@ -52,7 +52,7 @@ class Handshake:
             raise ConfigError(problem)
 
     async def close(self) -> None:
-        """Asks no longer; who waits for an answer gets a cancellation."""
+        """Stops asking; callers that wait for an answer are cancelled."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -67,33 +67,33 @@ class Handshake:
         if self._asking is task:
             self._asking = None
         if not task.cancelled():
-            task.exception()  # whoever waits has it; nobody may
+            task.exception()  # marks it as retrieved, since nobody may be waiting
 
     @property
     def problem(self) -> str | None:
-        """Why the service that answered cannot do what the configuration asks of it; None: it can."""
+        """Says why the service cannot do what the configuration requires; None if it can."""
         problem = _mismatch(self._described, self._shape) if self._described is not None else None
         return None if problem is None else f"{self._peer} {problem}"
 
     def version(self, channel: grpc.aio.Channel) -> str | None:
-        """What the service says that it computes; None where it has to be asked (again)."""
+        """Returns the version that the service named; None if it must be asked (again)."""
         if self._described is None or channel.get_state() is not grpc.ChannelConnectivity.READY:
             return None
         return self._described.version
 
     def forget(self) -> None:
-        """The connection was lost: whoever answers next may be another version."""
+        """Forgets the description: after a lost connection another version may answer."""
         self._described = self._asking = None
 
     def refused(self, items: Sequence[ScoreItem]) -> dict[str, RewardError]:
-        """Says, by trajectory id, why items are not sent: they are of data sources that it does not score."""
+        """Returns, by trajectory id, errors for items of data sources that the service does not score."""
         sources = self._described.data_sources if self._described is not None else frozenset()
         if not sources:
             return {}
         return {
             item.trajectory_id: RewardError(
                 f"it does not score the data source {item.data_source!r} but {', '.join(sorted(sources))}: "
-                "name those under data_sources of the service, and another scorer for the others",
+                "name those under data_sources of the service, and add another scorer for the others",
                 kind=RewardErrorKind.WRONG_TYPE,
             )
             for item in items
@@ -113,13 +113,13 @@ class Handshake:
 def _mismatch(described: RewardDescription, shape: Shape) -> str | None:
     if described.contract > REWARD_CONTRACT:
         return (
-            f"speaks version {described.contract} of the contract of reward services, this Paceline versions "
-            f"1 to {REWARD_CONTRACT}: upgrade Paceline on the run's hosts, or start the service with an "
-            "earlier version"
+            f"speaks version {described.contract} of the contract of reward services; this Paceline speaks "
+            f"versions 1 to {REWARD_CONTRACT}: upgrade Paceline on the run's hosts, or start the service "
+            "with an earlier version"
         )
     if shape.group and not described.groups:
         return (
-            "does not score the samples of a prompt together, as group: true of its configuration asks: "
+            "does not score the samples of a prompt together, as group: true of its configuration requires: "
             f"serve version {REWARD_CONTRACT} of the contract with groups (serve_reward(f, group=True)), or "
             "remove group"
         )
@@ -128,7 +128,7 @@ def _mismatch(described: RewardDescription, shape: Shape) -> str | None:
     missing = sorted(set(shape.data_sources) - described.data_sources) if described.data_sources else []
     if missing:
         return (
-            f"does not score {', '.join(missing)}, which data_sources of its configuration names, but "
-            f"{', '.join(sorted(described.data_sources))}: correct one of the two"
+            f"scores {', '.join(sorted(described.data_sources))}, but not {', '.join(missing)}, which "
+            "data_sources of its configuration names: correct one of the two"
         )
     return None

@@ -1,8 +1,8 @@
-"""Calls of a remote service that wait for their turn, merged: few large calls in place of many small ones.
+"""Merges calls to a remote service that wait for their turn: few large calls in place of many small ones.
 
-    ask -> queue --a turn is free--> call: the first part that waits, and others that fit -> answers
+    ask -> queue --a turn is free--> call: the first waiting part, and others that fit -> answers
 
-Nobody waits for others to come: while turns are free, every part is a call.
+No part waits for others to come: while turns are free, every part is a call.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Results = Sequence[ScoreResult | PacelineError]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallRequest:
-    """A part, with what its call is told and how long it may begin."""
+    """A part, the parameters of its call, and until when the call may begin."""
 
     part: CallItems
     run_id: str
@@ -31,20 +31,20 @@ class CallRequest:
 
     @property
     def num_chars(self) -> int:
-        """About the size of its message."""
+        """Returns about the size of its message."""
         return sum(item.num_chars for _, item in self.part.items)
 
     @property
     def ids(self) -> frozenset[str]:
-        """The ids of the trajectories that it asks about."""
+        """Returns the ids of the trajectories that it asks about."""
         return frozenset(item.trajectory_id for _, item in self.part.items)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What became of a request: a result for each of its items, or the error of its call.
+    """The answer to a request: a result for each of its items, or the error of its call.
 
-    `was_merged` says that other requests were in the same call, whose items may have caused the error.
+    `was_merged`: other requests were in the same call, and their items may have caused the error.
     """
 
     results: Results | PacelineError
@@ -62,14 +62,14 @@ class _Waiting:
 
 
 class Merger:
-    """Makes a bounded number of calls at once; requests that wait meanwhile are merged as far as they fit.
+    """Makes a bounded number of calls at once; merges the requests that wait meanwhile, as far as they fit.
 
-    Requests are merged that tell the service the same, and have no trajectory in common.
+    Merged requests have equal parameters and no trajectory in common.
 
     Args:
-        make: makes one call: a result for each item.
+        make: makes one call; returns a result for each item.
         concurrency: calls at once.
-        max_items: largest merged call; 0: none is merged.
+        max_items: most items of a merged call; 0: none is merged.
         max_chars: most characters of a merged call.
     """
 
@@ -91,7 +91,7 @@ class Merger:
         self._calls: set[asyncio.Task[None]] = set()
 
     async def ask(self, request: CallRequest) -> Answer:
-        """The answer to a request, when its turn has come."""
+        """Waits for a request's turn; returns the answer."""
         waiting = _Waiting(request, asyncio.get_running_loop().create_future())
         self._queue.append(waiting)
         self._begin()
@@ -99,11 +99,11 @@ class Merger:
             return await waiting.answer
         except asyncio.CancelledError:
             if waiting.call is not None and all(mate.answer.done() for mate in waiting.mates):
-                waiting.call.cancel()  # nobody waits for it any more
+                waiting.call.cancel()  # no request waits for it any more
             raise
 
     async def close(self) -> None:
-        """Ends the calls under way, and those that wait: UNAVAILABLE."""
+        """Ends the calls under way and those that wait, with UNAVAILABLE."""
         error = RewardError("the connection was closed", kind=RewardErrorKind.UNAVAILABLE)
         queue, self._queue = self._queue, []
         _settle(queue, error, 0.0)
@@ -130,7 +130,7 @@ class Merger:
         self._begin()
 
     def _next(self) -> list[_Waiting]:
-        """Takes the first that waits from the queue, and those that fit into the same call."""
+        """Takes from the queue the first request, and those that fit into the same call."""
         self._queue = [waiting for waiting in self._queue if not waiting.answer.done()]
         mates: list[_Waiting] = []
         rest: list[_Waiting] = []
@@ -153,7 +153,7 @@ class Merger:
 
     async def _call(self, mates: Sequence[_Waiting]) -> None:
         items = [item for mate in mates for _, item in mate.request.part.items]
-        # Who may wait longer asks again.
+        # Requests that may wait longer ask again.
         first = min((mate.request for mate in mates), key=lambda request: request.until)
         started = time.monotonic()
         try:
@@ -173,7 +173,7 @@ class Merger:
 
 
 def _settle(mates: Sequence[_Waiting], results: Results | PacelineError, seconds: float) -> None:
-    """Gives everyone who waits the part of the results that is its own."""
+    """Gives each waiting request its own results."""
     begin = 0
     for mate in mates:
         end = begin + len(mate.request.part.items)

@@ -1,4 +1,4 @@
-"""Items cut into the calls of a remote service: by number, by size, and never within a group. Pure."""
+"""Cuts items into calls of a remote service: by number and size, never within a group. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from paceline.core.scoring import ScoreItem, groups_of
 
 Placed = tuple[int, ScoreItem]
-"""An item with its place among those that are asked about."""
+"""An item with its place in the request."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,8 +16,8 @@ class CallItems:
     """The items of one call.
 
     Attributes:
-        is_cut: from a larger call that failed.
-        is_alone: makes a call by itself: a merged call with it failed.
+        is_cut: whether they come from a larger call that failed.
+        is_alone: whether they must not be merged, because a merged call with them failed.
     """
 
     items: Sequence[Placed]
@@ -27,7 +27,7 @@ class CallItems:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cutter:
-    """Cuts items into calls that a service takes.
+    """Cuts items into calls that a service accepts.
 
     Args:
         max_chars: most characters of a call.
@@ -51,7 +51,7 @@ class Cutter:
         return [CallItems(items=part, is_cut=is_cut) for part in parts]
 
     def units(self, items: Sequence[Placed]) -> list[list[Placed]]:
-        """What is not cut: single items, or groups."""
+        """Returns the units that are never cut: single items, or groups."""
         if not self.by_group:
             return [[pair] for pair in items]
         return [[items[place] for place in places] for places in groups_of([item for _, item in items])]

@@ -1,4 +1,4 @@
-"""Scoring by a remote service: calls cut to size, made again, weighted; a score for every item."""
+"""Scores by a remote service: cuts calls to size and repeats failed ones; every item gets a score."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _REACH_TIMEOUT_S = 3.0  # how long the start waits for a service that cannot be 
 _SPLIT = 16
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 4.0
-# Of the largest message: UTF-8 and framing make an item larger than its number of characters.
+# Share of the largest message, because UTF-8 and framing make an item larger than its number of characters.
 _MESSAGE_SHARE = 0.5
 
 
@@ -56,12 +56,12 @@ class RemoteScorerOptions:
         address: host:port.
         shape: how its rewards enter the sum.
         timeout_s: deadline of one call.
-        retry_for_s: how long after an item came further calls for it begin.
-        max_items_per_call: largest call.
+        retry_for_s: for how long after an item's arrival further calls for it may begin.
+        max_items_per_call: most items of a call.
         concurrency: calls at once.
         max_message_bytes: largest message; calls are cut to stay below it.
-        credentials: the token for a service that asks for one, and the files for TLS.
-        tls_name: what its certificate must name; "": as Paceline's own reward services.
+        credentials: the token, if the service asks for one, and the files for TLS.
+        tls_name: the name that its certificate must have; "": that of Paceline's own reward services.
     """
 
     name: str
@@ -77,19 +77,19 @@ class RemoteScorerOptions:
 
 
 class _Fault(enum.Enum):
-    """Why a call gave none of its items a score."""
+    """Why a call scored none of its items."""
 
     UNREACHABLE = enum.auto()
     SLOW = enum.auto()
     REFUSED = enum.auto()
-    """The service answered with an error: for one of the items, maybe."""
+    """The service answered with an error, possibly because of a single item."""
 
     FOR_GOOD = enum.auto()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Outcome:
-    """What became of a call: a score for each of its items, and the fault if there was one."""
+    """The result of a call: a score for each of its items, and the fault if there was one."""
 
     scores: Sequence[tuple[int, Score]]
     fault: _Fault | None = None
@@ -108,7 +108,7 @@ class RemoteScorer:
         self._merger = Merger(
             self._ask,
             concurrency=options.concurrency,
-            # What a bad item did to the others of its call can only be mended by further calls.
+            # A bad item fails its whole call, so calls are merged only if they may be repeated without it.
             max_items=options.max_items_per_call if options.retry_for_s else 0,
             max_chars=max_chars,
         )
@@ -117,7 +117,7 @@ class RemoteScorer:
 
     @classmethod
     def configured(cls, settings: ScorerSettings) -> list[Shaped]:
-        """One scorer for each configured service.
+        """Returns one scorer for each configured service.
 
         Raises:
             ConfigError: the file with a service's token, or its files for TLS, cannot be read.
@@ -140,11 +140,11 @@ class RemoteScorer:
 
     @property
     def version(self) -> str | None:
-        """What the service says that it computes; None before it has, on this connection."""
+        """Returns the version that the service named; None before it has on this connection."""
         return None if self._channel is None else self._handshake.version(self._channel)
 
     async def start(self) -> None:
-        """Connects, and asks the service what it is. One that cannot be reached now may come up later."""
+        """Connects, and asks for the service's description; the service may also come up later."""
         options = self.options
         self._channel = channels.connect(
             options.address,
@@ -159,7 +159,7 @@ class RemoteScorer:
             await self._handshake.shake(self._channel)
         except TimeoutError:
             _log.warning("%s cannot be reached (yet)", self._peer)
-        except PacelineError as error:  # what it is asked to score gets the error
+        except PacelineError as error:  # items that it is to score will get the error
             _log.error("%s", error)
 
     async def close(self) -> None:
@@ -171,12 +171,12 @@ class RemoteScorer:
             await self._handshake.close()
 
     async def score(self, items: Sequence[ScoreItem], *, run_id: str = "", step: int = 0) -> list[Score]:
-        """One score per item, in the order of the items, with the weight applied.
+        """Returns one score per item, in the order of the items, with the weight applied.
 
-        Calls that ran out of time, and calls that the service refused, are made again with fewer and fewer
-        items, so that a slow or a bad item does not make the others fail. Calls that did not reach the
-        service, or came when it had too much to do, are made again as they were. Items of several calls of
-        this method go to the service together when its `concurrency` is used up.
+        Calls that ran out of time or were refused are repeated with fewer and fewer items, so that a slow or
+        bad item does not make the others fail. Calls that did not reach the service, or that it was too busy
+        for, are repeated unchanged. Items of several calls of this method go to the service together when its
+        `concurrency` is used up.
 
         Raises:
             RewardError: UNAVAILABLE, when the connection is closed or was not opened.
@@ -199,7 +199,7 @@ class RemoteScorer:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _again(self, parts: Sequence[CallItems], outcomes: Sequence[_Outcome]) -> list[CallItems]:
-        """The calls that are to be made next."""
+        """Returns the calls to make next."""
         refuses_all = len(parts) > 1 and all(outcome.fault is _Fault.REFUSED for outcome in outcomes)
         again: list[CallItems] = []
         for part, outcome in zip(parts, outcomes, strict=True):
@@ -214,7 +214,7 @@ class RemoteScorer:
         return again
 
     def _too_large(self, items: Sequence[ScoreItem]) -> dict[int, Score]:
-        """The errors of items whose groups do not fit into a call, by their places."""
+        """Returns the errors of items whose groups do not fit into a call, by place."""
         limit = self.options.max_items_per_call
         scores: dict[int, Score] = {}
         for unit in self._cutter.units(list(enumerate(items))) if self._cutter.by_group else ():
@@ -228,7 +228,7 @@ class RemoteScorer:
         return scores
 
     async def _call(self, part: CallItems, run_id: str, step: int, until: float) -> _Outcome:
-        """One call; when it fails, every item of it gets the error as its score."""
+        """Makes one call; if it fails, each of its items gets the error as its score."""
         if self._channel is None:
             raise RewardError(f"{self._peer}: the connection is not open", kind=RewardErrorKind.UNAVAILABLE)
         options = self.options
@@ -281,10 +281,10 @@ class RemoteScorer:
         )
 
     async def check(self) -> None:
-        """Asks the service what it is, if it can be reached.
+        """Asks for the service's description, if it can be reached.
 
         Raises:
-            ConfigError: it speaks another contract, or does not score what the configuration asks of it.
+            ConfigError: it speaks another contract, or does not score what the configuration requires.
         """
         await self.start()
         await self.close()
@@ -292,7 +292,7 @@ class RemoteScorer:
             raise ConfigError(self._handshake.problem)
 
     def _explained(self, error: PacelineError) -> PacelineError:
-        """The error; that of a refused token with what helps with this service."""
+        """Returns the error; a refused token gets a hint for this service."""
         cause = error.__cause__
         if isinstance(cause, grpc.aio.AioRpcError) and cause.code() is grpc.StatusCode.UNAUTHENTICATED:
             return ConfigError(
@@ -344,7 +344,7 @@ def _credentials(service: RewardServiceConfig, credentials: Credentials) -> Cred
 
 
 def _over_tls(service: RewardServiceConfig, credentials: Credentials) -> Credentials:
-    """With the files for TLS that the service is called with."""
+    """Returns the credentials with the service's files for TLS."""
     if service.tls is False:
         return replace(credentials, tls=None)
     if service.tls_dir is not None:
@@ -359,7 +359,7 @@ def _over_tls(service: RewardServiceConfig, credentials: Credentials) -> Credent
         return replace(credentials, tls=files)
     if credentials.tls is None and (service.tls or service.tls_name is not None):
         raise ConfigError(
-            f"the reward service {service.name!r} is to be called over TLS, and there are no files for it: "
+            f"the reward service {service.name!r} is called over TLS, but there are no files for it: "
             f"name a folder with its authority's ca.pem as tls_dir, or set {TLS_DIR} for the run's reward "
             "service"
         )

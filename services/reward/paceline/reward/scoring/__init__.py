@@ -1,1 +1,1 @@
-"""What every scorer is made of: its interface, the score of an item, how a value enters the sum."""
+"""What all scorers share: their interface, the score of an item, and how a value enters the sum."""

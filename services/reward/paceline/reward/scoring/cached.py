@@ -1,4 +1,4 @@
-"""A scorer around another one that remembers scores: an item that comes again is not scored again."""
+"""A scorer that caches the scores of another one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.reward.scoring.scores import Score
 
 @runtime_checkable
 class Versioned(Protocol):
-    """A scorer that is somewhere else, and may be replaced there."""
+    """A scorer outside this process, which may be replaced there."""
 
     @property
     def version(self) -> str | None:
@@ -25,16 +25,16 @@ class Versioned(Protocol):
 
 
 class Cached:
-    """A `Scorer` that asks another one only about items whose score it does not have. Errors are not kept.
+    """A `Scorer` that asks another one only about items whose score it does not have. Errors are not cached.
 
-    Items are the same if a scorer sees the same: response, prompt and the row. A scorer outside this process
-    may become another one meanwhile: its `version` is part of the key, and while that is not known (two
-    versions answer, or none has said) every item is asked about and nothing is kept. Otherwise it lives
-    as long as the process, so a change of the configuration empties it.
+    Items are equal if response, prompt and row are. A scorer outside this process may be replaced, so its
+    `version` is part of the key; while it is unknown (two versions answer, or none is named), every item is
+    scored and nothing is cached. The cache ends with the process, so a new configuration begins with an empty
+    one.
 
     Args:
-        scorer: the other one.
-        size: most scores that are kept; the least recently used go first.
+        scorer: the other scorer.
+        size: most scores in the cache; the least recently used are evicted first.
     """
 
     def __init__(self, scorer: Scorer, size: int) -> None:
@@ -43,7 +43,7 @@ class Cached:
 
     @property
     def names(self) -> Sequence[str]:
-        """The names of the components that the scorer gives."""
+        """Returns the names of the scorer's components."""
         return self.scorer.names
 
     async def start(self) -> None:
@@ -55,7 +55,7 @@ class Cached:
         await self.scorer.close()
 
     async def score(self, items: Sequence[ScoreItem], *, run_id: str = "", step: int = 0) -> list[Score]:
-        """One score per item, in the order of the items; equal ones of a call are asked about once.
+        """Returns one score per item, in the order of the items; asks once about equal items of a call.
 
         Raises:
             RewardError: UNAVAILABLE, as the scorer.
@@ -70,7 +70,7 @@ class Cached:
         scores = []
         for key, item in zip(keys, items, strict=True):
             score = answers.get(key) or self._scores.get(key)
-            if score is None:  # dropped from the cache while this call waited for another one
+            if score is None:  # evicted while this call waited for another one
                 (score,) = await self.scorer.score([item], run_id=run_id, step=step)
             if self._version() == version:
                 self._keep(key, score)

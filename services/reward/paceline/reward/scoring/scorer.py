@@ -1,4 +1,4 @@
-"""The one interface of everything that scores: what a kind of scorer implements and what it is built from."""
+"""The interface of all scorers, and the settings from which they are built."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from paceline.service.identity.credentials import Credentials
 
 
 def to_nobody(message: str) -> None:
-    """Drops the messages of scorers that nobody follows."""
+    """Drops a message."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScorerSettings:
-    """What scorers are built from.
+    """The settings from which scorers are built.
 
     Args:
         config: the section `reward` of the run's configuration.
         credentials: for calls to remote reward services.
         max_message_bytes: largest gRPC message.
-        run_id: told to attached clients.
+        run_id: the run's id, which attached clients are told.
         notify: sends a message to all who follow the run.
-        seed: what the random numbers of functions follow from; None: nothing.
+        seed: seed of the random numbers of functions; None: not seeded.
     """
 
     config: RewardConfig
@@ -47,23 +47,23 @@ class Scorer(Protocol):
 
     @property
     def names(self) -> Sequence[str]:
-        """The names of its components, without those of further values (`name/key`)."""
+        """Returns the names of its components, without those of further values (`name/key`)."""
         ...
 
     async def start(self) -> None:
         """Makes it ready to score.
 
         Raises:
-            ConfigError: it cannot be used as it is configured.
-            DeadlineError, PeerLostError: a process of it does not start.
+            ConfigError: its configuration is unusable.
+            DeadlineError, PeerLostError: one of its processes does not start.
         """
         ...
 
     async def score(self, items: Sequence[ScoreItem], *, run_id: str = "", step: int = 0) -> list[Score]:
-        """One score per item, in the order of the items, with the scorer's weight applied. Calls may overlap.
+        """Returns one score per item, in order, with the scorer's weight applied. Calls may overlap.
 
-        An item that cannot be scored gets an error for its score and does not affect the others. A batch is
-        what the mailbox delivered: it may hold a part of a prompt group.
+        An item that cannot be scored gets an error as its score and does not affect the others. A batch is
+        what the mailbox delivered, so it may hold only a part of a prompt group.
 
         Raises:
             RewardError: UNAVAILABLE, when the scorer cannot score anything any more.
@@ -71,20 +71,20 @@ class Scorer(Protocol):
         ...
 
     async def close(self) -> None:
-        """Stops its processes and closes its connections. Harmless when it was not started."""
+        """Stops its processes and closes its connections. Has no effect if it was not started."""
         ...
 
 
 @runtime_checkable
 class Queued(Protocol):
-    """A scorer that says how far behind it is."""
+    """A scorer that reports its backlog."""
 
     @property
     def queue_name(self) -> str:
-        """What its queue is called in metrics."""
+        """Returns its queue's name in metrics."""
         ...
 
     @property
     def num_unscored(self) -> int:
-        """How many items it was asked about and has no score for yet. Any thread may ask."""
+        """Returns the number of items that wait for a score; may be called from any thread."""
         ...

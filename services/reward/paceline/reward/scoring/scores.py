@@ -23,10 +23,10 @@ from paceline.reward.scoring.shape import Shape
 _log = logging.getLogger(__name__)
 
 RETRIED_KINDS = frozenset({RewardErrorKind.TIMEOUT, RewardErrorKind.CRASHED, RewardErrorKind.UNAVAILABLE})
-"""The errors that another attempt may cure; any other kind would occur again."""
+"""The errors that another attempt may avoid; any other kind would occur again."""
 
 MAX_PLACED = 1024
-"""Most parts of a reward that are placed in a response."""
+"""Most parts of a reward that may be placed in a response."""
 
 _KINDS = {kind.value: kind for kind in RewardErrorKind}
 
@@ -36,9 +36,9 @@ class Score:
     """What a scorer gives for one item: a finite `reward`, or None and an `error`.
 
     `components` maps each scorer's name to its value; a scorer that returns a dict adds its other values as
-    `name/key`. `seconds` is the time spent in the scorers during the last attempt. `placed` are parts of the
-    reward that belong to the response up to a character, see `ScoreResult`; weights are applied. `normalized`
-    are the components that the controller normalises, see `paceline.core.samples.normalizing`.
+    `name/key`. `seconds` is the scorers' time in the last attempt. `placed` are weighted parts of the reward,
+    each for the response up to a character (see `ScoreResult`). `normalized` are the components that the
+    controller normalises (see `paceline.core.samples.normalizing`).
     """
 
     trajectory_id: str
@@ -51,7 +51,7 @@ class Score:
 
     @property
     def error_kind(self) -> RewardErrorKind | None:
-        """The kind of the error; None for an item that has its reward."""
+        """Returns the kind of the error; None if there is a reward."""
         return None if self.error is None else self.error[0]
 
     @property
@@ -60,7 +60,7 @@ class Score:
         return self.error_kind in RETRIED_KINDS
 
     def to_result(self) -> ScoreResult:
-        """The form that `RewardService.Score` answers with, where the error is one line of text."""
+        """Converts to the answer of `RewardService.Score`, where the error is one line of text."""
         return ScoreResult(
             trajectory_id=self.trajectory_id,
             reward=self.reward,
@@ -71,7 +71,7 @@ class Score:
 
 
 def failed(trajectory_id: str, kind: RewardErrorKind, message: str, seconds: float = 0.0) -> Score:
-    """The score of an item that has no reward."""
+    """Returns the score of an item that has no reward."""
     return Score(trajectory_id=trajectory_id, reward=None, error=(kind, one_line(message)), seconds=seconds)
 
 
@@ -94,16 +94,16 @@ def score_of(
 
 
 async def answered(item: ScoreItem, answer: Awaitable[ScoreResult], *, name: str, shape: Shape) -> Score:
-    """The score that an answer about one item gives; an error of any class is the item's own."""
+    """Awaits the answer about one item; an error of any class becomes the item's score."""
     started = time.monotonic()
     result: ScoreResult | PacelineError
     try:
         result = await answer
     except PacelineError as error:
         result = error
-    except OSError as error:  # no room for a process, a file or a connection just now
+    except OSError as error:  # too many processes, files or connections just now
         result = RewardError(describe("scoring", error), kind=RewardErrorKind.UNAVAILABLE)
-    except Exception as error:  # noqa: BLE001  one item's, never the service's
+    except Exception as error:  # noqa: BLE001  fails one item, never the service
         _log.exception("%s: an item could not be scored", name)
         result = RewardError(describe("scoring", error), kind=RewardErrorKind.RAISED)
     return score_of(item, result, name=name, shape=shape, seconds=time.monotonic() - started)
@@ -112,11 +112,11 @@ async def answered(item: ScoreItem, answer: Awaitable[ScoreResult], *, name: str
 def _placed(
     item: ScoreItem, result: ScoreResult | PacelineError, shape: Shape
 ) -> tuple[tuple[int, float], ...]:
-    """Returns the weighted parts; what clipping changes in their sum is put at the response's end."""
+    """Returns the weighted parts; the change of their sum by clipping is placed at the response's end."""
     pairs = () if isinstance(result, PacelineError) else result.placed
     if len(pairs) > MAX_PLACED or any(not 0 < end <= len(item.response) for end, _ in pairs):
         raise RewardError(
-            f"the answer places over {MAX_PLACED} parts of its reward, or some outside the response of "
+            f"the answer places over {MAX_PLACED} parts of its reward, or one outside the response of "
             f"{len(item.response)} characters",
             kind=RewardErrorKind.WRONG_TYPE,
         )
@@ -161,12 +161,12 @@ def _shaped(
 
 
 def join_error(kind: RewardErrorKind, message: str) -> str:
-    """An error as the single text that `ScoreResult.error` holds; `split_error` reads it."""
+    """Returns an error as one text for `ScoreResult.error`; `split_error` reads it."""
     return f"{kind.value}: {message}"
 
 
 def split_error(text: str) -> tuple[RewardErrorKind, str]:
-    """The kind and the message of a remote error; RAISED where the text does not begin with a kind."""
+    """Returns kind and message of a remote error; RAISED if the text does not begin with a kind."""
     word, colon, message = text.partition(": ")
     if colon and word in _KINDS:
         return _KINDS[word], message

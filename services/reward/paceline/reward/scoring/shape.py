@@ -19,12 +19,12 @@ class Shape:
 
     Args:
         weight: the factor of its value.
-        minimum, maximum: what its value is clipped to before; None: not.
-        data_sources: the items that it scores; none: all.
-        where: values of columns that an item must have one of, as text.
+        minimum, maximum: the bounds to which its value is clipped before weighting; None: no bound.
+        data_sources: the data sources that it scores; empty: all.
+        where: by column, the values as text of which an item must have one.
         weight_key: column with a further factor.
-        required: whether its error is the item's.
-        cache_size: scores that are remembered; 0: none.
+        required: whether its error becomes the item's error.
+        cache_size: number of cached scores; 0: none.
         group: whether it scores the samples of a prompt together.
         is_normalized: whether the controller normalises its value over the batch.
     """
@@ -42,7 +42,7 @@ class Shape:
 
     @classmethod
     def configured(cls, config: ShapedConfig) -> Self:
-        """What a section of the configuration asks for."""
+        """Reads a section of the configuration."""
         return cls(
             weight=config.weight,
             minimum=config.min_value,
@@ -63,7 +63,7 @@ class Shape:
         return all(_text(item.extra.get(column)) in values for column, values in self.where.items())
 
     def weight_of(self, item: ScoreItem) -> float:
-        """The factor of an item's value.
+        """Returns the factor of an item's value.
 
         Raises:
             RewardError: WRONG_TYPE, if its row has no number in the column with the factor.
@@ -80,7 +80,7 @@ class Shape:
         return self.weight * factor
 
     def contribution(self, value: float, item: ScoreItem) -> float:
-        """What a value adds to the sum; infinite where it overflows.
+        """Returns what a value adds to the sum; infinite if it overflows.
 
         Raises:
             RewardError: as `weight_of`.
@@ -88,7 +88,7 @@ class Shape:
         return self.weight_of(item) * self.clipped(value)
 
     def clipped(self, value: float) -> float:
-        """The value within the scorer's range."""
+        """Clips a value to the scorer's range."""
         if self.minimum is not None:
             value = max(value, self.minimum)
         if self.maximum is not None:
@@ -97,5 +97,5 @@ class Shape:
 
 
 def _text(value: object) -> str:
-    """A column's value as the configuration writes it."""
+    """Returns a column's value as the configuration writes it."""
     return str(value).lower() if isinstance(value, bool) else str(value)

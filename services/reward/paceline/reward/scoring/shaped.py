@@ -1,4 +1,4 @@
-"""A scorer around another one: its items only, remembered if asked for, and maybe allowed to fail."""
+"""A scorer that applies the configured shape to another one: which items, a cache, whether it may fail."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from paceline.reward.scoring.shape import Shape
 
 
 class Shaped:
-    """A `Scorer` that gives another one its items only, and counts an error as 0 where it is not required.
+    """A `Scorer` that gives another one only its items, and counts an error as 0 if it is not required.
 
-    `num_unscored` is how many items it has been asked about and has no score for yet.
+    `num_unscored` is the number of items that wait for a score.
     """
 
     def __init__(self, scorer: Scorer, shape: Shape) -> None:
@@ -25,12 +25,12 @@ class Shaped:
 
     @property
     def names(self) -> Sequence[str]:
-        """The names of the components that the scorer gives."""
+        """Returns the names of the scorer's components."""
         return self.scorer.names
 
     @property
     def queue_name(self) -> str:
-        """What its queue is called."""
+        """Returns the name of its queue."""
         return self.names[0]
 
     async def start(self) -> None:
@@ -42,7 +42,7 @@ class Shaped:
         await self.scorer.close()
 
     async def score(self, items: Sequence[ScoreItem], *, run_id: str = "", step: int = 0) -> list[Score]:
-        """One score per item, in the order of the items; 0 without components for other data sources.
+        """Returns one score per item, in the order of the items; 0 without components for other items.
 
         Raises:
             RewardError: UNAVAILABLE, as the scorer.
@@ -61,7 +61,7 @@ class Shaped:
         ]
 
     def _asked(self, item: ScoreItem) -> ScoreItem:
-        """The item; without its group for a scorer that may get its siblings in other calls."""
+        """Returns the item, without its group if the scorer may get the other samples in other calls."""
         return replace(item, group="") if item.group and not self._shape.group else item
 
     def _judged(self, score: Score) -> Score:
