@@ -212,7 +212,8 @@ async def test_an_engine_that_hangs_is_noticed_by_two_deadlines_that_say_so(subj
         began = time.monotonic()
         with pytest.raises(
             PeerLostError,
-            match="the engine hangs: prompt 7 was not drawn within 1 s, and a single token was not drawn within 0.5 s",
+            match="the engine hangs: prompt 7 was not drawn within 1 s, "
+            "and a single token was not drawn within 0.5 s",
         ):
             await asyncio.wait_for(sessions[0], 120)
         assert 1.5 <= time.monotonic() - began < 100

@@ -206,9 +206,9 @@ def with_stop(part: PartialSample) -> PartialSample:
 
 SPOILT: dict[str, tuple[Spoil, str]] = {
     "another digest": (tagged(PolicyTag(version=0, digest="f" * 16)), "version 0 is v0@0000000000000000"),
-    "newer weights": (tagged(V1), "this server holds v0@0000000000000000, and v1@1111111111111111 drew"),
-    "another seed": (lambda part: replace(part, seed=part.seed + 1), "of another sample than 0"),
-    "no such sample": (lambda part: replace(part, sample_index=9), "of another sample than 9"),
+    "newer weights": (tagged(V1), "this server holds v0@0000000000000000, but v1@1111111111111111 drew"),
+    "another seed": (lambda part: replace(part, seed=part.seed + 1), "are not those of sample 0"),
+    "no such sample": (lambda part: replace(part, sample_index=9), "are not those of sample 9"),
     "a stop within": (with_stop, "go on after its end"),
     "a token beyond the vocabulary": (
         lambda part: replace(part, token_ids=part.token_ids + 64),
