@@ -48,7 +48,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return rollout_pb2.CommitResponse()
 
     async def Sleep(self, request: rollout_pb2.SleepRequest, context: Any) -> rollout_pb2.SleepResponse:
-        """Frees the engine's memory."""
+        """Frees the memory of the engine."""
         return rollout_pb2.SleepResponse(freed_bytes=await self._server.sleep())
 
     async def Wake(self, request: rollout_pb2.WakeRequest, context: Any) -> rollout_pb2.WakeResponse:

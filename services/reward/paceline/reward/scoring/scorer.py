@@ -14,7 +14,7 @@ from paceline.service.identity.credentials import Credentials
 
 
 def to_nobody(message: str) -> None:
-    """Drops a message."""
+    """Drops messages that nobody follows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
