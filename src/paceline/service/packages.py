@@ -1,4 +1,4 @@
-"""Looks up installed packages without importing them; the one place, so that a test can install others."""
+"""Looks up installed packages without importing them; the only place, so that a test can pretend others."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ def version(package: str) -> str | None:
 
 
 def own_version() -> str:
-    """Returns Paceline's version; images, which have only the source, name theirs in PACELINE_VERSION."""
+    """Returns Paceline's version; images hold only the source and set PACELINE_VERSION."""
     return os.environ.get("PACELINE_VERSION") or version("paceline") or "from source"

@@ -1,7 +1,7 @@
-"""The ports on which a process listens where no setting names one: any free one, or one of a range.
+"""Chooses the port of a server that has none configured: any free port, or one of a range.
 
-The range comes from the environment, as a member listens before it knows the run's configuration. NCCL and
-gloo have no such setting: they listen where the kernel lets them, which the host or the container sets.
+The range comes from the environment, because a member listens before it knows the run's configuration. NCCL
+and gloo have no such setting: they use the kernel's ephemeral range, which the host or the container sets.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from paceline.service.addresses import from_environment, is_loopback
 log = logging.getLogger(__name__)
 
 PORTS: Final = "PACELINE_PORTS"
-"""The variable: service.ports"""
+"""The environment variable that holds service.ports"""
 
 _KERNEL = Path("/proc/sys/net/ipv4/ip_local_port_range")
-# Of its own: a seed set somewhere must not have two processes try the ports in the same order.
+# Unseeded, so that two processes do not try the ports in the same order.
 _RANDOM = random.SystemRandom()
 
 
 def given_ports() -> range | None:
-    """The range that a person chose; None for any port.
+    """Returns the configured range; None for any port.
 
     Raises:
-        ConfigError: the variable has another form.
+        ConfigError: the variable does not hold a range.
     """
     words = from_environment(PORTS, "")
     return read_ports(words) if words else None
 
 
 def ports_to_try(port: int) -> Sequence[int]:
-    """The ports to try one after the other for a server that is to listen on `port`, 0 for a free one."""
+    """Returns the ports to try in order for a server on `port`; 0 asks for a free one."""
     ports = None if port else given_ports()
     return [port] if ports is None else _RANDOM.sample(ports, len(ports))
 
 
 def kernel_ports() -> range | None:
-    """The ports that the kernel gives to who asks for none; None where it does not say."""
+    """Returns the kernel's ephemeral port range; None if unknown."""
     try:
         first, last = _KERNEL.read_text().split()
         return range(int(first), int(last) + 1)
@@ -51,7 +51,7 @@ def kernel_ports() -> range | None:
 
 
 def kernel_fault(ports: range, kernel: range | None) -> str:
-    """What to change where NCCL and gloo would listen outside of a range; "" if they do not."""
+    """Says what to change if NCCL and gloo would listen outside of a range; "" if they would not."""
     if kernel is None or (kernel[0] in ports and kernel[-1] in ports):
         return ""
     return (
@@ -62,7 +62,7 @@ def kernel_fault(ports: range, kernel: range | None) -> str:
 
 
 def warn_of_kernel(host: str) -> None:
-    """Logs what to change where others reach ranks on `host`, and these would listen outside of the range."""
+    """Logs what to change if ranks on `host` are reachable from others but would listen outside the range."""
     ports = None if is_loopback(host) else given_ports()
     if ports is not None and (fault := kernel_fault(ports, kernel_ports())):
         log.warning("%s", fault)

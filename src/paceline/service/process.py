@@ -1,4 +1,4 @@
-"""Processes on Linux: dying with the parent, adopting orphans, writing files atomically."""
+"""Makes processes die with their parent, adopts orphans and writes files atomically, on Linux."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 DIE_WITH_PARENT = "PACELINE_DIE_WITH_PARENT"
 PARENT_PID = "PACELINE_PARENT_PID"
 STARTED_AS = "PACELINE_STARTED_AS"
-"""Names the start of a process; a member's incarnation, which the launcher so knows"""
+"""Environment variable in which the launcher sets a member's incarnation."""
 BROKER_URL = "PACELINE_BROKER_URL"
 
 _PR_SET_PDEATHSIG = 1
@@ -18,7 +18,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent() -> None:
-    """Has this process end by SIGTERM when its parent ends, if PACELINE_DIE_WITH_PARENT is 1."""
+    """Makes SIGTERM end this process when its parent ends, if PACELINE_DIE_WITH_PARENT is 1."""
     if os.environ.get(DIE_WITH_PARENT) != "1":
         return
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -29,7 +29,7 @@ def die_with_parent() -> None:
 
 
 def die_with(parent: int, number: signal.Signals) -> None:
-    """This process, a child of `parent`, gets the signal when that ends."""
+    """Makes the kernel send the signal to this process when its parent, `parent`, ends."""
     _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
@@ -41,7 +41,7 @@ def adopt_orphans() -> None:
 
 
 def write_atomically(path: Path, text: str, *, mode: int = 0o644) -> None:
-    """Writes a file by renaming a complete one: readers see all of the text or no file."""
+    """Writes a file by renaming a complete one: readers never see part of the text."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)

@@ -1,6 +1,6 @@
-"""ends.jsonl in the run directory: which process of the run ended when it should not have, how, and where.
+"""Reads and writes ends.jsonl in the run directory: which processes ended unexpectedly, when and how.
 
-The launcher writes it, one line per end. The journal cannot have it: its writer is one of the processes.
+The launcher writes one line per end. The journal cannot: its writer is one of the processes.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ FILE = "ends.jsonl"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessEnd:
-    """Says how and when a process ended.
+    """Records how and when a process ended.
 
     Attributes:
         time: Unix time.
         name: name of the process, as in run.json.
         outcome: "killed by SIGSEGV", or its exit code.
-        step: the one that the run was in; 0 before the first.
-        restarts: whether it is started again.
+        step: the run's step at that time; 0 before the first.
+        restarts: whether the launcher restarts it.
     """
 
     time: float
@@ -36,7 +36,7 @@ class ProcessEnd:
     restarts: bool
 
     def __str__(self) -> str:
-        """A sentence without its full stop."""
+        """Returns a sentence without its full stop."""
         killed = self.outcome.startswith("killed")
         how = f"was {self.outcome}" if killed else f"ended with {self.outcome}"
         after = "started again" if self.restarts else "not started again"
@@ -44,13 +44,13 @@ class ProcessEnd:
 
     @property
     def where(self) -> str:
-        """The step and the time of day."""
+        """Returns the step and the time of day."""
         step = f"in step {self.step}" if self.step else "before step 1"
         return f"{step} at {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(self.time))}"
 
 
 def append(run_dir: Path, end: ProcessEnd) -> None:
-    """Adds a line, after a torn one too."""
+    """Appends a line; first ends an incomplete last line."""
     with writing(run_dir), (run_dir / FILE).open("a+b") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - 1))
@@ -59,7 +59,7 @@ def append(run_dir: Path, end: ProcessEnd) -> None:
 
 
 def read(run_dir: Path) -> Iterator[ProcessEnd]:
-    """The ends of a run, in order; none where the launcher has written none. Passes over a torn last line."""
+    """Yields the ends of a run in order; ignores a missing file and an incomplete last line."""
     path = run_dir / FILE
     if not path.exists():
         return

@@ -1,1 +1,1 @@
-"""Which part of which tensor lies where, what must move in a weight push, and the proof that it arrived."""
+"""Locates tensor parts on ranks, plans and carries out weight pushes, and proves that they arrived."""

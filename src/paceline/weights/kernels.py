@@ -1,10 +1,10 @@
-"""Triton kernels over many tensor parts in one launch: copies and digests. Imported only where CUDA is.
+"""Copies or digests many tensor parts in one launch of a Triton kernel. Imported only with CUDA.
 
-Hundreds of launches would take longer than the transfer of a round. Each kernel reads a table of parts, which
-are matrices in memory, and a table of tiles: (part, first row) for every `_ROWS` rows of a part.
+Hundreds of launches would take longer than the transfer of a round. Each kernel reads a table of parts
+(matrices in memory) and a table of tiles: (part, first row) for every `_ROWS` rows of a part.
 
 Copies leave some multiprocessors free. An NCCL block needs almost a complete one: if copies filled the GPU,
-the next round would begin up to 0.1 ms late on one rank, and all others would wait for it.
+the next round could begin up to 0.1 ms late on one rank, and all others would wait.
 
 A digest program takes `_ROWS` rows of one part, walks along their columns with one 64-bit sum per lane, and
 adds its share to the part's sum atomically. Integer addition modulo 2^64 does not depend on the order, so the
@@ -22,11 +22,11 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 _ROWS = 8
-"""Rows that a program handles at a time"""
+"""Rows per step of a program"""
 
 _DIGEST_COLUMNS = 256
 _COPY_COLUMNS = 1024
-"""Columns that a program handles at a time"""
+"""Columns per step of a program"""
 
 _COPY_WARPS = 32
 
@@ -119,13 +119,13 @@ def _sum_parts(  # type: ignore[no-untyped-def]
 
 
 class CopyKernel:
-    """Copies parts of one device to other parts of it, with a cast.
+    """Copies and casts between views on one device.
 
     Args:
         copies: (source, target) views of one shape.
         device: the device of all of them.
 
-    `skipped` are the indices of the copies that the kernel cannot do, since a view is no matrix in memory.
+    `skipped` holds the indices of copies with a view that is no matrix in memory, which the kernel cannot do.
     """
 
     def __init__(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> None:
@@ -170,11 +170,11 @@ class DigestKernel:
     """Computes the digests of parts of tensors.
 
     Args:
-        parts: per part its values, the factors R of its rows and K of its columns, and the number of its sum.
+        parts: for each part its values, the factors R of its rows and K of its columns, and its sum's number.
         dtype: element type to which values are cast first.
         device: the device of all of them.
 
-    `skipped` are the indices of the parts that the kernel cannot digest, since they are no matrix in memory.
+    `skipped` holds the indices of parts that are no matrix in memory, which the kernel cannot digest.
     """
 
     def __init__(
@@ -217,16 +217,16 @@ class DigestKernel:
 
 
 def _as_matrix(values: torch.Tensor) -> torch.Tensor | None:
-    """A view of the tensor as rows of contiguous elements, or None if there is none. A vector is one row."""
+    """Views the tensor as rows of contiguous elements; None if that needs a copy. A vector is one row."""
     try:
         matrix = values.view(values.shape[0], -1) if values.ndim > 1 else values.unsqueeze(0)
-    except RuntimeError:  # no view has this shape; `flatten` would copy a stack of experts to find out
+    except RuntimeError:  # no view has this shape; `flatten` would copy a stack of experts
         return None
     return matrix if matrix.shape[1] == 1 or matrix.stride(1) == 1 else None
 
 
 def _is_aligned(matrices: Iterable[torch.Tensor]) -> bool:
-    """Whether the start and the length of every row of every matrix are multiples of `_ALIGNMENT` bytes."""
+    """Returns whether all rows start at, and have a length of, multiples of `_ALIGNMENT` bytes."""
     return all(
         matrix.data_ptr() % _ALIGNMENT == 0
         and matrix.stride(0) * matrix.dtype.itemsize % _ALIGNMENT == 0
@@ -238,7 +238,7 @@ def _is_aligned(matrices: Iterable[torch.Tensor]) -> bool:
 def _upload(
     rows: Sequence[Sequence[int]], num_rows: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tables of parts and of tiles, on the device; field `num_rows` of a part counts its rows."""
+    """Uploads the tables of parts and tiles; field `num_rows` of a part is its number of rows."""
     table = np.asarray(rows, dtype=np.int64)
     counts = -(-table[:, num_rows] // _ROWS)
     part = np.repeat(np.arange(len(rows)), counts)

@@ -1,4 +1,4 @@
-"""The receipt of a push: what one rank, or one service as a whole, sent or received, and how long it took."""
+"""Records what a rank or a service sent or received in a push, and how long that took."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class PushReceipt:
 
     Attributes:
         version: the policy version that was sent or received.
-        reports: the digests. A rollout server has one report per TP rank, on every slice in its live
+        reports: the digests. A rollout server has one report per TP rank, with every slice of its live
             parameters. The learner has one report for all ranks, at its rank 0.
         num_bytes: bytes that a learner sent or a rollout server received.
         relayed_bytes: bytes passed on to other rollout ranks.
-        transfer_ms: for a learner, the time from the first pack until the last message has left, digests
+        transfer_ms: for a learner, the time from the first packing until the last message has left, digests
             included; for a rollout rank, the time until the last element is in its parameters.
-        digest_ms: time of the digest, on the device where there is one.
-        peak_extra_bytes: staging beside the parameters.
+        digest_ms: time of the digest, on the device if there is one.
+        peak_extra_bytes: staging memory, in addition to the parameters.
     """
 
     version: int
@@ -40,10 +40,10 @@ class PushReceipt:
 
     @staticmethod
     def merge(receipts: Sequence[PushReceipt]) -> PushReceipt:
-        """One receipt for several ranks: all reports, bytes added up, the largest times and staging.
+        """Merges the receipts of ranks: all reports, the sum of bytes, the largest times and staging.
 
         Raises:
-            ValueError: there are none, or they are of different versions.
+            ValueError: there are no receipts, or their versions differ.
         """
         versions = {receipt.version for receipt in receipts}
         if len(versions) != 1:
@@ -59,7 +59,7 @@ class PushReceipt:
         )
 
     def to_bytes(self) -> bytes:
-        """The receipt as one msgpack message."""
+        """Returns the receipt as one msgpack message."""
         reports = [report.to_bytes() for report in self.reports]
         counts = [self.num_bytes, self.relayed_bytes, self.peak_extra_bytes]
         times = [float(self.transfer_ms), float(self.digest_ms)]

@@ -1,4 +1,4 @@
-"""Codecs: msgpack for the mailboxes, protobuf for the calls, with validation at the door of both."""
+"""Codecs: msgpack for the mailboxes, protobuf for the calls, both validated on receipt."""
 
 from paceline.wire.fields import LIMITS
 from paceline.wire.mailbox.images import image_of, pack_pixels, unpack_pixels

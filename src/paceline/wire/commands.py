@@ -1,4 +1,4 @@
-"""Commands between the learner's ranks as bytes; whoever runs a command checks its contents."""
+"""Encodes the commands between the learner's ranks as bytes; who runs a command checks its contents."""
 
 from __future__ import annotations
 

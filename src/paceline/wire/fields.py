@@ -1,4 +1,4 @@
-"""Reads and writes a message's fields; every value that is read is checked for type, range and size."""
+"""Reads and writes a message's fields; checks type, range and size of every value that it reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.core.samples.trajectory import SCHEMA_VERSION
 
 INT64_MAX = 2**63 - 1
 MAX_NAME_CHARS = 512
-"""Of ids, keys and other names."""
+"""The most characters of an id, key or other name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,14 +24,14 @@ class Limits:
     """Holds the limits that decoders enforce.
 
     Args:
-        max_bytes: largest number of bytes of a message or blob; a larger one is rejected unread.
+        max_bytes: largest number of bytes of a message or blob; larger ones are rejected unread.
         max_tokens: largest number of tokens of an array of token ids.
         max_text_chars: largest number of characters of a text field: a response, a ground truth.
         max_samples: largest number of samples of a prompt group.
         max_items: largest number of items of any other list or mapping: stop tokens, reward components.
         max_depth: largest depth of nesting in a reward context's `extra`.
-        max_values: in all lists and mappings of a message, which count too: an empty mapping is a byte on the
-            wire and 64 in memory.
+        max_values: largest number of values in a message, lists and mappings included: an empty mapping is
+            one byte on the wire and 64 in memory.
     """
 
     max_bytes: int = 64 * 2**20
@@ -56,7 +56,7 @@ def pack(kind: str, fields: dict[str, Any]) -> bytes:
     try:
         packed: bytes = msgpack.packb(content)
     except UnicodeEncodeError:
-        # Lone surrogates, say of a reward's error text: no reason to lose the message.
+        # Lone surrogates, for example in a reward's error text, must not lose the message.
         packed = msgpack.packb(content, unicode_errors="backslashreplace")
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidMessageError(
@@ -83,7 +83,7 @@ def unpack(kinds: str | tuple[str, ...], data: bytes) -> Fields:
             raw=False,
             object_hook=count.mapping,
             list_hook=count.items,
-            # Memory for a list is taken when its length is read, before its items.
+            # msgpack allocates a list when it reads its length, before the items.
             max_array_len=LIMITS.max_values,
             max_map_len=LIMITS.max_values,
         )
@@ -142,7 +142,7 @@ class Fields:
 
     @property
     def kind(self) -> str:
-        """What the message says that it is, one of the kinds that were allowed."""
+        """The kind that the message states, one of those allowed."""
         return self._kind
 
     def reject(self, reason: str, detail: str) -> NoReturn:
@@ -225,14 +225,14 @@ class Fields:
         return self._content.get(name) is None
 
     def nested(self, name: str) -> Fields:
-        """Reads a mapping, opened as fields of its own."""
+        """Reads a nested mapping as `Fields`."""
         value = self._get(name)
         if type(value) is not dict:
             self._wrong_type(name, value, "a mapping")
         return Fields(f"{self._kind}.{name}", value)
 
     def mappings(self, name: str, *, max_items: int) -> list[Fields]:
-        """Reads a list of mappings, each opened as fields of its own."""
+        """Reads a list of mappings, each as `Fields`."""
         items = self.items(name, max_items=max_items)
         for item in items:
             if type(item) is not dict:
@@ -281,9 +281,9 @@ class Fields:
         return np.frombuffer(value, dtype=packed).astype(native)
 
     def token_ids(self, name: str, vocab_size: int | None) -> npt.NDArray[np.int32]:
-        """Reads token ids (n,), n >= 1, all in [0, 2**31) and below `vocab_size` where it is given."""
+        """Reads token ids (n,), n >= 1, all in [0, 2**31) and below `vocab_size` if given."""
         ids: npt.NDArray[np.int32] = self.array(name, "<i4", min_items=1)
-        # As an unsigned number a negative id exceeds every allowed one, so a single pass checks both bounds.
+        # Read as unsigned, a negative id exceeds every allowed id, so one pass checks both bounds.
         limit = 2**31 if vocab_size is None else vocab_size
         largest = int(np.maximum.reduce(ids.view(np.uint32)))
         if largest >= limit:
@@ -293,7 +293,7 @@ class Fields:
 
 
 def plain_problem(value: object, depth: int) -> tuple[str, str] | None:
-    """Says why a value is no plain data: (reason, detail), or None if it is."""
+    """Returns why a value is not plain data, (reason, detail), or None if it is."""
     if value is None or type(value) in (str, bool):
         return None
     if type(value) is int:

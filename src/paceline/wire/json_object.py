@@ -1,7 +1,7 @@
-"""A JSON object in a text field of a message: its limits are checked before it is parsed.
+"""Reads and writes JSON objects in text fields; checks their limits before parsing.
 
-A parsed text can take over thirty times its bytes: an empty mapping is three bytes with its comma, and 64 in
-memory, besides its place in the list.
+Parsing can take over thirty times the text's bytes: an empty mapping is three bytes with its comma, but 64 in
+memory, plus its slot in the list.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from paceline.core.errors import InvalidMessageError
 from paceline.wire.fields import LIMITS, plain_problem, reject
 
 MAX_JSON_BYTES = 16 * 2**20
-"""Most bytes of one object's text in UTF-8."""
+"""The largest UTF-8 size of one object's text, in bytes."""
 
 
 def write_json_object(value: Mapping[str, object], subject: str) -> str:
@@ -35,10 +35,10 @@ def write_json_object(value: Mapping[str, object], subject: str) -> str:
 def check_json_text(text: str, subject: str) -> int:
     """Refuses a text that would be large once it is parsed; returns a bound on the number of its values.
 
-    Values are its lists and mappings, and what is in them.
+    Lists, mappings and their items all count as values.
 
     Raises:
-        InvalidMessageError: too many bytes or values, or nested too deeply.
+        InvalidMessageError: the text has too many bytes or values, or nests too deeply.
     """
     num_bytes = len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
     if num_bytes > MAX_JSON_BYTES:
@@ -51,7 +51,7 @@ def check_json_text(text: str, subject: str) -> int:
 
 
 def _count_values(text: str, subject: str) -> int:
-    """The values of a text whose strings may hold commas and brackets."""
+    """Counts the values of a text; ignores commas and brackets inside strings."""
     most, deepest = LIMITS.max_values, LIMITS.max_depth
     escaped = text.encode(errors="surrogatepass")
     chars = np.frombuffer(escaped.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
@@ -70,7 +70,7 @@ def _count_values(text: str, subject: str) -> int:
 
 
 def read_json_object(text: str, subject: str) -> dict[str, object]:
-    """Reads the text of a JSON object; an empty text is an empty one.
+    """Reads the text of a JSON object; an empty text gives an empty object.
 
     Raises:
         InvalidMessageError: the text is no JSON object, is too large, or holds numbers that are not finite.

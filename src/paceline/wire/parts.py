@@ -1,4 +1,4 @@
-"""Codecs of the parts that several messages share: ids, policy tags, sampling, reward contexts."""
+"""Encodes parts that several messages share: ids, policy tags, sampling specs, reward contexts."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ def _policy_of(fields: Fields, items: Sequence[Any]) -> PolicyTag:
 
 
 def pack_ranges(ranges: Sequence[PolicyRange]) -> dict[str, Any]:
-    """The field `ranges`, [version, digest, first token, end] each; no field where there are none."""
+    """Packs the field `ranges`, each [version, digest, first token, end]; omits it if there are none."""
     packed = [[*pack_policy(part.policy), part.first, part.end] for part in ranges]
     return {"ranges": packed} if packed else {}
 
 
 def read_ranges(fields: Fields, num_tokens: int) -> tuple[PolicyRange, ...]:
-    """Reads the field `ranges` of a response of `num_tokens` tokens, if there is one."""
+    """Reads the optional field `ranges` of a response of `num_tokens` tokens."""
     if fields.missing("ranges"):
         return ()
     ranges = read_range_list(fields)
@@ -91,7 +91,7 @@ def read_ranges(fields: Fields, num_tokens: int) -> tuple[PolicyRange, ...]:
 
 
 def read_range_list(fields: Fields) -> tuple[PolicyRange, ...]:
-    """Reads the field `ranges` without a check that they follow each other."""
+    """Reads the field `ranges`; does not check that they are contiguous."""
     return tuple(_read_range(fields, item) for item in fields.items("ranges", max_items=LIMITS.max_items))
 
 
@@ -128,7 +128,7 @@ def read_sampling(fields: Fields) -> SamplingSpec:
 
 
 def pack_context(context: RewardContext) -> dict[str, Any]:
-    """Packs field by field; `extra` must be plain data, and its tuples arrive as lists."""
+    """Packs a reward context; `extra` must be plain data, and its tuples arrive as lists."""
     extra = dict(context.extra)
     problem = plain_problem(extra, LIMITS.max_depth)
     if problem:
@@ -145,7 +145,7 @@ def pack_context(context: RewardContext) -> dict[str, Any]:
 
 
 def read_context(fields: Fields) -> RewardContext:
-    """Reads the field `context` of a reward."""
+    """Reads the field `context` of rewards."""
     inner = fields.nested("context")
     return RewardContext(
         ground_truth=inner.text("ground_truth"),
@@ -164,7 +164,7 @@ def read_blob_digest(fields: Fields) -> str:
 
 
 def read_choice(fields: Fields, name: str, choices: type[_Choice]) -> _Choice:
-    """Reads a field that holds the value of one of an Enum's members."""
+    """Reads a field that holds the value of an Enum member."""
     value = fields.name(name)
     try:
         return choices(value)
@@ -241,7 +241,7 @@ def pack_images(images: Sequence[Image]) -> list[Any] | None:
 
 
 def read_images(fields: Fields) -> tuple[Image, ...]:
-    """Reads the field `images`; their patches are no more than the tokens that a message may hold."""
+    """Reads the field `images`; limits their patches like a message's tokens."""
     if fields.missing("images"):
         return ()
     images = tuple(_read_image(item) for item in fields.mappings("images", max_items=LIMITS.max_items))

@@ -1,8 +1,8 @@
 """The bootstrap that all members of a run's fleet share; a service adds only its own parts.
 
 gRPC server -> register -> log level, telemetry -> heartbeats -> the service's work, until the run is over, a
-signal comes or the controller drains the member -> not healthy any more -> the service finishes what it can
--> its shutdown steps -> goodbye -> close the connection -> stop the gRPC server
+signal comes or the controller drains the member -> report unhealthy -> finish the work under way -> shutdown
+steps -> goodbye -> close the connection -> stop the gRPC server
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from paceline.service.observability.logs import set_level
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_MIB = "PACELINE_MAX_MESSAGE_MIB"
-"""The largest message that a member takes: it listens before it knows service.max_message_mib."""
+"""Variable with the largest message that a member accepts before it knows service.max_message_mib."""
 
 _CONTROLLER = "PACELINE_CONTROLLER"
 _MEMBER_ID = "PACELINE_MEMBER_ID"
 
-# A member that is started again may find its controller away, and does not know the run's configuration yet.
+# A restarted member does not know the run's configuration yet, and its controller may be unreachable.
 _REGISTER_S = 600.0
 _GOODBYE_S = 4.0
 
@@ -54,12 +54,12 @@ _Servicer = TypeVar("_Servicer")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemberOptions:
-    """A member's command line; the environment holds its credentials, the controller sends the rest.
+    """A member's command line; credentials come from the environment, the rest from the controller.
 
     Attributes:
-        host: what it listens on.
-        advertise: where others reach it; "": `host`, or for a wildcard the address on the route to the
-            controller.
+        host: address to listen on.
+        advertise: address that others use; "": `host`, or if that is a wildcard, the address on the route to
+            the controller.
         data_host: address for weights and for traffic between learner ranks; "": `host`.
     """
 
@@ -72,12 +72,12 @@ class MemberOptions:
 
     @property
     def host_of_data(self) -> str:
-        """The address or interface of weights and of what learner ranks exchange."""
+        """The address or interface for weights and for traffic between learner ranks."""
         return self.data_host or self.host
 
     @classmethod
     def parse(cls, arguments: Sequence[str] | None, *, prog: str, kind: MemberKind, description: str) -> Self:
-        """Reads the command line; what it leaves out is taken from the environment."""
+        """Reads the command line; missing options come from the environment."""
         parser = argparse.ArgumentParser(prog=prog, description=description)
         controller = from_environment(_CONTROLLER, "")
         parser.add_argument(
@@ -106,10 +106,10 @@ class MemberSession:
         context: context of the process.
         options: the command line.
         kind: what the member does.
-        num_ranks: how many ranks it has in the weight group.
+        num_ranks: its number of ranks in the weight group.
 
     Attributes:
-        run_over: whether the controller has ended the run, so that nothing needs to be finished.
+        run_over: whether the controller has ended the run, so that no work needs to be finished.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class MemberSession:
         *,
         on_reregistered: Callable[[], None] | None = None,
     ) -> Registration:
-        """Serves gRPC, registers, begins the heartbeats; the service stops when the controller ends the run.
+        """Serves gRPC, registers and starts heartbeats; the service stops when the controller ends the run.
 
         Args:
             add: the generated add_XServicer_to_server.
@@ -144,7 +144,7 @@ class MemberSession:
             on_reregistered: see `ControllerLink.run`.
 
         Raises:
-            DeadlineError: no controller at the address.
+            DeadlineError: no controller answers at the address.
             PacelineError: the controller refused the member, or this process cannot listen.
         """
         context = self.context
@@ -169,7 +169,7 @@ class MemberSession:
     async def _serve(
         self, add: Callable[[_Servicer, grpc.aio.Server], None], servicer: _Servicer
     ) -> ControllerLink:
-        """Serves gRPC; returns the connection over which the controller is told where."""
+        """Serves gRPC; returns a link to the controller that advertises the address."""
         context, options = self.context, self.options
         credentials, fence = Credentials.from_env(), TermFence()
         is_reward = self._kind is MemberKind.REWARD
@@ -220,16 +220,16 @@ class MemberSession:
             draining.cancel()
 
     def tell_to_end(self) -> None:
-        """After SIGTERM to one of its processes, ends the member when the controller can do without it."""
+        """Ends the member once the controller can spare it, after SIGTERM to one of its processes."""
         log.info("SIGTERM: continuing until the controller can do without this member")
         self.context.is_terminated = True
         self.link.ask_to_leave(lambda: self.context.stop("the controller can do without this member"))
 
     async def finish(self, work: Callable[[], Coroutine[Any, Any, None]], *, grace_s: float) -> None:
-        """Awaits work that this member finishes before it leaves, and cancels what takes too long.
+        """Awaits work that this member must finish before it leaves; cancels it after the grace period.
 
-        A member that is drained takes the time that it needs; after a signal it has `grace_s` seconds. If the
-        run is over, nothing needs to be finished.
+        A drained member has unlimited time; after a signal it has `grace_s` seconds. If the run is over, it
+        does not start the work.
         """
         if self.run_over.is_set():
             return
@@ -252,11 +252,11 @@ class MemberSession:
             self._link.poke()
 
     def notify(self, message: str) -> None:
-        """Notifies as `ControllerLink.notify` does, once `join` has returned."""
+        """Calls `ControllerLink.notify`; valid once `join` has returned."""
         self.link.notify(message)
 
     def spawn(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Starts a named task; an error of it ends the service and is reported to the controller."""
+        """Starts a named task; its error ends the service and is reported to the controller."""
         return self.context.spawn(name, self.reporting(work))
 
     async def reporting(self, work: Awaitable[None]) -> None:
@@ -265,8 +265,7 @@ class MemberSession:
             await work
         except Exception as error:
             if self.context.stopping.is_set():
-                # The launcher's signal also reaches peers and child processes, so errors about their end are
-                # expected.
+                # The launcher's signal also ends peers and children, so errors about them are expected.
                 log.info("while stopping: %s", _reason(error))
                 return
             if self._link is not None:
@@ -325,7 +324,7 @@ def _max_message_mib() -> int:
 
 
 def _check_limit(registration: Registration) -> None:
-    """Raises ConfigError: this process takes smaller messages than the run sends."""
+    """Raises ConfigError if this process accepts only smaller messages than the run sends."""
     wanted, limit = registration.config.service.max_message_mib, _max_message_mib()
     if limit < wanted:
         raise ConfigError(
@@ -335,7 +334,7 @@ def _check_limit(registration: Registration) -> None:
 
 
 def _visible(registration: Registration) -> Path | None:
-    """Returns the run directory if it is the controller's own; another host may have another, or none."""
+    """Returns the run directory if it is the controller's; another host may have a different one, or none."""
     if read_run_id(registration.run_dir) == registration.run_id:
         return registration.run_dir
     if not registration.config.telemetry.otlp_endpoint:
@@ -347,7 +346,7 @@ def _visible(registration: Registration) -> Path | None:
 
 
 def _reason(error: BaseException) -> str:
-    """An error as text; the errors of a group are joined."""
+    """Describes an error; joins the errors of a group."""
     if isinstance(error, BaseExceptionGroup):
         return "; ".join(_reason(part) for part in error.exceptions)
     return str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"

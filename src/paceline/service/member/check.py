@@ -1,7 +1,7 @@
-"""The checks of a service, which run in a separate process before the services start.
+"""Runs the checks of a service in a separate process before the services start.
 
 Most checks of `paceline.checks` run in the command itself. Those that import torch, an engine or a user's
-module are here, as `python -m paceline.SERVICE.check NAME WORD...`: each service exports its own as `CHECKS`.
+module run as `python -m paceline.SERVICE.check NAME WORD...`: each service exports its own as `CHECKS`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from paceline.service.process import die_with_parent
 _log = logging.getLogger(__name__)
 
 ServiceChecks = Mapping[str, Callable[..., str]]
-"""Checks by name; each takes the words that follow and returns a line of facts, or raises a PacelineError."""
+"""Checks by name; each takes the remaining arguments and returns a line of facts or raises PacelineError."""
 
 
 def run_check(service: str, checks: ServiceChecks, arguments: Sequence[str] | None = None) -> int:
     """Runs the check that the command line names; prints its line and returns 0.
 
-    For a PacelineError it logs the error and returns its exit code.
+    Logs a PacelineError and returns its exit code.
     """
     parser = argparse.ArgumentParser(prog=f"python -m paceline.{service}.check")
     parser.add_argument("name", choices=checks)

@@ -2,9 +2,9 @@
 
 register -> heartbeats, every heartbeat_s and at `poke()` -> (unknown: register again) -> run over, or leave
 
-A controller that does not answer is away: the member works on and waits up to service.recovery_timeout_s. A
-controller that does not know the member has restarted, or declared the member dead. The member then registers
-again and reports its policy, and the answer says whether that is still the committed one.
+If the controller does not answer, the member works on for up to service.recovery_timeout_s. If the controller
+does not know the member, it has restarted or declared the member dead. The member then registers again with
+its policy, and the answer says whether that is still the committed one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 PEER = "controller"
 _PARTING_S = 3.0
-# A register call without an answer is repeated after this time; the first repeat is logged.
+# Seconds without an answer to the registration before this is logged.
 _TELL_AFTER_S = 10.0
 # The longest time between two failed heartbeats that counts as the controller's absence.
 _LONGEST_ATTEMPT_S = 10.0
@@ -53,8 +53,8 @@ class Registration:
         term: counts the starts of the run's controller.
         policy: the committed policy; None before the first commit.
         checkpoints: paths or URLs that a learner may load, newest first.
-        checkpoint_root: the folder of the run's checkpoints; "" from a controller that writes none.
-        checkpoint_marker: the text of the marker in it.
+        checkpoint_root: the folder of the run's checkpoints; "" if the controller writes none.
+        checkpoint_marker: the text of the marker file in that folder.
     """
 
     run_id: str
@@ -83,7 +83,7 @@ class ControllerLink:
     """The connection of one incarnation of a member to its controller.
 
     Attributes:
-        may_start: set once the controller lets this member take the GPU memory that it starts with.
+        may_start: set once the controller lets this member allocate its initial GPU memory.
     """
 
     def __init__(
@@ -112,16 +112,16 @@ class ControllerLink:
         self._may_leave: Callable[[], None] | None = None
 
     async def register(self, timeout_s: float, report: MemberReport) -> Registration:
-        """Registers, waiting up to `timeout_s` seconds for a controller that is not up yet.
+        """Registers; waits up to `timeout_s` seconds for the controller to come up.
 
         Args:
             timeout_s: longest wait.
             report: what the member does and holds now.
 
         Raises:
-            DeadlineError: no controller at the address.
+            DeadlineError: no controller answers at the address.
             ProtocolError: a controller of a later term is known.
-            PacelineError: the controller refused; its own class and words.
+            PacelineError: the controller refused; class and message are the controller's.
         """
         request = controller_pb2.RegisterRequest(
             kind=member_kind_to_proto(self._kind),
@@ -155,7 +155,7 @@ class ControllerLink:
                     wait_for_ready=True,
                 )
             except PeerLostError:
-                # The controller went away during its answer: a restart. The deadline bounds the repeats.
+                # The controller restarted during its answer. The deadline bounds the repeats.
                 await asyncio.sleep(0.2)
             except DeadlineError:
                 if not told:
@@ -173,15 +173,15 @@ class ControllerLink:
         self._poked.set()
 
     def notify(self, message: str) -> None:
-        """Sends a message to all who follow the run. Call it from the event loop's thread."""
+        """Sends a message to everyone who watches the run. Call it from the event loop's thread."""
         self._notices.append(message)
         self._poked.set()
 
     def ask_to_leave(self, may_leave: Callable[[], None]) -> None:
-        """Asks with every heartbeat whether the run can do without this member, whose process is to end.
+        """Asks with every heartbeat whether the run can spare this member, whose process must end.
 
         Args:
-            may_leave: called, maybe repeatedly, when it can, and when no controller is there to say so.
+            may_leave: called, maybe repeatedly, when the run can, or when no controller answers.
         """
         self._may_leave = may_leave
         self._poked.set()
@@ -197,11 +197,9 @@ class ControllerLink:
 
         Args:
             report: makes the content of each heartbeat.
-            on_reregistered: called after the member had to register again (the controller took it for dead,
-                or has restarted), unless the member samples from exactly the committed policy: its weights
-                are stale.
-            on_drain: called, maybe repeatedly, when the controller tells the member to finish its work and
-                leave.
+            on_reregistered: called after the member registered again with weights that are not those of the
+                committed policy (the controller had declared it dead, or has restarted).
+            on_drain: called, maybe repeatedly, when the controller drains the member.
 
         Raises:
             PeerLostError: the controller has been unreachable for service.recovery_timeout_s.
@@ -247,7 +245,7 @@ class ControllerLink:
     async def linger(self, report: Callable[[], MemberReport]) -> None:
         """Sends heartbeats after `run`, so that a slowly ending member is not declared dead.
 
-        Runs until it is cancelled, or the controller is gone.
+        Runs until it is cancelled, or the controller does not answer.
         """
         heartbeat_s = self._require().heartbeat_s
         with contextlib.suppress(PeerLostError, DeadlineError):
@@ -256,9 +254,9 @@ class ControllerLink:
                 await self._heartbeat(report(), timeout_s=max(2.0, heartbeat_s))
 
     async def fail(self, message: str, *, is_final: bool) -> None:
-        """Tells the controller why this process is about to end; best effort, within 3 s.
+        """Tells the controller why this process will end; best effort, within 3 s.
 
-        `is_final`: it would fail in the same way if it were started again.
+        `is_final`: a restarted process would fail in the same way.
         """
         try:
             await self._heartbeat(None, timeout_s=_PARTING_S, failure=message, is_final=is_final)
@@ -326,7 +324,7 @@ class ControllerLink:
 
 
 def _nothing() -> None:
-    """The process of a member was not told to end."""
+    """Stands for `may_leave` while the process has not been told to end."""
 
 
 def _read(answer: controller_pb2.RegisterResponse) -> Registration:
@@ -350,7 +348,7 @@ def _read(answer: controller_pb2.RegisterResponse) -> Registration:
 
 
 class _Absence:
-    """Tracks a controller that does not answer: logs its absence and return once; bounds the wait."""
+    """Tracks a controller that does not answer: logs absence and return once each, and bounds the wait."""
 
     def __init__(self, address: str, longest_s: float) -> None:
         self._address, self._longest_s = address, longest_s

@@ -1,4 +1,4 @@
-"""The id in a run directory, by which a process recognises the directory; another host may have its own."""
+"""Stores the run id in the run directory, by which processes on other hosts recognise the directory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _RUN_ID = "run.id"
 
 
 def read_run_id(run_dir: Path) -> str:
-    """The id of the run in a run directory; "" where there is none."""
+    """Returns the id of the run in a run directory; "" if there is none."""
     try:
         return (run_dir / _RUN_ID).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
@@ -18,6 +18,6 @@ def read_run_id(run_dir: Path) -> str:
 
 
 def write_run_id(run_dir: Path, run_id: str) -> None:
-    """Says in a run directory which run it belongs to."""
+    """Writes the run's id into its directory."""
     if read_run_id(run_dir) != run_id:
         write_atomically(run_dir / _RUN_ID, f"{run_id}\n")

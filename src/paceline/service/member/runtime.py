@@ -1,7 +1,7 @@
-"""The entry point of every service: signals, tasks, ordered shutdown, exit code.
+"""Runs a service's main function: signals, tasks, ordered shutdown, exit code.
 
 PACELINE_STOP_GRACE_S tells the process how long after SIGTERM it will be killed. A service that a step needs
-uses that time (`ServiceContext.before_stopping`). Without the variable, the service ends at once.
+uses that time (`ServiceContext.before_stopping`); without the variable it ends at once.
 """
 
 from __future__ import annotations
@@ -25,25 +25,24 @@ from paceline.service.process import die_with_parent
 log = logging.getLogger(__name__)
 
 STOP_GRACE = "PACELINE_STOP_GRACE_S"
-"""Seconds from SIGTERM to SIGKILL, set by the process's environment; 0 or missing: end at once."""
+"""Environment variable with the seconds from SIGTERM to SIGKILL; 0 or missing: end at once."""
 
 EXIT_INTERRUPTED = 128 + signal.SIGTERM
-"""The exit code of a service that SIGTERM ended before the run was over, where it has a grace."""
+"""The exit code of a service with a grace period that SIGTERM ended before the run was over."""
 
-# Most seconds that an ordered end takes, reserved from the grace period.
+# The longest ordered shutdown, reserved from the grace period.
 _ENDING_S = 30.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# When a parent with several threads is killed, the kernel sends its death signal more than once: not a second
-# request.
+# The kernel may send a parent's death signal once per thread of the parent: that is one request to stop.
 _SAME_SIGNAL_S = 0.5
 
 
 class ServiceContext:
-    """The process around a service's main function: its tasks, its shutdown steps, the request to stop.
+    """Holds a service's tasks, its shutdown steps and the request to stop.
 
     Attributes:
-        is_terminated: SIGTERM has come, and whoever sent it gives the process a grace.
-        is_over: there is nothing left to go on with, so that an end by SIGTERM is no interruption.
+        is_terminated: SIGTERM has come, and the process has a grace period.
+        is_over: no work is left, so that SIGTERM does not interrupt the run.
     """
 
     def __init__(self, name: str, tasks: asyncio.TaskGroup) -> None:
@@ -53,11 +52,11 @@ class ServiceContext:
         self.ask_first: Callable[[], object] | None = None
         self._tasks = tasks
         self._stack = ShutdownStack()
-        # Those that run. One that has ended keeps its traceback, and with it what its frames held.
+        # Running tasks only: an ended task keeps its traceback, and so everything that its frames held.
         self._spawned: dict[asyncio.Task[Any], None] = {}
 
     def defer(self, name: str, step: Step, *, budget_s: float = 5.0) -> None:
-        """Adds a step to the end of the service; steps run in reverse order, also after an error."""
+        """Adds a shutdown step; steps run in reverse order, also after an error."""
         self._stack.defer(name, step, budget_s=budget_s)
 
     def spawn(self, name: str, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -68,7 +67,7 @@ class ServiceContext:
         return task
 
     async def stopping_or(self, *work: asyncio.Future[Any]) -> None:
-        """Returns when one of `work` is done, or the service is asked to stop, whichever comes first."""
+        """Returns when one of `work` is done or the service is asked to stop."""
         asked = asyncio.create_task(self.stopping.wait(), name="stopping")
         try:
             await asyncio.wait({asked, *work}, return_when=asyncio.FIRST_COMPLETED)
@@ -82,9 +81,9 @@ class ServiceContext:
             self.stopping.set()
 
     def before_stopping(self, ask: Callable[[], object] | None) -> None:
-        """Has the first SIGTERM call `ask` instead of `stop`, if the process has a grace; None: no longer.
+        """Makes the first SIGTERM call `ask`, not `stop`, if there is a grace period; None undoes it.
 
-        Whoever gave `ask` calls `stop` as soon as the service may end; otherwise the end of the grace does.
+        The caller must call `stop` once the service may end; near the period's end it is called anyway.
         """
         self.ask_first = ask
 
@@ -101,8 +100,8 @@ def run_service(main: Main, *, name: str, grace_s: float = 15.0) -> int:
     """Runs `main` to its end, logs its error if any, and returns the exit code (`core.errors.exit_code`).
 
     SIGTERM and SIGINT set `context.stopping`, and main should then return. It is cancelled after `grace_s`
-    seconds or at a second signal. The deferred steps run in every case. Where the process has a grace and
-    `context.before_stopping` was called, SIGTERM sets `context.stopping` only near the grace's end.
+    seconds or at a second signal. The deferred steps run in every case. If the process has a grace
+    period and `context.before_stopping` was called, SIGTERM sets `context.stopping` only near its end.
     """
     die_with_parent()
     setup_logging(name)
@@ -122,7 +121,7 @@ def run_service(main: Main, *, name: str, grace_s: float = 15.0) -> int:
 
 
 def stop_grace_s() -> float:
-    """Seconds that SIGTERM leaves this process; raises ConfigError where the variable holds no number."""
+    """Returns the seconds from SIGTERM to SIGKILL; raises ConfigError if the variable is not a number."""
     text = os.environ.get(STOP_GRACE, "") or "0"
     try:
         seconds = float(text)

@@ -1,4 +1,4 @@
-"""Ordered shutdown: named steps, run in reverse order, each within its own time budget."""
+"""Runs named shutdown steps in reverse order, each within its own time budget."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ShutdownStepResult:
 
 
 class ShutdownStack:
-    """Steps to run at the end. A step that fails or runs out of time is logged, and the next step runs."""
+    """Holds steps to run at the end. A step that fails or runs out of time is logged; the next step runs."""
 
     def __init__(self) -> None:
         self._steps: list[tuple[str, Step, float]] = []

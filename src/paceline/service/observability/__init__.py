@@ -1,1 +1,1 @@
-"""Tells how a process is: logs, traces, metrics, and where they are read."""
+"""Logs, traces and metrics of a process, and their endpoints."""

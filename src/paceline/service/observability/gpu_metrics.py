@@ -1,7 +1,7 @@
-"""Memory, utilisation and power of the GPUs that this process may use, through NVML.
+"""Measures memory, utilisation and power of the GPUs that this process may use, through NVML.
 
-NVML counts all GPUs of the machine; CUDA_VISIBLE_DEVICES says which of them are meant. Without the package
-nvidia-ml-py, a driver or a GPU there are no such metrics; a number that a device does not know is left out.
+NVML numbers all GPUs of the machine; CUDA_VISIBLE_DEVICES selects some. Without the package nvidia-ml-py, a
+driver or a GPU there are no such metrics; values that a device does not support are omitted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Gpu:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisibleGpu:
-    """A GPU's name, as its driver has it, and the bytes of its memory."""
+    """A GPU's name, as its driver reports it, and its memory in bytes."""
 
     name: str
     num_bytes: int
@@ -90,7 +90,7 @@ def _observer(gpus: list[_Gpu], read: Callable[[Any], float], failure: type[Exce
 
 
 def _visible(nvml: Any) -> list[Any]:
-    """Handles of the GPUs that CUDA shows to this process."""
+    """Returns handles of the GPUs that CUDA shows to this process."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
     if names is None:
         return [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]

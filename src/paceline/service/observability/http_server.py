@@ -1,4 +1,4 @@
-"""A small threaded HTTP server for a process's metrics and pages, in plain text or over TLS."""
+"""Serves a process's metrics and pages over HTTP or HTTPS, in threads."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _POLL_S = 0.1
 
 
 class HttpServer(socketserver.ThreadingMixIn, WSGIServer):
-    """Answers from threads, a few at a time, until it is closed.
+    """Answers from a limited number of threads until it is closed.
 
     Args:
         host: an address of this machine.
         port: to listen on.
         app: the WSGI application.
-        tls: the files; None: plain text.
-        asks_callers: over TLS, every caller needs a certificate of the same authority.
+        tls: certificate files; None: plain text.
+        asks_callers: over TLS, require of every caller a certificate of the same authority.
 
     Raises:
         OSError: the port is taken, or the address is not this machine's.
-        EnvironmentLackError: the files cannot be used.
+        EnvironmentLackError: the TLS files cannot be used.
     """
 
     daemon_threads = True
@@ -59,16 +59,15 @@ class HttpServer(socketserver.ThreadingMixIn, WSGIServer):
         return self._files is None
 
     def server_bind(self) -> None:
-        """Binds, without asking a name server for the machine's name."""
+        """Binds without a DNS lookup of the machine's name."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
         self.setup_environ()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Starts a thread for a connection; where there are too many, the oldest is ended.
+        """Starts a thread for a connection; if there are too many, closes the oldest.
 
-        The newest is not the one to refuse: callers that send nothing, or a byte at a time, would keep all
-        others out.
+        Refusing the newest instead would let callers that send nothing, or a byte at a time, lock out others.
         """
         with self._lock:
             if len(self._open) >= _MAX_REQUESTS:
@@ -77,7 +76,7 @@ class HttpServer(socketserver.ThreadingMixIn, WSGIServer):
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Runs in the thread of a connection."""
+        """Handles a connection in its thread."""
         try:
             super().process_request_thread(request, client_address)
         finally:
@@ -87,7 +86,7 @@ class HttpServer(socketserver.ThreadingMixIn, WSGIServer):
                 copy.close()
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        """Answers, after the handshake where there is one."""
+        """Answers, over TLS after the handshake."""
         context = self._now()
         if context is None:
             super().finish_request(request, client_address)
@@ -97,13 +96,13 @@ class HttpServer(socketserver.ThreadingMixIn, WSGIServer):
             super().finish_request(secured, client_address)
 
     def _now(self) -> ssl.SSLContext | None:
-        """The TLS context, made anew if the files have changed; None for plain text."""
+        """Returns the TLS context, reloaded if the files have changed; None for plain text."""
         if self._files is not None and self._latest is not None and self._latest.changed():
             self._context = _context(self._files, self._asks_callers)
         return self._context
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Logs errors of callers for debugging only; a refused or lost caller is no error of this process."""
+        """Logs callers' errors at DEBUG: a refused or lost caller is not an error of this process."""
         log.debug("a call over HTTP from %s failed", client_address, exc_info=True)
 
     def close(self) -> None:
@@ -114,7 +113,7 @@ class HttpServer(socketserver.ThreadingMixIn, WSGIServer):
 
 
 def _end(connection: socket.socket) -> None:
-    """Ends a connection whose thread may be waiting for it."""
+    """Closes a connection whose thread may be waiting for it."""
     with contextlib.suppress(OSError), connection:
         connection.shutdown(socket.SHUT_RDWR)
 

@@ -1,4 +1,4 @@
-"""Log records as lines on standard error, each with the service's name."""
+"""Writes log records as lines to standard error, each with the service's name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TextIO
 
 
 class LineFormatter(logging.Formatter):
-    """`2026-01-31T12:00:00.123Z INFO rollout-0 paceline.rollout.app: message`, then the traceback if any."""
+    """Formats `2026-01-31T12:00:00.123Z INFO rollout-0 paceline.rollout.app: message`, then a traceback."""
 
     def __init__(self, name: str) -> None:
         super().__init__(
@@ -19,7 +19,7 @@ class LineFormatter(logging.Formatter):
 
 
 class LineHandler(logging.StreamHandler[TextIO]):
-    """Writes records as lines; those that a full disk or a closed terminal cannot take are lost."""
+    """Writes records as lines; drops them if the disk is full or the terminal closed."""
 
     def __init__(self, name: str, stream: TextIO) -> None:
         super().__init__(stream)
@@ -32,7 +32,7 @@ class LineHandler(logging.StreamHandler[TextIO]):
 
 
 def setup_logging(name: str, level: str = "INFO") -> None:
-    """Sends this process's records to standard error, instead of to earlier handlers."""
+    """Sends this process's records to standard error, and replaces earlier handlers."""
     logging.basicConfig(handlers=[LineHandler(name, sys.stderr)], force=True)
     set_level(level)
 

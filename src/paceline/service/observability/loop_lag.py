@@ -1,8 +1,7 @@
-"""Event-loop lag: how much later than planned this process's event loop runs what is due.
+"""Measures event-loop lag: how much later than planned this process's event loop runs its callbacks.
 
-A blocked loop sends no heartbeats and answers no calls, and looks like a dead process to others. The gauge
-`paceline_event_loop_lag_seconds` is the largest lag of each interval; a lag of more than a second is logged
-at once.
+A blocked loop sends no heartbeats and answers no calls, so others take the process for dead. The gauge
+`paceline_event_loop_lag_seconds` is the largest lag of each interval; lags over a second are logged at once.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _WARN_S = 1.0
 
 
 async def measure_loop_lag(*, interval_s: float = 10.0) -> NoReturn:
-    """Measures how late the event loop is, until cancelled."""
+    """Measures the lag of the event loop until cancelled."""
     while True:
         worst_s, until = 0.0, time.monotonic() + interval_s
         while time.monotonic() < until:

@@ -1,7 +1,7 @@
-"""The catalogue of exported metrics: names, kinds, labels, and what each says.
+"""Lists all exported metrics with their kinds, labels and help texts.
 
-A name is part of the interface: dashboards and alerts use it. The names of training metrics are made from
-those of metrics.jsonl by `training`: "actor/grad_norm" becomes paceline_training_actor_grad_norm.
+Names are part of the interface: dashboards and alerts use them. `training` derives names from those of
+metrics.jsonl: "actor/grad_norm" becomes paceline_training_actor_grad_norm.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from paceline.core.run_record import step_metrics
 
 
 class MetricKind(enum.Enum):
-    """How a metric behaves; the value is Prometheus' word."""
+    """The type of a metric; the value is Prometheus' word."""
 
     GAUGE = "gauge"
     COUNTER = "counter"
@@ -27,9 +27,9 @@ class Metric:
 
     Attributes:
         name: as Prometheus shows it; counters end in _total.
-        help: one line that says what it is, with its unit.
-        labels: what its series are told apart by, beside service_name and service_instance_id.
-        services: those that export it.
+        help: one line that describes it, with its unit.
+        labels: labels of its series, besides service_name and service_instance_id.
+        services: the services that export it.
     """
 
     name: str
@@ -43,10 +43,10 @@ Observation = tuple[float, Mapping[str, str]]
 """A value and its labels."""
 
 Observer = Callable[[], Iterable[Observation]]
-"""Called when the metrics are read, from the reader's thread; a series that it leaves out is not exported."""
+"""Called in the reader's thread when the metrics are read; series that it omits are not exported."""
 
 Observe = Callable[[Metric, Observer], None]
-"""Offers a metric that is asked for whenever the metrics are read."""
+"""Registers the callback of a metric."""
 
 _ALL = ("controller", "rollout", "learner", "reward")
 _MEMBERS = ("rollout", "learner", "reward")
@@ -74,19 +74,19 @@ START_TIME = Metric(
 )
 CERTIFICATE_LIFE = Metric(
     name="paceline_certificate_life_left_ratio",
-    help="Share of the days that is left of the process's certificate (file=cert.pem), and of the last "
-    "authority that it trusts (file=ca.pem). Both are renewed at half. None without TLS.",
+    help="Remaining share of the lifetime of the process's certificate (file=cert.pem), and of the last "
+    "authority that it trusts (file=ca.pem). Both are renewed at half. Absent without TLS.",
     labels=("file",),
     services=_ALL,
 )
 LOOP_LAG = Metric(
     name="paceline_event_loop_lag_seconds",
-    help="Largest lag of the event loop in the last 10 s: how late it ran what was due.",
+    help="Largest lag of the event loop in the last 10 s: how late it ran a callback.",
     services=_ALL,
 )
 GPU_MEMORY_USED = Metric(
     name="paceline_gpu_memory_used_bytes",
-    help="Memory in use on a GPU that the process may use, by whatever process.",
+    help="Memory in use, by any process, on a GPU that this process may use.",
     labels=("gpu", "uuid"),
     services=_ON_GPUS,
 )
@@ -134,7 +134,7 @@ DELIVERIES = Metric(
 )
 REDELIVERIES = Metric(
     name="paceline_redeliveries_total",
-    help="Those of them that had been delivered before: their consumer died, was slow, or gave them back.",
+    help="Entries taken that had been delivered before: their consumer died, was slow, or gave them back.",
     kind=MetricKind.COUNTER,
     labels=("mailbox",),
     services=("rollout", "reward"),
@@ -148,39 +148,38 @@ LEASES_LOST = Metric(
 )
 TOKENS_CARRIED_OVER = Metric(
     name="paceline_tokens_carried_over_total",
-    help="Tokens of unfinished samples that this server goes on from: an earlier attempt had drawn them.",
+    help="Tokens from earlier attempts that this server reused to continue unfinished samples.",
     kind=MetricKind.COUNTER,
     services=("rollout",),
 )
 PROGRESS_SAVED = Metric(
     name="paceline_progress_saved_bytes_total",
-    help="Bytes of what unfinished samples have, saved for the case that this server dies or leaves.",
+    help="Bytes of progress of unfinished samples, saved in case this server dies or leaves.",
     kind=MetricKind.COUNTER,
     services=("rollout",),
 )
 REWARD_QUEUE = Metric(
     name="paceline_reward_queue_items",
-    help="Items that this service has asked a scorer about and has no score for yet, waiting or under way; "
-    "functions count together.",
+    help="Items sent to a scorer and not scored yet, waiting or under way; functions count together.",
     labels=("scorer",),
     services=("reward",),
 )
 
 # --- the run
 
-TERM = Metric(name="paceline_journal_term", help="Number of the controller's start in this run.")
+TERM = Metric(name="paceline_journal_term", help="Number of starts of the controller in this run.")
 RUN_STEP = Metric(name="paceline_run_step", help="The step that the run is in.")
 RUN_STEPS = Metric(name="paceline_run_total_steps", help="trainer.total_steps.")
 PHASE_SECONDS = Metric(
     name="paceline_run_phase_seconds",
-    help="Seconds since the run entered its phase; the only series is that of the present phase.",
+    help="Seconds since the run entered its current phase; other phases have no series.",
     labels=("phase",),
 )
 WANTED = Metric(
-    name="paceline_collection_wanted", help="Trajectories that the collection under way needs; else 0."
+    name="paceline_collection_wanted", help="Trajectories that the current collection needs; else 0."
 )
 ADMITTED = Metric(
-    name="paceline_collection_admitted", help="Trajectories that the collection under way has; else 0."
+    name="paceline_collection_admitted", help="Trajectories that the current collection has; else 0."
 )
 POLICY_VERSION = Metric(name="paceline_policy_version", help="The committed policy version.")
 MEMBERS = Metric(
@@ -190,7 +189,7 @@ MEMBERS = Metric(
 )
 MEMBER_SILENCE = Metric(
     name="paceline_member_silence_seconds",
-    help="Seconds since a member was last heard; only members that are alive or suspect.",
+    help="Seconds since a member's last heartbeat; only members that are alive or suspect.",
     labels=("kind", "member"),
 )
 MEMBER_IN_FLIGHT = Metric(
@@ -206,18 +205,18 @@ MEMBER_CHANGES = Metric(
 )
 MEMBER_RESTARTS = Metric(
     name="paceline_member_restarts_total",
-    help="Registrations of a new incarnation of a member that the controller had known.",
+    help="Registrations of a new incarnation of a member that the controller already knew.",
     kind=MetricKind.COUNTER,
     labels=("kind", "member"),
 )
 RECOVERY_SECONDS = Metric(
     name="paceline_member_recovery_seconds",
-    help="Seconds from the controller's notice of a member's last loss until it was ready again.",
+    help="Seconds from the detection of a member's last loss until the member was ready again.",
     labels=("kind", "member"),
 )
 MAILBOX_ENTRIES = Metric(
     name="paceline_mailbox_entries",
-    help="Entries in a mailbox's stream, taken ones included, asked for every 5 s.",
+    help="Entries in a mailbox's stream, taken ones included, measured every 5 s.",
     labels=("mailbox",),
 )
 REFUSALS = Metric(
@@ -234,18 +233,18 @@ VERDICTS = Metric(
 )
 PUSH_SECONDS = Metric(
     name="paceline_push_seconds",
-    help="Duration of the last push, from its begin until every server samples the new version.",
+    help="Duration of the last push, from its start until every server samples the new version.",
 )
 PUSHES = Metric(
     name="paceline_pushes_total",
-    help="Pushes (result=committed, or lost where a member was lost in the transfer).",
+    help="Pushes (result=committed, or lost if a member was lost in the transfer).",
     kind=MetricKind.COUNTER,
     labels=("result",),
 )
 GUARD_VALUE = Metric(
     name="paceline_guard_value",
-    help="What a guard rule judged in the last step, in the units of its bounds: for a relative rule the "
-    "multiple of the running median.",
+    help="Value that a guard rule judged in the last step, in the units of its bounds: for a relative rule "
+    "the multiple of the running median.",
     labels=("rule", "network"),
 )
 GUARD_BOUND = Metric(
@@ -265,7 +264,7 @@ TRAINING_STEP = Metric(
 
 
 def training(name: str) -> Metric:
-    """The metric of a number of metrics.jsonl; a step that has no such number leaves the last one."""
+    """Returns the exported metric of a name in metrics.jsonl; it keeps its value in steps without it."""
     return Metric(
         name="paceline_training_" + re.sub(r"[^a-zA-Z0-9_]", "_", name),
         help=f"{name} of metrics.jsonl, of the last step that has it. {step_metrics.meaning(name)}".rstrip(),

@@ -1,4 +1,4 @@
-"""What a metric's callback returns."""
+"""Types of the callbacks that return a metric's values."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ Observation = tuple[float, Mapping[str, str]]
 """A value and its labels."""
 
 Observer = Callable[[], Iterable[Observation]]
-"""Called when the metrics are read, from the reader's thread; a series that it leaves out is not exported."""
+"""Called in the reader's thread when the metrics are read; series that it omits are not exported."""
 
 Observe = Callable[[Metric, Observer], None]

@@ -1,4 +1,4 @@
-"""Export over OTLP/gRPC to a collector, which may be away: then what was for it is dropped, and said once."""
+"""Exports over OTLP/gRPC to a collector; while it is unreachable, drops data and logs that once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _METRICS_EVERY_MS = 5000
 
 
 class CollectorSpanExporter(SpanExporter):
-    """Hands spans to an exporter; logs when the collector begins to fail, and when it takes them again."""
+    """Passes spans to an exporter; logs when the collector begins to fail and when it recovers."""
 
     def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
         self._exporter, self._endpoint = exporter, endpoint
@@ -43,7 +43,7 @@ class CollectorSpanExporter(SpanExporter):
 
 
 def exporters(endpoint: str) -> tuple[SpanExporter, MetricReader]:
-    """What sends spans and metrics to an endpoint, over TLS where it begins with https://.
+    """Returns exporters of spans and metrics to an endpoint, over TLS if it begins with https://.
 
     Raises:
         EnvironmentLackError: the exporter is not installed.
@@ -58,7 +58,7 @@ def exporters(endpoint: str) -> tuple[SpanExporter, MetricReader]:
         ) from error
     from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 
-    # It logs each attempt; an ERROR in a service's log would be taken for the cause of that service's end.
+    # The library logs each attempt at ERROR, which would be taken for the cause of a service's end.
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     insecure = not endpoint.startswith("https://")
     spans = CollectorSpanExporter(OTLPSpanExporter(endpoint=endpoint, insecure=insecure), endpoint)

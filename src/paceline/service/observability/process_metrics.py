@@ -1,4 +1,4 @@
-"""Memory, CPU time, open files and certificate of this process, measured when the metrics are read."""
+"""Measures memory, CPU time, open files and certificates of this process when the metrics are read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def observe_process(observe: Observe) -> None:
         yield process.memory_info().rss, {"part": "self"}
         total = 0
         for child in process.children(recursive=True):
-            with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            with contextlib.suppress(psutil.Error):  # the child has ended
                 total += child.memory_info().rss
         yield total, {"part": "children"}
 
@@ -35,7 +35,7 @@ def observe_process(observe: Observe) -> None:
     def certificates() -> Iterator[Observation]:
         folder = os.environ.get(TLS_DIR, "")
         for name in (CERTIFICATE_FILE, CA_FILE) if folder else ():
-            with contextlib.suppress(OSError, ValueError):  # amid a replacement
+            with contextlib.suppress(OSError, ValueError):  # being replaced
                 text = Path(folder, name).read_text(encoding="ascii")
                 yield life_left(text, datetime.datetime.now(datetime.UTC)), {"file": name}
 

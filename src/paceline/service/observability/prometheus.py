@@ -1,8 +1,8 @@
-"""A process's own Prometheus endpoint: http://HOST:PORT/metrics, without a collector in between.
+"""Serves a process's metrics to Prometheus at http://HOST:PORT/metrics, without a collector.
 
 PACELINE_PROMETHEUS_PORT overrides telemetry.prometheus_port; 0 is off. The endpoint listens on loopback
-unless PACELINE_PROMETHEUS_HOST names another address, where it serves those who have a certificate of the
-run; PACELINE_PROMETHEUS_PLAIN=1 has it serve everyone. It answers with numbers and names of members only.
+unless PACELINE_PROMETHEUS_HOST names another address, where it serves callers with a certificate of the run;
+PACELINE_PROMETHEUS_PLAIN=1 makes it serve everyone. It exposes only numbers and names of members.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _LABELS = ("service.name", "service.instance.id")
 
 
 def wanted_port(configured: int) -> int:
-    """The port in force; 0: none.
+    """Returns the port to listen on; 0 for none.
 
     Raises:
-        ConfigError: PACELINE_PROMETHEUS_PORT is no port.
+        ConfigError: PACELINE_PROMETHEUS_PORT is not a port.
     """
     given = os.environ.get(PORT, "").strip()
     if not given:
@@ -42,15 +42,15 @@ def wanted_port(configured: int) -> int:
 
 
 def wanted_host() -> str:
-    """The address to listen on."""
+    """Returns the address to listen on."""
     return os.environ.get(HOST, "").strip() or "127.0.0.1"
 
 
 def _tls_for(host: str, files: TlsFiles | None, *, plain: bool) -> TlsFiles | None:
-    """The files with which metrics are served on an address; None: in plain text, as `plain` says.
+    """Returns the TLS files for an address; None for plain text, as on loopback or with `plain`.
 
     Raises:
-        ConfigError: other machines reach the address, and plain text is not wanted.
+        ConfigError: other machines reach the address, there are no files, and `plain` is False.
     """
     if is_loopback(host) or plain:
         return None
@@ -63,10 +63,10 @@ def _tls_for(host: str, files: TlsFiles | None, *, plain: bool) -> TlsFiles | No
 
 
 class PrometheusEndpoint:
-    """Serves what its reader collects until it is closed.
+    """Serves the metrics that its reader collects until it is closed.
 
     Attributes:
-        reader: for the meter provider.
+        reader: the reader to give to the meter provider.
 
     Raises:
         ConfigError: other machines reach the address, and this process has no TLS files.
@@ -85,7 +85,7 @@ class PrometheusEndpoint:
                 f"a Prometheus endpoint on port {port} needs its exporter: pip install "
                 "opentelemetry-exporter-prometheus, or set telemetry.prometheus_port=0"
             ) from error
-        # Not the library's global registry: an engine in this process has metrics of its own there.
+        # Not the library's global registry, which holds the metrics of an engine in this process.
         registry = CollectorRegistry()
         self.reader: MetricReader = PrometheusMetricReader(
             disable_target_info=True,
@@ -96,14 +96,14 @@ class PrometheusEndpoint:
         self._server = HttpServer(host, port, make_wsgi_app(registry), tls)
 
     def shutdown(self) -> None:
-        """Stops listening for scrapes of the metrics."""
+        """Stops the endpoint and its server."""
         self._server.close()
 
 
 def open_endpoint(configured_port: int, local_rank: int) -> PrometheusEndpoint | None:
-    """The endpoint that environment and configuration ask for, plus the rank; None without one.
+    """Opens the endpoint on the configured port plus the rank; returns None if none is configured.
 
-    A port that is taken costs the endpoint and a warning, not the training.
+    If the port is taken, logs a warning and returns None: training goes on.
 
     Raises:
         ConfigError, EnvironmentLackError: see `wanted_port` and `PrometheusEndpoint`.

@@ -1,4 +1,4 @@
-"""Writes spans as lines of JSON into a file that all processes of a run append to."""
+"""Writes spans as lines of JSON to a file to which all processes of a run append."""
 
 from __future__ import annotations
 
@@ -13,26 +13,25 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 
 MAX_BYTES = 128 * 2**20
-"""Of a file of spans; there are two at most."""
+"""The largest size of a span file; a run has at most two."""
 
 
 class SystemIdGenerator(IdGenerator):
-    """Ids from the system: the default draws from `random` and would disturb a seeded generator."""
+    """Draws ids from the system: the default draws from `random` and would disturb a seeded generator."""
 
     def generate_span_id(self) -> int:
-        """64 random bits, never 0."""
+        """Returns 64 random bits, never 0."""
         return int.from_bytes(os.urandom(8), "big") or 1
 
     def generate_trace_id(self) -> int:
-        """128 random bits, never 0."""
+        """Returns 128 random bits, never 0."""
         return int.from_bytes(os.urandom(16), "big") or 1
 
 
 class SpanFileExporter(SpanExporter):
-    """Appends one JSON object per span, each in a single write, so that processes' lines do not mix.
+    """Appends one JSON object per span, each in a single write, so that lines of processes do not mix.
 
-    A file that is full is renamed, over the one that was full before it, so that the two take at most about
-    2 * `max_bytes`.
+    A full file replaces the previous full one, so that the two take at most about 2 * `max_bytes`.
     """
 
     def __init__(self, path: Path, *, max_bytes: int = MAX_BYTES) -> None:
@@ -60,7 +59,7 @@ class SpanFileExporter(SpanExporter):
         return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def _rotate(self) -> None:
-        """Goes over to a new file if this one is full; one of the processes renames it, under its lock."""
+        """Opens a new file if this one is full; one process renames the full one, under its lock."""
         if os.fstat(self._file).st_size < self._max_bytes:
             return
         full = self._file
@@ -71,11 +70,11 @@ class SpanFileExporter(SpanExporter):
             self._file = self._open()
         finally:
             fcntl.flock(full, fcntl.LOCK_UN)
-        os.close(full)  # only once there is another: a number that is closed may be another file's next
+        os.close(full)  # last: a closed descriptor's number may be reused at once
 
 
 def earlier(path: Path) -> Path:
-    """Where the spans are that were written before those in `path`."""
+    """Returns the path of the previous file of spans."""
     return path.with_name(f"{path.name}.1")
 
 

@@ -1,11 +1,11 @@
-"""OpenTelemetry traces and metrics of a process.
+"""Records OpenTelemetry traces and metrics of a process.
 
     spans   -> the OTLP endpoint if configured, else a file of the run
     metrics -> the OTLP endpoint, the process's own Prometheus endpoint, or both, if configured
 
 Nothing happens at import, and no global provider is set: `setup` starts the process's telemetry. Before
-`setup` spans are not recorded, but trace context passes through. Nothing here waits for a collector: what it
-does not take is dropped.
+`setup` spans are not recorded, but trace context passes through. Nothing here waits for a collector; data
+that it does not take is dropped.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ log = logging.getLogger(__name__)
 AttributeValue = str | bool | int | float
 _PROPAGATOR = TraceContextTextMapPropagator()
 _TRACEPARENT = "traceparent"
-# How long the end of a process may wait for a collector to take the last spans and metrics.
+# The longest wait at the end of a process for a collector to take the last spans and metrics.
 _CLOSE_S = 2.0
 
 
 class Telemetry:
-    """A process's tracer and metrics; without a meter, metrics are not recorded."""
+    """Holds a process's tracer and metrics; without a meter, metrics are not recorded."""
 
     def __init__(self, tracer: trace.Tracer, closers: list[Any], meter: Meter | None) -> None:
         self.tracer = tracer
@@ -60,7 +60,7 @@ class Telemetry:
             self._instrument(self.meter, metric).add(amount, labels)
 
     def observe(self, metric: Metric, observer: Observer) -> None:
-        """Has a metric asked for whenever the metrics are read."""
+        """Registers a callback that is called whenever the metrics are read."""
         if self.meter is None:
             return
 
@@ -74,7 +74,7 @@ class Telemetry:
         create(_name(metric), [call], description=metric.help)
 
     def close(self) -> None:
-        """Sends buffered spans and metrics, and ends; gives up what is not taken within two seconds."""
+        """Sends buffered spans and metrics, for at most two seconds, and ends."""
         deadline = time.monotonic() + _CLOSE_S
         ending = [Thread(target=closer.shutdown, daemon=True) for closer in self._closers]
         for thread in ending:
@@ -94,7 +94,7 @@ class Telemetry:
 
 
 def _name(metric: Metric) -> str:
-    """The instrument's name: the exporters add _total to counters."""
+    """Returns the instrument's name, without _total: the exporters add it to counters."""
     return metric.name.removesuffix("_total") if metric.kind is MetricKind.COUNTER else metric.name
 
 
@@ -115,16 +115,16 @@ def setup(
 
     Args:
         service_name: "controller", "rollout", ...
-        run_dir: without an OTLP endpoint spans go to RUN_DIR/spans.jsonl; None: nowhere.
+        run_dir: without an OTLP endpoint, spans go to RUN_DIR/spans.jsonl; None: they are dropped.
         otlp_endpoint: OTLP/gRPC endpoint for spans and metrics.
-        prometheus_port: of the process's own endpoint, unless the environment names one; 0: none.
-        local_rank: added to the port, for ranks of a learner that share a machine and an environment.
+        prometheus_port: port of the process's Prometheus endpoint, unless the environment names one; 0: none.
+        local_rank: added to the port for learner ranks that share a machine and an environment.
         instance: the member id.
-        uses_gpus: whether the metrics of the visible GPUs are this service's.
+        uses_gpus: whether this service exports the metrics of the visible GPUs.
 
     Raises:
         EnvironmentLackError: an endpoint is configured but its exporter is not installed.
-        ConfigError: the environment names no possible port.
+        ConfigError: the environment names an invalid port.
     """
     from opentelemetry.sdk.resources import Resource
 
@@ -158,7 +158,7 @@ def setup(
 
 
 def _open_tracer(resource: Resource, spans: SpanExporter | None, closers: list[Any]) -> trace.Tracer:
-    """A tracer; what must be shut down at the end is added to `closers`."""
+    """Returns a tracer; adds to `closers` what must be shut down at the end."""
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
@@ -172,7 +172,7 @@ def _open_tracer(resource: Resource, spans: SpanExporter | None, closers: list[A
 
 
 def _open_meter(resource: Resource, readers: Sequence[MetricReader], closers: list[Any]) -> Meter:
-    """Likewise, a meter that the readers read."""
+    """Returns a meter for the readers; adds to `closers` what must be shut down at the end."""
     from opentelemetry.sdk.metrics import MeterProvider
 
     meters = MeterProvider(readers, resource=resource, shutdown_on_exit=False)
@@ -194,7 +194,7 @@ def span(
     traceparent: str | None = None,
     attributes: Mapping[str, AttributeValue] | None = None,
 ) -> Iterator[trace.Span]:
-    """A span around a block; its parent is `traceparent` (W3C) if given, else the open span.
+    """Opens a span around a block; its parent is `traceparent` (W3C) if given, else the open span.
 
     An exception that leaves the block is recorded on the span.
     """
@@ -206,14 +206,14 @@ def span(
 
 
 def current_traceparent() -> str:
-    """The open span as W3C traceparent, to pass on with the work; "" without an open span."""
+    """Returns the open span as W3C traceparent, to pass on with the work; "" without an open span."""
     carrier: dict[str, str] = {}
     _PROPAGATOR.inject(carrier)
     return carrier.get(_TRACEPARENT, "")
 
 
 def is_measuring() -> bool:
-    """Whether anybody can read metrics; if not, recording them does nothing."""
+    """Returns whether metrics are recorded."""
     return _current.meter is not None
 
 
@@ -228,12 +228,12 @@ def count(metric: Metric, amount: float = 1, **labels: str) -> None:
 
 
 def observe(metric: Metric, observer: Observer) -> None:
-    """Has a metric asked for whenever the metrics are read; call it after `setup`."""
+    """Registers a callback that is called whenever the metrics are read; call it after `setup`."""
     _current.observe(metric, observer)
 
 
 def record_training(step: int, values: Mapping[str, float]) -> None:
-    """Sets the metrics of a finished step, and last its number."""
+    """Sets the metrics of a finished step, then its number."""
     if not is_measuring():
         return
     for name, value in values.items():

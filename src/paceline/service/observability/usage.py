@@ -1,4 +1,4 @@
-"""What this process, those that it has started and its GPUs take of the machine, for its heartbeats."""
+"""Measures what this process, its children and its GPUs use of the machine, for the heartbeats."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EVERY_S: Final = 2.0
 
 
 class UsageSampler:
-    """Measures at most every 2 s; in between the last sample stands.
+    """Measures at most every 2 s; in between returns the last sample.
 
     Args:
         uses_gpus: whether the process may use GPUs.
@@ -31,7 +31,7 @@ class UsageSampler:
         self._measured = 0.0
 
     def sample(self) -> Usage:
-        """Returns the newest sample of what the process takes."""
+        """Returns the newest sample of usage."""
         now = time.monotonic()
         if self._sample is None or now - self._measured >= _EVERY_S:
             self._sample, self._measured = self._measure(), now
@@ -44,7 +44,7 @@ class UsageSampler:
                 times = process.cpu_times()
                 memory_bytes += process.memory_info().rss
             except psutil.Error:
-                continue  # it has ended meanwhile; its parent has its time
+                continue  # it has ended; its parent's counters include its time
             cpu_seconds += times.user + times.system + times.children_user + times.children_system
         return Usage(cpu_seconds=cpu_seconds, memory_bytes=memory_bytes, gpus=self._measure_gpus())
 

@@ -1,4 +1,4 @@
-"""Digest reports of the two sides of a push, their comparison, and the digest of a complete policy."""
+"""Reports and compares the digests of both sides of a push; computes the digest of a complete policy."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ class Placed(Protocol):
 
     @property
     def box(self) -> Box:
-        """Which part of the whole tensor this is."""
+        """The part of the global tensor."""
         ...
 
 
 def pack_places(parts: Iterable[Placed]) -> bytes:
-    """Packs names, shapes and boxes of a report's slices: the same in every push of a weight group."""
+    """Packs names, shapes and boxes of a report's slices, which are the same in every push of a group."""
     packed: bytes = msgpack.packb(
         [[part.name, part.global_shape, part.box.start, part.box.stop] for part in parts]
     )
@@ -64,7 +64,7 @@ def pack_places(parts: Iterable[Placed]) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DigestReport:
-    """The digests of what one rank holds after the push of `version`, or of what the learner sent.
+    """Holds the digests of a rank's parameters after the push of `version`, or of what the learner sent.
 
     Attributes:
         rank: the rank's name in errors ("rollout rank 1").
@@ -79,7 +79,7 @@ class DigestReport:
 
     @classmethod
     def of(cls, *, rank: str, version: int, slices: Sequence[SliceDigest]) -> DigestReport:
-        """The report of these slices."""
+        """Returns the report of these slices."""
         values = np.array([part.value for part in slices], dtype=np.uint64)
         return cls(rank=rank, version=version, places=pack_places(slices), values=values)
 
@@ -92,7 +92,7 @@ class DigestReport:
         )
 
     def to_bytes(self) -> bytes:
-        """The report as one msgpack message, the values in it as packed little-endian 64-bit integers."""
+        """Encodes the report as msgpack, with the values as packed little-endian 64-bit integers."""
         values = self.values.astype("<u8").tobytes()
         packed: bytes = msgpack.packb([REPORT_SCHEMA, self.rank, self.version, self.places, values])
         return packed
@@ -148,7 +148,7 @@ def disagreement(learner: DigestReport, reports: Sequence[DigestReport]) -> str 
 
     Args:
         learner: the digests of all atoms, as they were sent.
-        reports: one server's, a report per TP rank.
+        reports: reports of one server, one per TP rank.
 
     Returns:
         None if the server has what the learner sent; otherwise a sentence that says what differs: the
@@ -182,7 +182,7 @@ def _difference(learner: DigestReport, report: DigestReport) -> str | None:
 
 
 def model_digest(reports: Iterable[DigestReport]) -> int:
-    """The 64-bit digest of a complete policy, from the learner's report or those of one server's TP ranks.
+    """Computes a policy's 64-bit digest from the learner's report or those of one server's TP ranks.
 
     A box that several ranks hold counts once.
 
@@ -205,12 +205,12 @@ def model_digest(reports: Iterable[DigestReport]) -> int:
 
 
 def format_digest(value: int) -> str:
-    """The digest as trajectories carry it: 16 hexadecimal digits."""
+    """Returns the digest as trajectories carry it: 16 hexadecimal digits."""
     return f"{value & MASK:016x}"
 
 
-# A server serves nothing until digests have been compared, and places stay the same from push to push: what
-# depends on places alone is cached.
+# A server waits for the comparison before it serves. Places are equal in all pushes of a group, so results
+# that depend only on places are cached.
 
 
 @lru_cache(maxsize=64)
@@ -232,7 +232,7 @@ def _read_place(fields: object) -> Place:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Inside:
-    """Which atoms lie in which part.
+    """Says which atoms lie in which part.
 
     Attributes:
         atoms: the atoms' indices, part after part.
@@ -264,12 +264,12 @@ def _atoms_inside(atoms: bytes, parts: bytes) -> _Inside:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Union:
-    """The places of several reports together.
+    """Joins the places of several reports.
 
     Attributes:
         places: places of all reports, one after another.
-        first: for each place the index of the first that is equal to it.
-        unique: indices of the places that are equal to none before them.
+        first: for each place, the index of the first equal place.
+        unique: indices of the places that equal no earlier place.
     """
 
     places: tuple[Place, ...]

@@ -1,4 +1,4 @@
-"""Digests of weights that add up: the digests of disjoint parts give that of their union, for any sharding.
+"""Defines digests of weights that add up: digests of disjoint parts sum to that of their union.
 
 Definition. Let bits(r, c) be the bit pattern of the element at row r (index in dimension 0) and column c
 (flat index in the other dimensions) of the GLOBAL tensor, in the wire dtype, read as a signed integer of its
@@ -41,17 +41,17 @@ _GOLDEN: Final = 0x9E37_79B9_7F4A_7C15
 
 
 def name_factor(name: str) -> int:
-    """S(name): odd, 64 bits, the same in every process."""
+    """Returns S(name): odd, 64 bits, the same in every process."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") | 1
 
 
 def row_factors(first: int, last: int) -> npt.NDArray[np.uint64]:
-    """R(r) for first <= r < last."""
+    """Returns R(r) for first <= r < last."""
     return _splitmix64(np.arange(first, last, dtype=np.uint64) + np.uint64(_ROW_SEED))
 
 
 def column_factors(global_shape: tuple[int, ...], box: Box) -> npt.NDArray[np.uint64]:
-    """K(c) for the columns of a box: its trailing dimensions, flattened."""
+    """Returns K(c) for the columns of a box: its trailing dimensions, flattened."""
     return _column_factors(global_shape[1:], box.start[1:], box.stop[1:])
 
 
@@ -67,7 +67,7 @@ def _column_factors(
 
 
 def _splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood 2014), made odd."""
+    """Applies the finaliser of SplitMix64 (Steele, Lea and Flood 2014) and makes the result odd."""
     x = x * np.uint64(_GOLDEN)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
@@ -75,5 +75,5 @@ def _splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def signed(value: int) -> int:
-    """The int64 that has the same bits as this unsigned one."""
+    """Returns the int64 that has the same bits as this unsigned one."""
     return value - (1 << 64) if value >> 63 else value

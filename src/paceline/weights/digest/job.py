@@ -1,4 +1,4 @@
-"""Digests of many tensor parts at once, prepared when a group forms and run after every push."""
+"""Digests many tensor parts at once; prepared when a group forms and run after every push."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TensorDigester:
         self._tables: dict[object, torch.Tensor] = {}
 
     def factors(self, global_shape: tuple[int, ...], box: Box) -> tuple[torch.Tensor, torch.Tensor]:
-        """R of the box's rows and K of its columns, int64 on the device."""
+        """Returns R of the box's rows and K of its columns, int64 on the device."""
         return self._row_table(box.stop[0])[box.start[0] : box.stop[0]], self._column_table(global_shape, box)
 
     def add(
@@ -43,9 +43,9 @@ class TensorDigester:
         *,
         are_received: bool = False,
     ) -> torch.Tensor:
-        """Digest of `values` (of the box's shape, any strides) after a cast to `dtype`.
+        """Returns the digest of `values` (of the box's shape, any strides) after a cast to `dtype`.
 
-        The cast happens chunk by chunk, as in packing, so that no copy of the whole is made.
+        Casts chunk by chunk, as in packing, so that no full copy is made.
 
         Args:
             are_received: whether the values were received in `dtype`; then a value that `dtype` cannot hold
@@ -68,17 +68,17 @@ class TensorDigester:
         return total * (signed(name_factor(name)))
 
     def finish(self, totals: list[torch.Tensor]) -> list[int]:
-        """The digests as integers in 0..2^64-1, in one transfer to the host."""
+        """Returns the digests as integers in 0..2^64-1, in one transfer to the host."""
         return self.read(torch.stack(totals)) if totals else []
 
     @staticmethod
     def read(totals: torch.Tensor) -> list[int]:
-        """The digests in an int64 vector, as integers in 0..2^64-1."""
+        """Returns the digests in an int64 vector, as integers in 0..2^64-1."""
         return [value & MASK for value in totals.tolist()]
 
     @staticmethod
     def read_array(totals: torch.Tensor) -> npt.NDArray[np.uint64]:
-        """The digests in an int64 vector, as an array of uint64."""
+        """Returns the digests in an int64 vector, as an array of uint64."""
         array: npt.NDArray[np.uint64] = totals.cpu().numpy().view(np.uint64)
         return array
 
@@ -100,7 +100,7 @@ class TensorDigester:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DigestPart:
-    """A part of a tensor whose digest is added to sum number `output`; all parts of a sum are of one tensor.
+    """A tensor part whose digest is added to sum number `output`; a sum has parts of one tensor only.
 
     `values` is a view of the live storage, of the box's shape.
     """
@@ -113,12 +113,12 @@ class DigestPart:
 
 
 class DigestJob:
-    """Digests the same parts again and again: on CUDA in one kernel launch, elsewhere part by part.
+    """Digests the same parts repeatedly: on CUDA in one kernel launch, elsewhere part by part.
 
     A job keeps addresses, so it is valid only as long as the parts' storage stays where it is.
 
     Args:
-        parts: what to digest.
+        parts: the parts to digest.
         num_outputs: number of sums.
         dtype: element type on the wire, to which values are cast first.
         are_received: as in `TensorDigester.add`.
@@ -162,7 +162,7 @@ class DigestJob:
             self._events = make(enable_timing=True), make(enable_timing=True)
 
     def run(self) -> torch.Tensor:
-        """(num_outputs,) int64 on the device: every sum, modulo 2^64. Does not wait for the device."""
+        """Returns all sums modulo 2^64: (num_outputs,) int64 on the device, without waiting for it."""
         self._began = time.perf_counter()
         device = self._digester.device
         sums = torch.zeros(self._num_outputs, dtype=torch.int64, device=device)
@@ -191,7 +191,7 @@ class DigestJob:
 
     @property
     def last_ms(self) -> float:
-        """Milliseconds of the last `run`, which must have finished; on the device if there is one."""
+        """Milliseconds of the last finished `run`, measured on the device if there is one."""
         if self._events is None:
             return 1e3 * (self._ended - self._began)
         return float(self._events[0].elapsed_time(self._events[1]))

@@ -1,1 +1,1 @@
-"""Which part of which tensor lies where."""
+"""Describes which rank holds which part of a tensor."""

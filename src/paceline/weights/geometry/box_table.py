@@ -11,7 +11,7 @@ IntArray = npt.NDArray[np.int64]
 
 
 class BoxTable:
-    """Different boxes, numbered in the order in which they came."""
+    """Numbers distinct boxes in the order in which they are added."""
 
     def __init__(self) -> None:
         self._numbers: dict[Box, int] = {}
@@ -26,12 +26,12 @@ class BoxTable:
         return number
 
     def volumes(self) -> IntArray:
-        """Returns the number of elements of each box; only what was added since the last call is counted."""
+        """Returns the number of elements of each box; computes only boxes added since the last call."""
         if len(self._volumes) < len(self.boxes):
             added = [box.volume for box in self.boxes[len(self._volumes) :]]
             self._volumes = np.concatenate([self._volumes, np.array(added, dtype=np.int64)])
         return self._volumes
 
     def row_volumes(self) -> IntArray:
-        """Elements of a row of each box: of one index of dimension 0."""
+        """Returns the elements per row of each box, a row being one index of dimension 0."""
         return np.array([box.volume // box.shape[0] for box in self.boxes], dtype=np.int64)

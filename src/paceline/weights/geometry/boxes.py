@@ -1,4 +1,4 @@
-"""Boxes: half-open ranges, one per dimension, in the index space of a tensor."""
+"""Defines boxes: half-open ranges, one per dimension, in the index space of a tensor."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from dataclasses import dataclass
 class Box:
     """The elements with start[d] <= index[d] < stop[d] in every dimension d.
 
-    Two boxes that are compared or combined must have the same number of dimensions; otherwise ValueError is
-    raised, since the caller made a mistake.
+    Comparing or combining boxes with different numbers of dimensions raises ValueError.
     """
 
     start: tuple[int, ...]
@@ -28,7 +27,7 @@ class Box:
 
     @classmethod
     def full(cls, shape: Sequence[int]) -> Box:
-        """The box of all elements of a tensor of this shape."""
+        """Returns the box of all elements of a tensor of this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -47,11 +46,11 @@ class Box:
         return tuple(slice(low, high) for low, high in zip(self.start, self.stop, strict=True))
 
     def contains(self, other: Box) -> bool:
-        """Whether every element of `other` lies in this box."""
+        """Returns whether every element of `other` lies in this box."""
         return other.volume == 0 or self.intersect(other) == other
 
     def intersect(self, other: Box) -> Box | None:
-        """The box of the common elements, or None if there are none."""
+        """Returns the box of the common elements, or None if there are none."""
         if len(self.start) != len(other.start):
             raise ValueError(
                 f"boxes of {len(self.start)} and {len(other.start)} dimensions cannot be intersected"
@@ -63,18 +62,18 @@ class Box:
         return Box(start, stop)
 
     def translate(self, by: Sequence[int]) -> Box:
-        """The box, moved by one offset per dimension."""
+        """Returns the box, moved by one offset per dimension."""
         return Box(
             tuple(low + step for low, step in zip(self.start, by, strict=True)),
             tuple(high + step for high, step in zip(self.stop, by, strict=True)),
         )
 
     def relative_to(self, origin: Sequence[int]) -> Box:
-        """The same box in coordinates relative to `origin`."""
+        """Returns the same box in coordinates relative to `origin`."""
         return self.translate([-step for step in origin])
 
     def subtract(self, other: Box) -> list[Box]:
-        """This box without `other`: disjoint boxes in a fixed order, at most two per dimension."""
+        """Returns this box without `other`: disjoint boxes in a fixed order, at most two per dimension."""
         common = self.intersect(other)
         if common is None:
             return [self] if self.volume else []
@@ -93,7 +92,7 @@ class Box:
         return rest
 
     def split(self, dim: int, at: int) -> tuple[Box, Box]:
-        """The two parts along one dimension: below the absolute index `at`, and from it on."""
+        """Returns the two parts along one dimension: below the absolute index `at`, and from it on."""
         low = Box(self.start, (*self.stop[:dim], at, *self.stop[dim + 1 :]))
         high = Box((*self.start[:dim], at, *self.start[dim + 1 :]), self.stop)
         return low, high

@@ -1,4 +1,4 @@
-"""Covering: which source supplies which part of a needed box, each element exactly once, spread evenly."""
+"""Assigns the parts of needed boxes to sources: each element exactly once, with balanced load."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.weights.geometry.layout import RankLayout, TensorSlice
 from paceline.weights.geometry.sharding import HeldPart, Sharding
 
 _SMALLEST_SPLIT = 1 << 14
-"""A replicated part smaller than two of these, in elements, is not split: few large messages are better"""
+"""A replicated part with fewer than twice this many elements is not split: few large messages are better"""
 
 _NOBODY = np.zeros(0, np.int64)
 
@@ -39,7 +39,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supply:
-    """A part of need number `need` that source number `source` supplies out of `source_slice`."""
+    """A part of need number `need` that source number `source` supplies from `source_slice`."""
 
     need: int
     source: int
@@ -49,13 +49,12 @@ class Supply:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Regions:
-    """How a needed box is cut, for all tensors with the same sharding: columns, one row per part, by (box,
-    source).
+    """How a needed box is cut, for all tensors with the same sharding: one row per part, by (box, source).
 
     Attributes:
         source, box: numbers of a part's source and box.
         part: index of the source's part among those of the tensor's kind.
-        contested: boxes that several sources hold, each with the indices of their parts.
+        contested: boxes that several sources hold, each with the indices of these sources' parts.
         by_source: the rows of each source.
         volumes: elements that each source supplies, (sources,).
     """
@@ -75,7 +74,7 @@ class Regions:
         num_sources: int,
         contested: tuple[tuple[Box, tuple[int, ...]], ...] = (),
     ) -> Regions:
-        """The regions of rows of box, source and part."""
+        """Makes regions from rows of (box, source, part)."""
         rows = sorted(rows)
         by_source: dict[int, list[int]] = {}
         volumes = np.zeros(num_sources, dtype=np.int64)
@@ -92,7 +91,7 @@ class Regions:
         )
 
     def rows_of(self, source: int) -> IntArray:
-        """The rows of a source."""
+        """Returns the rows of a source."""
         return self.by_source.get(source, _NOBODY)
 
 
@@ -104,7 +103,7 @@ class Cover:
         sharding: what the sources hold.
         needs: what is covered.
         boxes: the table of the boxes.
-        regions: regions of each need; needs that are cut alike have the same object.
+        regions: regions of each need; needs that are cut alike share an object.
     """
 
     sharding: Sharding
@@ -113,7 +112,7 @@ class Cover:
     regions: Sequence[Regions]
 
     def of_source(self, source: int) -> list[Supply]:
-        """Returns what one of the sources supplies."""
+        """Returns the supplies of a source."""
         return [
             Supply(
                 need=number,
@@ -126,7 +125,7 @@ class Cover:
         ]
 
     def part_of(self, need: int, part: int) -> HeldPart:
-        """A part of the kind of a need's tensor."""
+        """Returns part number `part` of the kind of a need's tensor."""
         return self.sharding.kinds[self.sharding.tensors[self.needs[need].name]].parts[part]
 
     def _slice(self, need: Need, number: int) -> TensorSlice:
@@ -143,11 +142,10 @@ class Cover:
 def assign_sources(sources: Sequence[RankLayout], needs: Sequence[Need]) -> Cover:
     """Splits every need among the sources that hold it.
 
-    A box that only one source holds comes from that source. A box that several hold (copies of the learner's
-    weights, unsharded tensors) comes from the node of those who need it, if some holders are there. It is
-    assigned, largest first, to the holder with the least to send so far; a large one is first cut into as
-    many parts as there are holders. The result depends only on the arguments, so every rank computes the
-    same.
+    A box with a single holder comes from that source. A box with several holders (copies of the learner's
+    weights, unsharded tensors) comes from a holder on the receivers' node, if there is one. Such boxes are
+    assigned largest first, each to the holder with the least to send so far; a large box is first cut into
+    one part per holder. The result depends only on the arguments, so every rank computes the same.
 
     Tensors with the same sharding, such as those of a model's layers, are cut once.
 
@@ -191,7 +189,7 @@ def _regions_of(need: Need, sharding: Sharding, boxes: BoxTable) -> Regions:
 def _assign_contested(
     sharding: Sharding, needs: Sequence[Need], regions: list[Regions], boxes: BoxTable
 ) -> None:
-    """Assigns parts that several sources hold: needs that have such get regions of their own."""
+    """Assigns parts that several sources hold; needs with such parts get regions of their own."""
     contested = [
         (number, part, near)
         for number, cut in enumerate(regions)
@@ -244,7 +242,7 @@ def _cut_overlapping(need: Need, parts: Sequence[HeldPart]) -> list[tuple[Box, t
                 f"{need.name}: no learner holds {box.start}..{box.stop}, which {need.label} needs; "
                 "check that both sides load the same model configuration"
             )
-        # Another holder's border may cut through this box: shrink it until each holds all of it or nothing.
+        # Another holder's border may cut this box: shrink it until each source holds all or none of it.
         for _, part in holders:
             common = part.intersect(first)
             first = common if common is not None else first

@@ -1,4 +1,4 @@
-"""Layouts: which box of which global tensor a rank holds or needs, and where it lies in the rank's memory."""
+"""Describes the boxes of global tensors that a rank holds or needs, and where they lie in its memory."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class TensorSlice:
         return self.to_local(self.box)
 
     def to_local(self, part: Box) -> Box:
-        """Where a part of the box (in global indices) lies in the rank's parameter."""
+        """Returns where a part of the box (in global indices) lies in the rank's parameter."""
         return part.relative_to(self.box.start).translate(self.offset)
 
 
@@ -77,7 +77,7 @@ class RankPlace:
 
 
 NOWHERE: Final = RankPlace()
-"""A place of which nothing is known"""
+"""The place of a rank about which nothing is known"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +85,8 @@ class RankLayout:
     """All slices that one rank holds or needs, and where it runs.
 
     Attributes:
-        dtype: element type of the rank's parameters, as torch names it ("float32"). Some of a rollout
-            rank's may still be float32; they receive numbers that were rounded to this type.
+        dtype: element type of the rank's parameters, as torch names it ("float32"). Some parameters of a
+            rollout rank may still be float32; they receive numbers rounded to this type.
         slices: the slices; no two of them overlap in the rank's memory.
         full_tensors: the rank takes the general path: it needs every tensor in full, in checkpoint form, and
             loads it through the inference engine. `slices` is then empty; `expand_full` fills it.
@@ -98,13 +98,13 @@ class RankLayout:
     place: RankPlace = NOWHERE
 
     def at(self, place: RankPlace) -> RankLayout:
-        """The same slices in another place; the tuple of slices is shared."""
+        """Returns the same slices in another place; the tuple of slices is shared."""
         return self if place == self.place else replace(self, place=place)
 
     def to_dict(self) -> dict[str, Any]:
-        """The layout without its place, as plain lists, numbers and strings, for msgpack.
+        """Returns the layout without its place, as plain lists, numbers and strings, for msgpack.
 
-        Layers repeat: each shape with its box and offset is there once.
+        Layers repeat, so each shape with its box and offset is stored once.
         """
         numbers: dict[tuple[tuple[int, ...], ...], int] = {}
         slices = []
@@ -128,12 +128,12 @@ class RankLayout:
             raise InvalidMessageError(f"weight layout: {error}", reason="bad_layout") from error
 
     def slices_to_bytes(self) -> bytes:
-        """The layout without its place, as one msgpack message."""
+        """Returns the layout without its place, as one msgpack message."""
         packed: bytes = msgpack.packb(self.to_dict())
         return packed
 
     def to_bytes(self) -> bytes:
-        """The layout with its place, as one msgpack message."""
+        """Returns the layout with its place, as one msgpack message."""
         packed: bytes = msgpack.packb([self.place.node, self.place.gpu, self.slices_to_bytes()])
         return packed
 
@@ -142,7 +142,7 @@ class RankLayout:
     def slices_from_bytes(data: bytes) -> RankLayout:
         """Reads what `slices_to_bytes` wrote; raises InvalidMessageError if anything is malformed.
 
-        The same bytes give the same object: servers that are alike have their slices in common.
+        The same bytes give the same object, so identical servers share their slices.
         """
         return RankLayout.from_dict(unpack_layout(data))
 
@@ -167,20 +167,20 @@ def unpack_layout(data: bytes) -> Any:
 
 
 def same_slices(layout: RankLayout, other: RankLayout) -> bool:
-    """Whether two layouts differ in nothing but the order of their slices."""
+    """Returns whether two layouts are equal except for the order of their slices."""
     if (layout.dtype, layout.full_tensors, layout.place) != (other.dtype, other.full_tensors, other.place):
         return False
     return layout.slices == other.slices or set(layout.slices) == set(other.slices)
 
 
 def chunk_rows(num_rows: int, rank: int, world_size: int) -> tuple[int, int]:
-    """First row of `rank` and the row after its last, as in `torch.chunk`: last chunks are short or empty."""
+    """Returns the rows [start, stop) of `rank` as `torch.chunk` cuts them; last chunks are short or empty."""
     size = math.ceil(num_rows / world_size)
     return min(rank * size, num_rows), min((rank + 1) * size, num_rows)
 
 
 def tensor_shapes(layouts: Iterable[RankLayout]) -> dict[str, tuple[int, ...]]:
-    """Global shape by tensor name, in order of first mention; raises WeightSyncError if ranks disagree."""
+    """Returns shapes by tensor name, in order of first mention; raises WeightSyncError if ranks differ."""
     shapes: dict[str, tuple[int, ...]] = {}
     for rank, layout in enumerate(layouts):
         for part in layout.slices:
@@ -194,7 +194,7 @@ def tensor_shapes(layouts: Iterable[RankLayout]) -> dict[str, tuple[int, ...]]:
 
 
 def expand_full(layout: RankLayout, shapes: Mapping[str, tuple[int, ...]]) -> RankLayout:
-    """The layout itself, or one of every tensor in full if the rank takes the general path."""
+    """Returns the layout itself, or a layout of all full tensors if the rank takes the general path."""
     if not layout.full_tensors:
         return layout
     slices = tuple(
@@ -207,7 +207,7 @@ def expand_full(layout: RankLayout, shapes: Mapping[str, tuple[int, ...]]) -> Ra
 def expand_all(
     layouts: Iterable[RankLayout], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[RankLayout, ...]:
-    """`expand_full` of each, without places; equal results are one object."""
+    """Returns `expand_full` of each layout, without places; equal results share an object."""
     full: dict[str, RankLayout] = {}
     expanded: list[RankLayout] = []
     for layout in layouts:

@@ -1,4 +1,4 @@
-"""A model's parameters, found quickly in every push, and caches that notice when a parameter has moved."""
+"""Finds a model's parameters quickly in every push; caches notice when a parameter has moved."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ TRANSPOSED: Final = ".mT"
 
 
 def part_of(parameters: Mapping[str, torch.Tensor], name: str, box: Box) -> torch.Tensor:
-    """The view of a parameter that a slice names, of the box's shape; see `TRANSPOSED`."""
+    """Returns the view of a parameter that a slice names, of the box's shape; see `TRANSPOSED`."""
     own = name.removesuffix(TRANSPOSED)
     values = parameters[own].detach()
     return (values if own == name else values.mT)[box.slices]
 
 
 class ParameterIndex:
-    """The parameters by name, each once, as `named_parameters` gives them.
+    """Looks up parameters by name, each once, as `named_parameters` gives them.
 
-    It avoids that function's walk over all modules, which takes milliseconds.
+    Avoids that function's walk over all modules, which takes milliseconds.
 
     Args:
-        model: while the index is in use, no modules may be added or removed; parameters may be replaced.
+        model: the model; it may replace parameters but not add or remove modules while the index is used.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -43,7 +43,7 @@ class ParameterIndex:
                     self._places[f"{path}.{kind}" if path else kind] = module._parameters, kind
 
     def current(self) -> dict[str, nn.Parameter]:
-        """The parameters as they are now; raises ModelError if one has been removed."""
+        """Returns the parameters as they are now; raises ModelError if one has been removed."""
         parameters: dict[str, nn.Parameter] = {}
         for name, (owner, kind) in self._places.items():
             parameter = owner.get(kind)
@@ -63,12 +63,12 @@ class AddressCache(Generic[T]):
         self._entry: tuple[tuple[int, ...], T] | None = None
 
     def get(self, tensors: Iterable[torch.Tensor], make: Callable[[], T]) -> T:
-        """The cached value, or a new one if it was made for other addresses than those of `tensors`."""
+        """Returns the cached value, or a new one if the addresses of `tensors` have changed."""
         addresses = tuple(tensor.data_ptr() for tensor in tensors)
         if self._entry is None or self._entry[0] != addresses:
             self._entry = addresses, make()
         return self._entry[1]
 
     def clear(self) -> None:
-        """Drops the value that is cached."""
+        """Drops the cached value, if any."""
         self._entry = None

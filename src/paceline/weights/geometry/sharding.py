@@ -1,4 +1,4 @@
-"""The shards of all learner ranks; tensors with the same sharding, as in layers, are described once."""
+"""Describes the shards of all learner ranks; tensors with the same sharding, as in layers, only once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OWN_NAME: Final = ""
 class HeldPart(NamedTuple):
     """What rank `source` holds of a tensor: the box, its index in the parameter, and the parameter's name.
 
-    The name is "" where it is the tensor's.
+    The name is "" if it equals the tensor's.
     """
 
     source: int
@@ -40,7 +40,7 @@ class HeldPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorKind:
-    """How tensors of a shape lie on the ranks: parts by source."""
+    """How tensors of a shape are spread over the ranks: parts by source."""
 
     shape: tuple[int, ...]
     parts: tuple[HeldPart, ...]
@@ -55,7 +55,7 @@ class TensorKind:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grid:
-    """The different boxes of a kind, which do not overlap, and the numbers of the parts that have each.
+    """The distinct, non-overlapping boxes of a kind, each with the numbers of its parts.
 
     Attributes:
         starts, stops: of the boxes, (boxes, dims) int64.
@@ -67,7 +67,7 @@ class Grid:
 
     @classmethod
     def of(cls, kind: TensorKind) -> Grid | None:
-        """The grid of a kind; None if parts overlap that are not equal."""
+        """Returns the grid of a kind; None if unequal parts overlap."""
         owners: dict[Box, list[int]] = {}
         for number, part in enumerate(kind.parts):
             owners.setdefault(part.box, []).append(number)
@@ -79,7 +79,7 @@ class Grid:
         return cls(starts, stops, tuple(map(tuple, owners.values())))
 
     def cut(self, box: Box) -> list[tuple[Box, tuple[int, ...]]] | None:
-        """The parts of a box that lie in each of the boxes, with their owners; None if some lies in none."""
+        """Cuts a box along the grid, with the owners of each part; None if the grid does not cover it."""
         starts = np.maximum(self.starts, np.array(box.start, dtype=np.int64))
         stops = np.minimum(self.stops, np.array(box.stop, dtype=np.int64))
         (inside,) = np.nonzero((starts < stops).all(axis=1))
@@ -90,12 +90,12 @@ class Grid:
 
 
 class Sharding(Sequence[RankLayout]):
-    """The layouts of all learner ranks; each one is made when it is asked for.
+    """The layouts of all learner ranks; each is made on request.
 
     Attributes:
         dtype: element type of the parameters.
         places: where each rank runs.
-        kinds: the different ways in which tensors lie.
+        kinds: the distinct ways in which tensors are sharded.
         tensors: number of each tensor's kind, by name.
     """
 
@@ -184,18 +184,18 @@ class Sharding(Sequence[RankLayout]):
 
     @cached_property
     def grids(self) -> tuple[Grid | None, ...]:
-        """The different boxes of each kind; None where they overlap."""
+        """The grid of each kind; None where boxes overlap."""
         return tuple(map(Grid.of, self.kinds))
 
     def to_bytes(self) -> bytes:
-        """The sharding as one msgpack message."""
+        """Returns the sharding as one msgpack message."""
         places = [[place.node, place.gpu] for place in self.places]
         packed: bytes = msgpack.packb([places, self.slices_to_bytes()])
         return packed
 
     @cached_property
     def has_copies(self) -> bool:
-        """Whether ranks of several nodes hold the same box, so that receivers may have one nearby."""
+        """Whether ranks of several nodes hold the same box, so that receivers may find one on their node."""
         return any(
             len({self.places[kind.parts[owner].source].node for owner in owners}) > 1
             for kind, grid in zip(self.kinds, self.grids, strict=True)
@@ -203,7 +203,7 @@ class Sharding(Sequence[RankLayout]):
         )
 
     def slices_to_bytes(self) -> bytes:
-        """The sharding without the ranks' places."""
+        """Returns the sharding without the ranks' places."""
         packed: bytes = msgpack.packb(
             {
                 "schema": SHARDING_SCHEMA,
@@ -235,7 +235,7 @@ class Sharding(Sequence[RankLayout]):
 
 
 def read_place(fields: object) -> RankPlace:
-    """Reads node and GPU of an untrusted message; raises TypeError if they are no two strings."""
+    """Reads node and GPU of an untrusted message; raises TypeError unless they are two strings."""
     if not isinstance(fields, list) or [type(field) for field in fields] != [str, str]:
         raise TypeError(f"a place is two strings, got {fields!r}")
     return RankPlace(node=fields[0], gpu=fields[1])
@@ -263,7 +263,7 @@ def _read_part(fields: object) -> HeldPart:
 
 
 def places_of(layouts: Iterable[RankLayout]) -> tuple[RankPlace, ...]:
-    """Where each rank runs; of a sharding without making its layouts."""
+    """Returns where each rank runs; does not make the layouts of a `Sharding`."""
     if isinstance(layouts, Sharding):
         return layouts.places
     return tuple(layout.place for layout in layouts)

@@ -1,1 +1,1 @@
-"""Who sends what to whom, in which round."""
+"""Plans who sends what to whom in which round of a push."""

@@ -13,12 +13,12 @@ from paceline.weights.geometry.sharding import places_of
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """What a group's weights travel over.
+    """The transport of a group's weights.
 
     Attributes:
-        backend: between ranks that exchange messages.
-        shared: whether a rollout rank gets its weights from a learner rank on the same GPU (on a CPU: the
-            same host), through memory that both can access.
+        backend: backend between ranks that exchange messages.
+        shared: whether rollout ranks get their weights from a learner rank on the same GPU (on a CPU: the
+            same host) through shared memory.
     """
 
     backend: Literal["gloo", "nccl"]
@@ -30,11 +30,11 @@ def choose_wire(
     learners: Sequence[RankLayout],
     rollouts: Sequence[RankLayout],
 ) -> Wire:
-    """The wire of a group of ranks.
+    """Chooses the wire of a group of ranks.
 
     NCCL refuses two ranks on one GPU. Then either a learner rank stands in for the rollout ranks there, or
-    everything goes over gloo. GPUs are compared by their own ids: an index names different GPUs on different
-    machines and in different containers.
+    everything goes over gloo. GPUs are compared by their unique ids, because an index names different GPUs on
+    different machines and in different containers.
 
     Args:
         configured: weights.backend.
@@ -46,7 +46,7 @@ def choose_wire(
     if configured == "shared":
         if _all_apart([*places, *apart]):
             return Wire("nccl", shared=True)
-        # gloo works on the host's memory: it cannot fill what two ranks share on a GPU.
+        # gloo works in host memory: it cannot fill memory that two ranks share on a GPU.
         return Wire("gloo", shared=not any(place.gpu for place in [*places, *apart]))
     if configured == "auto":
         everywhere = [*places, *(layout.place for layout in rollouts)]
@@ -55,16 +55,16 @@ def choose_wire(
 
 
 def _all_apart(places: Sequence[RankPlace]) -> bool:
-    """Whether every rank has a GPU of its own."""
+    """Returns whether every rank has a GPU of its own."""
     gpus = [place.gpu for place in places]
     return all(gpus) and len(set(gpus)) == len(gpus)
 
 
 def stand_ins(learners: Sequence[RankPlace], rollouts: Sequence[RankPlace]) -> Mapping[int, int]:
-    """The learner rank that stands in for each rollout rank, by its number among the rollout ranks.
+    """Returns the learner rank that stands in for each rollout rank, by the number of the rollout rank.
 
-    A rollout rank without a learner rank at its place has none. Where several learner ranks are at one place,
-    as on a CPU, they share the rollout ranks there.
+    A rollout rank without a learner rank at its place has none. Several learner ranks at one place, as on a
+    CPU, share the rollout ranks there.
     """
     taken: Counter[RankPlace] = Counter()
     chosen: dict[int, int] = {}

@@ -12,8 +12,7 @@ from paceline.weights.geometry.sharding import Sharding
 def misfit(learners: Sequence[RankLayout], server: Sequence[RankLayout], wire_dtype: str) -> str | None:
     """Says why a server's ranks cannot take the learner's tensors; None if they can.
 
-    Without this check, every member would find the mismatch while joining, and each would seem to be at
-    fault.
+    Without this check, every member would find the mismatch while joining, and all would seem at fault.
 
     Args:
         learners: one layout per learner rank.

@@ -1,7 +1,7 @@
-"""Flows: what one learner rank sends to one set of rollout ranks with equal needs, cut into chunks.
+"""Computes flows: what a learner rank sends to a set of rollout ranks with equal needs, in chunks.
 
-A set of one rank is served directly. In a larger set each chunk goes to one member, in turn, which then
-relays it to the others: every byte leaves the learners once per set, and the members share the relaying.
+A set of one rank is served directly. In a larger set, members take turns in receiving a chunk and relaying it
+to the others: every byte leaves the learners once per set, and the members share the relaying.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.weights.geometry.layout import RankLayout, TensorSlice
 from paceline.weights.geometry.sharding import Sharding
 
 SMALLEST_SHARE: Final = 0.02
-"""A set that has less than this share of all bytes in common gets no messages of its own"""
+"""Sets that share less than this part of all bytes get no messages of their own"""
 
 Members = tuple[int, ...]
 """Rollout ranks, ascending"""
@@ -33,12 +33,12 @@ Group = list[tuple[int, TensorSlice]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """What learner rank `source` sends to `members`, in the tensors' order.
+    """The elements that learner rank `source` sends to `members`, in the tensors' order.
 
     Attributes:
-        volume: how many elements flow, each counted once however many receive it.
+        volume: number of elements, each counted once for any number of receivers.
         longest_row: elements of the longest row of any of its boxes.
-        content: equal for flows of the same tensors' same boxes: the source, and numbers of sets of needs.
+        content: the source and the numbers of the sets of needs; equal for flows of equal boxes.
     """
 
     source: int
@@ -50,7 +50,7 @@ class Flow:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Cargo:
-    """What a flow carries, as columns: need, box, part of the source's kind, and elements of each row."""
+    """A flow's rows as columns: need, box, part of the source's kind, and elements per row."""
 
     need: IntArray
     box: IntArray
@@ -60,16 +60,16 @@ class Cargo:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Demand:
-    """What rollout ranks need, and which learner ranks supply it.
+    """The needs of rollout ranks, and the learner ranks that supply them.
 
-    Identical servers and layers are counted, not repeated, so the work is that for one server.
+    Identical servers and layers are counted, not repeated, so the cost is that of one server.
 
     Attributes:
-        cover: who supplies what.
-        groups: for each of its needs the classes of rollout ranks that have it, each with its slice.
+        cover: which source supplies which need.
+        groups: for each need, the classes of rollout ranks that have it, each with its slice.
         class_of: the class of each rollout rank; ranks of a class have equal slices.
-        sets: by classes, the numbers of the needs that just these have.
-        order: number of the tensor of each need.
+        sets: numbers of needs, by the exact set of classes that have them.
+        order: number of each need's tensor.
     """
 
     cover: Cover
@@ -80,11 +80,11 @@ class Demand:
 
     @classmethod
     def of(cls, sharding: Sharding, destinations: Sequence[RankLayout], apart: Sequence[int]) -> Demand:
-        """The demand of rollout ranks.
+        """Computes the demand of rollout ranks.
 
         Args:
-            destinations: what each needs; layouts of the general path must have been expanded.
-            apart: a number for each rollout rank; ranks of other numbers may be supplied by other sources.
+            destinations: layouts of the rollout ranks; those of the general path must have been expanded.
+            apart: a number for each rollout rank; ranks with different numbers may have different sources.
 
         Raises:
             WeightSyncError: no source holds a needed part.
@@ -126,13 +126,12 @@ class Demand:
         )
 
     def flows(self, *, together: Sequence[int], smallest_share: float = 0.0) -> Flows:
-        """Splits what rollout ranks need into flows, ordered by (source, members).
+        """Splits the needs of rollout ranks into flows, ordered by (source, members).
 
         Args:
             together: a number for each rollout rank; ranks that need the same box and have the same number
                 form one set.
-            smallest_share: sets that have less than this share of all bytes in common are split into single
-                ranks.
+            smallest_share: sets that share less than this part of all bytes are split into single ranks.
         """
         sets = list(self.sets.values())
         volumes = [sum(self.groups[need][0][1].box.volume for need in needs) for needs in sets]
@@ -149,8 +148,8 @@ class Flows:
     The content of a flow is looked up only for a rank's own flows, because there are many others.
 
     Attributes:
-        sets: numbers of the needs that the same classes have.
-        flows: who sends how much to whom.
+        sets: groups of needs that the same classes have, by their numbers.
+        flows: the flows.
     """
 
     demand: Demand
@@ -167,7 +166,7 @@ class Flows:
         return {}
 
     def cargo(self, flow: Flow) -> Cargo:
-        """What a flow carries, in the tensors' order."""
+        """Returns a flow's cargo, in the tensors' order."""
         if flow.content not in self._cargo:
             self._cargo[flow.content] = self._load(flow)
         return self._cargo[flow.content]
@@ -187,20 +186,20 @@ class Flows:
         )
 
     def slice_of(self, need: int, rank: int) -> TensorSlice:
-        """Where a rollout rank puts a need."""
+        """Returns the slice in which a rollout rank stores a need."""
         own = self.demand.class_of[rank]
         return next(part for number, part in self.demand.groups[need] if number == own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Chunks:
-    """A flow's cargo, cut into parts that fit into messages, as columns.
+    """A flow's cargo, cut into chunks that fit into messages, as columns.
 
     Attributes:
-        item: index among the flow's boxes of the one that a chunk is a part of.
-        box, volume: the part's number in the table of boxes, and its elements.
-        number: number of the message, counted within the flow.
-        offset: the chunk's first element in that message, as far as this flow fills it.
+        item: index of the flow's box to which a chunk belongs.
+        box, volume: the chunk's number in the table of boxes, and its elements.
+        number: number of the message within the flow.
+        offset: the chunk's first element within the flow's part of the message.
     """
 
     item: IntArray
@@ -211,7 +210,7 @@ class Chunks:
 
 
 def _flows(cover: Cover, sets: Sequence[Sequence[int]], members: Sequence[Sequence[Members]]) -> list[Flow]:
-    """Volumes by set and source, and from these the flows."""
+    """Adds up volumes by set and source, and makes the flows."""
     num_sources = len(cover.sharding)
     row_volumes = cover.boxes.row_volumes()
     volumes = np.zeros((len(sets), num_sources), dtype=np.int64)
@@ -244,7 +243,7 @@ def _flows(cover: Cover, sets: Sequence[Sequence[int]], members: Sequence[Sequen
 def cut_flow(cargo: Cargo, size: int, boxes: BoxTable) -> Chunks:
     """Cuts a flow into chunks of at most `size` elements, along rows, and fills messages with them.
 
-    Boxes that fit uncut, which are nearly all, are placed in one step per message.
+    Boxes that fit uncut (nearly all) are placed in one step per message.
     """
     ends: list[int] = np.cumsum(cargo.volume).tolist()
     numbers: list[int] = cargo.box.tolist()
@@ -272,7 +271,7 @@ def cut_flow(cargo: Cargo, size: int, boxes: BoxTable) -> Chunks:
 
 
 def _expand(cargo: Cargo, runs: IntArray, boxes: BoxTable) -> Chunks:
-    """One row per chunk from one row per run."""
+    """Expands rows per run into rows per chunk."""
     first, count, part, number, offset = runs.T
     run = np.repeat(np.arange(len(runs)), count)
     item = first[run] + np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count)
@@ -290,10 +289,10 @@ def _expand(cargo: Cargo, runs: IntArray, boxes: BoxTable) -> Chunks:
 
 
 def take_leading(box: Box, room: int, *, can_wait: bool) -> tuple[Box | None, list[Box]]:
-    """Cuts off the leading part of a box that fits into `room` elements; returns it and the rest.
+    """Cuts the leading part that fits into `room` elements off a box; returns it and the rest.
 
-    The part consists of complete rows if at least one fits. If none does, nothing is taken if the box
-    `can_wait` for an empty message; otherwise the row itself is cut, along the next dimension.
+    The part consists of complete rows if at least one fits. If none fits, a box that `can_wait` for an empty
+    message is not cut; otherwise the row is cut along the next dimension.
     """
     volume = box.volume
     if volume <= room:
@@ -313,7 +312,7 @@ def take_leading(box: Box, room: int, *, can_wait: bool) -> tuple[Box | None, li
 
 
 def _group_needs(classes: Sequence[RankLayout], apart: Sequence[int]) -> list[Group]:
-    """Every needed box with the classes of the same number that need it."""
+    """Returns every needed box with the classes that need it, separately for each number in `apart`."""
     groups: dict[tuple[object, ...], Group] = {}
     for number, layout in enumerate(classes):
         times: dict[tuple[str, Box], int] = {}
@@ -328,7 +327,7 @@ def _group_needs(classes: Sequence[RankLayout], apart: Sequence[int]) -> list[Gr
 def _members(
     sets: Sequence[tuple[int, ...]], class_of: Sequence[int], together: Sequence[int]
 ) -> list[list[Members]]:
-    """The ranks of each set of classes, those with the same number together."""
+    """Returns the ranks of each set of classes, grouped by their number in `together`."""
     members: list[list[Members]] = []
     for classes in sets:
         ranks: dict[int, list[int]] = {}
@@ -342,7 +341,7 @@ def _members(
 def _split_small(
     members: list[list[Members]], volumes: Sequence[int], smallest_share: float
 ) -> list[list[Members]]:
-    """The ranks of each set; those that have too little in common are split into single ones."""
+    """Returns the ranks of each set; sets that share too few bytes are split into single ranks."""
     common: dict[Members, int] = {}
     for several, volume in zip(members, volumes, strict=True):
         for ranks in several:

@@ -1,4 +1,4 @@
-"""The transfer plan: every piece that moves in a weight push, with its source, relay, destination and round.
+"""Plans the transfer of every piece in a weight push: its source, relay, destination and round.
 
 The plan is a pure function of the layouts, the element size, the size of a round and the relay mode. Every
 rank computes it from the same bytes; the fingerprints are compared when the group forms.
@@ -27,19 +27,20 @@ from paceline.weights.plan.rounds import chunk_sizes
 RELAY_MODES: Final = ("auto", "never", "always")
 
 PLAN_SCHEMA: Final = 2
-"""Must be raised when the plan for the same layouts changes, so that ranks of other versions are refused."""
+"""Raise this when the plan for the same layouts changes, so that ranks of other versions are refused."""
 
 _ROUND_COST_BYTES: Final = 64 << 20
 """Bytes that a link carries in the time it takes to start and end a round (0.2 ms at 350 GB/s)"""
 
 _NETWORK_COST: Final = 8
-"""How much longer a byte takes over a node's network (50 GB/s) than over a rank's link in it (400 GB/s)"""
+"""How much longer a byte takes over a node's network (50 GB/s) than over a rank's link (400 GB/s)"""
 
 
 class MessageKey(NamedTuple):
     """One message between two ranks of the group (learners come first).
 
-    Channel 0 carries what nobody relays; each other channel what one set of rollout ranks has in common.
+    Channel 0 carries elements that nobody relays; each other channel, the common needs of one set of rollout
+    ranks.
     """
 
     sender: int
@@ -53,10 +54,9 @@ class Piece(NamedTuple):
 
     Attributes:
         source, destination: index among the learner ranks, index among the rollout ranks.
-        relay: the rollout rank that received it one round earlier and relays it; None if the source sends it
-            itself.
-        round, channel: of the message that carries it.
-        offset: its first element in that message.
+        relay: the rollout rank that received it one round earlier and relays it; None if the source sends it.
+        round, channel: round and channel of the message that carries it.
+        offset: index of its first element in that message.
         name, box: the tensor, and the part of it in global indices.
         source_param, source_box: where the learner reads it.
         destination_param, destination_box: where the rollout rank writes it.
@@ -77,7 +77,7 @@ class Piece(NamedTuple):
 
 
 class MessagePart(NamedTuple):
-    """Says what a flow contributes to a message: its chunks `start` to `stop`, from element `lead` on."""
+    """A flow's part of a message: its chunks `start` to `stop`, beginning at element `lead`."""
 
     flow: int
     start: int
@@ -91,11 +91,11 @@ class FlowChunks:
     """Holds a flow's chunks, as columns, and its messages.
 
     Attributes:
-        cargo: what the flow carries; `item` are its rows.
+        cargo: the flow's cargo; `item` refers to its rows.
         box, volume, offset: see `Chunks`.
-        starts: first chunk of each message, and the number of chunks.
+        starts: first chunk of each message; last, the number of chunks.
         sizes: elements of each message.
-        rounds, first: round of each message, and the rollout rank that receives it first.
+        rounds, first: round of each message; rollout rank that receives it first.
     """
 
     cargo: Cargo
@@ -116,13 +116,13 @@ class TransferPlan:
     Every rank knows all flows and their chunk sizes. A flow is cut into chunks on request, so a rank cuts
     only its own flows.
 
-    A chunk is a piece for the member of its flow that receives it from the learner, and one more for each
-    member that this one relays it to. A relay passes on everything that it received over one channel in a
-    round, in the same order: learner by learner.
+    A chunk gives one piece for the member that receives it from the learner, and one for each member to which
+    that one relays it. A relay passes on everything that it received over a channel in a round, in the same
+    order: learner by learner.
 
     Attributes:
-        flows: who sends what to whom.
-        sizes: most elements of a chunk of each flow.
+        flows: all flows.
+        sizes: largest number of elements in a chunk of each flow.
         layouts: a digest of all layouts.
         nodes: a number for each rank of the group; equal for ranks of one node.
     """
@@ -137,18 +137,18 @@ class TransferPlan:
 
     @cached_property
     def channels(self) -> dict[Members, int]:
-        """The channel of each set of rollout ranks; single ranks have none of their own."""
+        """The channel of each set of rollout ranks; sets of one rank have none."""
         sets = sorted({flow.members for flow in self.flows.flows if len(flow.members) > 1})
         return {members: 1 + index for index, members in enumerate(sets)}
 
     @property
     def num_channels(self) -> int:
-        """The sets' channels, and channel 0."""
+        """Number of channels, with channel 0."""
         return 1 + len(self.channels)
 
     @cached_property
     def num_rounds(self) -> int:
-        """Counts the rounds of the push. This cuts all flows; no rank needs it for its own part."""
+        """Number of rounds of the push. Cuts all flows; ranks do not need it for their own parts."""
         ends = (
             max(self.chunks(number).rounds) + 1 + (len(flow.members) > 1)
             for number, flow in enumerate(self.flows.flows)
@@ -156,7 +156,7 @@ class TransferPlan:
         return max(ends, default=0)
 
     def chunks(self, number: int) -> FlowChunks:
-        """The chunks of a flow; flows of the same content are cut once."""
+        """Returns the chunks of a flow; flows of the same content are cut once."""
         if number not in self._chunks:
             self._chunks[number] = self._cut_flow(self.flows.flows[number], self.sizes[number])
         return self._chunks[number]
@@ -181,7 +181,7 @@ class TransferPlan:
             starts=starts,
             sizes=sizes,
             rounds=[index // count for index in numbers],
-            # Each source begins with another member: this spreads the remainders of the last round.
+            # Each source begins with a different member, which spreads the remainders of the last round.
             first=[flow.members[(index + flow.source) % count] for index in numbers],
         )
 
@@ -199,13 +199,13 @@ class TransferPlan:
         return flows
 
     def messages_of(self, rank: int) -> dict[MessageKey, list[MessagePart]]:
-        """Every message that a group rank sends or receives, with its parts, learner by learner."""
+        """Returns every message that a group rank sends or receives, with its parts, learner by learner."""
         return self._messages(self._flows_of.get(rank, []), rank)
 
     def _messages(
         self, numbers: Iterable[int], only: int | None = None
     ) -> dict[MessageKey, list[MessagePart]]:
-        """All messages of some flows, or those of one group rank."""
+        """Returns all messages of some flows, or only those of group rank `only`."""
         messages: dict[MessageKey, list[MessagePart]] = {}
         member = None if only is None else only - self.num_sources
         for number in numbers:
@@ -229,7 +229,7 @@ class TransferPlan:
         return messages
 
     def relay_pairs_of(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """Who relays to whom, as group ranks, ascending, as far as this rank is one of them."""
+        """Returns the pairs (relay, receiver) of group ranks that include this rank, ascending."""
         if rank < self.num_sources:
             return ()
         pairs = {(key.sender, key.receiver) for key in self.messages_of(rank)}
@@ -237,7 +237,7 @@ class TransferPlan:
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """32 bytes that are equal exactly if the plans are equal.
+        """Returns 32 bytes that are equal exactly if the plans are equal.
 
         Chunks follow from layouts, flows and their sizes.
         """
@@ -253,11 +253,11 @@ class TransferPlan:
         return hasher.digest()
 
     def content_of(self, part: MessagePart) -> tuple[object, ...]:
-        """Equal for parts of messages that a learner packs alike."""
+        """Returns a key that is equal for message parts that a learner packs alike."""
         return self.flows.flows[part.flow].content, self.sizes[part.flow], part.start
 
     def pieces_of(self, key: MessageKey, part: MessagePart) -> Iterator[Piece]:
-        """The pieces of a part of a message."""
+        """Yields the pieces of a part of a message."""
         flow, chunks = self.flows.flows[part.flow], self.chunks(part.flow)
         boxes = self.flows.cover.boxes.boxes
         relay = None if key.sender < self.num_sources else key.sender - self.num_sources
@@ -283,11 +283,11 @@ class TransferPlan:
             )
 
     def _ends(self, need: int, part: int, destination: int) -> tuple[HeldPart, TensorSlice]:
-        """Where a need's box is read and written."""
+        """Returns the source's part and the destination's slice of a need."""
         return self.flows.cover.part_of(need, part), self.flows.slice_of(need, destination)
 
     def _place(self, number: int, start: tuple[int, ...], offset: tuple[int, ...]) -> Box:
-        """Where a box lies in a parameter. Layers repeat: few different boxes lie in few different places."""
+        """Returns where a box lies in a parameter; cached, because layers repeat the same few boxes."""
         key = (number, start, offset)
         place = self._places.get(key)
         if place is None:
@@ -300,27 +300,27 @@ class TransferPlan:
         return {}
 
     def sent_bytes(self, source: int) -> int:
-        """Bytes that leave this learner rank in a push."""
+        """Returns the bytes that leave this learner rank in a push."""
         flows = (self.flows.flows[number] for number in self._flows_of.get(source, []))
         return self.item_bytes * sum(flow.volume for flow in flows)
 
     def received_bytes(self, destination: int) -> int:
-        """Bytes that reach this rollout rank in a push."""
+        """Returns the bytes that reach this rollout rank in a push."""
         numbers = self._flows_of.get(self.num_sources + destination, [])
         return self.item_bytes * sum(self.flows.flows[number].volume for number in numbers)
 
     def relayed_bytes(self, destination: int) -> int:
-        """Bytes that this rollout rank relays in a push."""
+        """Returns the bytes that this rollout rank relays in a push."""
         rank = self.num_sources + destination
         messages = self.messages_of(rank).items()
         return self.item_bytes * sum(part.size for key, ps in messages if key.sender == rank for part in ps)
 
     @cached_property
     def cost_bytes(self) -> int:
-        """About how long a push takes, in bytes over the link of one rank.
+        """Estimates how long a push takes, in bytes over the link of one rank.
 
-        It lasts as long as its busiest rank sends or receives, or its busiest node over the network; rounds
-        are about equal. Members of a set share what they pass on.
+        The busiest rank's link or the busiest node's network bounds the push; rounds are about equal. Members
+        of a set share the relaying.
         """
         sources, members = self.nodes[: self.num_sources], self.nodes[self.num_sources :]
         sent, received, relayed = Counter[int](), Counter[int](), Counter[int]()
@@ -351,7 +351,7 @@ class TransferPlan:
 
 
 def _runs(cut: Chunks) -> tuple[list[int], list[int]]:
-    """First chunk of each message and the number of chunks; elements of each message."""
+    """Returns each message's first chunk, then the number of chunks; and each message's elements."""
     starts = np.flatnonzero(np.concatenate([[True], cut.number[1:] != cut.number[:-1]]))
     return [*starts.tolist(), len(cut.number)], np.add.reduceat(cut.volume, starts).tolist()
 
@@ -364,15 +364,15 @@ def build_plan(
     round_bytes: int,
     relay: str = "never",
 ) -> TransferPlan:
-    """Intersects what learner ranks hold with what rollout ranks need.
+    """Intersects the boxes that learner ranks hold with those that rollout ranks need.
 
     Args:
         sources: one layout per learner rank.
         destinations: one layout per rollout rank; those of the general path are expanded to every tensor.
         item_bytes: bytes per element on the wire.
-        round_bytes: most bytes that any rank packs in one round, or receives in one from learners and relays.
-        relay: whether rollout ranks that need the same box relay it to each other. "auto": if that is faster,
-            by `cost_bytes`; "always": whenever two on one node need the same box, for tests.
+        round_bytes: largest number of bytes that a rank packs, or receives, in one round.
+        relay: whether rollout ranks that need the same box relay it to each other. "auto": if `cost_bytes` is
+            lower; "always": if two ranks on a node need the same box (for tests).
 
     Raises:
         WeightSyncError: no source holds a needed part, no destination needs a tensor, two slices are written
@@ -390,7 +390,7 @@ def build_plan(
     nobody = [0] * len(destinations)
     by_node = nodes[len(sharding) :]
     demand = Demand.of(sharding, destinations, nobody)
-    # If learners hold several copies, a node is served by its own copy.
+    # If learners hold several copies, each node is served by its own copy.
     near = Demand.of(sharding, destinations, by_node) if sharding.has_copies else demand
 
     def plan(demand: Demand, together: Sequence[int], smallest_share: float = 0.0) -> TransferPlan:
@@ -411,14 +411,14 @@ def build_plan(
     candidates = [direct]
     if relay == "auto" and _egress_binds(direct):
         candidates.append(plan(demand, nobody, SMALLEST_SHARE))
-    # Over the network a slice that several ranks of a node need should come once.
+    # A slice that several ranks of a node need should cross the network once.
     if relay == "auto" and len(set(nodes)) > 1 and len(set(by_node)) < len(by_node):
         candidates.append(plan(near, by_node, SMALLEST_SHARE))
     return min(candidates, key=lambda candidate: candidate.cost_bytes)
 
 
 def _checked(destinations: Sequence[RankLayout], sharding: Sharding) -> Sequence[RankLayout]:
-    """Expands the destinations of the general path; raises WeightSyncError where one does not fit."""
+    """Expands the destinations of the general path; raises WeightSyncError if one does not fit."""
     for rank, layout in _different(destinations):
         _check_shapes(rank, layout, sharding)
     expanded = expand_all(destinations, sharding.shapes)
@@ -430,13 +430,13 @@ def _checked(destinations: Sequence[RankLayout], sharding: Sharding) -> Sequence
 
 
 def _egress_binds(plan: TransferPlan) -> bool:
-    """Whether some learner rank sends more than any rollout rank receives: relaying helps only then."""
+    """Returns whether a learner rank sends more than any rollout rank receives: only then relaying helps."""
     sent = max((plan.sent_bytes(source) for source in range(plan.num_sources)), default=0)
     return sent > max((plan.received_bytes(rank) for rank in range(plan.num_destinations)), default=0)
 
 
 def _different(layouts: Sequence[RankLayout]) -> list[tuple[int, RankLayout]]:
-    """The first rank with each layout; layouts that differ only in their place share their slices."""
+    """Returns each distinct layout with its first rank; places are ignored."""
     ranks: dict[int, tuple[int, RankLayout]] = {}
     for rank, layout in enumerate(layouts):
         ranks.setdefault(id(layout.slices), (rank, layout))
@@ -444,13 +444,13 @@ def _different(layouts: Sequence[RankLayout]) -> list[tuple[int, RankLayout]]:
 
 
 def _number_nodes(places: Iterable[RankPlace]) -> tuple[int, ...]:
-    """A number for each rank, equal for ranks of one node."""
+    """Returns a number for each rank that is equal for ranks of one node."""
     numbers: dict[str, int] = {}
     return tuple(numbers.setdefault(place.node, len(numbers)) for place in places)
 
 
 def _digest_of(sharding: Sharding, destinations: Sequence[RankLayout]) -> bytes:
-    """A digest of all layouts: tensors, parameters and places in them."""
+    """Returns a digest of all layouts: tensors, parameters and places in them."""
     hasher = hashlib.sha256(sharding.slices_to_bytes())
     for layout in destinations:
         hasher.update(layout.slices_to_bytes())

@@ -1,4 +1,4 @@
-"""Chunk sizes: as many rounds as staging requires, and every round about as full as any other."""
+"""Chooses chunk sizes: as many rounds as staging requires, all about equally full."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any, Final
 from paceline.weights.plan.flows import Flow
 
 _LEAST_ROUNDS: Final = 4
-"""In a single round, packing, sending and scattering could not overlap"""
+"""Several rounds let packing, sending and scattering overlap"""
 
 _WORTH_A_ROUND: Final = 16 << 20
-"""Least elements of the busiest rank for which another round saves more time than it costs."""
+"""Elements per round of the busiest rank below which another round costs more time than it saves."""
 
 _ALIGNED: Final = 8
-"""A chunk's size is a multiple of this: parts then begin at addresses that kernels copy at full speed"""
+"""Chunk sizes are multiples of this, so that parts begin at addresses that kernels copy at full speed"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Share:
-    """What one member takes of a flow, in elements.
+    """One member's share of a flow, in elements.
 
     Attributes:
         volume: number of elements in total.
-        limit: at most this much per round.
-        least: at least this much at a time, even if less would be enough.
-        slack: how much shorter a chunk may be, because it ends at a row's end and at an aligned size.
+        limit: most elements per round.
+        least: fewest elements per chunk, even if fewer would be enough.
+        slack: how much shorter a chunk may be, because it ends at the end of a row and at an aligned size.
     """
 
     volume: int
@@ -36,24 +36,23 @@ class _Share:
 
     @property
     def num_rounds(self) -> int:
-        """Number of rounds that is certainly enough."""
+        """An upper bound on the number of rounds."""
         sure = self.limit - self.slack if self.limit > 2 * self.slack else self.limit
         return -(-self.volume // sure)
 
     def chunk_size(self, num_rounds: int) -> int:
-        """Largest chunk with which the flow ends after about this many rounds."""
+        """Returns the chunk size with which the flow ends after about this many rounds."""
         size = min(self.limit, max(self.least, -(-self.volume // num_rounds) + self.slack))
         return max(size // _ALIGNED * _ALIGNED, min(size, _ALIGNED))
 
 
 def chunk_sizes(flows: Sequence[Flow], capacity: int) -> list[int]:
-    """Largest chunk of each flow, in elements.
+    """Returns the size of each flow's chunks, in elements.
 
-    Every flow is spread over all rounds, so that each round moves about as much as any other and keeps all
-    links busy. In a round a rank packs at most `capacity` elements, and receives at most as many from
-    learners and relays together. Its flows share a sixteenth of that equally, so that small flows are not cut
-    into tiny chunks, and the rest in proportion to their volumes. Every member of a shared flow takes one
-    chunk per round.
+    Every flow is spread over all rounds, so that rounds are about equal and keep all links busy. In a round a
+    rank packs at most `capacity` elements, and receives at most as many from learners and relays together.
+    Its flows share a sixteenth of that equally, so that small flows are not cut into tiny chunks, and the
+    rest in proportion to their volumes. Every member of a shared flow receives one chunk per round.
     """
     loads = _loads(flows)
     keys = [
@@ -84,9 +83,9 @@ def _share(volume: int, longest_row: int, count: int, num_flows: int, load: int,
 
 
 def _loads(flows: Sequence[Flow]) -> list[tuple[int, int]]:
-    """For each flow, the most flows and the most elements that any of its ends packs or receives.
+    """Returns for each flow the most flows and the most elements that any of its ends packs or receives.
 
-    Flows of the same cargo, to replicas that are served one by one, are packed once.
+    Flows with the same cargo, to replicas that are served separately, are packed once.
     """
     packed = {flow.content: flow for flow in flows}.values()
     sources, sets = _Sums(), _Sums()
@@ -112,7 +111,7 @@ def _loads(flows: Sequence[Flow]) -> list[tuple[int, int]]:
 
 
 class _Sums:
-    """Numbers of flows, and their elements, by a key."""
+    """Sums the numbers and elements of flows by a key."""
 
     def __init__(self) -> None:
         self.counts: dict[Any, int] = {}

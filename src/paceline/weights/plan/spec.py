@@ -1,4 +1,4 @@
-"""The specification of a weight group: one message that tells every member of an epoch how to join."""
+"""Specifies a weight group in one message that tells every member of an epoch how to join."""
 
 from __future__ import annotations
 
@@ -33,14 +33,13 @@ class WeightGroupSpec:
         epoch: membership epoch; never used twice with one store.
         backend: "gloo" or "nccl".
         store_host, store_port: where learner rank 0 listens for the rendezvous.
-        learner_layouts: what each learner rank holds, kept as a `Sharding`.
-        rollout_layouts: what each rollout rank needs.
-        wire_dtype: element type on the wire; equal to that of the rollout ranks' parameters.
-        round_bytes: most bytes that any rank packs or receives in a round; staging on each side is two
-            rounds.
+        learner_layouts: layouts of the learner ranks, kept as a `Sharding`.
+        rollout_layouts: layouts of the rollout ranks.
+        wire_dtype: element type on the wire; must be that of the rollout ranks' parameters.
+        round_bytes: most bytes that a rank packs or receives in a round; each side stages two rounds.
         shared: whether learner ranks stand in for the rollout ranks at their places.
-        relay: whether rollout ranks relay to each other what several need; see `build_plan`.
-        timeout_s: deadline of forming the group, and of each push that has no deadline of its own.
+        relay: whether rollout ranks relay common needs to each other; see `build_plan`.
+        timeout_s: deadline of forming the group, and of pushes without their own deadline.
     """
 
     epoch: int
@@ -79,30 +78,30 @@ class WeightGroupSpec:
 
     @property
     def sharding(self) -> Sharding:
-        """What the learner ranks hold together."""
+        """The layouts of all learner ranks."""
         return Sharding.of(self.learner_layouts)
 
     def layout(self, rank: int) -> RankLayout:
-        """The layout of a group rank."""
+        """Returns the layout of a group rank."""
         first = self.num_learners
         return self.learner_layouts[rank] if rank < first else self.rollout_layouts[rank - first]
 
     @property
     def num_learners(self) -> int:
-        """Learner ranks; also the group rank of the first rollout rank."""
+        """Number of learner ranks; also the group rank of the first rollout rank."""
         return len(self.learner_layouts)
 
     @property
     def world_size(self) -> int:
-        """All ranks of the group."""
+        """Number of ranks in the group."""
         return len(self.learner_layouts) + len(self.rollout_layouts)
 
     def expanded_rollout_layouts(self) -> tuple[RankLayout, ...]:
-        """The rollout ranks' layouts; those of the general path are expanded to every learner tensor."""
+        """Returns the rollout ranks' layouts; expands those of the general path to every learner tensor."""
         return expand_all(self.rollout_layouts, self.sharding.shapes)
 
     def build_plan(self) -> TransferPlan:
-        """The plan by which every rank of the group works; raises WeightSyncError as `build_plan` does."""
+        """Builds the group's transfer plan; raises WeightSyncError as `plan.build_plan` does."""
         return build_plan(
             self.learner_layouts,
             self.rollout_layouts,
@@ -121,18 +120,18 @@ class WeightGroupSpec:
 
     @cached_property
     def wire_ranks(self) -> tuple[int, ...]:
-        """The group ranks that exchange messages: all but those that another one stands in for."""
+        """The group ranks that exchange messages: those without a stand-in."""
         return tuple(rank for rank in range(self.world_size) if rank not in self.stand_ins)
 
     def rank_ref(self, rank: int) -> RankRef:
-        """A group rank by its kind and its number among that kind."""
+        """Returns a group rank's kind and its number within that kind."""
         first = self.num_learners
         if rank < first:
             return RankRef(MemberKind.LEARNER, rank)
         return RankRef(MemberKind.ROLLOUT, rank - first)
 
     def to_bytes(self) -> bytes:
-        """The spec as one compressed msgpack message; layouts that several ranks share are in it once."""
+        """Encodes the spec as one compressed msgpack message, which holds shared layouts once."""
         layouts = _Numbered()
         plain: dict[str, Any] = {
             "schema": SPEC_SCHEMA,
@@ -150,7 +149,7 @@ class WeightGroupSpec:
             "shared": self.shared,
             "timeout_s": float(self.timeout_s),
         }
-        # Names repeat from layout to layout: compressed, a spec is a few percent of its size.
+        # Layouts repeat names, so compression leaves a few percent of the size.
         return zlib.compress(msgpack.packb(plain), _FAST)
 
     @classmethod
@@ -175,7 +174,7 @@ class WeightGroupSpec:
 
 
 class _Numbered:
-    """Different layouts in the order in which they come."""
+    """Numbers distinct layouts in the order in which they come."""
 
     def __init__(self) -> None:
         self.packed: list[bytes] = []
@@ -183,7 +182,7 @@ class _Numbered:
         self._by_content: dict[bytes, int] = {}
 
     def number(self, layout: RankLayout) -> int:
-        """The number of a layout; layouts of equal slices have the same."""
+        """Returns the number of a layout; layouts with equal slices have equal numbers."""
         known = self._by_identity.get(id(layout.slices)) if layout.slices else None
         if known is None:
             packed = layout.slices_to_bytes()
@@ -195,7 +194,7 @@ class _Numbered:
 
 
 def _decompress(data: bytes) -> bytes:
-    """The message, if it is complete and no larger than any spec."""
+    """Decompresses a message; raises ValueError if it is cut off or larger than any spec."""
     inflater = zlib.decompressobj()
     message = inflater.decompress(data, _MOST_BYTES)
     if not inflater.eof:

@@ -1,1 +1,1 @@
-"""The process group of a push, its rendezvous, and the copies at its ends."""
+"""Transports weights: process groups, their rendezvous, and copies to and from staging."""

@@ -14,10 +14,10 @@ _LOOK_EVERY_S = 0.005
 
 
 class Connecting:
-    """Runs `connect` in a thread, on this thread's stream.
+    """Runs `connect` in a thread, on the calling thread's stream.
 
-    A rank that dies while NCCL connects makes the others wait inside NCCL for ever. The thread that waits
-    there is left behind, with its process group; nothing else of the process waits for it.
+    If a rank dies while NCCL connects, the others wait inside NCCL for ever. The waiting thread is then
+    abandoned with its process group; nothing else in the process waits for it.
     """
 
     def __init__(self, connect: Callable[[], None], device: torch.device) -> None:
@@ -38,14 +38,14 @@ class Connecting:
         self._thread.start()
 
     def is_alive(self) -> bool:
-        """Whether the thread still connects."""
+        """Returns whether the thread still connects."""
         return self._thread.is_alive()
 
     def wait(self, deadline: Deadline, abandonment: Abandonment) -> None:
-        """Returns when all is connected.
+        """Waits until the group is connected.
 
         Raises:
-            DeadlineError: it was not in time.
+            DeadlineError: the deadline passed.
             PeerLostError: the join was cancelled.
             BaseException: what `connect` raised.
         """

@@ -1,4 +1,4 @@
-"""A round's copies between parameters and staging, prepared when a group forms and run in every push."""
+"""Copies a round between parameters and staging; prepared when a group forms and run in every push."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Copy = tuple[torch.Tensor, torch.Tensor]
 
 
 class CopyJob:
-    """Copies the same views again and again: within a GPU in one kernel launch, otherwise one by one.
+    """Copies the same views repeatedly: within a GPU in one kernel launch, otherwise one by one.
 
     A job keeps addresses, so it is valid only as long as the views' storage stays where it is.
     """

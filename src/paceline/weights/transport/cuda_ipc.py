@@ -1,7 +1,7 @@
-"""Device memory that two processes on one GPU share, by calls of CUDA's driver.
+"""Shares device memory between two processes on one GPU, through CUDA's driver.
 
-torch's own sharing keeps what another process has opened until that process lets go of it, so the memory of a
-server that was killed would never come back. Here the process that allocates frees.
+torch's own sharing keeps memory until the process that opened it releases it, so memory opened by a killed
+server would never be freed. Here the allocating process frees it.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ class _Handle(ctypes.Structure):
 
 
 class CudaIpcError(RuntimeError):
-    """A call of the driver failed; says which and why."""
+    """Says which call of the driver failed, and why."""
 
 
 def allocate(num_bytes: int, device: torch.device) -> int:
-    """The address of new memory on `device`."""
+    """Allocates memory on `device`; returns its address."""
     address = ctypes.c_uint64()
     _call(device, "cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
     return address.value
 
 
 def free(address: int, device: torch.device) -> None:
-    """Frees what `allocate` returned; waits for the device."""
+    """Frees memory that `allocate` returned; waits for the device."""
     _call(device, "cuMemFree_v2", ctypes.c_uint64(address))
 
 
 def export(address: int, device: torch.device) -> bytes:
-    """A handle with which another process on this GPU opens the memory."""
+    """Returns a handle with which another process on this GPU opens the memory."""
     handle = _Handle()
     _call(device, "cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
     return bytes(handle)
 
 
 def open_handle(handle: bytes, device: torch.device) -> int:
-    """The address at which this process sees another one's memory."""
+    """Maps another process's memory into this process; returns its address here."""
     address = ctypes.c_uint64()
     structure = _Handle.from_buffer_copy(handle)
     _call(
@@ -59,12 +59,12 @@ def open_handle(handle: bytes, device: torch.device) -> int:
 
 
 def close_handle(address: int, device: torch.device) -> None:
-    """Unmaps what `open_handle` returned; the memory stays with the process that allocated it."""
+    """Unmaps memory that `open_handle` mapped; the process that allocated it keeps it."""
     _call(device, "cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
 
 def as_bytes(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """The memory as a uint8 tensor (num_bytes,); it must not outlive the memory."""
+    """Returns the memory as a uint8 tensor (num_bytes,); it must not outlive the memory."""
     interface = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
     pointer = SimpleNamespace(__cuda_array_interface__={**interface, "strides": None})
     tensor: torch.Tensor = torch.as_tensor(pointer, device=device)
@@ -72,7 +72,7 @@ def as_bytes(address: int, num_bytes: int, device: torch.device) -> torch.Tensor
 
 
 def _call(device: torch.device, name: str, *arguments: Any) -> None:
-    # The driver works in the context that is current in this thread: torch's, after a call of torch.
+    # The driver works in the thread's current context, which is torch's after a call of torch.
     with torch.cuda.device(device):
         torch.cuda.current_stream(device)
         driver = ctypes.CDLL(_LIBRARY)

@@ -1,4 +1,4 @@
-"""The group that carries weights: forming it, one push over it, taking it down.
+"""Forms the group that carries weights, pushes over it, and takes it down.
 
 The group is separate from torch's default one, so that learner and inference engine are independent of each
 other. A push goes round by round, with two staging slots on each side:
@@ -8,8 +8,8 @@ other. A push goes round by round, with two staging slots on each side:
 
 On CUDA the caller's stream packs and scatters, NCCL's own stream transfers, round after round without a gap,
 and a `wait` makes one stream wait for the other: the same order of calls overlaps all three. With gloo a
-`wait` blocks the thread, and staging is in host memory even if the parameters are on a GPU; two sides that
-share a GPU work this way, since NCCL refuses them.
+`wait` blocks the thread, and staging is in host memory even if the parameters are on a GPU; sides that share
+a GPU use it, because NCCL refuses them.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ _GREETING_BYTES: Final = 128
 _TAG_GREETING, _TAG_DIGESTS, _TAG_ROUND = 1, 2, 16
 
 Message = tuple[torch.Tensor, int, int]
-"""A contiguous tensor, the peer's group rank, and a tag unique among the pair's messages under way"""
+"""A contiguous tensor, the peer's group rank, and a tag that is unique among the pair's pending messages"""
 
 Round = tuple[tuple[Piece, torch.Tensor], ...]
-"""Pieces of a round, each with its elements in staging, in the piece's shape"""
+"""Pieces of a round, each with a view of its elements in staging, in the piece's shape"""
 
 
 class WeightGroup:
-    """One rank's end of the weight group of one membership epoch.
+    """Represents a rank in the weight group of one membership epoch.
 
-    Every method that waits takes a Deadline. Any error aborts the group; it cannot be used again.
+    Every method that waits takes a Deadline. Any error aborts the group for good.
     """
 
     def __init__(
@@ -88,18 +88,18 @@ class WeightGroup:
         """Joins the group; returns when every rank has joined, is connected and has the same plan.
 
         Args:
-            rank: rank in the group: learners first.
-            layout: what this rank holds or needs now; must be equal to its layout in the spec.
+            rank: group rank; learners come first.
+            layout: this rank's current layout; must equal its layout in the spec.
             store: learner rank 0's own store; the other ranks connect to it.
 
         Raises:
             WeightSyncError: the spec describes another model, there is no memory for staging, or a peer
                 computed another plan. The other ranks are told.
-            DeadlineError, PeerLostError: a member did not join in time or went away.
+            DeadlineError, PeerLostError: a member did not join in time, or was lost.
         """
         deadline = Deadline("weight group join", timeout_s)
         store = store or connect_store(spec, deadline)
-        # A separate connection, because the process group waits on the other one.
+        # A separate connection, because the process group blocks the other.
         abandonment = Abandonment(store.clone(), spec.epoch)  # type: ignore[attr-defined]
         try:
             if not same_slices(spec.layout(rank), layout):
@@ -118,15 +118,15 @@ class WeightGroup:
         return group
 
     def announce(self, store: Store) -> None:
-        """Tells the other ranks what they need before they connect; here nothing."""
+        """Publishes what the other ranks need before they connect; here nothing."""
 
     @property
     def staging_bytes(self) -> int:
-        """Memory used beside the parameters, from forming to abort."""
+        """Staging memory in bytes, allocated from `form` until `abort`."""
         return sum(slot.nbytes for slot in self._slots)
 
     def prepare(self, shards: Mapping[str, torch.Tensor]) -> list[CopyJob]:
-        """The copies that pack each round on a learner; made once, and again when a shard has moved."""
+        """Returns the copies that pack each round on a learner; remade when a shard has moved."""
         return self._packing.get(
             shards.values(),
             lambda: [
@@ -143,7 +143,7 @@ class WeightGroup:
         deadline: Deadline,
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
-        """A learner rank's part of a push: casts, packs and sends every round.
+        """Casts, packs and sends every round: a learner rank's part of a push.
 
         Args:
             shards: this rank's shards by name, as its layout describes them.
@@ -163,17 +163,17 @@ class WeightGroup:
             self._finish(deadline)
 
     def receive(self, deadline: Deadline) -> Iterator[Round]:
-        """A rollout rank's part of a push: yields each of `rounds` when its elements are in staging.
+        """Yields each of `rounds` when its elements are in staging: a rollout rank's part of a push.
 
-        They stay there until the next round is requested. What this rank relays of a round is sent meanwhile.
+        They stay there until the next round is requested. Meanwhile this rank sends what it relays.
         """
         with self._aborting():
             following = self._post_round(0, deadline)
             for number, pieces in enumerate(self.rounds):
                 current = following
                 if not current.on_stream:
-                    # What is relayed must have arrived, and the slot that was sent from must be free. NCCL
-                    # keeps the order by itself.
+                    # The data to relay must have arrived, and their slot must no longer be sent from. NCCL
+                    # keeps this order by itself.
                     current.wait(deadline)
                 following = self._post_round(number + 1, deadline)
                 current.wait(deadline)
@@ -196,14 +196,14 @@ class WeightGroup:
         return torch.stack([values, *shares]).sum(dim=0)
 
     def fail(self, error: BaseException) -> None:
-        """Aborts the group for an error, and cancels the push if the error is this rank's own."""
+        """Aborts the group; cancels the push if the error is this rank's own."""
         self.abort()
-        # A rank that stops receiving has its own error, and reports it.
+        # A rank that stops receiving reports its own error.
         if not isinstance(error, GeneratorExit):
             self._abandonment.report(self.spec.rank_ref(self.rank), error)
 
     def abort(self) -> None:
-        """Cuts all connections and frees staging; peers that wait get an error. May be repeated."""
+        """Closes all connections and frees staging; waiting peers get an error. May be repeated."""
         for pending in self._pending:
             pending.drop()
         self._pending = []
@@ -241,9 +241,9 @@ class WeightGroup:
             ) from error
 
     def _connect(self, store: Store, deadline: Deadline) -> None:
-        """Makes the process group and its connections; all ranks have answered the roll call.
+        """Makes the process group and its connections, after all ranks have answered the roll call.
 
-        It happens in a thread: a rank that dies now would make NCCL wait for ever, and no call frees it.
+        Uses a thread: if a rank died now, NCCL would wait for ever, and no call could end the wait.
         """
 
         def connect() -> None:
@@ -261,7 +261,7 @@ class WeightGroup:
                 connecting.wait(deadline, self._abandonment)
             except BaseException:
                 if connecting.is_alive():
-                    # An abort would wait too. The thread keeps the process group.
+                    # An abort would wait too, so the thread keeps the process group.
                     self._process_group = None
                 raise
 
@@ -275,7 +275,7 @@ class WeightGroup:
         return self._post(*self._round_messages(number), deadline)
 
     def _round_messages(self, number: int) -> tuple[list[Message], list[Message]]:
-        """What this rank sends in a round, and what it receives."""
+        """Returns the messages that this rank sends in a round, and those that it receives."""
         sends = [self._message(part, part.key.receiver) for part in self._layout.sends[number]]
         receives = [self._message(part, part.key.sender) for part in self._layout.receives[number]]
         return sends, receives
@@ -287,7 +287,7 @@ class WeightGroup:
         return _TAG_ROUND + part.key.round * self.plan.num_channels + part.key.channel
 
     def _wire_rank(self, rank: int) -> int:
-        """The number in the process group of the rank that takes messages for a group rank."""
+        """Returns the process group's number of the rank that receives messages for a group rank."""
         return rank
 
     def _post(self, sends: Sequence[Message], receives: Sequence[Message], deadline: Deadline) -> Pending:
@@ -297,7 +297,7 @@ class WeightGroup:
         if not calls:
             return pending
         if pending.on_stream:
-            # One NCCL group per round. Outside a group each pair would get a communicator of its own.
+            # One NCCL group per round: outside a group each pair would get its own communicator.
             self._live_group()._start_coalescing()
         for call, tensor, peer, tag in calls:
             try:
@@ -314,7 +314,7 @@ class WeightGroup:
         return pending
 
     def _track(self, pending: Pending) -> None:
-        """Remembers transfers that an abort has to drop."""
+        """Records transfers that an abort must drop."""
         self._pending = [other for other in self._pending if not other.done] + [pending]
 
     def _live_group(self) -> Any:
@@ -345,7 +345,7 @@ class WeightGroup:
             )
 
     def _greeting_pairs(self) -> tuple[list[int], list[int]]:
-        """The ranks to which this one sends, and those from which it receives."""
+        """Returns the ranks to which this one sends, and those from which it receives."""
         num_learners, world = self.spec.num_learners, self.spec.world_size
         learner = self.rank < num_learners
         targets = [*range(num_learners, world), *([0] if self.rank else [])] if learner else []
@@ -361,7 +361,7 @@ class WeightGroup:
             return
         done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
-        # NCCL's transfers are in the queue too: what does not end may be any member's.
+        # NCCL's transfers are queued too, so any member may be the cause of a hang.
         peer = SOME_MEMBER if self.spec.backend == "nccl" else LocalPart.DEVICE
         # CUDA has no wait with a deadline, hence the polling.
         self._abandonment.rest()
@@ -392,18 +392,18 @@ class _AbortOnError:
 
 
 class Pending:
-    """Transfers under way, each with its peer. Waits for each once only: gloo hangs on a second wait."""
+    """Pending transfers, each with its peer. Waits for each only once: gloo hangs on a second wait."""
 
     def __init__(self, *, on_stream: bool) -> None:
         self._works: list[tuple[Any, Peer]] = []
         self.on_stream = on_stream
 
     def add(self, work: Any, peer: Peer) -> None:
-        """One more transfer, with the peer to blame for it."""
+        """Adds a transfer, with the peer to blame if it fails."""
         self._works.append((work, peer))
 
     def wait(self, deadline: Deadline) -> None:
-        """Returns when all have ended; on a stream, makes it wait for them."""
+        """Waits until all have ended; on a stream, makes the stream wait."""
         while self._works:
             work, peer = self._works.pop(0)
             try:
@@ -420,9 +420,9 @@ class Pending:
 
     @property
     def done(self) -> bool:
-        """Whether all were waited for."""
+        """Whether all transfers were waited for."""
         return not self._works
 
     def drop(self) -> None:
-        """Forgets the calls that are pending."""
+        """Forgets all transfers still pending."""
         self._works = []

@@ -1,4 +1,4 @@
-"""Where this process runs: on which machine, and on which GPU."""
+"""Finds out on which machine and GPU this process runs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def place_of(device: torch.device) -> RankPlace:
-    """The place of a rank whose parameters are on `device`."""
+    """Returns the place of a rank whose parameters are on `device`."""
     return RankPlace(node=_node(), gpu=_gpu(device) if device.type == "cuda" else "")
 
 
 @cache
 def _node() -> str:
-    """PACELINE_NODE_ID, else the kernel's boot id, which all containers of a machine share."""
+    """Returns PACELINE_NODE_ID, else the kernel's boot id, which all containers of a machine share."""
     given = os.environ.get(_NODE_ID)
     if given:
         return given
@@ -33,7 +33,7 @@ def _node() -> str:
 
 
 def _gpu(device: torch.device) -> str:
-    """The GPU's own id: its index means something else in every container and on every machine."""
+    """Returns the GPU's unique id; its index differs between containers and machines."""
     properties = torch.cuda.get_device_properties(device)
     uuid = getattr(properties, "uuid", None)
     if uuid is not None:

@@ -1,4 +1,4 @@
-"""The rendezvous of a weight group: deadlines, store, process group, and cancelling a join or push."""
+"""Lets the ranks of a weight group meet: deadlines, store, process groups, and cancelling a join or push."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _ASK_EVERY_S = 0.1
 _LOOK_EVERY_S = 0.005, 0.05
 _STORE = RankRef(MemberKind.LEARNER, 0)
 _OWN_FAILURES: Final = ("out of memory", "can't allocate memory", "cuda error")
-"""What torch's errors say where the process itself, not a peer, has failed"""
+"""Texts in torch's errors if the process itself, not a peer, has failed"""
 _WITHOUT_WATCHDOG: Final = "TORCH_NCCL_BLOCKING_WAIT"
 
 
@@ -53,14 +53,14 @@ class Deadline:
         return self._end <= time.monotonic()
 
     def remaining(self, peer: Peer) -> timedelta:
-        """The time left; raises DeadlineError naming `peer` if there is none."""
+        """Returns the time left; raises DeadlineError naming `peer` if there is none."""
         left = self._end - time.monotonic()
         if left <= 0:
             raise self.error(peer)
         return timedelta(seconds=max(left, 0.001))
 
     def error(self, peer: Peer) -> DeadlineError:
-        """The error to raise if `peer` did not answer in time."""
+        """Returns the error to raise if `peer` did not answer in time."""
         hint = "see the peer's log, then form a new weight group"
         return DeadlineError(phase=self.phase, peer=peer, seconds=self.seconds, hint=hint)
 
@@ -78,10 +78,10 @@ class Deadline:
 
 
 def open_store(host: str, timeout_s: float, *, port: int = 0) -> TCPStore:
-    """Opens a store that listens on `host` only; on `port`, or for 0 on a free one (`store.port`).
+    """Opens a store that listens only on `host`, on `port` or, if that is 0, on a free port (`store.port`).
 
     Raises:
-        OSError: the port is taken, or all that may be used are, or `host` is not this machine's.
+        OSError: the port is taken, no allowed port is free, or `host` is not this machine's.
     """
     with _listener(host, ports_to_try(port)) as listener:
         port = listener.getsockname()[1]
@@ -111,7 +111,7 @@ def _listener(host: str, ports: Sequence[int]) -> socket.socket:
 
 
 class Abandonment:
-    """Polls the rendezvous store for whether a join or push was cancelled.
+    """Polls the rendezvous store to see whether a join or push was cancelled.
 
     NCCL reports no error for a lost peer; the call just never finishes.
 
@@ -124,7 +124,7 @@ class Abandonment:
         self._store, self._next = epoch_store(store, epoch), 0.0
 
     def rest(self) -> None:
-        """Delays the next poll: most pushes are over by then and need none."""
+        """Delays the next poll: most pushes end before it."""
         self._next = time.monotonic() + _ASK_EVERY_S
 
     def check(self, phase: str) -> None:
@@ -147,7 +147,7 @@ class Abandonment:
 
     def call_off(self, lost: Peer) -> None:
         """Releases every rank that waits in the join or push; their errors name `lost`."""
-        # Without the store, whose end all ranks notice, nobody can be told.
+        # If the store is gone, all ranks notice that themselves.
         with contextlib.suppress(RuntimeError):
             self._store.set(_ABANDONED, json.dumps(peer_to_plain(lost)))
 
@@ -177,23 +177,22 @@ def abandon(host: str, port: int, *, epoch: int, lost: str, timeout_s: float) ->
 
 
 def epoch_store(store: Store, epoch: int) -> PrefixStore:
-    """The part of the rendezvous store that is an epoch's own."""
+    """Returns an epoch's own part of the rendezvous store."""
     return PrefixStore(f"weights/{epoch}", store)
 
 
 def await_all(spec: WeightGroupSpec, rank: int, store: Store, deadline: Deadline) -> None:
-    """Returns when every rank has called it: the roll call before anybody connects.
+    """Waits until every rank has called this: the roll call before ranks connect.
 
     Raises:
-        DeadlineError: a rank did not come; the error names it.
-        PeerLostError: the join was cancelled, since a member went away.
+        DeadlineError: a rank did not call; the error names it.
+        PeerLostError: the join was cancelled because a member was lost.
     """
     here, called_off = epoch_store(store, spec.epoch), Abandonment(store, spec.epoch)
     pause_s, longest_s = _LOOK_EVERY_S
     try:
         here.set(_HERE.format(rank=rank), "1")
-        # The last rank to come sets one key for all, so each poll is one small request for any number of
-        # ranks.
+        # The last rank sets one key for all, so a poll is one small request for any number of ranks.
         if here.add(_NUM_HERE, 1) == spec.world_size:
             here.set(_ALL_HERE, "1")
         while not here.check([_ALL_HERE]):
@@ -207,15 +206,15 @@ def await_all(spec: WeightGroupSpec, rank: int, store: Store, deadline: Deadline
 
 
 def _first_missing(here: Store, world_size: int) -> int:
-    """The lowest rank that has not come; 0 if all have come meanwhile."""
+    """Returns the lowest rank that has not called; 0 if all have by now."""
     return next((rank for rank in range(world_size) if not here.check([_HERE.format(rank=rank)])), 0)
 
 
 def make_process_group(spec: WeightGroupSpec, rank: int, store: Store, deadline: Deadline) -> Any:
-    """Makes the process group that weights travel over, separate from torch's default one.
+    """Makes the process group for weights, separate from torch's default group.
 
-    All of `spec.wire_ranks` must be there, and `rank` is one of them. NCCL makes its connections later, with
-    the first messages.
+    All of `spec.wire_ranks`, which include `rank`, must call this. NCCL connects later, with the first
+    messages.
     """
     store = epoch_store(store, spec.epoch)
     store.set_timeout(deadline.remaining(SOME_MEMBER))
@@ -244,14 +243,13 @@ def _nccl_group(spec: WeightGroupSpec, rank: int, size: int, store: Store) -> An
     from torch.distributed import ProcessGroupNCCL
 
     options: Any = ProcessGroupNCCL.Options()
-    # Transfers take precedence over packing and scattering, which would occupy the device between two
-    # rounds.
+    # Transfers take precedence over packing and scattering, which would delay the next round.
     options.is_high_priority_stream = True
-    # Of an abort, too; our own deadlines pass before it.
+    # Also bounds an abort; our own deadlines pass before it.
     options._timeout = timedelta(seconds=10 * spec.timeout_s)
-    # By default a group has a watchdog. When it sees a peer lost over a network it ends the process, or has
-    # the monitor of the process's default group do so. A lost rollout server must not end the learner: this
-    # group has no watchdog. torch reads the variable when a group is made and has no option for it.
+    # By default a group's watchdog, or the default group's monitor, ends the process when a network peer is
+    # lost. A lost rollout server must not end the learner, so this group has no watchdog. torch has no option
+    # for that: it reads the variable when a group is made.
     before = os.environ.get(_WITHOUT_WATCHDOG)
     os.environ[_WITHOUT_WATCHDOG] = "1"
     try:

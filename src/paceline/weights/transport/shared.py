@@ -1,4 +1,4 @@
-"""Staging memory that a learner rank allocates and a rollout rank opens: on one GPU, or on one host."""
+"""Shares staging memory that a learner rank allocates and a rollout rank on the same GPU or host opens."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _ALIGNMENT: Final = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
-    """What a process needs to open another one's staging.
+    """The data with which a process opens another process's staging memory.
 
     Attributes:
-        pid, descriptor: of the file in memory and the process that has it open; 0 for memory of a GPU.
-        handle: CUDA's, for memory of a GPU.
+        pid, descriptor: the process that has the memory file open, and its descriptor; 0 for GPU memory.
+        handle: CUDA's handle, for GPU memory.
     """
 
     num_bytes: int
@@ -37,7 +37,7 @@ class Ticket:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """Reads what `to_bytes` wrote; raises InvalidMessageError where it is something else."""
+        """Reads what `to_bytes` wrote; raises InvalidMessageError if anything is malformed."""
         try:
             num_bytes, pid, descriptor, handle = msgpack.unpackb(data)
             if (type(num_bytes), type(pid), type(descriptor), type(handle)) != (int, int, int, bytes):
@@ -48,10 +48,9 @@ class Ticket:
 
 
 class SharedStaging:
-    """Memory of one rollout rank's slots, as one of the two processes sees it.
+    """Maps the staging of one rollout rank into one of the two processes.
 
-    `close` ends the access of this process; the memory goes when the process that allocated it has closed it,
-    or has died.
+    `close` ends this process's access; the memory is freed when the allocating process closes it or dies.
     """
 
     def __init__(self, data: torch.Tensor, ticket: Ticket, device: torch.device, *, is_owner: bool) -> None:
@@ -63,7 +62,7 @@ class SharedStaging:
         """Allocates new staging memory on `device`.
 
         Raises:
-            RuntimeError, OSError: there is none.
+            RuntimeError, OSError: there is no memory.
         """
         num_bytes = max(num_bytes, _ALIGNMENT)
         if device.type == "cuda":
@@ -97,7 +96,7 @@ class SharedStaging:
         return cls(data, ticket, device, is_owner=False)
 
     def slots(self, sizes: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
-        """The slots of so many elements each; they must not outlive `close`."""
+        """Returns slots with these numbers of elements; they must not outlive `close`."""
         assert self._data is not None, "the staging was closed"
         slots, begin = [], 0
         for size in sizes:
@@ -107,13 +106,13 @@ class SharedStaging:
         return slots
 
     def close(self) -> None:
-        """Ends the access of this process. May be repeated."""
+        """Ends this process's access; may be repeated."""
         data, self._data = self._data, None
         if data is None:
             return
         if self._device.type == "cuda":
             end = cuda_ipc.free if self._is_owner else cuda_ipc.close_handle
-            # A device that has failed frees nothing, and has nothing any more that could be freed.
+            # A failed device has no memory left to free.
             with contextlib.suppress(cuda_ipc.CudaIpcError, RuntimeError):
                 end(data.data_ptr(), self._device)
         elif self._is_owner:
@@ -121,11 +120,11 @@ class SharedStaging:
 
 
 def aligned(num_bytes: int) -> int:
-    """The bytes that a slot takes beside others."""
+    """Rounds a slot's size up so that the next slot is aligned."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _mapped(ticket: Ticket) -> torch.Tensor:
-    """A file in memory, which has no name: it is found through a process that has it open."""
+    """Maps a memory file, which has no name, through a process that has it open."""
     path = f"/proc/{ticket.pid}/fd/{ticket.descriptor}"
     return torch.from_file(path, shared=True, size=ticket.num_bytes, dtype=torch.uint8)

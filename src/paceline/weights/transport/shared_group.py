@@ -1,14 +1,14 @@
-"""A weight group in which learner ranks stand in for the rollout ranks at their places.
+"""Forms weight groups in which learner ranks stand in for rollout ranks on the same GPU or host.
 
-A rollout rank that shares a GPU with a learner rank exchanges no messages with others: its learner rank
-receives what it needs into staging that both can access, and each tells the other how far it is.
+A rollout rank that shares a GPU with a learner rank exchanges no messages with other ranks: the learner rank
+receives its elements into staging that both can access, and the two tell each other their progress.
 
-    learner     pack round k; wait until the rollout rank has scattered k - 2; copy its own part, receive that
-                of other learners; when all has arrived: "ready k"
-    rollout     wait for "ready k"; scatter it; when it is done: "free k"
+    learner     pack round k; wait until the rollout rank has scattered k - 2; copy the own part, receive the
+                parts of other learners; when all have arrived: "ready k"
+    rollout     wait for "ready k"; scatter it; when that is done: "free k"
 
-Plan, rounds and places in staging are those of any other group. A rollout rank without a learner rank at its
-place takes part as in any other group.
+Plan, rounds and places in staging are as in any other group. So is the part of a rollout rank without a
+learner rank at its place.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TAG_READY, _TAG_FREE, _NUM_SIGNALS = 0, 1, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Behind:
-    """A rollout rank for which this learner rank stands in, which takes part in `num_rounds` rounds."""
+    """A rollout rank for which this learner rank stands in; it takes part in `num_rounds` rounds."""
 
     rank: int
     num_rounds: int
@@ -45,7 +45,7 @@ class _Behind:
 
 
 class SharedGroup(WeightGroup):
-    """One rank's end of the group; made by `form_group`."""
+    """Represents a rank in a group with stand-ins; made by `form_group`."""
 
     def _take_staging(self) -> None:
         self._signals: Any = None
@@ -53,7 +53,7 @@ class SharedGroup(WeightGroup):
         self._opened: SharedStaging | None = None
         self._in_front = self.spec.stand_ins.get(self.rank)
         if self._in_front is not None:
-            return  # it is opened when the learner rank has allocated it
+            return  # opened once the learner rank has allocated it
         behind = {
             rank: lay_out(self.plan, self.spec.num_learners, rank)
             for rank, learner in self.spec.stand_ins.items()
@@ -91,13 +91,13 @@ class SharedGroup(WeightGroup):
 
     @property
     def staging_bytes(self) -> int:
-        """Memory used beside the parameters; what a rollout rank has opened is the learner rank's."""
+        """Staging memory in bytes that this rank allocated; opened memory counts at the learner rank."""
         if self._in_front is not None:
             return 0
         return super().staging_bytes + sum(behind.staging.ticket.num_bytes for behind in self._behind)
 
     def abort(self) -> None:
-        """Aborts as every group does; closes the memory that is shared."""
+        """Aborts the group and closes the shared memory."""
         super().abort()
         signals, self._signals = self._signals, None
         if signals is not None:
@@ -108,7 +108,7 @@ class SharedGroup(WeightGroup):
             rank.staging.close()
         if self._opened is not None:
             if self._on_gpu:
-                # What still reads from it is this process's own, and ends.
+                # Only this process's own copies may still read from it, and they end.
                 torch.cuda.current_stream(self.device).synchronize()
             self._opened.close()
         self._opened = None
@@ -116,7 +116,7 @@ class SharedGroup(WeightGroup):
     # --- connecting
 
     def announce(self, store: Store) -> None:
-        """Tells the rollout ranks where their staging is; before the roll call."""
+        """Tells the rollout ranks where their staging is, before the roll call."""
         store = epoch_store(store, self.spec.epoch)
         for behind in self._behind:
             words = [self.plan.fingerprint.hex(), behind.staging.ticket.to_bytes().hex()]
@@ -153,7 +153,7 @@ class SharedGroup(WeightGroup):
         deadline: Deadline,
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
-        """A learner rank's part of a push, and that of the rollout ranks behind it."""
+        """Does a learner rank's part of a push, and the transfers for the rollout ranks behind it."""
         with self._aborting():
             following: Callable[[], None] | None = None
             for number, packing in enumerate(self.prepare(shards)):
@@ -171,7 +171,7 @@ class SharedGroup(WeightGroup):
             self._finish(deadline)
 
     def receive(self, deadline: Deadline) -> Iterator[Round]:
-        """A rollout rank's part of a push: yields each round when its elements are in staging."""
+        """Yields each round when its elements are in staging: a rollout rank's part of a push."""
         in_front = self._in_front
         if in_front is None:
             yield from super().receive(deadline)
@@ -188,17 +188,17 @@ class SharedGroup(WeightGroup):
                 pending.wait(deadline)
 
     def _await_free(self, number: int, deadline: Deadline) -> None:
-        """Returns when the rollout ranks behind this one no longer read the slot of a round."""
+        """Waits until the rollout ranks behind this rank no longer read the slot of a round."""
         if number >= NUM_SLOTS:
             waiting = self._taking_part(number)
             self._signal([], waiting, number - NUM_SLOTS, _TAG_FREE, deadline).wait(deadline)
 
     def _taking_part(self, number: int) -> list[int]:
-        """The rollout ranks behind this one for which a round is not after their last."""
+        """Returns the rollout ranks behind this rank that take part in a round."""
         return [behind.rank for behind in self._behind if number < behind.num_rounds]
 
     def _copy_own(self, number: int) -> None:
-        """Copies what this rank itself sends to the rollout ranks behind it."""
+        """Copies this rank's own elements to the rollout ranks behind it."""
         places = {part.key: part for part in self._layout.sends[number]}
         for behind in self._behind:
             for part in behind.layout.receives[number]:
@@ -206,7 +206,7 @@ class SharedGroup(WeightGroup):
                     _view(behind.slots, part).copy_(_view(self._slots, places[part.key]), non_blocking=True)
 
     def _round_messages(self, number: int) -> tuple[list[Message], list[Message]]:
-        """The messages of a round that travel: not those to a rollout rank behind the sender itself."""
+        """Returns the messages of a round, without those to a rollout rank behind the sender."""
         behind = {other.rank for other in self._behind}
         sends, receives = super()._round_messages(number)
         sends = [message for message in sends if message[1] not in behind]
@@ -224,14 +224,14 @@ class SharedGroup(WeightGroup):
         return self.spec.wire_ranks.index(self.spec.stand_ins.get(rank, rank))
 
     def _completion(self, number: int, pending: Pending, deadline: Deadline) -> Callable[[], None]:
-        """What is to be called once the next round is under way: it waits for this one, and says "ready"."""
+        """Returns a call to make after the next round starts: it awaits this round and signals "ready"."""
         copied = torch.cuda.current_stream(self.device).record_event() if self._on_gpu else None
 
         def complete() -> None:
             if copied is None:
                 pending.wait(deadline)
             else:
-                # On a stream of its own: the next round's packing does not wait for this round's transfer.
+                # On a separate stream: the next round's packing must not wait for this round's transfer.
                 with torch.cuda.stream(self._completing):
                     self._completing.wait_event(copied)
                     pending.wait(deadline)
@@ -283,6 +283,6 @@ def form_group(
     timeout_s: float,
     store: Store | None = None,
 ) -> WeightGroup:
-    """Joins the group of `spec`, of the kind that it asks for; see `WeightGroup.form`."""
+    """Joins the group of `spec`, with or without stand-ins; see `WeightGroup.form`."""
     kind = SharedGroup if spec.shared else WeightGroup
     return kind.form(spec, rank=rank, layout=layout, device=device, timeout_s=timeout_s, store=store)

@@ -1,4 +1,4 @@
-"""Where each message of a rank lies in its staging memory; every rank can compute it for any other."""
+"""Computes where each message of a rank lies in its staging memory; any rank can do so for any other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final
 from paceline.weights.plan.plan import MessageKey, MessagePart, Piece, TransferPlan
 
 NUM_SLOTS: Final = 2
-"""Rounds in staging at the same time: one is packed or scattered while the other is transferred."""
+"""Rounds in staging at a time: one is packed or scattered while the other is transferred."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +39,11 @@ class StagingLayout:
 
     @property
     def num_rounds(self) -> int:
-        """Rounds until this rank's last message; others may have later ones."""
+        """Number of rounds until this rank's last message; other ranks may have later ones."""
         return len(self.pieces)
 
     def padded(self, num_rounds: int) -> StagingLayout:
-        """The layout with empty rounds at the end."""
+        """Returns the layout with empty rounds added up to `num_rounds`."""
         none: list[list[Any]] = [[] for _ in range(num_rounds - self.num_rounds)]
         return replace(
             self,
@@ -56,8 +56,8 @@ class StagingLayout:
 def lay_out(plan: TransferPlan, num_learners: int, rank: int) -> StagingLayout:
     """Lays out the messages of a group rank.
 
-    What a learner sends equally to several replicas is packed once. What a rollout rank relays lies in
-    one stretch, channel by channel and learner after learner, so that it is sent as one message.
+    A learner packs elements for several replicas once. Elements that a rollout rank relays are contiguous,
+    channel by channel and learner by learner, so that they are sent as one message.
     """
     sending = rank < num_learners
     messages = plan.messages_of(rank)
@@ -96,7 +96,7 @@ def _size(parts: Sequence[MessagePart]) -> int:
 
 
 def _relayed(key: MessageKey, size: int, received: Sequence[Slice], num_learners: int) -> Slice:
-    """The place in staging at which the content of a relayed message arrived, one round earlier."""
+    """Returns the place in staging at which the content of a relayed message arrived, one round earlier."""
     parts = [part for part in received if part.key.channel == key.channel and part.key.sender < num_learners]
     begin = min(part.begin for part in parts)
     assert sum(part.size for part in parts) == size, "a relay passes on exactly what it received"

@@ -1,1 +1,1 @@
-"""Domain types as protobuf messages of the calls between services and clients."""
+"""Converts domain types to the protobuf messages of calls between services and clients, and back."""

@@ -1,4 +1,4 @@
-"""What attached clients and the gateway send <-> protobuf messages."""
+"""Converts the messages between attached clients and the gateway to protobuf, and back."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ T = TypeVar("T")
 P = TypeVar("P")
 
 Result = ScoreResult | RewardError
-"""A score, or why what was sent for it cannot be used."""
+"""A score, or the reason why the answer cannot be used."""
 
 Task = ScoreItem | tuple[ScoreItem, ...]
 """An item, or the items of a group."""
@@ -46,11 +46,11 @@ GroupAnswer = ScoreResult | tuple[ScoreResult, ...]
 """What a client answers to a task."""
 
 GroupResult = Result | tuple[tuple[str, Result], ...]
-"""The same as it was read: of a group with the items' trajectory ids."""
+"""A `GroupAnswer` after decoding; a group's results are paired with trajectory ids."""
 
 
 def scorer_message_to_proto(message: FromClient[GroupAnswer]) -> reward_pb2.ScorerMessage:
-    """Writes what an attached scorer says, as a message."""
+    """Encodes a message of an attached scorer."""
 
     def answers(rows: Sequence[tuple[int, GroupAnswer]]) -> reward_pb2.ScoreAnswers:
         return reward_pb2.ScoreAnswers(answers=[_answer_to_proto(*row) for row in rows])
@@ -65,10 +65,10 @@ def _answer_to_proto(ticket: int, answer: GroupAnswer) -> reward_pb2.ScoreAnswer
 
 
 def scorer_message_from_proto(message: reward_pb2.ScorerMessage) -> FromClient[GroupResult]:
-    """Reads what an attached scorer says.
+    """Decodes a message of an attached scorer.
 
     Raises:
-        InvalidMessageError: it says nothing, a number is out of its range, or there are too many results.
+        InvalidMessageError: the message is empty, a number is out of range, or there are too many results.
         ProtocolError: it speaks another version of the contract.
     """
     num_results = sum(len(row.group) for row in message.answers.answers[:MAX_WINDOW])
@@ -87,7 +87,7 @@ def _answer_from_proto(row: reward_pb2.ScoreAnswer) -> GroupResult:
 
 
 def gateway_message_to_proto(message: ToClient[Task]) -> reward_pb2.GatewayMessage:
-    """Writes what a scorer is sent, as a message."""
+    """Encodes a message to an attached scorer."""
 
     def work(tasks: Sequence[tuple[int, Task]]) -> reward_pb2.ScoreTasks:
         return reward_pb2.ScoreTasks(tasks=[_task_to_proto(*task) for task in tasks])
@@ -108,7 +108,7 @@ def _task_from_proto(row: reward_pb2.ScoreTask) -> Task:
 
 
 def gateway_message_from_proto(message: reward_pb2.GatewayMessage) -> ToClient[Task]:
-    """Reads what a scorer is sent.
+    """Decodes a message to an attached scorer.
 
     Raises:
         InvalidMessageError: it is empty, or an item is malformed.
@@ -118,7 +118,7 @@ def gateway_message_from_proto(message: reward_pb2.GatewayMessage) -> ToClient[T
 
 
 def result_or_error(message: reward_pb2.ScoreResult) -> Result:
-    """Reads a score; an error as its value where it cannot be used."""
+    """Decodes a score; returns a `RewardError` if it cannot be used."""
     try:
         return score_result_from_proto(message)
     except InvalidMessageError as error:
@@ -127,13 +127,13 @@ def result_or_error(message: reward_pb2.ScoreResult) -> Result:
         return RewardError(str(error), kind=kind)
 
 
-# --- what the streams of all kinds of clients have in common
+# --- shared by the streams of all kinds of clients
 
 
 def client_message_to_proto(
     message: FromClient[T], kind: Callable[..., P], answers: Callable[[Sequence[tuple[int, T]]], object]
 ) -> P:
-    """Writes what a client says, as a message of this kind; `answers` makes its field of that name."""
+    """Encodes a client's message as a `kind`; `answers` makes its field `answers`."""
     match message:
         case Hello():
             return kind(hello=hello_to_proto(message))
@@ -146,10 +146,10 @@ def client_message_to_proto(
 
 
 def client_message_from_proto(message: Any, read: Callable[[Any], T]) -> FromClient[T]:
-    """Reads what a client says; `read` reads what one of its answers holds beside the ticket.
+    """Decodes a client's message; `read` decodes an answer without its ticket.
 
     Raises:
-        InvalidMessageError: it says nothing, a number is out of its range, or there are too many answers.
+        InvalidMessageError: the message is empty, a number is out of range, or there are too many answers.
         ProtocolError: it speaks another version of the contract.
     """
     match message.WhichOneof("message"):
@@ -171,7 +171,7 @@ def client_message_from_proto(message: Any, read: Callable[[Any], T]) -> FromCli
 def server_message_to_proto(
     message: ToClient[T], kind: Callable[..., P], work: Callable[[Sequence[tuple[int, T]]], object]
 ) -> P:
-    """Writes what a client is sent, as a message of this kind; `work` makes its field of that name."""
+    """Encodes a message to a client as a `kind`; `work` makes its field `work`."""
     match message:
         case Welcome():
             return kind(welcome=welcome_to_proto(message))
@@ -182,10 +182,10 @@ def server_message_to_proto(
 
 
 def server_message_from_proto(message: Any, read: Callable[[Any], T]) -> ToClient[T]:
-    """Reads what a client is sent; `read` reads what one task holds beside the ticket.
+    """Decodes a message to a client; `read` decodes a task without its ticket.
 
     Raises:
-        InvalidMessageError: it is empty, or what `read` raises.
+        InvalidMessageError: the message is empty, or `read` raised it.
         ProtocolError: the server speaks another version of the contract.
     """
     match message.WhichOneof("message"):
@@ -220,8 +220,8 @@ def hello_from_proto(message: attachment_pb2.AttachHello) -> Hello:
     """Reads the hello of a client.
 
     Raises:
-        ProtocolError: it speaks another version of the contract.
-        InvalidMessageError: a number is out of its range, or a text too long.
+        ProtocolError: the client speaks another version of the contract.
+        InvalidMessageError: a number is out of range, or a text is too long.
     """
     _check_contract(message.contract, "client")
     texts = [message.name, message.client, message.version, *message.data_sources]
@@ -254,7 +254,7 @@ def welcome_from_proto(message: attachment_pb2.AttachWelcome) -> Welcome:
 
     Raises:
         ProtocolError: the gateway speaks another version of the contract.
-        InvalidMessageError: a time that is none.
+        InvalidMessageError: a duration is out of range.
     """
     _check_contract(message.contract, "gateway")
     if not (math.isfinite(message.answer_within_s) and message.answer_within_s > 0):

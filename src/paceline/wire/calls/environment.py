@@ -1,4 +1,4 @@
-"""Chat messages, tools and grades <-> protobuf, checked on both sides of `EnvironmentService`."""
+"""Converts chat messages, tools and grades to protobuf and back; checked on both sides of the service."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAX_CALLS = 256
 
 
 def message_to_proto(message: Message) -> pb.ChatMessage:
-    """Writes a message; lone surrogates are escaped, arguments that cannot be sent are the call's problem."""
+    """Encodes a message; escapes lone surrogates and notes arguments that JSON cannot hold."""
     return pb.ChatMessage(
         role=message.role,
         content=encodable(message.content),
@@ -35,7 +35,7 @@ def message_from_proto(message: pb.ChatMessage) -> Message:
     """Reads one message of a conversation.
 
     Raises:
-        InvalidMessageError: an unknown role, too long a content, or arguments that are no JSON object.
+        InvalidMessageError: the role is unknown, the content too long, or arguments are no JSON object.
     """
     if message.role not in _ROLES:
         reject("ChatMessage", "unknown_value", f"role {message.role[:40]!r}, wanted {', '.join(_ROLES)}")
@@ -56,7 +56,7 @@ def messages_from_proto(messages: Iterable[pb.ChatMessage]) -> tuple[Message, ..
 
 
 def tool_to_proto(tool: ToolSpec) -> pb.ToolDescription:
-    """Writes a tool's description; raises InvalidMessageError if its schema is no plain data."""
+    """Writes a tool's description; raises InvalidMessageError if its schema is not plain data."""
     parameters = write_json_object(tool.parameters, "ToolDescription")
     return pb.ToolDescription(name=tool.name, description=tool.description, parameters_json=parameters)
 
@@ -65,7 +65,7 @@ def tool_from_proto(message: pb.ToolDescription) -> ToolSpec:
     """Reads the description of a tool.
 
     Raises:
-        InvalidMessageError: no name, or a schema that is no JSON object.
+        InvalidMessageError: there is no name, or the schema is not a JSON object.
     """
     if not message.name:
         reject("ToolDescription", "missing_field", "no name")

@@ -1,4 +1,4 @@
-"""Kinds and states of members <-> the fields of registrations and heartbeats."""
+"""Converts kinds and states of members to the fields of registrations and heartbeats, and back."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def member_kind_from_proto(number: common_pb2.MemberKind.ValueType) -> MemberKin
     """Reads the kind of a member.
 
     Raises:
-        InvalidMessageError: unspecified, or a kind that this version does not know.
+        InvalidMessageError: the kind is unspecified or unknown to this version.
     """
     kind = _KINDS.get(number)
     if kind is None:
@@ -49,7 +49,7 @@ def member_state_from_word(kind: MemberKind, word: str) -> MemberState:
     """Reads the state that a member of `kind` reports.
 
     Raises:
-        InvalidMessageError: a word that is no state of this kind.
+        InvalidMessageError: `word` is not a state of this kind.
     """
     try:
         return _STATES[kind](word)
@@ -63,7 +63,7 @@ def member_state_from_word(kind: MemberKind, word: str) -> MemberState:
 
 
 def usage_to_proto(usage: Usage) -> controller_pb2.Usage:
-    """Writes what a process takes of its machine."""
+    """Encodes the resources that a process uses on its machine."""
     return controller_pb2.Usage(
         cpu_seconds=usage.cpu_seconds,
         memory_bytes=usage.memory_bytes,
@@ -75,7 +75,7 @@ def usage_to_proto(usage: Usage) -> controller_pb2.Usage:
 
 
 def usage_from_proto(message: controller_pb2.Usage) -> Usage:
-    """Reads what a process takes of its machine."""
+    """Decodes the resources that a process uses on its machine."""
     return Usage(
         cpu_seconds=message.cpu_seconds,
         memory_bytes=message.memory_bytes,

@@ -1,4 +1,4 @@
-"""What environments that have attached to a rollout server say, and are sent <-> protobuf messages."""
+"""Converts the messages between a rollout server and its attached environments to protobuf, and back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.wire.json_object import read_json_object, write_json_object
 
 
 def player_message_to_proto(message: FromClient[Played]) -> pb.PlayerMessage:
-    """Writes what an environment says, as a message."""
+    """Encodes a message of an attached environment."""
 
     def answers(rows: Sequence[tuple[int, Played]]) -> pb.PlayAnswers:
         return pb.PlayAnswers(answers=[_played_to_proto(ticket, played) for ticket, played in rows])
@@ -29,17 +29,17 @@ def player_message_to_proto(message: FromClient[Played]) -> pb.PlayerMessage:
 
 
 def player_message_from_proto(message: pb.PlayerMessage) -> FromClient[Played]:
-    """Reads what an environment says; a grade that cannot be read is an error of its episode.
+    """Decodes a message of an attached environment; an unreadable grade becomes an error of its episode.
 
     Raises:
-        InvalidMessageError: it says nothing, or a number is out of its range.
+        InvalidMessageError: the message is empty, or a number is out of range.
         ProtocolError: it speaks another version of the contract.
     """
     return client_message_from_proto(message, _played_from_proto)
 
 
 def play_gateway_message_to_proto(message: ToClient[Play]) -> pb.PlayGatewayMessage:
-    """Writes what an environment is sent, as a message."""
+    """Encodes a message to an attached environment."""
 
     def work(tasks: Sequence[tuple[int, Play]]) -> pb.PlayTasks:
         return pb.PlayTasks(tasks=[_play_to_proto(ticket, play) for ticket, play in tasks])
@@ -48,10 +48,10 @@ def play_gateway_message_to_proto(message: ToClient[Play]) -> pb.PlayGatewayMess
 
 
 def play_gateway_message_from_proto(message: pb.PlayGatewayMessage) -> ToClient[Play]:
-    """Reads what an environment is sent.
+    """Decodes a message to an attached environment.
 
     Raises:
-        InvalidMessageError: it is empty, or a task is no JSON object.
+        InvalidMessageError: the message is empty, or a task is not a JSON object.
         ProtocolError: the server speaks another version of the contract.
     """
     return server_message_from_proto(message, _play_from_proto)

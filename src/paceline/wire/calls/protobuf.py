@@ -1,4 +1,4 @@
-"""Domain types <-> protobuf messages: policy tags, items to score and their results."""
+"""Converts policy tags, items to score and their results to protobuf messages, and back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def policy_tag_to_proto(tag: PolicyTag) -> common_pb2.PolicyTag:
 
 
 def policy_tag_from_proto(message: common_pb2.PolicyTag) -> PolicyTag:
-    """Reads a policy tag; its digest may be empty, where it is not known yet.
+    """Reads a policy tag; the digest is empty while it is unknown.
 
     Raises:
         InvalidMessageError: a negative version, or a digest that is not 16 hexadecimal digits.
@@ -53,11 +53,10 @@ def score_item_to_proto(item: ScoreItem) -> reward_pb2.ScoreItem:
 
 
 def check_score_item(item: ScoreItem) -> str:
-    """Refuses an item that no message can hold; returns its `extra` as a message has it.
+    """Refuses an item that no message can hold; returns its `extra` as JSON text.
 
     Raises:
-        InvalidMessageError: `extra` is too large, or holds a value that JSON cannot express, or a text half a
-            surrogate pair.
+        InvalidMessageError: `extra` is too large or not JSON, or a text holds half a surrogate pair.
     """
     texts = (item.trajectory_id, item.prompt, item.response, item.ground_truth, item.data_source)
     try:
@@ -72,8 +71,8 @@ def score_items_from_proto(messages: Sequence[reward_pb2.ScoreItem]) -> list[Sco
     """Reads the items of a call.
 
     Raises:
-        InvalidMessageError: there are too many items, one is malformed, or the `extra_json` of all hold too
-            many values.
+        InvalidMessageError: there are too many items, an item is malformed, or all `extra_json` together
+            hold too many values.
     """
     if len(messages) > MAX_ITEMS_PER_CALL:
         detail = f"{len(messages)} items, at most {MAX_ITEMS_PER_CALL}: send fewer items in a call"
@@ -93,7 +92,8 @@ def score_item_from_proto(message: reward_pb2.ScoreItem) -> ScoreItem:
     """Reads an item to score.
 
     Raises:
-        InvalidMessageError: no trajectory id, or `extra_json` is too large or no object of finite values.
+        InvalidMessageError: there is no trajectory id, or `extra_json` is too large or not an object of
+            finite values.
     """
     if not message.trajectory_id:
         reject("ScoreItem", "missing_field", "no trajectory_id")
@@ -109,7 +109,7 @@ def score_item_from_proto(message: reward_pb2.ScoreItem) -> ScoreItem:
 
 
 def _extra_of(message: reward_pb2.ScoreItem) -> str:
-    """What errors call an item's further columns."""
+    """Names an item's `extra_json` in errors."""
     return f"ScoreItem: {message.trajectory_id[:80]}: extra_json"
 
 
@@ -131,7 +131,7 @@ def score_result_from_proto(message: reward_pb2.ScoreResult) -> ScoreResult:
     """Reads the score of one item.
 
     Raises:
-        InvalidMessageError: no trajectory id, or a number that is not finite.
+        InvalidMessageError: there is no trajectory id, or a number is not finite.
     """
     if not message.trajectory_id:
         reject("ScoreResult", "missing_field", "no trajectory_id")
@@ -151,7 +151,7 @@ def score_result_from_proto(message: reward_pb2.ScoreResult) -> ScoreResult:
 
 
 def description_to_proto(description: RewardDescription) -> reward_pb2.RewardDescription:
-    """Writes what a reward service says that it is, as a message."""
+    """Encodes the description of a reward service."""
     return reward_pb2.RewardDescription(
         contract=description.contract,
         name=description.name,
@@ -162,10 +162,10 @@ def description_to_proto(description: RewardDescription) -> reward_pb2.RewardDes
 
 
 def description_from_proto(message: reward_pb2.RewardDescription) -> RewardDescription:
-    """Reads what a reward service says that it is.
+    """Decodes the description of a reward service.
 
     Raises:
-        InvalidMessageError: it names no version, too many data sources, or one that is too long.
+        InvalidMessageError: the version is missing, or there are too many or too long data sources.
     """
     if not message.contract:
         reject("RewardDescription", "missing_field", "no contract: write the version that the service speaks")

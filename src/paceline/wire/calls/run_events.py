@@ -1,4 +1,4 @@
-"""The events of a run as protobuf messages of ControllerService.Watch."""
+"""Converts the events of a run to the protobuf messages of ControllerService.Watch, and back."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run_event_to_proto(event: RunEvent) -> controller_pb2.WatchEvent:
 
 
 def run_event_from_proto(message: controller_pb2.WatchEvent) -> RunEvent | None:
-    """Returns the event of a message; None for an event that only a newer controller knows."""
+    """Returns the event of a message; None if only newer versions know this kind of event."""
     match message.WhichOneof("event"):
         case "phase":
             now = message.phase

@@ -1,4 +1,4 @@
-"""Training orders and results <-> protobuf: one message for gRPC and for the learner's ranks."""
+"""Converts training orders and results to protobuf and back; the learner's ranks use gRPC's messages."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def order_to_proto(order: TrainOrder) -> learner_pb2.TrainStepRequest:
 
 
 def order_from_proto(message: learner_pb2.TrainStepRequest) -> TrainOrder:
-    """Reads a training order; without adjustments the configuration holds as it is.
+    """Reads a training order; without adjustments the configuration applies unchanged.
 
     Raises:
-        InvalidMessageError: the step is below 1; a malformed policy tag, row or adjustment; a digest that is
-            not that of the rows.
+        InvalidMessageError: the step is below 1, a policy tag, row or adjustment is malformed, or the digest
+            does not match the rows.
     """
     if message.step < 1:
         reject("TrainStepRequest", "out_of_range", f"step {message.step}, steps count from 1")
@@ -63,8 +63,8 @@ def chunk_from_proto(message: learner_pb2.WorkAheadRequest) -> ChunkOrder:
     """Reads an order for a chunk.
 
     Raises:
-        InvalidMessageError: a step below 1, a place below 0, no rows; a malformed policy tag, row or
-            adjustment.
+        InvalidMessageError: the step is below 1, the place below 0, there are no rows, or a policy tag, row
+            or adjustment is malformed.
     """
     if message.step < 1:
         reject("WorkAheadRequest", "out_of_range", f"step {message.step}, steps count from 1")
@@ -103,10 +103,10 @@ def result_to_proto(result: TrainResult) -> learner_pb2.TrainStepResponse:
 
 
 def result_from_proto(message: learner_pb2.TrainStepResponse) -> TrainResult:
-    """Reads the result of a training step. Metrics may be NaN or infinite: the guard counts those.
+    """Reads the result of a training step. Metrics may be NaN or infinite; the guard counts such values.
 
     Raises:
-        InvalidMessageError: a reading of a rule that does not exist, or a reading that is not finite.
+        InvalidMessageError: a reading names an unknown rule, or is not finite.
     """
     return TrainResult(
         step=message.step,
@@ -198,7 +198,7 @@ def _adjustments_to_proto(adjustments: Adjustments) -> learner_pb2.GuardAdjustme
 
 
 def _adjustments_from_proto(message: learner_pb2.GuardAdjustments) -> Adjustments:
-    """Scales lie in (0, 1], that of the KL above 0; a fixed coefficient is finite and not negative."""
+    """Checks ranges: scales in (0, 1], the KL's above 0, a fixed coefficient finite and not negative."""
     for name, scale in (("lr_scale", message.lr_scale), ("clip_scale", message.clip_scale)):
         if not 0.0 < scale <= 1.0:
             reject("GuardAdjustments", "out_of_range", f"{name} is {scale}, wanted (0, 1]")

@@ -1,1 +1,1 @@
-"""Messages of the mailboxes as msgpack, and the blobs that they name."""
+"""Encodes the mailboxes' messages as msgpack, and the blobs that they name."""

@@ -1,6 +1,6 @@
-"""The pixels of an image as a blob: float32 patches, little-endian, row by row, named by their hash.
+"""Packs an image's pixels as a blob: float32 patches, little-endian, row by row, named by their hash.
 
-The blob has no header: the image's grid, in the messages, says how many patches there are.
+The blob has no header: the grid in the messages gives the number of patches.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from paceline.core.samples.trajectory import Float32Array
 
 
 def image_of(pixels: Float32Array, grid: tuple[int, int, int]) -> Image:
-    """Returns the image with these pixels (patches, width), under its hash."""
+    """Returns the image with these pixels (patches, width), named by their hash."""
     return Image(hash=_hash(pack_pixels(pixels), grid), grid=grid)
 
 
 def pack_pixels(pixels: Float32Array) -> bytes:
-    """Packs the blob of pixels (patches, width)."""
+    """Packs pixels (patches, width) as a blob."""
     return np.ascontiguousarray(pixels, dtype="<f4").tobytes()
 
 
@@ -28,7 +28,7 @@ def unpack_pixels(image: Image, data: bytes) -> LoadedImage:
     """Reads a blob; the pixels are a writable copy.
 
     Raises:
-        InvalidMessageError: the blob is not that of this image.
+        InvalidMessageError: the blob belongs to another image.
     """
     rows = image.num_patches
     if not data or len(data) % (4 * rows):

@@ -1,7 +1,7 @@
-"""The messages of the mailboxes as msgpack: prompt group, trajectory, its header, its scored header, refusal.
+"""Encodes prompt groups, trajectories, their headers and scored headers, and refusals as msgpack.
 
-Every decoder is the door of a trust boundary: it returns a valid domain object or raises InvalidMessageError
-with a reason. It runs no code that the bytes could choose.
+Every decoder guards a trust boundary: it returns a valid domain object or raises InvalidMessageError with a
+reason, and never runs code that the bytes choose.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ PROMPT_GROUP, TRAJECTORY, HEADER, GROUP, SCORED, REFUSAL = (
 )
 
 LOG_PROB_TOLERANCE = 1e-3
-"""A log-probability is at most 0; rounding may leave it this much above."""
+"""A log-probability is at most 0; rounding may exceed that by this much."""
 
 MAX_SEED = 2**63 - 1
 """The largest seed of a sample."""
@@ -113,7 +113,7 @@ def decode_prompt_group(data: bytes, *, vocab_size: int | None = None) -> Prompt
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
-    """Packs one sample with its arrays, as the bytes of its blob."""
+    """Packs a sample with its arrays as a blob."""
     return pack(
         TRAJECTORY,
         {
@@ -182,7 +182,7 @@ def _read_segment_starts(fields: Fields, mask: Any) -> tuple[int, ...]:
 
 
 def encode_log_probs(log_probs: Float32Array) -> bytes:
-    """Packs the learner's log-probs of one sample, as the bytes of their blob."""
+    """Packs the learner's log-probs of one sample as a blob."""
     return np.ascontiguousarray(log_probs, dtype="<f4").tobytes()
 
 
@@ -190,7 +190,7 @@ def decode_log_probs(data: bytes, num_tokens: int) -> Float32Array:
     """Reads the log-probs of a response of `num_tokens` tokens.
 
     Raises:
-        InvalidMessageError: there are more or fewer, or some are not finite.
+        InvalidMessageError: their number differs, or some are not finite.
     """
     if len(data) != 4 * num_tokens:
         raise InvalidMessageError(
@@ -203,14 +203,14 @@ def decode_log_probs(data: bytes, num_tokens: int) -> Float32Array:
 
 
 def blob_digest(blob: bytes) -> str:
-    """Returns the digest of an encoded trajectory that its headers carry: blake2b, 16 bytes, hexadecimal."""
+    """Returns an encoded trajectory's digest, which headers carry: blake2b, 16 bytes, hexadecimal."""
     return hashlib.blake2b(blob, digest_size=DIGEST_BYTES).hexdigest()
 
 
 def check_log_probs(fields: Fields, log_probs: Any) -> None:
     """Rejects `response_log_probs` that are not finite, or above 0."""
-    # NaN fails every comparison, and min and max propagate it: two passes find NaN, infinities and the range.
-    # (Ufuncs, because calling an array's methods takes longer than scanning such an array.)
+    # min and max propagate NaN, which fails every comparison: two passes find NaN, infinities and the range.
+    # (Ufuncs, because calling a method takes longer than scanning such a short array.)
     if np.minimum.reduce(log_probs) > -np.inf and np.maximum.reduce(log_probs) <= LOG_PROB_TOLERANCE:
         return
     if not np.isfinite(log_probs).all():
@@ -252,7 +252,7 @@ def _pack_header(header: SampleHeader) -> dict[str, Any]:
 
 
 def encode_trajectory_group(headers: Sequence[TrajectoryHeader]) -> bytes:
-    """Packs the headers of a prompt group's samples as one message, for scorers that score them together."""
+    """Packs the headers of a prompt group in one message, for scorers that score whole groups."""
     first = headers[0]
     return pack(
         GROUP,
@@ -277,10 +277,10 @@ def decode_trajectory_header(data: bytes) -> TrajectoryHeader:
 
 
 def decode_trajectory_headers(data: bytes) -> TrajectoryHeader | tuple[TrajectoryHeader, ...]:
-    """Reads and checks a message of the mailbox `trajectories`: a sample's header, or those of a group.
+    """Reads and checks a message of the mailbox `trajectories`: one header, or those of a group.
 
     Raises:
-        InvalidMessageError: the message is invalid, or its headers are not all of its group.
+        InvalidMessageError: the message is invalid, or its headers are not exactly those of one group.
     """
     fields = unpack((HEADER, GROUP), data)
     if fields.kind == HEADER:
@@ -348,7 +348,7 @@ def encode_scored_header(header: ScoredHeader) -> bytes:
 
 
 def encode_group_refusal(refusal: GroupRefusal) -> bytes:
-    """Packs why a prompt group gets no samples."""
+    """Packs a group's refusal as bytes."""
     return pack(
         REFUSAL,
         {
@@ -373,9 +373,9 @@ def refusal_of(
     detail: str,
     deliveries: int,
 ) -> GroupRefusal | None:
-    """Makes the refusal of the group that a message of the mailbox prompts or trajectories is about.
+    """Makes a refusal for the group of a message of the mailbox prompts or trajectories.
 
-    The rest of the message may be invalid; None if not even the group can be read.
+    The rest of the message may be invalid. Returns None if the group cannot be read.
     """
     try:
         fields = unpack((PROMPT_GROUP, HEADER, GROUP), message)
@@ -425,7 +425,7 @@ def _read_refusal(fields: Fields) -> GroupRefusal:
 
 
 def _read_scored_header(fields: Fields) -> ScoredHeader:
-    """Exactly one of reward and reward error is set."""
+    """Reads a header; exactly one of reward and reward error must be set."""
     reward = None if fields.missing("reward") else fields.number("reward")
     error = _read_reward_error(fields)
     if (reward is None) == (error is None):

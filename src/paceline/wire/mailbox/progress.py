@@ -1,4 +1,4 @@
-"""What is saved of unfinished samples beside their prompt group: frames that are appended, each a message."""
+"""Encodes the saved progress of a group's unfinished samples: appended frames, each a message."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _LENGTH_BYTES: Final = 4
 
 
 def encode_progress(parts: Sequence[PartialSample]) -> bytes:
-    """Packs the tokens that a group's samples have got since the last time, as one frame."""
+    """Packs the tokens sampled since the last frame as one frame."""
     message = pack(PROGRESS, {"parts": [_pack_part(part) for part in parts]})
     return len(message).to_bytes(_LENGTH_BYTES, "little") + message
 
 
 def decode_progress(data: bytes, *, vocab_size: int | None = None) -> dict[int, PartialSample]:
-    """Reads and checks frames; returns each sample's tokens from its first one on, by the sample's index.
+    """Reads and checks frames; returns all saved tokens of each sample by its index.
 
     Raises:
-        InvalidMessageError: a frame is invalid, or does not go on where those before it end.
+        InvalidMessageError: a frame is invalid, or does not continue where the previous one ended.
     """
     if len(data) > LIMITS.max_bytes:
         reject(PROGRESS, "too_large", f"{len(data)} bytes, at most {LIMITS.max_bytes} are accepted")
