@@ -303,7 +303,7 @@ async def test_an_async_function_keeps_its_loop_between_calls() -> None:
 def test_a_functions_version_is_that_of_its_own_file_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """docs/reward-services.md says what has to be given a version by hand."""
+    """docs/add-a-reward.md says what has to be given a version by hand."""
     (tmp_path / "versioned_helper.py").write_text(
         "import functools\n"
         "def logged(f):\n"

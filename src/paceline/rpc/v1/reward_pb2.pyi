@@ -94,7 +94,9 @@ class ScoreItem(_message.Message):
     ground_truth: _builtins.str
     data_source: _builtins.str
     extra_json: _builtins.str
-    """a JSON object: the extra columns of the prompt's row"""
+    """A JSON object, the extra columns of the prompt's row, or empty. At most 16 MiB, 8 levels and 2^20 values, and
+    2^20 values in all items of a call. An item beyond that is not sent and has an error.
+    """
     group: _builtins.str
     """Version 2. Items of a call with the same group are all samples of one prompt: none is in another call. Empty:
     the item is scored by itself.
@@ -200,11 +202,15 @@ class ScoreResult(_message.Message):
     PLACED_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     reward: _builtins.float
-    """ignored if `error` is set"""
+    """finite; ignored if `error` is set"""
     error: _builtins.str
-    """empty: scored"""
+    """Empty: scored. It may begin with a word for its kind and a colon ("timeout: the judge was slow"): timeout,
+    crashed, unavailable (these are scored again), raised, not_finite, wrong_type. Else it counts as raised.
+    """
     @_builtins.property
-    def components(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
+    def components(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """finite; in metrics as NAME/key"""
+
     @_builtins.property
     def placed(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacedReward]:
         """what these leave of `reward` belongs to the response's end"""

@@ -52,15 +52,18 @@ class RewardServiceServicer(object):
     """
 
     def Score(self, request, context):
-        """Scores items. Returns one result per item, with the item's trajectory_id, in any order.
+        """Scores up to 65,536 items. Returns exactly one result per item, with the item's trajectory_id, in any order;
+        anything else fails the whole call. The same item can come twice and should get the same score. Calls carry
+        `authorization: Bearer TOKEN` where a token is set, and a W3C `traceparent`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Describe(self, request, context):
-        """What it scores, and which version of this contract it speaks. A service that answers UNIMPLEMENTED speaks
-        version 1.
+        """What it scores, and which version of this contract it speaks; asked before the first call on a connection,
+        with a deadline of 5 s. A service that answers UNIMPLEMENTED speaks version 1. The run does not start where
+        the version is later than its own, or the data sources do not agree.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -17,10 +17,14 @@ class RewardServiceStub:
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Score: _aio.UnaryUnaryMultiCallable[_reward_pb2.ScoreRequest, _reward_pb2.ScoreResponse]
-    """Scores items. Returns one result per item, with the item's trajectory_id, in any order."""
+    """Scores up to 65,536 items. Returns exactly one result per item, with the item's trajectory_id, in any order;
+    anything else fails the whole call. The same item can come twice and should get the same score. Calls carry
+    `authorization: Bearer TOKEN` where a token is set, and a W3C `traceparent`.
+    """
     Describe: _aio.UnaryUnaryMultiCallable[_reward_pb2.DescribeRewardRequest, _reward_pb2.RewardDescription]
-    """What it scores, and which version of this contract it speaks. A service that answers UNIMPLEMENTED speaks
-    version 1.
+    """What it scores, and which version of this contract it speaks; asked before the first call on a connection,
+    with a deadline of 5 s. A service that answers UNIMPLEMENTED speaks version 1. The run does not start where
+    the version is later than its own, or the data sources do not agree.
     """
 
 class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -32,7 +36,10 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _reward_pb2.ScoreRequest,
         context: _aio.ServicerContext[_reward_pb2.ScoreRequest, _abc.Awaitable[_reward_pb2.ScoreResponse]],
     ) -> _abc.Awaitable[_reward_pb2.ScoreResponse]:
-        """Scores items. Returns one result per item, with the item's trajectory_id, in any order."""
+        """Scores up to 65,536 items. Returns exactly one result per item, with the item's trajectory_id, in any order;
+        anything else fails the whole call. The same item can come twice and should get the same score. Calls carry
+        `authorization: Bearer TOKEN` where a token is set, and a W3C `traceparent`.
+        """
 
     @_abc_1.abstractmethod
     def Describe(
@@ -40,8 +47,9 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _reward_pb2.DescribeRewardRequest,
         context: _aio.ServicerContext[_reward_pb2.DescribeRewardRequest, _abc.Awaitable[_reward_pb2.RewardDescription]],
     ) -> _abc.Awaitable[_reward_pb2.RewardDescription]:
-        """What it scores, and which version of this contract it speaks. A service that answers UNIMPLEMENTED speaks
-        version 1.
+        """What it scores, and which version of this contract it speaks; asked before the first call on a connection,
+        with a deadline of 5 s. A service that answers UNIMPLEMENTED speaks version 1. The run does not start where
+        the version is later than its own, or the data sources do not agree.
         """
 
 def add_RewardServiceServicer_to_server(servicer: RewardServiceServicer, server: _aio.Server) -> None: ...

@@ -1,4 +1,8 @@
-"""The reward functions that ship with Paceline; importing them loads no torch, no grpc and no sympy."""
+"""The reward functions that ship with Paceline; importing them loads no torch, no grpc and no sympy.
+
+`__all__` is their registry. Every child process imports them all, so a library that takes seconds to import
+is imported inside the function that needs it.
+"""
 
 from __future__ import annotations
 
