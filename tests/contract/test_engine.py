@@ -314,8 +314,10 @@ async def in_mid_answer(subject: Subject, tag: str, seed: int, recompute: bool) 
         await asyncio.sleep(0.02 * (attempt + 2))
         await engine.pause(recompute=recompute)
         paused_at = [len(sample.token_ids) for sample in drawing.result()] if drawing.done() else []
-        await subject.learner.push_seed(engine, seed, next(VERSIONS))
-        await engine.resume()
+        try:
+            await subject.learner.push_seed(engine, seed, next(VERSIONS))
+        finally:
+            await engine.resume()  # later tests have the same engine
         samples = await drawing
         if not paused_at and all(len(sample.versions) == 2 for sample in samples):
             return samples

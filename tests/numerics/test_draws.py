@@ -238,6 +238,19 @@ def test_the_same_version_twice_is_one_range_and_a_third_adds_one() -> None:
     assert places.take(["a"], [1], [4]).tolist() == [-1.0, -2.0, -3.0, -4.0]
 
 
+def test_an_aborted_request_does_not_stand_in_the_way_of_a_push_in_mid_answer() -> None:
+    places = Places(4, 8, CPU, {"aborted", "running"}.__contains__)
+    places.begin_version(3, mid_answer=False)
+    rows = places.rows_of({"aborted": 1, "running": 2})
+    places.log_probs[rows, 1] = -1.0
+    places.forget(["aborted"])
+    places.begin_version(4, mid_answer=True)
+    places.log_probs[rows[1], 2] = -2.0
+    assert places.versions(["running"], [1], [2]) == [[(0, 3), (1, 4)]]
+    assert places.take(["running"], [1], [2]).tolist() == [-1.0, -2.0]
+    places.begin_version(5, mid_answer=True)  # only the aborted one has a row now
+
+
 async def test_samples_that_end_during_a_call_share_the_next_one() -> None:
     calls: list[Any] = []
 

@@ -73,11 +73,12 @@ class Places:
             return
         for name, kept in self._ended.items():
             self._begins[name].append((len(kept), version))
-        if not self._taken:
+        wanted = {name: row for name, row in self._taken.items() if name not in self._forgotten}
+        if not wanted:
             return
-        table = self.log_probs[self._tensor(list(self._taken.values()))].cpu()
+        table = self.log_probs[self._tensor(list(wanted.values()))].cpu()
         positions = torch.arange(1, table.shape[1] + 1).where(~table.isnan(), 0)
-        for name, row, end in zip(self._taken, table, positions.amax(-1).tolist(), strict=True):
+        for name, row, end in zip(wanted, table, positions.amax(-1).tolist(), strict=True):
             before = self._before.get(name, torch.empty(0))
             self._before[name] = torch.cat([before, row[len(before) : end]])
             self._begins[name].append((end, version))
