@@ -1,1 +1,1 @@
-"""Advantages, policy losses, KL and statistics: pure functions of tensors, which any program may import."""
+"""Advantages, policy losses, KL and statistics: pure functions of tensors that any program can import."""

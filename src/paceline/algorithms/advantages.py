@@ -1,11 +1,11 @@
-"""Advantage estimators: how much better a token did than expected.
+"""Estimates advantages: how much better a token did than expected.
 
-B sequences, T positions, mask 1 on tokens of the policy. A hole in the mask (a tool's tokens) is skipped as
-if it were not there. No result carries a gradient.
+B sequences, T positions, mask 1 on tokens of the policy. A hole in the mask (a tool's tokens) is skipped. No
+result carries a gradient.
 
-Every estimator is called `f(rows: SampleRows, **options)` and returns `Estimates`. An estimator that looks
-beyond its own row does so through `rows.shard`. If the batch lies on several ranks, each rank passes its rows
-and gets the same result for them as from the whole batch.
+Every estimator is called `f(rows: SampleRows, **options)` and returns `Estimates`. An estimator that
+reads other rows does so through `rows.shard`. If the batch lies on several ranks, each rank passes its
+rows and gets the same result for them as from the whole batch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = [
 def generalized_advantages(
     token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (arXiv:1506.02438, eq. 16), from the last token to the first.
+    """Computes generalised advantage estimation (arXiv:1506.02438, eq. 16), from the last token to the first.
 
     delta = r_t + gamma V' - V_t and A_t = delta + gamma lam A'. A masked position passes V' and A' on
     unchanged.
@@ -59,8 +59,8 @@ def generalized_advantages(
         lam: lambda in [0, 1], or one per sequence, (B,).
 
     Returns:
-        advantages (B, T), not whitened, and returns = advantages + values, (B, T). Under the mask both have
-        no meaning.
+        advantages (B, T), not whitened, and returns = advantages + values, (B, T). Masked entries are
+        undefined.
     """
     require_same_shape(token_rewards=token_rewards, values=values, mask=mask)
     require_positions(mask)
@@ -86,7 +86,7 @@ def _whitened(advantages: Tensor, rows: SampleRows) -> Tensor:
 
 
 def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
-    """VAPO's lambda of a sequence, 1 - 1 / (alpha l) (arXiv:2504.05118), kept in [0, 1]; (B,) to (B,).
+    """Returns VAPO's lambda per sequence, 1 - 1 / (alpha l) (arXiv:2504.05118), kept in [0, 1]; (B,) to (B,).
 
     For responses shorter than 1 / alpha tokens the formula is negative, and 0 is used.
     """
@@ -101,7 +101,7 @@ def vapo(
     lam_critic: float = 1.0,
     alpha: float = 0.05,
 ) -> Estimates:
-    """Decoupled and length-adaptive GAE (VAPO, arXiv:2504.05118; VC-PPO, arXiv:2503.01491).
+    """Computes decoupled, length-adaptive GAE (VAPO, arXiv:2504.05118; VC-PPO, arXiv:2503.01491).
 
     The advantages use `lam_policy` (if None, each response's `length_adaptive_lambda`), the critic's targets
     `lam_critic`. Everything else is as in `gae`.
@@ -118,7 +118,7 @@ def vapo(
 
 
 def grpo(rows: SampleRows, normalize_by_std: bool = True, eps: float = 1e-6) -> Estimates:
-    """(s - mean_g) / (std_g + eps) on every token (GRPO, arXiv:2402.03300, section 4.1.2).
+    """Returns (s - mean_g) / (std_g + eps) on every token (GRPO, arXiv:2402.03300, section 4.1.2).
 
     Args:
         rows: the rows; scores, mask and group_ids are read.
@@ -139,12 +139,12 @@ def grpo(rows: SampleRows, normalize_by_std: bool = True, eps: float = 1e-6) -> 
 
 
 def dr_grpo(rows: SampleRows) -> Estimates:
-    """s - mean_g on every token: `grpo` without the division (Dr. GRPO, arXiv:2503.20783)."""
+    """Returns s - mean_g on every token: `grpo` without the division (Dr. GRPO, arXiv:2503.20783)."""
     return grpo(rows, normalize_by_std=False)
 
 
 def rloo(rows: SampleRows) -> Estimates:
-    """The score minus the mean of the others, (s - mean_g) n / (n - 1) (RLOO, arXiv:2402.14740).
+    """Returns the score minus the mean of the others, (s - mean_g) n / (n - 1) (RLOO, arXiv:2402.14740).
 
     Arguments and results as `grpo`.
     """
@@ -155,7 +155,7 @@ def rloo(rows: SampleRows) -> Estimates:
 
 
 def opo(rows: SampleRows) -> Estimates:
-    """The score minus the group's mean weighted by length (OPO, arXiv:2505.23585).
+    """Returns the score minus the group's mean weighted by length (OPO, arXiv:2505.23585).
 
     Arguments and results as `grpo`.
     """
@@ -175,12 +175,12 @@ def gpg(rows: SampleRows) -> Estimates:
 
 
 def pass_at_k(rows: SampleRows, eps: float = 1e-6) -> Estimates:
-    """The group's best gets (best - second best) / (std_g + eps), the rest 0 (arXiv:2503.19595).
+    """Gives a group's best sample (best - second best) / (std_g + eps), the rest 0 (arXiv:2503.19595).
 
     Arguments and results as `grpo`.
 
     Raises:
-        NumericsError: a group of one.
+        NumericsError: a group has only one sample.
     """
     require_range("eps", eps, above=0.0)
     batch = GroupScores.gather(rows.scores, rows.mask, rows.group_ids, rows.shard)
@@ -204,7 +204,7 @@ def reinforce_plus_plus_baseline(rows: SampleRows) -> Estimates:
 
 
 def return_to_go(token_rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """Discounted sum of the rewards from each token on, (B, T); not discounted over masked positions."""
+    """Returns the discounted sum of rewards from each token on, (B, T); masked positions do not discount."""
     require_same_shape(token_rewards=token_rewards, mask=mask)
     require_positions(mask)
     require_range("gamma", gamma, at_least=0.0, at_most=1.0)
@@ -212,7 +212,7 @@ def return_to_go(token_rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
 
 def reinforce_plus_plus(rows: SampleRows, gamma: float) -> Estimates:
-    """Return-to-go, whitened over the batch, times mask (REINFORCE++, arXiv:2501.03262).
+    """Returns the return-to-go, whitened over the batch, times mask (REINFORCE++, arXiv:2501.03262).
 
     Args:
         rows: the rows; mask and token_rewards (usually with the KL in the reward) are read.

@@ -1,4 +1,4 @@
-"""Reduces per-token losses to the number that is differentiated."""
+"""Reduces per-token losses to the scalar that is differentiated."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def aggregate(
     ==========================  ==========================================================================
 
     Args:
-        loss: (B, T) per-token losses; a whole sequence sits in one row.
+        loss: (B, T) per-token losses, one sequence per row.
         mask: (B, T), 1 on the tokens that count.
         mode: one of the names above.
         num_tokens: unmasked tokens of the mini-batch over all ranks; None takes those of `mask`.
-        num_sequences: sequences with at least one unmasked token, likewise.
+        num_sequences: its sequences with at least one unmasked token, likewise.
         constant: the divisor of seq-mean-token-sum-norm, usually the longest response allowed. None takes T,
             which makes the result depend on padding.
 
     Returns:
-        0-dim, in the precision of the loss (float32 for half types). A part without tokens gives 0 where the
+        0-dim, in the precision of the loss (float32 for half types). A part without tokens gives 0 if the
         denominator is passed.
 
     Raises:
@@ -79,7 +79,7 @@ def _denominator(given: Count | None, counted: Tensor, name: str) -> Count:
                 "if this is a part of one"
             )
         return counted
-    # A count on the device is not looked at: that would wait for the device on every micro-batch.
+    # A count on the device is not checked: that would wait for the device on every micro-batch.
     if not isinstance(given, Tensor) and not given > 0:
         raise NumericsError(f"{name} is {given}: the mini-batch has nothing to train on")
     return given

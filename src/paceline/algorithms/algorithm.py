@@ -1,4 +1,4 @@
-"""An algorithm: how rewards become advantages, how advantages become a loss, and its training step."""
+"""Defines an algorithm: its advantages from rewards, its loss from advantages, and its training step."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Algorithm:
         needs: which of "critic", "greedy" (a greedy answer to each prompt) and "group" (two samples or more
             of each prompt) a run must have; `algorithm.needs` of the configuration names them too.
         scalable: the options that are clip ranges, which the guard's `lower_clip` may scale.
-        options: those of the configuration's `algorithm.options`.
+        options: the configuration's `algorithm.options`.
     """
 
     networks: ClassVar[tuple[str, ...]] = ()
@@ -78,7 +78,7 @@ class Algorithm:
         return self._policy_loss(inputs)
 
     def step(self, s: StepVerbs) -> None:
-        """Carries a training step out."""
+        """Carries out a training step."""
         s.score()
         s.estimate(self.advantages)
         if s.has_critic:

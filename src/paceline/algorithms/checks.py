@@ -1,4 +1,4 @@
-"""Checks that the numeric functions share: shapes that must agree, options that must lie in a range."""
+"""Checks shapes and ranges for the numeric functions."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Prompt groups: which samples answer one prompt, and what a sample's score is compared with.
+"""Computes statistics of prompt groups, the samples that answer one prompt.
 
-Group ids are any integers in any order. A group of one has nothing to compare with: its mean counts as 0,
-which leaves its score unchanged.
+Group ids are any integers in any order. A group of one counts as having mean 0, which leaves its score
+unchanged.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ class Groups:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupScores:
-    """The scores of a whole batch, of which this rank may hold some rows.
+    """The scores of the batch; this rank may hold only some rows.
 
     Attributes:
-        scores: (B_all,), of all ranks.
+        scores: (B_all,), scores of all ranks.
         lengths: (B_all,), unmasked tokens of each sequence.
         groups: groups of all ranks' sequences.
-        mask: (B, T), of this rank's rows.
+        mask: (B, T), mask of this rank's rows.
         shard: where these rows lie.
     """
 

@@ -1,4 +1,4 @@
-"""KL estimates between policies, KL in the reward, and the controllers of its coefficient."""
+"""Estimates the KL between policies, adds it to rewards, and controls its coefficient."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.core.errors import ConfigError, NumericsError
 
 
 def k1(difference: Tensor) -> Tensor:
-    """d: unbiased, and negative on half of the tokens."""
+    """Returns d: unbiased, and negative on about half of the tokens."""
     return difference
 
 
@@ -23,12 +23,12 @@ def absolute(difference: Tensor) -> Tensor:
 
 
 def k2(difference: Tensor) -> Tensor:
-    """d^2 / 2: biased, never negative; on policy its gradient is that of the true KL."""
+    """Returns d^2 / 2: biased, never negative; on policy its gradient is that of the true KL."""
     return 0.5 * difference.square()
 
 
 def k3(difference: Tensor) -> Tensor:
-    """exp(x) - x - 1, x = clip(-d, -20, 20), the result clipped to [-10, 10]: unbiased, never negative."""
+    """Returns exp(x) - x - 1 with x = clip(-d, -20, 20), clipped to [-10, 10]: unbiased, never negative."""
     x = torch.clamp(-difference, -20.0, 20.0)
     return torch.clamp(torch.exp(x) - x - 1.0, -10.0, 10.0)
 
@@ -45,7 +45,7 @@ KL_ESTIMATES: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
-    """Per-token estimates of KL(policy || reference) on tokens that the policy sampled.
+    """Estimates KL(policy || reference) per token, on tokens that the policy sampled.
 
     With d = log_probs - ref_log_probs the kinds are `k1` (alias kl) d, `abs` |d|, `k2` (mse) d^2/2 and `k3`
     (low_var_kl) exp(-d) + d - 1, clipped: Schulman 2020, "Approximating KL divergence"
@@ -167,10 +167,10 @@ class FixedKLController:
 
 
 class AdaptiveKLController:
-    """Steers the coefficient so that the KL comes near its target (arXiv:1909.08593, section 2.2).
+    """Adjusts the coefficient to bring the KL near its target (arXiv:1909.08593, section 2.2).
 
-    value *= 1 + clip(current_kl / target_kl - 1, -0.2, 0.2) n_steps / horizon, after the value was used in
-    the step.
+    value *= 1 + clip(current_kl / target_kl - 1, -0.2, 0.2) n_steps / horizon, after the step has used the
+    value.
 
     Args:
         kl_coef: the first value, above 0 (from 0 it would never move).

@@ -1,4 +1,4 @@
-"""Importance weights for the mismatch of sampler and trainer: same weights, other kernels or precision.
+"""Computes importance weights for the mismatch of sampler and trainer in kernels or precision.
 
 w = exp(clip(old_log_probs - rollout_log_probs, -20, 20)): the trainer's probability of a token over the
 sampler's. All weights are detached, of shape (B, T) and 0 under the mask; the caller multiplies the
@@ -21,7 +21,7 @@ LEVELS = ("token", "sequence", "geometric")
 def rollout_weights(
     old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, level: str = "token"
 ) -> Tensor:
-    """The importance weights, (B, T).
+    """Returns the importance weights, (B, T).
 
     Args:
         old_log_probs: (B, T), the trainer's, before the update.
@@ -49,7 +49,7 @@ def rollout_weights(
 def tis(
     old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, cap: float, level: str = "token"
 ) -> Tensor:
-    """Truncated importance sampling: min(w, cap); cap above 0, level and shapes as `rollout_weights`.
+    """Truncates importance weights to min(w, cap); cap above 0, level and shapes as `rollout_weights`.
 
     Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
     """
@@ -58,7 +58,7 @@ def tis(
 
 
 def icepop(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, low: float, high: float) -> Tensor:
-    """w where low <= w <= high, else 0, token by token (IcePop, arXiv:2510.18855); 0 <= low < high."""
+    """Returns w where low <= w <= high, else 0, per token (IcePop, arXiv:2510.18855); 0 <= low < high."""
     _check_range(low, high)
     weights = rollout_weights(old_log_probs, rollout_log_probs, mask)
     return torch.where((weights >= low) & (weights <= high), weights, 0.0)
@@ -72,12 +72,12 @@ def sequence_mask(
     high: float,
     level: str = "sequence",
 ) -> Tensor:
-    """1 on the tokens of sequences whose weight lies in [low, high], else 0, (B, T).
+    """Returns 1 on tokens of sequences whose weight lies in [low, high], else 0, (B, T).
 
     Args:
         low: at least 0.
         high: above low.
-        level: which weight is compared: "sequence", or "geometric", which does not depend on the length. With
+        level: the weight to compare: "sequence", or "geometric", which does not depend on the length. With
             "token", one token out of range drops its sequence.
 
     The other arguments as `rollout_weights`.
@@ -90,7 +90,7 @@ def sequence_mask(
 
 
 def mismatch_kl(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
-    """Per-token estimates of KL(sampler || trainer) on the sampler's own tokens, (B, T) in float64.
+    """Estimates KL(sampler || trainer) per token, on the sampler's own tokens, (B, T) in float64.
 
     k3 without a clip, exp(d) - 1 - d with d = old - rollout log-probs: never negative, and 0 under the mask.
     The mean over all tokens, summed over parts, is the metric `rollout/mismatch_kl`.
@@ -100,32 +100,32 @@ def mismatch_kl(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) 
 
 
 def log_prob_diff_max(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
-    """The largest |old - rollout log-prob| of an unmasked token, 0-dim; 0 if there is none."""
+    """Returns the largest |old - rollout log-prob| of an unmasked token, 0-dim; 0 if there is none."""
     difference = _log_ratio(old_log_probs, rollout_log_probs, mask).abs()
     return difference.amax() if difference.numel() else difference.sum()
 
 
 def largest_weight(weights: Tensor, mask: Tensor) -> Tensor:
-    """The largest weight of an unmasked token, 0-dim; 0 if there is none. Over parts take the largest."""
+    """Returns the largest weight of an unmasked token, 0-dim; 0 if there is none. Join parts by max."""
     kept = keep(weights.detach(), mask)
     return kept.amax() if kept.numel() else kept.sum()
 
 
 def weight_sums(weights: Tensor, mask: Tensor) -> Tensor:
-    """[sum w, sum w^2, n] of the unmasked tokens, (3,): add over parts, then `effective_sample_size`."""
+    """Returns [sum w, sum w^2, n] of the unmasked tokens, (3,): add parts, then `effective_sample_size`."""
     weights = keep(weights.detach(), mask)
     count = mask.bool().sum().to(weights.dtype)
     return torch.stack([masked_sum(weights, mask), masked_sum(weights.square(), mask), count])
 
 
 def effective_sample_size(sums: Tensor) -> Tensor:
-    """Kish's effective sample size as a share of the tokens, (sum w)^2 / (n sum w^2), in [0, 1]; 0-dim.
+    """Returns Kish's effective sample size per token, (sum w)^2 / (n sum w^2), in [0, 1]; 0-dim.
 
-    1 means equal weights; 1/n that one token carries all of it. 0 where all weights are 0 or nothing is
+    1 means equal weights, 1/n that one token carries all the weight, 0 that all weights are 0 or no token is
     unmasked.
 
     Args:
-        sums: (3,), `weight_sums` added up over all parts.
+        sums: (3,), the `weight_sums` of all parts, added up.
     """
     total, squares, count = sums.unbind()
     denominator = count * squares

@@ -1,4 +1,4 @@
-"""The rows of a step's batch as an advantage estimator reads them, and the estimates that it returns."""
+"""The rows of a step's batch, which advantage estimators read, and the estimates that they return."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class SampleRows:
 
     Attributes:
         scores: (B,) from `kl.penalized_scores`.
-        token_rewards: (B, T) from `kl.token_rewards`; their sums are the scores only up to rounding: compare
-            samples by `scores`.
+        token_rewards: (B, T) from `kl.token_rewards`; their sums equal the scores only up to rounding, so
+            compare samples by `scores`.
         mask: (B, T).
         group_ids: (B,) integers that mean the same on every rank.
         log_probs: (B, T) each, by name: "rollout" as sampled; "old", the policy's before the step's first
-            update, and "reference", where the run computes them; each frozen network's by its name.
+            update, and "reference", if the run computes them; each frozen network's by its name.
         values: (B, T); None without a critic.
         greedy_scores: (B,), scores of the greedy answer to each row's prompt; None without greedy answers.
         shard: where the rows lie in the whole batch.
@@ -46,7 +46,7 @@ class SampleRows:
 
     @property
     def scores_of_greedy(self) -> Tensor:
-        """The greedy scores; raises ConfigError where there are none."""
+        """The greedy scores; raises ConfigError if there are none."""
         return _present("greedy_scores", "greedy", self.greedy_scores)
 
 

@@ -1,6 +1,6 @@
-"""Recurrences over positions, from the last token to the first, in log2(T) steps instead of T.
+"""Computes recurrences over positions, from the last token to the first, in log2(T) steps.
 
-B sequences, T positions. A masked position has no term of its own: what comes after it passes through.
+B sequences, T positions. A masked position has no term; it passes the value of the next position on.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from paceline.algorithms.statistics import keep
 
 
 def discounted_sums(terms: Tensor, mask: Tensor, factor: float | Tensor) -> Tensor:
-    """x_t = terms_t + factor x_{t+1} where the mask is 1, else x_{t+1}; (B, T), x after the end being 0.
+    """Returns x_t = terms_t + factor x_{t+1} where the mask is 1, else x_{t+1}; (B, T), 0 after the end.
 
-    Neighbours are joined to pairs, pairs to fours and so on, in float64, so the order of summation differs
-    from a loop.
+    Neighbours are joined to pairs, pairs to fours and so on, in float64, so the summation order is not that
+    of a loop.
 
     Args:
         terms: (B, T); ignored under the mask.
@@ -45,5 +45,5 @@ def next_unmasked(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, reach: int) -> Tensor:
-    """x_{t + reach} at t, 0 beyond the end."""
+    """Returns x_{t + reach} at t, 0 beyond the end."""
     return F.pad(x[:, reach:], (0, reach))

@@ -1,4 +1,4 @@
-"""Changes to scores before the advantages, and to the batch after them: overlong penalty, resampling."""
+"""Penalises overlong responses before the advantages, and resamples the batch after them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ RESAMPLING_METHODS = ("pow", "max_min")
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer_length: int, factor: float = 1.0) -> Tensor:
-    """min(-(len - (max_length - buffer_length)) / buffer_length factor, 0) (DAPO, arXiv:2503.14476, eq. 13).
+    """Returns min(-(len - (max_length - buffer_length)) / buffer_length factor, 0) (DAPO, eq. 13).
+
+    Source: arXiv:2503.14476.
 
     Args:
         lengths: (B,) response lengths in tokens.
@@ -43,15 +45,15 @@ def resample_indices(
     """Draws the sequences of the resampled batch with replacement (PF-PPO, arXiv:2409.06957).
 
     Compute the advantages first, then index every tensor of the batch with the result (scores, log-probs,
-    advantages). So each sample keeps its advantage, and a group's mean is that of the whole group.
+    advantages). So each sample keeps its advantage, based on its complete group.
 
     Args:
         scores: (B,).
         method: "pow": with probability proportional to |score|^power (to 1, if all scores are 0); "max_min":
-            evenly from the sequences with the best and the worst score.
-        power: at least 0; 0 draws evenly.
-        group_ids: (B,) integers: best and worst of each group; None for those of the batch. "pow" ignores it.
-        num_samples: how many to draw; None for B.
+            uniformly from the sequences with the best and the worst score.
+        power: at least 0; 0 draws uniformly.
+        group_ids: (B,) integers: best and worst of each group; None: of the batch. "pow" ignores it.
+        num_samples: number of draws; None for B.
         generator: a generator on the device of scores; it determines the draw.
 
     Returns:
@@ -59,7 +61,7 @@ def resample_indices(
 
     Raises:
         ConfigError: unknown method or impossible number.
-        NumericsError: no scores, or one that is not finite.
+        NumericsError: there are no scores, or a score is not finite.
     """
     if method not in RESAMPLING_METHODS:
         raise ConfigError(
@@ -72,7 +74,7 @@ def resample_indices(
     require_range("num_samples", number, at_least=1)
     scores = scores.detach().double()
     if method == "pow":
-        # Over the largest, so that a power neither overflows nor makes every weight 0.
+        # Divided by the largest, so that powers neither overflow nor all become 0.
         largest = scores.abs().max()
         weights = (scores.abs() / largest).pow(power) if bool(largest > 0) else torch.ones_like(scores)
     else:

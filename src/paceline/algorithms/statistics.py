@@ -1,6 +1,6 @@
-"""Masked mean, variance and whitening, of a whole batch or of one whose rows lie on several ranks.
+"""Computes masked mean, variance and whitening, of a batch on one or several ranks.
 
-A mask is 1 (or True) on the tokens that count. What lies under a 0 is never read, not even a NaN. Half and
+A mask is 1 (or True) on the tokens that count. Entries under a 0 never matter, not even NaN. Half and
 integer inputs are reduced in float32; float32 and float64 keep their precision.
 
 Over several ranks, whitening takes two reductions: (sum, count), then the squared deviations from the common
@@ -22,7 +22,7 @@ from paceline.core.errors import NumericsError
 EPS = 1e-8
 
 AllReduce = Callable[[Tensor], Tensor]
-"""Takes a small 1-D tensor and gives its sum over all ranks."""
+"""Returns the sum of a small 1-D tensor over all ranks."""
 
 
 def _alone(rows: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ class RowShard:
     Attributes:
         all_reduce: adds a small 1-D tensor over all ranks.
         gather: turns (B,) of this rank into (B_all,) of all ranks, in the same order on every rank.
-        rows: where this rank's rows lie in what `gather` returns: a slice, or their indices.
+        rows: this rank's rows in the result of `gather`: a slice, or their indices.
     """
 
     all_reduce: AllReduce = _alone
@@ -48,32 +48,32 @@ ALL_ROWS = RowShard()
 
 
 def full_precision(x: Tensor) -> Tensor:
-    """`x` itself if it is float32 or float64, else `x` as float32."""
+    """Returns `x` if it is float32 or float64, else `x` as float32."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def keep(x: Tensor, mask: Tensor) -> Tensor:
-    """`x` in full precision where the mask is 1, exactly 0 elsewhere, in value and gradient."""
+    """Returns `x` in full precision where the mask is 1, exactly 0 elsewhere, in value and gradient."""
     return torch.where(mask.bool(), full_precision(x), 0.0)
 
 
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Sum of x over the unmasked entries of `dim` (all dims if None); x and mask have one shape."""
+    """Sums x over the unmasked entries of `dim` (all dims if None); x and mask have one shape."""
     require_same_shape(x=x, mask=mask)
     kept = keep(x, mask)
     return kept.sum() if dim is None else kept.sum(dim)
 
 
 def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """sum(x mask) / (sum(mask) + 1e-8), over all dims or one.
+    """Returns sum(x mask) / (sum(mask) + 1e-8), over all dims or one.
 
     Args:
-        x: any shape, say (B, T).
+        x: any shape, such as (B, T).
         mask: the shape of x.
         dim: the dim to reduce; None reduces all and gives a 0-dim tensor.
 
     Without unmasked entries the mean is 0, so a row of padding is no error. `masked_var`, `masked_whiten` and
-    `aggregate` raise where everything is masked.
+    `aggregate` raise if everything is masked.
     """
     total = masked_sum(x, mask, dim)
     kept = mask.bool().to(total.dtype)
@@ -81,7 +81,7 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def masked_var(x: Tensor, mask: Tensor) -> Tensor:
-    """Unbiased variance over the unmasked entries: mean((x - mu)^2) n / (n - 1), 0-dim.
+    """Returns the unbiased variance of the unmasked entries: mean((x - mu)^2) n / (n - 1), 0-dim.
 
     Raises:
         NumericsError: fewer than two entries are unmasked.
@@ -90,12 +90,12 @@ def masked_var(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_whiten(x: Tensor, mask: Tensor, all_reduce: AllReduce = _alone) -> Tensor:
-    """(x - mu) rsqrt(var + 1e-8) with the mean and unbiased variance of the unmasked entries; the shape of x.
+    """Returns (x - mu) rsqrt(var + 1e-8), with mean and unbiased variance of the unmasked entries.
 
-    Masked entries are shifted and scaled too, without a meaning; multiply by the mask before reading them.
+    Masked entries are shifted and scaled, too, and are meaningless; multiply by the mask.
 
     Args:
-        x: (B, T); over several ranks this rank's rows, of which there may be none.
+        x: (B, T); this rank's rows, maybe none.
         mask: the shape of x.
         all_reduce: adds a 1-D tensor over all ranks; called twice, by every rank.
 
@@ -107,22 +107,22 @@ def masked_whiten(x: Tensor, mask: Tensor, all_reduce: AllReduce = _alone) -> Te
 
 
 def masked_sums(x: Tensor, mask: Tensor) -> Tensor:
-    """[sum, count] of the unmasked entries, (2,): add over ranks or micro-batches, then `mean_from_sums`."""
+    """Returns [sum, count] of unmasked entries, (2,): add ranks or micro-batches, then `mean_from_sums`."""
     return torch.stack([masked_sum(x, mask), mask.bool().sum().to(full_precision(x).dtype)])
 
 
 def masked_squared_deviation(x: Tensor, mask: Tensor, mean: Tensor) -> Tensor:
-    """sum((x - mean)^2 mask), 0-dim: add over ranks or micro-batches, then `var_from_sums`."""
+    """Returns sum((x - mean)^2 mask), 0-dim: add over ranks or micro-batches, then `var_from_sums`."""
     return masked_sum((full_precision(x) - mean).square(), mask)
 
 
 def mean_from_sums(total: Tensor, count: Tensor) -> Tensor:
-    """The masked mean from the added-up sum and count."""
+    """Returns the masked mean from the added-up sum and count."""
     return total / (count + EPS)
 
 
 def var_from_sums(squared_deviation: Tensor, count: Tensor) -> Tensor:
-    """The unbiased variance from the added-up squared deviations and count.
+    """Returns the unbiased variance from the added-up squared deviations and count.
 
     Raises:
         NumericsError: the count is below two.
@@ -137,7 +137,7 @@ def var_from_sums(squared_deviation: Tensor, count: Tensor) -> Tensor:
 
 
 def whiten_with(x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
-    """(x - mean) rsqrt(var + 1e-8)."""
+    """Returns (x - mean) rsqrt(var + 1e-8)."""
     return (full_precision(x) - mean) * torch.rsqrt(var + EPS)
 
 

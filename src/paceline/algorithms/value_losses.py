@@ -1,4 +1,4 @@
-"""The critic's loss."""
+"""Computes the critic's loss."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.algorithms.statistics import full_precision, keep, masked_mean
 def clipped_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Squared error of the values; moving further than `clip` from the old values gains nothing.
+    """Returns the squared error of the values; moving further than `clip` from the old ones gains nothing.
 
     1/2 max((v - R)^2, (clip(v, V_old - c, V_old + c) - R)^2) per token: the value clipping of PPO as run in
     practice (arXiv:2005.12729, section 3).

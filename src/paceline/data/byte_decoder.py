@@ -1,4 +1,4 @@
-"""Decodes long responses from the bytes of each token, several times as fast as the tokenizer."""
+"""Decodes responses from the bytes of each token, several times as fast as the tokenizer."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from paceline.data.prompts import Decoder, Tokenizer
 
 
 class ByteDecoder:
-    """Decodes as a byte-level tokenizer does: the tokens' bytes in a row, read as UTF-8.
+    """Decodes like a byte-level tokenizer: joins the tokens' bytes and reads them as UTF-8.
 
     Args:
         tokens: bytes of each token by its id; b"" for an id without a token.
-        special: ids that are left out with `skip_special_tokens`.
+        special: ids omitted with `skip_special_tokens`.
     """
 
     def __init__(self, tokens: Sequence[bytes], special: Sequence[int]) -> None:
@@ -23,7 +23,7 @@ class ByteDecoder:
             self._ordinary[number] = b""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Returns the text of token ids, none of which is negative; ids beyond the vocabulary have none."""
+        """Returns the text of non-negative token ids; ids beyond the vocabulary have no text."""
         tokens = self._ordinary if skip_special_tokens else self._tokens
         try:
             text = b"".join([tokens[number] for number in token_ids])
@@ -33,7 +33,7 @@ class ByteDecoder:
 
 
 def fast_decoder(tokenizer: Tokenizer) -> Decoder:
-    """A decoder by tables where it gives what the tokenizer gives; otherwise the tokenizer.
+    """Returns a table-based decoder if it agrees with the tokenizer, else the tokenizer.
 
     Both decode the whole vocabulary, forwards and backwards, before the tables are trusted.
     """
@@ -45,7 +45,7 @@ def fast_decoder(tokenizer: Tokenizer) -> Decoder:
     for text, number in backend.get_vocab(with_added_tokens=True).items():
         try:
             tokens[number] = bytes(map(bytes_of.__getitem__, text))
-        except KeyError:  # an added token with other letters stands for itself
+        except KeyError:  # an added token outside the byte alphabet is its own text
             tokens[number] = text.encode()
     added = backend.get_added_tokens_decoder()
     decoder = ByteDecoder(tokens, [number for number, token in added.items() if token.special])
@@ -58,9 +58,9 @@ def fast_decoder(tokenizer: Tokenizer) -> Decoder:
 
 
 def _bytes_of_letters() -> dict[str, int]:
-    """The byte that each letter of a byte-level vocabulary stands for, as GPT-2 has them.
+    """Maps the letters of a byte-level vocabulary (GPT-2) to bytes.
 
-    Printable bytes stand for themselves, the others have the letters from 256 on.
+    Printable bytes stand for themselves; the others have letters from 256 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [number for number in range(256) if number not in printable]

@@ -1,4 +1,4 @@
-"""A deterministic walk over the prompt ids of a set, which can be saved and resumed."""
+"""Walks deterministically over the prompt ids of a set; can be saved and resumed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.core.errors import CheckpointError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CursorState:
-    """The position of the walk: the epoch, and the prompts taken of it."""
+    """A position in the walk: the epoch, and the number of prompts taken from it."""
 
     epoch: int
     position: int
@@ -30,7 +30,7 @@ class PromptCursor:
         ids: the prompt ids, in any order.
         seed: seed of the order.
         shuffle: False walks in ascending order.
-        stream: a number of each set, so that sets with the same seed have different orders.
+        stream: the set's number, so that sets with the same seed have different orders.
         ranks: the rank of each id; every epoch takes ids of lower rank first. None: all ranks are equal.
     """
 
@@ -54,7 +54,7 @@ class PromptCursor:
 
     @property
     def num_ids(self) -> int:
-        """The ids of an epoch."""
+        """The number of ids in an epoch."""
         return len(self._ids)
 
     def __contains__(self, prompt_id: int) -> bool:
@@ -62,7 +62,7 @@ class PromptCursor:
         return place < len(self._ids) and self._ids[place] == prompt_id
 
     def ranges(self) -> list[tuple[int, int, int]]:
-        """The runs of consecutive ids with the same rank: first and last id, and the rank."""
+        """Returns the runs of consecutive ids with the same rank: first and last id, and the rank."""
         runs = []
         for rank, level in self._levels.items():
             # Within a run, an id minus its place is constant.
@@ -77,7 +77,7 @@ class PromptCursor:
         return CursorState(epoch=self._epoch, position=self._position)
 
     def restore(self, state: CursorState) -> None:
-        """Goes to the position `state`; raises CheckpointError where this data set has no such position."""
+        """Goes to position `state`; raises CheckpointError if this data set has no such position."""
         if not 0 <= state.position <= len(self._ids) or state.epoch < 0:
             raise CheckpointError(
                 f"the checkpoint stands at prompt {state.position} of epoch {state.epoch}, but there are "
@@ -87,7 +87,7 @@ class PromptCursor:
         self._order = self._epoch_order()
 
     def take(self, count: int) -> list[int]:
-        """The next batch of `count` ids; `count` must not exceed the number of ids."""
+        """Returns the next batch of `count` ids; `count` must not exceed the number of ids."""
         if self._position + count > len(self._order):
             self._next_epoch()
         batch = self._order[self._position : self._position + count]
@@ -95,12 +95,12 @@ class PromptCursor:
         return batch
 
     def take_more(self, count: int, *, without: Collection[int]) -> list[int]:
-        """The next `count` ids of the walk that are not in `without`; fewer where there are no others.
+        """Returns the next `count` ids that are not in `without`; fewer if there are no others.
 
-        Several calls, each without the ids of those before, return what a single one would.
+        Several calls, each excluding the ids of earlier calls, return the same ids as a single call.
 
         Args:
-            without: ids to skip, say those of the step: they come up again if an epoch ends within it.
+            without: ids to skip, such as those of the step, which recur if an epoch ends within it.
         """
         taken: list[int] = []
         passed = set(without)

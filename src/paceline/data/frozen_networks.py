@@ -1,4 +1,4 @@
-"""Whether the networks of `algorithm.networks` can score the policy's samples."""
+"""Checks that the networks of `algorithm.networks` can score the policy's samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.models.facts import family_of
 
 
 def check_frozen_networks(config: RunConfig) -> str:
-    """Reads config.json and tokenizer of every network, and of the policy.
+    """Compares config.json and tokenizer of every network with the policy's.
 
     Args:
         config: configuration of the run, with model folders of this machine.
@@ -23,7 +23,7 @@ def check_frozen_networks(config: RunConfig) -> str:
         A line of facts per network; "none" without any.
 
     Raises:
-        ModelError: a folder is no model, or its tokens mean something else than the policy's.
+        ModelError: a folder is not a model folder, or its tokens differ from the policy's.
     """
     networks, model = config.algorithm.networks, config.model
     if not networks:
@@ -70,7 +70,7 @@ def _tokens(folder: str) -> Mapping[str, int]:
 
 
 def _require_tokens(ours: Mapping[str, int], theirs: Mapping[str, int], place: str) -> None:
-    """Raises ModelError unless each of our tokens has the same id there, which may have more."""
+    """Raises ModelError unless each of our tokens has the same id there; extra tokens are allowed."""
     differing = [token for token, number in ours.items() if theirs.get(token) != number]
     if differing:
         first = min(differing, key=ours.__getitem__)

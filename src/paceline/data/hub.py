@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub as local files: which files of a repository are a split."""
+"""Fetches data sets of the Hugging Face hub: finds the files of a repository that form a split."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _HELD_OUT = ("validation", "test", "val", "valid", "dev", "eval")
 
 
 def local_files(places: Iterable[str], split: str) -> list[Path]:
-    """The local files of data files and data sets, in order; what the hub's cache lacks is fetched.
+    """Returns the local files of data files and data sets, in order; downloads missing ones.
 
     Args:
         places: paths, or names of data sets on the hub.
-        split: taken where a name has none: "train", or "val", which data sets call by several names.
+        split: split for names without one: "train", or "val", for which data sets use several names.
 
     Raises:
         DataError: there is no such data set, configuration or split, or it cannot be fetched.
@@ -35,7 +35,7 @@ def local_files(places: Iterable[str], split: str) -> list[Path]:
 
 
 def uses_hub(config: RunConfig) -> bool:
-    """Whether the run takes a model or data set by its name on the hub."""
+    """Returns whether the run names a model or data set on the hub."""
     model = config.model
     own = (model.path, model.tokenizer_path, config.critic.path)
     places = (*own, *config.frozen_folders.values(), *dict(model.paths).values())
@@ -46,11 +46,11 @@ def uses_hub(config: RunConfig) -> bool:
 
 
 def pinned_run(config: RunConfig, known: Collection[str] = ()) -> RunConfig:
-    """The configuration with a commit in every name of the hub, for all services and later starts.
+    """Returns the configuration with every hub name pinned to a commit, for all services and restarts.
 
     Args:
         config: configuration of the run.
-        known: names with commits of an earlier start of the run, which are kept.
+        known: pinned names of an earlier start of the run, which are kept.
 
     Raises:
         ModelError, DataError: a model or data set is not on the hub, or cannot be reached.
@@ -86,9 +86,9 @@ def pinned_run(config: RunConfig, known: Collection[str] = ()) -> RunConfig:
 
 
 def _files(name: HubName, split: str) -> Sequence[Path]:
-    """The files of a split. The README's `configs` say which they are; without them the files' names do.
+    """Returns the files of a split, found by the README's `configs` or else by the files' names.
 
-    A data set without parquet or JSONL of its own is taken as the hub converts it.
+    For a data set without parquet or JSONL files, uses the hub's conversion.
     """
     wanted = (name.split,) if name.split else _HELD_OUT if split == "val" else (split,)
     subset, listed = _chosen(name, _card(snapshot("dataset", name, (CARD,))))
@@ -104,7 +104,7 @@ def _files(name: HubName, split: str) -> Sequence[Path]:
 
 
 def _card(folder: Path) -> dict[str, Any]:
-    """The front matter of a data set's README; {} where there is none that can be read."""
+    """Returns the front matter of a data set's README; {} if there is none or it is unreadable."""
     import yaml
 
     try:
@@ -116,10 +116,10 @@ def _card(folder: Path) -> dict[str, Any]:
 
 
 def _chosen(name: HubName, card: dict[str, Any]) -> tuple[str, dict[str, tuple[str, ...]] | None]:
-    """A configuration and, by split, the patterns of its files; None where the README does not say.
+    """Returns a configuration and the patterns of its files by split; None without README entries.
 
     Raises:
-        DataError: there are several, and neither the name nor the README says which.
+        DataError: there are several configurations, and neither the name nor the README selects one.
     """
     configs = {
         str(entry.get("config_name")): entry
@@ -139,7 +139,7 @@ def _chosen(name: HubName, card: dict[str, Any]) -> tuple[str, dict[str, tuple[s
 
 
 def _patterns(files: Any) -> dict[str, tuple[str, ...]]:
-    """By split; files without one belong to "train"."""
+    """Returns patterns by split; files without a split belong to "train"."""
     if isinstance(files, str):
         return {"train": (files,)}
     if all(isinstance(entry, str) for entry in files):
@@ -149,7 +149,7 @@ def _patterns(files: Any) -> dict[str, tuple[str, ...]]:
 
 
 def _named_after(name: HubName, splits: Sequence[str]) -> Sequence[Path]:
-    """The repository's files that are named after a split; none where there are none."""
+    """Returns the repository's files that are named after a split."""
     folders = [f"{name.subset}/", f"data/{name.subset}/"] if name.subset else ["", "data/"]
     for split in splits:
         patterns = [f"{folder}{split}{rest}" for folder in folders for rest in ("-*", ".*", "/*", "_*")]
@@ -160,10 +160,10 @@ def _named_after(name: HubName, splits: Sequence[str]) -> Sequence[Path]:
 
 
 def _converted(name: HubName, subset: str, splits: Sequence[str]) -> Sequence[Path]:
-    """The files of a split as the hub converts them.
+    """Returns a split's files from the hub's conversion.
 
     Raises:
-        DataError: the hub has none, or several configurations have this split.
+        DataError: the hub has no conversion, or several configurations have this split.
     """
     for split in splits:
         try:
@@ -185,7 +185,7 @@ def _converted(name: HubName, subset: str, splits: Sequence[str]) -> Sequence[Pa
 
 
 def _matching(name: HubName, patterns: Sequence[str]) -> Sequence[Path]:
-    """The files with rows that match a pattern, sorted by path."""
+    """Returns the files with rows that match a pattern, sorted by path."""
     folder = snapshot("dataset", name, patterns)
     files = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
     return sorted(path for path in files if path.suffix in DATA_SUFFIXES)

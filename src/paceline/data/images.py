@@ -1,9 +1,9 @@
-"""The images of prompts: where a row keeps them, how many tokens they take, their pixels.
+"""Reads the images of prompts: finds them in rows, counts their tokens, makes their pixels.
 
 row -> sources (path or bytes) -> opened: number of tokens -> (when the prompt is sent) processed: pixels
 
-The model's own image processor makes the pixels, once, in the controller: two processors that disagree would
-show the policy and the learner different images. It runs on Pillow and numpy; torchvision is not needed.
+The model's image processor makes the pixels once, in the controller: if two processors disagreed, policy and
+learner would see different images. It needs Pillow and numpy, but not torchvision.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 _CHANNELS = 3
 
 PLACEHOLDER = "<image>"
-"""Where an image belongs in a prompt's text"""
+"""Marks the place of an image in a prompt's text"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageSource:
-    """An image of a row: a file, or the bytes of one. `digest` is a sha256 over the bytes."""
+    """An image of a row: a file or its bytes. `digest` is a sha256 over the bytes."""
 
     place: Path | bytes
     digest: str
@@ -47,9 +47,9 @@ class ImageReader:
     """Reads the images of rows for one model.
 
     Args:
-        column: the rows' column with images.
+        column: the column with images.
         processor: the model's image processor.
-        image_token_id: stands in a prompt once for each of an image's tokens.
+        image_token_id: stands in a prompt for each token of an image.
     """
 
     def __init__(self, column: str, processor: Any, image_token_id: int) -> None:
@@ -58,10 +58,10 @@ class ImageReader:
 
     @classmethod
     def load(cls, config: DataConfig, folder: str | Path) -> ImageReader | None:
-        """The reader for `data.image_key` and the model in `folder`; None where prompts have no images.
+        """Returns the reader for `data.image_key` and the model in `folder`; None without images.
 
         Raises:
-            ModelError: the model takes no images, or its folder lacks what says how.
+            ModelError: the model takes no images, or its folder has no image processor.
             EnvironmentLackError: Pillow is not installed.
         """
         if config.image_key is None:
@@ -94,10 +94,10 @@ class ImageReader:
         return cls(config.image_key, processor, int(tree["image_token_id"]))
 
     def sources(self, row: Row, folder: Path) -> tuple[ImageSource, ...]:
-        """The images of a row, opened; paths are relative to `folder`.
+        """Opens the images of a row; paths are relative to `folder`.
 
         Raises:
-            DataError: an image is missing or none.
+            DataError: an image is missing or invalid.
         """
         value = value_at(row, self.column)
         if value is None:
@@ -108,7 +108,7 @@ class ImageReader:
     def _source(self, number: int, value: Any, folder: Path) -> ImageSource:
         where = f"image {number} of column {self.column!r}"
         if isinstance(value, Mapping):
-            # As Hugging Face's data sets hold images: bytes, or the path of a file.
+            # Hugging Face's data sets hold bytes, or the path of a file.
             value = value.get("bytes") or value.get("path")
         if isinstance(value, str):
             place: Path | bytes = folder / value
@@ -134,10 +134,10 @@ class ImageReader:
         )
 
     def process(self, source: ImageSource) -> LoadedImage:
-        """The image's pixels, as the model takes them.
+        """Returns the image's pixels in the model's form.
 
         Raises:
-            DataError: the file is another than when the rows were read, or cannot be decoded.
+            DataError: the file has changed since the rows were read, or cannot be decoded.
         """
         where = str(source.place) if isinstance(source.place, Path) else "an image in the data"
         content = _content(source.place, where)
@@ -154,13 +154,13 @@ class ImageReader:
 
 
 def with_images(value: object, num_images: int) -> list[dict[str, Any]]:
-    """Chat messages whose images are parts of their contents, as chat templates of such models take them.
+    """Returns chat messages with images as content parts, as chat templates of such models expect.
 
-    `<image>` in a text is one, and so is a part of type image. Where a prompt shows none, its images come
-    before the first user message's text.
+    `<image>` in a text, or a part of type image, marks an image's place. Without marks, the images come
+    before the text of the first user message.
 
     Raises:
-        DataError: the prompt is plain text, or shows another number of images.
+        DataError: the prompt is plain text, or marks another number of images.
     """
     if not isinstance(value, list):
         raise DataError(
@@ -193,7 +193,7 @@ def _parts(content: object) -> list[dict[str, Any]]:
     kinds = {part.get("type") for part in content}
     if not kinds <= {"text", "image"}:
         raise DataError(f"a message has parts of type {', '.join(map(str, kinds))}; text and image are known")
-    # What Parquet fills in, say {type: text, text: ..., image: null}, a template would take for an image.
+    # Parquet fills in null fields, as in {type: text, text: ..., image: null}; templates would see an image.
     return [
         {"type": "image"}
         if part["type"] == "image"
@@ -203,7 +203,7 @@ def _parts(content: object) -> list[dict[str, Any]]:
 
 
 def expanded(token_ids: Sequence[int], image_token_id: int, sources: Sequence[ImageSource]) -> list[int]:
-    """The token ids with each image's placeholder as often as the image has tokens.
+    """Repeats each image's placeholder once per token of the image.
 
     Raises:
         DataError: there are more or fewer placeholders than images.

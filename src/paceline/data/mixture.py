@@ -1,8 +1,8 @@
-"""Which prompts a step draws from one or several sets: deterministic, so that it can be saved and resumed.
+"""Draws the prompts of a step from one or several sets, deterministically; can be saved and resumed.
 
 For each prompt of a step, every set's due count grows by the set's share, and the set with the largest due
 count supplies the prompt. So the counts of a step and of all steps follow the weights as closely as whole
-prompts can, without chance.
+prompts can.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class MixtureState:
     Attributes:
         walks: the position of each set's walk.
         due: each set's due count in prompts: its share of the prompts drawn so far, minus those it supplied.
-        chosen: the weights that a function has chosen for the next step; None: those of the configuration.
+        chosen: the weights that a function chose for the next step; None: those of the configuration.
     """
 
     walks: tuple[CursorState, ...]
@@ -32,11 +32,11 @@ class MixtureState:
 
     @classmethod
     def of_one(cls, *, epoch: int, position: int) -> Self:
-        """The position in a single set."""
+        """Returns the position in a single set."""
         return cls(walks=(CursorState(epoch=epoch, position=position),), due=(0.0,))
 
     def to_plain(self) -> dict[str, Any]:
-        """Returns the state as JSON has it: that of a single set is its epoch and position."""
+        """Returns the state as JSON data; for a single set, its epoch and position."""
         if len(self.walks) == 1:
             return asdict(self.walks[0])
         plain = {"walks": [[w.epoch, w.position] for w in self.walks], "due": list(self.due)}
@@ -44,7 +44,7 @@ class MixtureState:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Self:
-        """Reads what `to_plain` returned; raises KeyError, TypeError or ValueError where it cannot."""
+        """Reads what `to_plain` returned; raises KeyError, TypeError or ValueError if it is malformed."""
         if "walks" not in plain:
             return cls.of_one(**plain)
         chosen = plain.get("chosen")
@@ -59,16 +59,16 @@ class PromptMixture:
     """Draws each step's prompts from one or several sets.
 
     Args:
-        sets: the prompt ids of each set, by its name, in the order of the configuration; no id is in two.
+        sets: the prompt ids of each set by name, in the configuration's order; sets share no id.
         batch_size: ids per step.
         seed: seed of the order within each set.
         shuffle: False walks through each set in ascending order.
-        ranks: by id, where it comes in every epoch of its set; None: all are the same.
-        schedule: weights by the step from which they hold, in the order of steps, the first from step 1 on.
-            None: all are the same.
+        ranks: rank of each id within an epoch of its set; None: all are equal.
+        schedule: weights with the step from which they apply, ordered, the first from step 1 on. None: all
+            weights are equal.
 
     Raises:
-        DataError: there are fewer ids than a step needs, of all sets or, by its weight, of one.
+        DataError: there are fewer ids than a step needs, in total or, by its weight, in one set.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class PromptMixture:
         return [walk.ranges() for walk in self._walks]
 
     def set_of(self, prompt_id: int) -> str | None:
-        """The set that a prompt is of; None where it is of none, as those that a dataflow makes."""
+        """Returns the set of a prompt; None for a prompt of no set, such as one that a dataflow made."""
         return next(
             (name for name, walk in zip(self.names, self._walks, strict=True) if prompt_id in walk), None
         )
@@ -110,7 +110,7 @@ class PromptMixture:
         return MixtureState(walks=walks, due=tuple(self._due), chosen=self._chosen)
 
     def restore(self, state: MixtureState) -> None:
-        """Goes to the position `state`; raises CheckpointError where these sets have no such position."""
+        """Goes to position `state`; raises CheckpointError if these sets have no such position."""
         num_sets = len(self._walks)
         if any(len(part) != num_sets for part in (state.walks, state.due, state.chosen or state.due)):
             raise CheckpointError(
@@ -118,22 +118,22 @@ class PromptMixture:
                 f"{num_sets}; resume with the data.train_sets of the first run"
             )
         for walk, position in zip(self._walks, state.walks, strict=True):
-            if walk.state != position:  # Going to a position shuffles the epoch once more
+            if walk.state != position:  # Restoring shuffles the epoch again
                 walk.restore(position)
         self._due, self._chosen = list(state.due), state.chosen
 
     def choose(self, weights: Sequence[float]) -> None:
-        """Sets the weights of the next step and those after it, in place of the schedule's."""
+        """Sets the weights of the next and later steps, in place of the schedule's."""
         self._chosen = tuple(weights)
 
     def weights(self, step: int) -> tuple[float, ...]:
-        """The weights of the sets in a step."""
+        """Returns the weights of the sets in a step."""
         if self._chosen is not None:
             return self._chosen
         return next(stage.weights for stage in reversed(self._schedule) if stage.step <= step)
 
     def take(self, step: int) -> list[int]:
-        """The ids of a step, those of a set together."""
+        """Returns the ids of a step, grouped by set."""
         self._shares = _shares(self.weights(step))
         counts = [0] * len(self._walks)
         for _ in range(self._batch_size):
@@ -141,15 +141,15 @@ class PromptMixture:
             counts[self._next(open_sets)] += 1
         used_up = [i for i, walk in enumerate(self._walks) if counts[i] == walk.num_ids]
         if any(self._due[place] >= 1.0 for place in used_up):
-            # Prompts that a set cannot supply in a step are not made up for later.
+            # Prompts that a set could not supply in a step are not drawn later.
             self._due = [0.0] * len(self._walks)
         return [i for walk, count in zip(self._walks, counts, strict=True) if count for i in walk.take(count)]
 
     def take_more(self, count: int, *, without: Collection[int]) -> list[int]:
-        """The next `count` ids that are not in `without`, by the weights of the step that was taken last.
+        """Returns the next `count` ids that are not in `without`, by the weights of the last step.
 
-        Fewer where there are no others. Several calls, each without the ids of those before, return what a
-        single one would.
+        Returns fewer if there are no others. Several calls, each excluding the ids of earlier calls, return
+        the same ids as a single call.
         """
         taken: list[int] = []
         passed = [{i for i in without if i in walk} for walk in self._walks]
@@ -166,7 +166,7 @@ class PromptMixture:
         return taken
 
     def _next(self, open_sets: Sequence[int]) -> int:
-        """The set of the next prompt; sets of weight 0 come only where no other has any."""
+        """Returns the set of the next prompt; sets of weight 0 only if no other set has prompts left."""
         self._due = [due + share for due, share in zip(self._due, self._shares, strict=True)]
         wanted = [place for place in open_sets if self._shares[place]] or open_sets
         chosen = max(wanted, key=lambda place: (self._due[place], -place))

@@ -1,4 +1,4 @@
-"""Values of data files as plain data: what JSON can express, which is all that messages and rewards carry."""
+"""Converts values of data files to plain data, which JSON can express: messages carry nothing else."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from paceline.core.text import encodable
 from paceline.wire.fields import LIMITS, plain_problem
 
 _MAX_DEPTH = LIMITS.max_depth - 1
-"""Of nesting in one value: the column's name is one level of a message."""
+"""Deepest nesting of a value; the column's name is one more level of a message."""
 _MAX_DIGITS = 18
-"""Of a decimal that becomes a whole number."""
+"""Most digits of a decimal that becomes an integer."""
 
 
 def plain_value(value: object) -> object:
-    """The value as plain data.
+    """Converts a value to plain data.
 
-    Dates and times become ISO text, durations seconds, decimals numbers, NaN null, bytes text in UTF-8, numpy
-    values Python's, tuples lists, keys text. Lone surrogates in text are escaped.
+    Dates and times become ISO text, durations seconds, decimals numbers, NaN null, bytes UTF-8 text, numpy
+    values Python values, tuples lists, keys text. Lone surrogates in text are escaped.
 
     Raises:
-        DataError: it has no such form; says what it is.
+        DataError: it has no such form.
     """
     result = _plain(value, _MAX_DEPTH)
     problem = plain_problem(result, _MAX_DEPTH)
@@ -63,7 +63,7 @@ def _number(value: float | Decimal) -> float | int | None:
 
 
 def _scalar(value: Any, depth: int) -> object:
-    """What parquet and numpy have and JSON has not."""
+    """Converts scalars of parquet and numpy that JSON lacks."""
     if isinstance(value, datetime.date | datetime.time):  # a datetime is a date too
         return value.isoformat()
     if isinstance(value, datetime.timedelta):

@@ -28,7 +28,7 @@ class Decoder(Protocol):
 
 
 class Tokenizer(Decoder, Protocol):
-    """The part of a Hugging Face tokenizer that is used."""
+    """The part of a Hugging Face tokenizer that Paceline uses."""
 
     eos_token_id: int | None
     chat_template: str | None
@@ -41,7 +41,7 @@ class Tokenizer(Decoder, Protocol):
         ...
 
     def get_added_vocab(self) -> Mapping[str, int]:
-        """Tokens that text is searched for before it is split."""
+        """Returns the tokens that are matched before text is split."""
         ...
 
     def __call__(self, text: str | list[str], *, add_special_tokens: bool) -> Mapping[str, Any]:
@@ -56,17 +56,17 @@ class Tokenizer(Decoder, Protocol):
         add_generation_prompt: bool,
         **options: Any,
     ) -> Any:
-        """The conversation as one text; `options` are the template's own, say its tools."""
+        """Renders a conversation as one text; `options` go to the template, for example its tools."""
         ...
 
 
 def load_tokenizer(
     folder: str | Path, template_kwargs: Mapping[str, Any] = MappingProxyType({})
 ) -> Tokenizer:
-    """Loads the tokenizer of a model folder; nothing is fetched from a hub.
+    """Loads the tokenizer of a model folder, without a download.
 
     Args:
-        template_kwargs: what its chat template gets in every call, as `data.chat_template_kwargs`.
+        template_kwargs: arguments of every call of its chat template, as `data.chat_template_kwargs`.
 
     Raises:
         ModelError: the folder is missing or holds no tokenizer.
@@ -98,7 +98,7 @@ def load_tokenizer(
 def _tokenizer_class(path: Path) -> Any:
     with without_collections():
         if (path / "tokenizer.json").is_file():
-            # The file is complete; to look up the model's class transformers would import torch: ten seconds.
+            # The file suffices; looking up the model's class would import torch, which takes ten seconds.
             from transformers import PreTrainedTokenizerFast
 
             return PreTrainedTokenizerFast
@@ -108,10 +108,10 @@ def _tokenizer_class(path: Path) -> Any:
 
 
 def stop_token_ids(folder: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Ids that end a response, from generation_config.json, config.json and the tokenizer: each once, sorted.
+    """Returns the ids that end a response, sorted: of generation_config.json, config.json, the tokenizer.
 
     Raises:
-        ModelError: none of them names such an id; responses would never end.
+        ModelError: none of them names such an id, so responses would never end.
     """
     ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
@@ -129,7 +129,7 @@ def stop_token_ids(folder: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def render_prompt(tokenizer: Tokenizer, value: object, prompt_format: str) -> str:
-    """The text of a prompt: a string, or messages in the chat template with the assistant's turn opened."""
+    """Returns a prompt's text: a string, or messages in the chat template up to the assistant's turn."""
     is_text = isinstance(value, str)
     if prompt_format == "text" or (prompt_format == "auto" and is_text):
         if not is_text:
@@ -154,19 +154,19 @@ def render_prompt(tokenizer: Tokenizer, value: object, prompt_format: str) -> st
 
 
 def encode_prompt(tokenizer: Tokenizer, value: object, prompt_format: str) -> list[int]:
-    """Token ids of a prompt. A chat template adds its own special tokens; plain text gets the tokenizer's."""
+    """Returns a prompt's token ids; special tokens come from the chat template, or else the tokenizer."""
     text = render_prompt(tokenizer, value, prompt_format)
     ids: list[int] = tokenizer(text, add_special_tokens=is_plain(value, prompt_format))["input_ids"]
     return ids
 
 
 def is_plain(value: object, prompt_format: str) -> bool:
-    """Whether a prompt is tokenized as it is, without a chat template."""
+    """Returns whether a prompt is tokenized without a chat template."""
     return prompt_format == "text" or (prompt_format == "auto" and isinstance(value, str))
 
 
 def last_message(value: object) -> str:
-    """The text of a prompt's last message, which scorers see; all of a plain text."""
+    """Returns the text of a prompt's last message, or all of a plain text, for scorers."""
     content = value if isinstance(value, str) else value[-1]["content"]  # type: ignore[index]
     if isinstance(content, list):
         return "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
@@ -174,7 +174,7 @@ def last_message(value: object) -> str:
 
 
 def exchange_text(tokenizer: Tokenizer, prompt: str, answer: str) -> str:
-    """A message with its answer, as reward models read them: in the chat template, if there is one."""
+    """Returns a message with its answer for a reward model: in the chat template, if there is one."""
     if not tokenizer.chat_template:
         return prompt + answer
     messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
@@ -182,7 +182,7 @@ def exchange_text(tokenizer: Tokenizer, prompt: str, answer: str) -> str:
 
 
 def encode_exchange(tokenizer: Tokenizer, prompt: str, answer: str) -> list[int]:
-    """Token ids of `exchange_text`; special tokens come from its template, else from the tokenizer."""
+    """Returns the token ids of `exchange_text`; special tokens come from its template, else the tokenizer."""
     text = exchange_text(tokenizer, prompt, answer)
     ids: list[int] = tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]
     return ids
@@ -192,10 +192,10 @@ def encode_exchange(tokenizer: Tokenizer, prompt: str, answer: str) -> list[int]
 class Prompt:
     """Holds one row of the data files.
 
-    `prompt_id` is its number among all rows of the training sets, or of the held-out ones, so that filtering
+    `prompt_id` is its number among all rows of the training sets, or of the held-out sets, so that filtering
     changes no id.
 
-    `messages` are what a chat prompt was rendered from; empty for plain text. `images` are in the order of
+    `messages` are the messages of a chat prompt; empty for plain text. `images` are in the order of
     their placeholders.
     """
 
@@ -213,10 +213,10 @@ class PromptFacts:
     Attributes:
         digest: digest of their tokens and of what their rewards need.
         sources: their data sources; "" for none.
-        first_text: the id of the first that is plain text; None without one.
-        longest: tokens of the longest.
-        largest: the id of the largest, images included.
-        largest_size: its tokens and patches.
+        first_text: id of the first plain-text prompt; None without one.
+        longest: number of tokens of the longest prompt.
+        largest: id of the largest prompt, images included.
+        largest_size: number of tokens and patches of the largest prompt.
     """
 
     digest: str
@@ -228,7 +228,7 @@ class PromptFacts:
 
     @classmethod
     def of(cls, prompts: Mapping[int, Prompt]) -> PromptFacts:
-        """Finds the facts by looking at each prompt."""
+        """Collects the facts from each prompt."""
         digest = hashlib.blake2b(digest_size=16)
         sizes = {}
         for prompt_id, prompt in sorted(prompts.items()):
@@ -250,11 +250,11 @@ class PromptFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSet:
-    """The usable prompts of one set, or of several, by id.
+    """The usable prompts of one or several sets, by id.
 
     Attributes:
-        ranks: where each comes in an epoch, by id; None: data.order_by does not say.
-        known: the facts of all prompts, where they are known without looking at each.
+        ranks: rank of each prompt in an epoch, by id; None without data.order_by.
+        known: the facts of all prompts, if known without reading each.
     """
 
     prompts: Mapping[int, Prompt]
@@ -264,12 +264,12 @@ class PromptSet:
 
     @functools.cached_property
     def facts(self) -> PromptFacts:
-        """What is asked of all prompts at once."""
+        """Facts about all prompts of the set."""
         return PromptFacts.of(self.prompts) if self.known is None else self.known
 
     @classmethod
     def joined(cls, sets: Sequence[PromptSet]) -> PromptSet:
-        """Several sets, which have no id in common, as one."""
+        """Joins several sets, which share no id, into one."""
         if len(sets) == 1:
             return sets[0]
         facts = [part.facts for part in sets]
@@ -290,10 +290,10 @@ class PromptSet:
         )
 
     def check_token_budget(self, config: RunConfig) -> None:
-        """Whether a micro-batch holds each prompt with its images and the longest response.
+        """Checks that a micro-batch holds each prompt with its images and the longest response.
 
         Raises:
-            DataError: one is larger than `actor.ppo_max_token_len_per_gpu`.
+            DataError: a prompt needs more than `actor.ppo_max_token_len_per_gpu`.
         """
         largest, size = self.facts.largest, self.facts.largest_size
         needed = size + config.data.max_response_length
@@ -308,7 +308,7 @@ class PromptSet:
 
     @property
     def num_rows(self) -> int:
-        """Rows that the prompts were made of."""
+        """Number of rows from which the prompts were made."""
         return len(self.prompts) + self.num_filtered
 
     def ids(self) -> list[int]:
@@ -317,5 +317,5 @@ class PromptSet:
 
 
 def scored_by(context: RewardContext) -> str:
-    """What the scorers of a prompt need, as text."""
+    """Returns, as text, the data that a prompt's scorers need."""
     return json.dumps(asdict(context), sort_keys=True, default=repr)

@@ -14,9 +14,9 @@ Row = dict[str, Any]
 
 
 def value_at(row: Row, column: str) -> Any:
-    """The value of a column; `a.b` leads to the field b of column a, unless a column has that very name.
+    """Returns a column's value; `a.b` is the field b of column a, unless there is a column `a.b`.
 
-    None where the row has no such value.
+    None if the row has no such value.
     """
     if column in row:
         return row[column]
@@ -26,15 +26,15 @@ def value_at(row: Row, column: str) -> Any:
 
 
 class StoredRows(Sequence[tuple[Row, Path]]):
-    """The rows of files, each with the folder of its file; a row is decoded when it is asked for.
+    """The rows of files, each with the folder of its file; decoded on request.
 
     Args:
         files: parquet and JSONL; the suffix decides the format.
-        required: columns that each file has, each line of JSONL when it is decoded.
+        required: columns that each file, or each decoded line of JSONL, must have.
 
     Raises:
-        DataError: a file is missing, unreadable, of an unknown kind or without a column of `required`, or all
-            are empty. Decoding raises it, too.
+        DataError: a file is missing, unreadable, of an unknown kind or without a required column, or all are
+            empty. Decoding raises it, too.
     """
 
     def __init__(self, files: Sequence[str | Path], required: Iterable[str] = ()) -> None:
@@ -71,17 +71,17 @@ class StoredRows(Sequence[tuple[Row, Path]]):
 
 
 def read_rows(files: Sequence[str | Path], required: Iterable[str] = ()) -> list[Row]:
-    """Reads all rows of `files`, in order; raises what `StoredRows` does."""
+    """Reads all rows of `files`, in order; raises as `StoredRows`."""
     return [row for row, _ in StoredRows(files, required)[:]]
 
 
 def first_row(file: str | Path) -> Row:
-    """The first row of a file; {} where there is none. Raises what `first_rows` raises."""
+    """Returns the first row of a file; {} if it is empty. Raises as `first_rows`."""
     return next(iter(first_rows(file, 1)), {})
 
 
 def first_rows(file: str | Path, at_most: int) -> list[Row]:
-    """The first rows of a file, without reading the others.
+    """Returns the first rows of a file, without reading the others.
 
     Raises:
         DataError: the file is unreadable.
@@ -102,7 +102,7 @@ def first_rows(file: str | Path, at_most: int) -> list[Row]:
 
 
 def count_rows(files: Sequence[str | Path], at_most: int) -> int:
-    """How many rows the files have, counted up to `at_most`.
+    """Counts the rows of files, up to `at_most`.
 
     Raises:
         DataError: a file is unreadable.
@@ -130,7 +130,7 @@ def _num_parquet_rows(path: Path) -> int:
 
 
 def _is_parquet(path: Path) -> bool:
-    """Whether a file is parquet rather than JSONL, by its suffix."""
+    """Returns whether a file is parquet rather than JSONL, by its suffix."""
     if not path.is_file():
         raise DataError(f"data file {path} does not exist; correct the path, or make the file first")
     if path.suffix not in (".parquet", ".jsonl", ".ndjson"):
@@ -201,7 +201,7 @@ class _Lines:
 
 
 def _columns(fields: Iterable[Any], prefix: str = "") -> list[str]:
-    """The names of pyarrow fields and, dotted, of what is nested in them."""
+    """Returns the names of pyarrow fields and, dotted, of nested fields."""
     import pyarrow
 
     names = []

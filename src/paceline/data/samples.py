@@ -1,4 +1,4 @@
-"""Samples with their rewards, as a dataflow gets them from a sampling and gives them to the training."""
+"""Samples with rewards: a dataflow gets them from sampling and passes them to training."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class ScoredSample:
     """Holds one sample with its score.
 
     Attributes:
-        prompt: what it answers.
+        prompt: the prompt that it answers.
         header: its ids, lengths and components.
-        reward: as it was scored, or as the dataflow gave it.
-        text: the response; "" where the sampling was told to leave texts out.
-        baseline: what `algorithm.adv_estimator: remax` subtracts from the reward; None for none.
-        num_baseline_tokens: of the answer that scored the baseline, for `algorithm.overlong`; 0 for none.
+        reward: the reward, from the scorers or from the dataflow.
+        text: the response; "" if texts were left out of the sampling.
+        baseline: number that `algorithm.adv_estimator: remax` subtracts from the reward; None for none.
+        num_baseline_tokens: length of the answer with that score, for `algorithm.overlong`; 0 for none.
         is_given: whether the dataflow gave the reward.
     """
 
@@ -34,28 +34,28 @@ class ScoredSample:
 
     @property
     def purpose(self) -> str:
-        """What it was sampled for."""
+        """The purpose for which it was sampled."""
         return self.header.trajectory_id.purpose
 
     @property
     def index(self) -> int:
-        """Its number among the samples of its prompt and purpose."""
+        """The sample's number among those of its prompt and purpose."""
         return self.header.trajectory_id.sample_index
 
     @property
     def components(self) -> Mapping[str, float]:
-        """The parts of the reward that it was scored with, by scorer."""
+        """The parts of the scored reward, by scorer."""
         return self.header.components
 
     def continued(self, text: str) -> str | list[Mapping[str, object]]:
-        """Returns the prompt that goes on from the sample: its own, the sample, then `text` by the user."""
+        """Returns a prompt that continues the sample: its prompt, the sample, and the user's `text`."""
         if not self.prompt.messages:
             return self.prompt.context.prompt_text + self.text + text
         answered = {"role": "assistant", "content": self.text}
         return [*self.prompt.messages, answered, {"role": "user", "content": text}]
 
     def with_reward(self, reward: float) -> ScoredSample:
-        """Returns the same sample, worth `reward` at its last token."""
+        """Returns the same sample with `reward` at its last token."""
         return replace(self, reward=float(reward), is_given=True)
 
     def with_baseline(self, baseline: float | None) -> ScoredSample:
@@ -66,7 +66,7 @@ class ScoredSample:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoredSamples(Sequence[ScoredSample]):
-    """The samples of one sampling, by prompt; those of its first purpose, and others in `beside`."""
+    """The samples of one sampling by prompt: those of its first purpose; `beside` holds the others."""
 
     samples: Sequence[ScoredSample]
     beside: Mapping[str, Sequence[ScoredSample]] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class ScoredSamples(Sequence[ScoredSample]):
         return grouped(self.samples)
 
     def against(self, purpose: str) -> list[ScoredSample]:
-        """Returns the samples with the reward of their prompt's sample in `beside[purpose]` as baseline."""
+        """Returns the samples with baselines: the reward of their prompt's sample in `beside[purpose]`."""
         others = {other.prompt.prompt_id: other for other in self.beside.get(purpose, ())}
         return [_against(sample, others.get(sample.prompt.prompt_id)) for sample in self.samples]
 
@@ -95,7 +95,7 @@ def _against(sample: ScoredSample, other: ScoredSample | None) -> ScoredSample:
 
 
 def grouped(samples: Iterable[ScoredSample]) -> list[list[ScoredSample]]:
-    """Returns samples, which lie in the order of their prompts, as a list per prompt."""
+    """Splits samples, ordered by prompt, into a list per prompt."""
     by_prompt: Iterator[tuple[int, Iterator[ScoredSample]]] = groupby(
         samples, key=lambda sample: sample.prompt.prompt_id
     )

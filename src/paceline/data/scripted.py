@@ -1,4 +1,4 @@
-"""Prompts and samples as JSON, for a script that controls a run (`paceline.api.session`)."""
+"""Encodes prompts and samples as JSON for a script that controls a run (`paceline.api.session`)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from paceline.data.samples import ScoredSample, ScoredSamples
 from paceline.wire import decode_scored, encode_scored_header
 
 SOCKET = "PACELINE_SCRIPT"
-"""The variable that names the script's socket for the controller."""
+"""Environment variable with the script's socket for the controller."""
 
 FLOW = "paceline.controller.run.dataflow.script:flow"
-"""The dataflow that a script leads."""
+"""The dataflow that a script controls."""
 
 
 def plain_prompt(prompt: Prompt) -> dict[str, Any]:
-    """Returns a prompt as JSON can say it, without images."""
+    """Returns a prompt as plain JSON data, without images."""
     context = prompt.context
     return {
         "id": prompt.prompt_id,

@@ -1,4 +1,4 @@
-"""A function as an environment that leads its episodes: an agent that asks for answers at an address."""
+"""Turns an agent, a function that requests the policy's answers over HTTP, into an environment."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def agent(function: Callable[..., Any]) -> Callable[[], Environment]:
 
     Args:
         function: `f(task, *, base_url, token, model)`, plain or async: plays one episode and returns its
-            reward, an `Outcome`, or None where others give the reward. A plain function runs in a thread,
-            which cannot be ended: give its client a timeout.
+            reward, an `Outcome`, or None if another scorer gives the reward. A plain function runs in a
+            thread, which cannot be ended: give its client a timeout.
     """
 
     def make() -> Environment:
@@ -60,7 +60,7 @@ class _Agent(Environment):
 
 
 def _is_over(error: BaseException | None) -> bool:
-    """Whether an agent raised because the rollout server had ended its episode, whatever client it has."""
+    """Returns whether an agent raised because the rollout server had ended its episode, for any client."""
     while error is not None:
         if getattr(error, "code", None) == OVER_CODE or OVER_MESSAGE in str(error):
             return True

@@ -1,4 +1,4 @@
-"""A client of any reward server."""
+"""Calls any reward server and returns its scores."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RewardClient:
         Raises:
             DeadlineError: no answer within `timeout_s`.
             PeerLostError: the server cannot be reached.
-            RewardError: WRONG_COUNT, if the server did not answer with one result for each item.
+            RewardError: WRONG_COUNT: the server did not answer with one result for each item.
             InvalidMessageError: an item cannot be sent, or a result is not finite.
             PacelineError: the server's own error.
         """

@@ -1,4 +1,4 @@
-"""Base classes to write an environment with: tools, observations, and grades."""
+"""Base classes for environments: tools, observations and outcomes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _MARK = "__paceline_tool__"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observation:
-    """What the policy reads next.
+    """The text that the policy reads next.
 
     Attributes:
-        text: one message; of `open` a user's, after those of the prompt. "": none.
-        messages: in its place, several.
-        tools: tools of `open`: the environment's tools that this episode has; None: all.
-        done: ends the episode, with this word for its stop reason; "": it goes on.
+        text: one message; from `open`, a user message after those of the prompt. "": none.
+        messages: several messages, instead of `text`.
+        tools: from `open`: the environment's tools that this episode has; None: all.
+        done: ends the episode, with this stop reason; "": the episode goes on.
     """
 
     text: str = ""
@@ -36,16 +36,16 @@ class Observation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What an episode was worth: a finite reward, or None for none, and further numbers."""
+    """The result of an episode: a finite reward, or None, and further numbers."""
 
     reward: float | None = None
     components: Mapping[str, float] = field(default_factory=dict)
 
 
 def tool(timeout_s: float = 10.0) -> Callable[[_Method], _Method]:
-    """Makes a method a tool; its docstring and annotations are what the model is told.
+    """Makes a method a tool; its docstring and annotations describe it to the model.
 
-    A plain method runs in a thread, which cannot be ended: after `timeout_s` its answer no longer counts.
+    A plain method runs in a thread, which cannot be ended: after `timeout_s` its answer is ignored.
     """
 
     def mark(method: _Method) -> _Method:
@@ -58,9 +58,9 @@ def tool(timeout_s: float = 10.0) -> Callable[[_Method], _Method]:
 class Environment:
     """Answers the policy in one episode.
 
-    Write `open`, `step` and `close` as far as their defaults do not suffice; all are async.
+    Override `open`, `step` and `close` if their defaults do not suffice; all are async.
 
-    Whatever they raise ends the attempt: the rollout server begins the episode again with a new instance.
+    Any exception ends the attempt: the rollout server restarts the episode with a new instance.
     """
 
     tools: ClassVar[Mapping[str, tuple[ToolSpec, float]]] = {}
@@ -86,20 +86,20 @@ class Environment:
         return Observation()
 
     async def step(self, action: Message) -> Observation:
-        """Answers a turn: by default it makes its tool calls, and ends the episode at a turn without any.
+        """Answers a turn: by default, makes its tool calls, and ends the episode at a turn without any.
 
         Args:
             action: the policy's turn. `content` is its text without special tokens, calls included;
-                `tool_calls` has a `ToolCall` each: `name`, `arguments` (a dict), `call_id`, `problem`.
+                `tool_calls` are objects with `name`, `arguments` (a dict), `call_id` and `problem`.
         """
         return await self.call_tools(action)
 
     async def run(self, *, base_url: str, token: str, model: str) -> str:
-        """Leads the whole episode, if `rollout.environment.drives` is set; replaces `step`.
+        """Drives the whole episode if `rollout.environment.drives` is set; replaces `step`.
 
         Args:
-            base_url, token: of this episode, for any client that speaks OpenAI's chat completions.
-            model: the policy's name there.
+            base_url, token: address and token of this episode, for any client of OpenAI's chat completions.
+            model: the policy's name at that address.
 
         Returns:
             Why the episode ended, in a word; "" for no particular reason.
@@ -111,14 +111,14 @@ class Environment:
         return Outcome()
 
     async def release(self) -> None:
-        """Frees what the instance holds; called once, after `close` or in its place."""
+        """Frees the instance's resources; called once, after `close` or in its place."""
 
     async def call_tools(self, action: Message, *, done: str = "") -> Observation:
         """Makes a turn's calls one after another; a failing call is answered with "error:" and the reason.
 
         Args:
             action: the turn.
-            done: as of `Observation`; a turn without calls ends the episode as "answered".
+            done: as in `Observation`; a turn without calls ends the episode as "answered".
         """
         answers = []
         for call in action.tool_calls:
@@ -127,7 +127,7 @@ class Environment:
         return Observation(messages=tuple(answers), done=done or ("" if answers else "answered"))
 
     async def invoke(self, name: str, arguments: Mapping[str, object]) -> object:
-        """What a tool returns: by default that of the method of this name."""
+        """Calls a tool, by default the method of this name, and returns its result."""
         method = getattr(self, name)
         if inspect.iscoroutinefunction(method):
             return await method(**arguments)
@@ -151,10 +151,10 @@ class Environment:
 
 
 def specs_for(environment: Environment, names: Sequence[str] | None) -> list[ToolSpec]:
-    """The tools of an episode.
+    """Returns the tools of an episode.
 
     Raises:
-        ConfigError: it names one that the class does not have.
+        ConfigError: a name is not a tool of the class.
     """
     known = environment.tools
     unknown = [name for name in names or () if name not in known]

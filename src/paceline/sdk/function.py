@@ -1,4 +1,4 @@
-"""Calls a user's function for a server or an attached client: one result per item, whatever it does."""
+"""Calls a user's function for a server or an attached client; always returns one result per item."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from paceline.sdk.threads import LoopThread, Threads
 
 
 class CalledFunction:
-    """Calls a reward function in threads of its own; an async one in an event loop of its own thread.
+    """Calls a reward function in separate threads; an async one in an event loop in a separate thread.
 
     Args:
         function: `f(response, ground_truth, **extra) -> float | dict[str, float]`, plain or async. With
             `batch` instead `f(items: list[ScoreItem]) -> list[float | dict[str, float]]`, one value per item.
         batch: pass all items of a call at once, one call at a time.
-        group: the same form as with `batch`, called with the samples of one prompt.
+        group: like `batch`, but call the function with the samples of one prompt.
         max_concurrent: how many items, or groups, are scored at the same time.
-        timeout_s: how long a call may take; then its items have an error.
+        timeout_s: how long a call may take; after that its items get an error.
 
     Raises:
-        ConfigError: the function cannot be called like this.
+        ConfigError: the function cannot be called in this form.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class CalledFunction:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether so many calls hang that it does not score any more."""
+        """Whether too many calls hang to score any more."""
         return self._threads.is_stuck or self._loop.is_stuck
 
     def close(self) -> None:
@@ -75,7 +75,7 @@ class CalledFunction:
         self._loop.close()
 
     async def score(self, items: Sequence[ScoreItem]) -> list[ScoreResult]:
-        """One result for each item; the error of an item does not affect the others."""
+        """Returns one result per item; the error of an item does not affect the others."""
         if self._batch:
             return await self._score_batch(list(items))
         if self._group:
@@ -114,7 +114,7 @@ class CalledFunction:
         results = []
         for item, value in zip(items, returned, strict=True):
             try:
-                if isinstance(value, RewardError):  # of this item alone
+                if isinstance(value, RewardError):  # only of this item
                     raise value
                 results.append(self._result(item, value))
             except RewardError as error:
@@ -137,7 +137,7 @@ class CalledFunction:
 
 
 def version_of(function: Callable[..., Any]) -> str:
-    """A digest of the file that a function, or a callable object's class, is written in; "" without one."""
+    """Returns a digest of the file that defines a function or a callable's class; "" without a file."""
     try:
         file = inspect.getsourcefile(function if inspect.isroutine(function) else type(function))
         return hashlib.blake2b(Path(file or "").read_bytes(), digest_size=8).hexdigest()
@@ -146,7 +146,7 @@ def version_of(function: Callable[..., Any]) -> str:
 
 
 def _split_placed(name: str, returned: object) -> tuple[object, tuple[tuple[int, float], ...]]:
-    """What was returned without "placed", and that."""
+    """Splits a returned value into the rest and its "placed" rewards."""
     if not isinstance(returned, Mapping) or "placed" not in returned:
         return returned, ()
     try:

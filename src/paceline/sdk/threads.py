@@ -1,4 +1,4 @@
-"""Daemon threads for a user's functions: one that hangs is given up, and does not keep the process alive."""
+"""Runs a user's functions in daemon threads, so that a hanging one does not keep the process alive."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Call:
             outcome, error = self.function(), None
         except BaseException as raised:  # noqa: BLE001  a user's code: what it raises belongs to its caller
             outcome, error = None, raised
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits any more
             self.loop.call_soon_threadsafe(self._settle, outcome, error)
 
     def _settle(self, outcome: object, error: BaseException | None) -> None:
@@ -43,7 +43,7 @@ class _Call:
 
 
 class _Thread:
-    """One thread and its calls; given up, it ends after the call that it is at."""
+    """A thread and its calls; if it is abandoned, it ends after the current call."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
@@ -60,7 +60,7 @@ class _Thread:
 class Threads:
     """Runs blocking functions, `size` at a time.
 
-    A thread whose call takes longer than the deadline is given up and replaced, until `size` threads hang.
+    A thread whose call exceeds the deadline is abandoned and replaced, until `size` threads hang.
 
     Args:
         size: most calls at a time.
@@ -81,11 +81,11 @@ class Threads:
         """Runs a function in a thread.
 
         Raises:
-            TimeoutError: it takes longer than `timeout_s`; it goes on, unobserved.
+            TimeoutError: it takes longer than `timeout_s`; it goes on in its thread.
             ConnectionError: too many calls hang.
             Exception: what the function raises.
         """
-        async with self._slots:  # whoever has a slot has a deadline
+        async with self._slots:  # callers with a slot have a deadline
             if self.is_stuck:
                 raise ConnectionError(_STUCK.format(self.num_hung))
             thread = self._idle.pop() if self._idle else _Thread()
@@ -118,10 +118,10 @@ class Threads:
 
 
 class LoopThread:
-    """Runs async functions in an event loop of its own, `size` at a time.
+    """Runs async functions in a separate event loop, `size` at a time.
 
-    A function that blocks stalls the others of its loop, not the caller's; the loop is then given up and
-    replaced, until that has happened `size` times.
+    A blocking function stalls the others in this loop, but not the caller's loop. The stalled loop is
+    abandoned and replaced, until that has happened `size` times.
 
     Args:
         size: most calls at a time.
@@ -139,14 +139,14 @@ class LoopThread:
         return self._num_hung >= self._size
 
     async def call(self, function: Callable[[], Awaitable[T]], *, timeout_s: float) -> T:
-        """Awaits a function in the other loop.
+        """Awaits a function in the separate loop.
 
         Raises:
             TimeoutError: it takes longer than `timeout_s`.
             ConnectionError: too many loops hang.
             Exception: what the function raises.
         """
-        async with self._slots:  # whoever has a slot has a deadline
+        async with self._slots:  # callers with a slot have a deadline
             if self.is_stuck:
                 raise ConnectionError(_STUCK.format(self._num_hung))
             loop = self._loop = self._loop or _start_loop()

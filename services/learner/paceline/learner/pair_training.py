@@ -64,7 +64,7 @@ N = TypeVar("N", bound=nn.Module)
 
 
 def form_ranks(settings: LearnerConfig, environment: RankEnvironment) -> Ranks:
-    """The group of this rank."""
+    """Returns the group of this rank."""
     environment.use_interface(environment.master_host)
     use_threads(settings.threads, environment)
     device = choose_device(settings.device, environment, settings.devices)
@@ -92,7 +92,7 @@ def check(config: TuningRunConfig) -> None:
 
 
 def tokenizer_of(config: TuningRunConfig) -> Any:
-    """The tokenizer of the model, which ends answers.
+    """Returns the tokenizer of the model, which ends answers.
 
     Raises:
         ModelError: it is unusable, or has no token to end them with.
@@ -159,11 +159,11 @@ class Tuner(Generic[N]):
         self._num_skipped = 0
 
     def lr(self, step: int) -> float:
-        """The learning rate of a step, counted from 1."""
+        """Returns the learning rate of a step, counted from 1."""
         return self._trainable.schedule.at(step)
 
     def state(self) -> State:
-        """The network and its optimizer."""
+        """Returns the network and its optimizer."""
         return state_of_trainable("network", self._trainable)
 
     def go_on(self, numbers: Mapping[str, int]) -> None:
@@ -279,7 +279,7 @@ def cut(
 
 
 def is_reported(step: int, total: int) -> bool:
-    """Whether a line is printed for a step: about twenty of them, the first and the last."""
+    """Returns whether a line is printed for a step: about twenty of them, the first and the last."""
     return step % max(1, total // _REPORTS) == 0 or step in (1, total)
 
 

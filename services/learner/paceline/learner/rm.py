@@ -57,7 +57,7 @@ class RmProgress:
 
 
 def read_comparisons(config: RmRunConfig, files: Sequence[str]) -> tuple[list[Comparison], int]:
-    """All pairs that fit the length limits, and how many do not.
+    """Returns all pairs that fit the length limits, and how many do not.
 
     Raises:
         DataError: a file or column is missing, a row is unusable, or no pair fits.
@@ -122,7 +122,7 @@ class RmTrainer:
 
     @torch.no_grad()
     def accuracy(self, pairs: Sequence[Comparison]) -> float:
-        """The share of pairs that are ordered right."""
+        """Returns the share of pairs that are ordered right."""
         num_right = torch.zeros(1, dtype=torch.float64, device=self._ranks.device)
         for batch in self._batches(pairs):
             chosen, rejected = self._scores(batch)

@@ -55,7 +55,7 @@ class SftProgress:
 
 
 def read_pairs(config: SftRunConfig, files: Sequence[str]) -> tuple[list[Pair], int]:
-    """All pairs that fit the length limits, and how many do not.
+    """Returns all pairs that fit the length limits, and how many do not.
 
     Raises:
         DataError: a file or column is missing, a row is unusable, or no pair fits.
@@ -110,7 +110,7 @@ class SftTrainer:
 
     @torch.no_grad()
     def loss(self, pairs: Sequence[Pair]) -> float:
-        """The mean negative log-prob of the answers' tokens."""
+        """Returns the mean negative log-prob of the answers' tokens."""
         num_tokens = _num_answer_tokens(pairs)
         total = torch.zeros(1, dtype=torch.float64, device=self._ranks.device)
         for batch in self._batches(pairs):
@@ -132,7 +132,7 @@ class SftTrainer:
         )
 
     def _loss(self, batch: MicroBatch, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """A micro-batch's share of the loss, for the backward pass and as a number."""
+        """Returns a micro-batch's share of the loss, for the backward pass and as a number."""
         log_probs, _ = self._network(batch)
         share = -batch.table(log_probs).where(batch.mask, 0.0).sum() / num_tokens
         return share, share.detach().double().reshape(1)

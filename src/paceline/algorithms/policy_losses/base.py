@@ -21,17 +21,17 @@ LOG_RATIO_BOUND = 20.0
 class LossInputs:
     """The inputs of a policy loss: a micro-batch of B whole sequences and T response positions.
 
-    Only `log_probs` is differentiated. What lies under a 0 of the mask has no meaning.
+    Only `log_probs` is differentiated. Masked entries are undefined.
 
     Attributes:
         log_probs: (B, T), the policy's log-probs, with their graph.
         log_probs_of: (B, T) each, by name: "old", the policy's before the step's first update; "rollout", the
-            sampler's; "reference", where a KL is in use; each frozen network's.
+            sampler's; "reference", if a KL to it is used; each frozen network's.
         advantages: (B, T).
         mask: (B, T) booleans, True on the tokens that the policy produced.
         scores: (B,), each sequence's reward with the overlong penalty, without a KL.
         group_ids: (B,) integers, equal for samples of one prompt, on all ranks and in all micro-batches.
-        values: (B, T), the critic's before the step's first update; None without a critic.
+        values: (B, T), the critic's values before the step's first update; None without a critic.
         selected: (B, T) booleans, the tokens that `highest_covariance` selected over the mini-batch; None
             unless `actor.policy_loss` is a covariance loss.
     """
@@ -65,8 +65,8 @@ class LossOutputs(NamedTuple):
     """What a policy loss returns.
 
     Attributes:
-        loss: (B, T) per-token losses; the caller reduces them with `aggregate`, which ignores what lies
-            under the mask.
+        loss: (B, T) per-token losses; the caller reduces them with `aggregate`, which ignores masked
+            entries.
         metrics: 0-dim means over the unmasked tokens of these inputs, by name. Over several micro-batches,
             means are weighted by the numbers of unmasked tokens.
     """
@@ -76,7 +76,7 @@ class LossOutputs(NamedTuple):
 
 
 def log_ratio_and_advantages(inputs: LossInputs) -> tuple[Tensor, Tensor]:
-    """The clipped log-ratio, with its graph, and the advantages; both (B, T) and 0 under the mask.
+    """Returns the clipped log-ratio, with its graph, and the advantages; both (B, T) and 0 under the mask.
 
     Raises:
         NumericsError: shapes differ.
@@ -99,10 +99,10 @@ def check_clip(clip_low: float, clip_high: float) -> None:
 
 
 def share(where: Tensor, mask: Tensor) -> Tensor:
-    """Share of the unmasked tokens where a condition holds, 0-dim."""
+    """Returns the share of unmasked tokens for which a condition holds, 0-dim."""
     return masked_mean(full_precision(where), mask)
 
 
 def ppo_kl(log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """The metric `ppo_kl`: masked mean of -(log-ratio), 0-dim."""
+    """Returns the metric `ppo_kl`: masked mean of -(log-ratio), 0-dim."""
     return masked_mean(-log_ratio.detach(), mask)

@@ -1,4 +1,4 @@
-"""Losses that clip a ratio of new to old probabilities: of a token, or of its sequence."""
+"""Clips the ratio of new to old probabilities, of a token or of its sequence."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def ppo_clip(
     clip_high: float,
     dual_clip_c: float | None = None,
 ) -> LossOutputs:
-    """PPO's clipped surrogate (arXiv:1707.06347, eq. 7), with the dual clip of arXiv:1912.09729.
+    """Computes PPO's clipped surrogate (arXiv:1707.06347, eq. 7), with the dual clip of arXiv:1912.09729.
 
     L = max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high)); with c, where A < 0, min(L, -A c).
 
@@ -64,7 +64,7 @@ def gspo(
     clip_low: float,
     clip_high: float,
 ) -> LossOutputs:
-    """PPO's clip on the ratio of whole sequences (GSPO in its token form, arXiv:2507.18071).
+    """Applies PPO's clip to the ratio of sequences (GSPO in its token form, arXiv:2507.18071).
 
     A token's ratio has the value of its sequence, s = exp(mean of the log-ratios), and the gradient of its
     own log-prob: stopgrad(s) pi / stopgrad(pi), with the logarithm clamped to at most 10. Clip ranges are far
@@ -96,8 +96,8 @@ def geo_mean(
     """Replaces each ratio by the geometric mean of its sequence (GMPO, arXiv:2507.20673).
 
     Each log-ratio is clipped to [-clip_low, clip_high], only on the side to which its advantage drives it;
-    the loss of the sequence, -mean(A) exp(mean of the clipped log-ratios), stands on each of its tokens, so
-    that `seq-mean-token-mean` gives the mean over sequences.
+    each token gets the loss of its sequence, -mean(A) exp(mean of the clipped log-ratios), so that
+    `seq-mean-token-mean` gives the mean over sequences.
 
     Args:
         clip_low: at least 0, in log-ratio (the paper: 0.4).

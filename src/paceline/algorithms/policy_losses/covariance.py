@@ -1,4 +1,4 @@
-"""Losses that treat tokens with a high covariance of log-prob and advantage separately; their selection.
+"""Selects tokens with a high covariance of log-prob and advantage, and treats them separately.
 
 The covariance of a token is (log pi - mean log pi) (A - mean A), with the means over the batch: updates on
 tokens with a high covariance reduce the entropy most (arXiv:2505.22617).
@@ -44,10 +44,10 @@ def highest_covariance(
         cov_low: tokens below are not selected.
         cov_high: tokens above are not selected.
         all_reduce: adds a small 1-D tensor over all ranks.
-        gather: gives every rank's 1-D tensors (all of one length) in one.
+        gather: concatenates the ranks' 1-D tensors, all of one length.
 
     Returns:
-        (B, T) booleans. A tie at the last place selects all that tie.
+        (B, T) booleans. A tie at the last place selects all tied tokens.
     """
     require_range("cov_fraction", cov_fraction, at_least=0.0, at_most=1.0)
     require_same_shape(log_probs=log_probs, advantages=advantages, mask=mask)
@@ -63,7 +63,7 @@ def highest_covariance(
     )
     eligible = kept & (covariance >= cov_low) & (covariance <= cov_high)
     flat = covariance.masked_fill(~eligible, -torch.inf).flatten()
-    # All of the highest may lie on one rank, so each rank offers that many; a gather needs equal lengths.
+    # All of the highest may lie on one rank, so each rank offers that many; lengths must be equal.
     offer = flat.new_full((number,), -torch.inf)
     highest = flat.topk(min(number, flat.numel())).values
     offer[: highest.numel()] = highest
@@ -76,7 +76,7 @@ def kl_cov(
     cov_fraction: float = 0.0002,
     cov_kl_coef: float = 1.0,
 ) -> LossOutputs:
-    """-A ratio, and on the selected tokens also cov_kl_coef |log-ratio| (KL-Cov, arXiv:2505.22617).
+    """Returns -A ratio, on selected tokens plus cov_kl_coef |log-ratio| (KL-Cov, arXiv:2505.22617).
 
     There is no clip; |log-ratio| is the KL term of the authors' code.
 
@@ -111,14 +111,14 @@ def clip_cov(
 ) -> LossOutputs:
     """`ppo_clip`, with loss and gradient 0 on the selected tokens (Clip-Cov, arXiv:2505.22617).
 
-    The paper draws the tokens at random among those with a covariance in [cov_low, cov_high]; here the
-    highest of them are taken, so that a repeated step gives the same numbers.
+    The paper draws the tokens at random among those with a covariance in [cov_low, cov_high]; this takes the
+    highest of them, so that a repeated step gives the same numbers.
 
     Args:
         clip_low: as `ppo_clip`.
         clip_high: as `ppo_clip`.
         cov_fraction: as `kl_cov`.
-        cov_low: least covariance of a selected token.
+        cov_low: lowest covariance of a selected token.
         cov_high: highest covariance of a selected token.
 
     Returns:

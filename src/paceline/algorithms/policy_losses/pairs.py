@@ -1,4 +1,4 @@
-"""Losses of a better and a worse answer to the same prompt, from the log-probs of whole answers.
+"""Computes losses of a better and a worse answer to a prompt, from the log-probs of the answers.
 
     dpo    arXiv:2305.18290; with label smoothing it is the conservative form
     ipo    arXiv:2310.12036, on means over tokens
@@ -22,8 +22,8 @@ class PairScores:
 
     Attributes:
         chosen: the policy's sums for the better answers.
-        chosen_tokens: how many tokens the better answers have.
-        rejected_tokens: how many the worse have.
+        chosen_tokens: numbers of tokens of the better answers.
+        rejected_tokens: numbers of tokens of the worse answers.
     """
 
     chosen: Tensor
@@ -45,35 +45,35 @@ class PairScores:
 
 
 def dpo(pairs: PairScores, beta: float, *, label_smoothing: float = 0.0) -> Tensor:
-    """-log sigmoid of beta times the difference of the log-ratios.
+    """Returns -log sigmoid of beta times the difference of the log-ratios.
 
     Args:
-        pairs: their scores.
-        beta: how strongly the policy is held to the reference.
-        label_smoothing: share of the pairs that are taken to be the wrong way round.
+        pairs: scores of the pairs.
+        beta: strength of the pull to the reference.
+        label_smoothing: assumed share of pairs with swapped labels.
     """
     margin = beta * (pairs.gain_chosen - pairs.gain_rejected)
     return -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
 
 
 def ipo(pairs: PairScores, beta: float) -> Tensor:
-    """The squared distance of the difference of mean log-ratios per token from 1 / (2 beta)."""
+    """Returns the squared distance of the difference of mean log-ratios per token from 1 / (2 beta)."""
     margin = pairs.gain_chosen / pairs.chosen_tokens - pairs.gain_rejected / pairs.rejected_tokens
     return (margin - 1 / (2 * beta)) ** 2
 
 
 def simpo(pairs: PairScores, beta: float, *, gamma: float = 0.5) -> Tensor:
-    """-log sigmoid of beta times the difference of mean log-probs per token, less gamma."""
+    """Returns -log sigmoid of (beta times the difference of mean log-probs per token, minus gamma)."""
     margin = pairs.chosen / pairs.chosen_tokens - pairs.rejected / pairs.rejected_tokens
     return -F.logsigmoid(beta * margin - gamma)
 
 
 def kto(pairs: PairScores, beta: float, *, reference_point: float) -> Tensor:
-    """The sum of what a better answer lacks above the reference point, and a worse one below it.
+    """Penalises better answers for not exceeding the reference point, and worse ones for not staying below.
 
     Args:
-        pairs: their scores.
-        beta: how strongly the policy is held to the reference.
+        pairs: scores of the pairs.
+        beta: strength of the pull to the reference.
         reference_point: the policy's KL to the reference, estimated on answers to other prompts; at least 0.
     """
     better = 1 - (beta * (pairs.gain_chosen - reference_point)).sigmoid()

@@ -1,4 +1,4 @@
-"""REINFORCE, plain and with a detached weight on each token."""
+"""Computes REINFORCE, plain and with a detached weight on each token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.algorithms.statistics import keep
 
 
 def gpg(inputs: LossInputs) -> LossOutputs:
-    """-A log pi, plain REINFORCE (GPG, arXiv:2504.02546); old_log_probs serve only the metric `ppo_kl`."""
+    """Returns -A log pi, plain REINFORCE (GPG, arXiv:2504.02546); only `ppo_kl` reads old_log_probs."""
     log_ratio, advantages = log_ratio_and_advantages(inputs)
     mask = inputs.mask
     return LossOutputs(-advantages * keep(inputs.log_probs, mask), {"ppo_kl": ppo_kl(log_ratio, mask)})
@@ -25,7 +25,7 @@ def cispo(
     clip_low: float,
     clip_high: float,
 ) -> LossOutputs:
-    """-stopgrad(clip(ratio)) A log pi: REINFORCE with a clipped weight (CISPO, arXiv:2506.13585).
+    """Returns -stopgrad(clip(ratio)) A log pi: REINFORCE with a clipped weight (CISPO, arXiv:2506.13585).
 
     Every token keeps its gradient at any ratio; a clip_low of 1 leaves the lower side open, as the paper
     does. Arguments and results as `ppo_clip`; `pg_clipfrac` is the share of tokens whose ratio was clipped.

@@ -1,4 +1,4 @@
-"""A soft gate on the ratio in place of the clip."""
+"""Replaces the clip of the ratio by a soft gate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def sapo(
     tau_positive: float = 1.0,
     tau_negative: float = 1.05,
 ) -> LossOutputs:
-    """A soft gate in place of the clip: -A (4 / tau) sigmoid(tau (ratio - 1)) (SAPO, arXiv:2511.20347).
+    """Replaces the clip by a soft gate: -A (4 / tau) sigmoid(tau (ratio - 1)) (SAPO, arXiv:2511.20347).
 
     At ratio 1 the gradient is that of -A ratio; it fades on both sides, faster for a larger tau.
 

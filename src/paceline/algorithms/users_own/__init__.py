@@ -1,1 +1,1 @@
-"""Losses, estimators and algorithms of the user's own: found, called with checks, and tried before a run."""
+"""Loads the user's own losses, estimators and algorithms, checks their calls, and tries them before a run."""

@@ -16,7 +16,7 @@ _FORM = "write s.score(), s.estimate(self.advantages), s.update(network, loss), 
 
 
 Agree = Callable[[str], None]
-"""Raises ConfigError on every rank unless all ranks are at this verb."""
+"""Raises ConfigError on every rank unless all ranks call this verb."""
 
 
 class OwnAlgorithm(Algorithm):
@@ -34,10 +34,10 @@ class OwnAlgorithm(Algorithm):
         self._label, self._theirs, self._agree = label, theirs, agree
 
     def step(self, s: StepVerbs) -> None:
-        """Carries a training step out as the user's `step` says.
+        """Carries out a training step by the user's `step`.
 
         Raises:
-            ConfigError: the user's code raised an error, or its verbs make no training step.
+            ConfigError: the user's code raised an error, or its verbs do not form a training step.
         """
         verbs = _CheckedVerbs(self._label, s, self._agree)
         try:
@@ -59,10 +59,10 @@ class OwnAlgorithm(Algorithm):
 
 
 class _CheckedVerbs:
-    """Refuses an order of verbs that would train nothing, or would train on numbers of other weights.
+    """Refuses an order of verbs that would train nothing, or on numbers from other weights.
 
     Attributes:
-        failure: failure of a verb.
+        failure: the failure of a verb, if any.
     """
 
     def __init__(self, label: str, verbs: StepVerbs, agree: Agree) -> None:
@@ -108,7 +108,7 @@ class _CheckedVerbs:
 
     @contextmanager
     def _verb(self, name: str) -> Iterator[None]:
-        """Makes sure that all ranks enter the block, or none."""
+        """Ensures that all ranks enter the block, or none."""
         if self.failure is not None:
             raise self.failure
         try:

@@ -27,16 +27,16 @@ _OLD = torch.tensor([[-1.1, -0.5, 0.0], [-1.8, 0.0, 0.0], [-0.7, -1.3, -2.1]])
 def metric_names(
     loss: Callable[[LossInputs], LossOutputs], *, names: Sequence[str], needs: Sequence[str]
 ) -> tuple[str, ...]:
-    """The names of a loss's metrics, from a call on three short sequences; arguments as `try_loss`."""
+    """Returns the names of a loss's metrics, from a call on three short sequences; see `try_loss`."""
     return tuple(loss(_loss_inputs(names, needs)).metrics)
 
 
 def try_loss(
     label: str, loss: Callable[[LossInputs], LossOutputs], *, names: Sequence[str], needs: Sequence[str]
 ) -> None:
-    """Calls a policy loss on three short sequences with padding, at once and one by one.
+    """Calls a policy loss on three short sequences with padding, together and one by one.
 
-    Two of them answer one prompt.
+    Two of them answer the same prompt.
 
     Args:
         label: the loss's name for errors.
@@ -125,7 +125,7 @@ def try_step(label: str, algorithm: Algorithm, *, names: Sequence[str], needs: S
         needs: which of "critic" and "greedy" the run has.
 
     Raises:
-        ConfigError: as `try_loss` and `try_estimator`, or the step itself is none.
+        ConfigError: as in `try_loss` and `try_estimator`, or the verbs do not form a training step.
     """
     algorithm.step(_TriedVerbs(label, names, needs))
 

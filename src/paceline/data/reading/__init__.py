@@ -1,1 +1,1 @@
-"""Reads sets of prompts: rows, their tokens, how many steps their epochs are."""
+"""Reads sets of prompts: rows, tokens, and the number of steps in their epochs."""

@@ -1,4 +1,4 @@
-"""Reads training prompts before a run begins: the launcher says how many steps their epochs are."""
+"""Reads training prompts before a run begins, so that the launcher can turn epochs into steps."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from paceline.data.rows import count_rows
 
 
 def with_epochs_counted(config: RunConfig, tell: Callable[[str], None]) -> tuple[RunConfig, list[str]]:
-    """The configuration with trainer.total_steps, and what people should know of it.
+    """Returns the configuration with trainer.total_steps, and messages for the user.
 
     Args:
         config: configuration of the run.
-        tell: called with a sentence every few seconds while prompts are tokenized.
+        tell: called with a progress message every few seconds while prompts are tokenized.
 
     Raises:
         DataError, ModelError: prompts or tokenizer cannot be read.
@@ -31,7 +31,7 @@ def with_epochs_counted(config: RunConfig, tell: Callable[[str], None]) -> tuple
 
 
 def words(config: RunConfig, num_prompts: int) -> str:
-    """Says how many steps the epochs are."""
+    """Says how many steps the epochs have."""
     trainer, batch = config.trainer, config.data.train_batch_size
     return (
         f"{trainer.num_steps} steps, for trainer.total_epochs={trainer.total_epochs:g}: {num_prompts} "
@@ -40,7 +40,7 @@ def words(config: RunConfig, num_prompts: int) -> str:
 
 
 def tokenize_ahead(config: RunConfig, tell: Callable[[str], None]) -> None:
-    """Tokenizes large training sets: the terminal says how far that is, and the controller finds the tokens.
+    """Tokenizes large training sets, with progress in the terminal; the controller finds the cached tokens.
 
     Raises:
         DataError, ModelError: prompts or tokenizer cannot be read.

@@ -1,4 +1,4 @@
-"""Reads sets of prompts from data files: their tokens, and each prompt when it is asked for."""
+"""Reads sets of prompts from data files: tokens at once, each prompt on request."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ log = logging.getLogger(__name__)
 
 _CHUNK = 1000
 _TELL_EVERY_S = 5.0
-# Most prompts of a set that stay in memory.
+# The most prompts of a set that stay in memory.
 _MADE = 8192
 
 
 class StoredPrompts(Mapping[int, Prompt]):
-    """The usable prompts of files, each made when it is asked for."""
+    """The usable prompts of files, each made on request."""
 
     def __init__(
         self, make: Callable[[int], Prompt], kept: npt.NDArray[np.int64], first_id: int, num_rows: int
@@ -84,11 +84,11 @@ class StoredPrompts(Mapping[int, Prompt]):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Rows:
-    """The part of a set that is read.
+    """The rows of a set that are read.
 
     Attributes:
         stored: the rows of its files.
-        count: how many of them are read, from the first on.
+        count: number of rows to read, from the first on.
         first_id: the id of the first row.
         order_by: the column that orders them.
     """
@@ -106,10 +106,10 @@ class PromptReader:
     """Reads sets of prompts: tokenizes their rows, or uses tokens cached by an earlier run.
 
     Attributes:
-        folder: the model's.
-        images: reads those of `data.image_key`.
-        tokenizer_digest: digest of the tokenizer's files; without one no tokens are kept.
-        tell: called with a sentence when many rows are read, and every few seconds while they are tokenized.
+        folder: folder of the model.
+        images: reader of the images of `data.image_key`.
+        tokenizer_digest: digest of the tokenizer's files; without one, tokens are not cached.
+        tell: called with a message when many rows are read, and every few seconds while they are tokenized.
     """
 
     data: DataConfig
@@ -121,7 +121,7 @@ class PromptReader:
 
     @classmethod
     def of(cls, config: RunConfig, tell: Callable[[str], None] = log.info) -> PromptReader:
-        """The reader of a run; raises ModelError where its model has no tokenizer."""
+        """Returns the reader of a run; raises ModelError if its model has no tokenizer."""
         model = local_model(config.model, "controller")
         folder = model.tokenizer_path or model.path
         return cls(
@@ -134,7 +134,7 @@ class PromptReader:
         )
 
     def training(self) -> dict[str, PromptSet]:
-        """The training sets by name, with ids that go on from set to set; raises what `read` does."""
+        """Returns the training sets by name, with ids that continue from set to set; raises as `read`."""
         sets: dict[str, PromptSet] = {}
         for part in self.data.training_sets:
             sets[part.name] = self.read(part, first_id=sum(read.num_rows for read in sets.values()))
@@ -144,7 +144,7 @@ class PromptReader:
         """Reads, tokenizes and filters a set of training or held-out prompts.
 
         Args:
-            of: the set; of a held-out one all prompts are kept, whatever its max_prompts.
+            of: the set; a held-out set keeps all prompts, whatever its max_prompts.
             first_id: the id of the first row.
 
         Raises:
@@ -198,7 +198,7 @@ class PromptReader:
     def _kept(
         self, lengths: npt.NDArray[np.int64], of: TrainSet | HeldOutSet, first_id: int
     ) -> npt.NDArray[np.int64]:
-        """The places of the rows that fit; raises DataError as the settings say."""
+        """Returns the places of the rows that fit; raises DataError if the settings refuse the others."""
         limit, what = self.data.max_prompt_length, of.title
         kept = np.flatnonzero((lengths > 0) & (lengths <= limit))
         dropped = len(lengths) - len(kept)
@@ -253,7 +253,7 @@ class PromptReader:
                 self.tell(f"tokenized {start + len(numbered)} of {part.count} {part.of.title} prompts")
 
     def _encoded(self, first: int, values: Sequence[object]) -> list[Sequence[int]]:
-        """Token ids of prompts, as `encode_prompt` gives them; `first` is the number of the first row."""
+        """Returns token ids as `encode_prompt` does; `first` is the number of the first row."""
         texts = []
         for number, value in enumerate(values, start=first):
             try:
@@ -289,7 +289,7 @@ class PromptReader:
     # --- images
 
     def _with_images(self, part: _Rows) -> PromptSet:
-        """Makes all prompts at once: each image is opened when the run starts."""
+        """Makes all prompts at once, because each image is opened when the run starts."""
         made = [
             self._with_its_images(number, row, folder)
             for number, (row, folder) in enumerate(part.stored[: part.count], start=part.first_id)
@@ -324,7 +324,7 @@ class PromptReader:
 
 
 def _value(config: DataConfig, number: int, row: Row) -> object:
-    """The prompt of a row, with the system prompt; raises DataError where the row is unusable."""
+    """Returns a row's prompt with the system prompt; raises DataError if the row is unusable."""
     value, truth = _column(number, row, config.prompt_key), _column(number, row, config.ground_truth_key)
     if value is None or truth is None:
         key = config.prompt_key if value is None else config.ground_truth_key
@@ -333,7 +333,7 @@ def _value(config: DataConfig, number: int, row: Row) -> object:
 
 
 def _context(config: DataConfig, number: int, row: Row, value: object) -> RewardContext:
-    """What the scorers of a row's prompt, which is `value`, need."""
+    """Returns the context for the scorers of a row whose prompt is `value`."""
     source_key = config.data_source_key
     source = _column(number, row, source_key) if source_key else None
     return RewardContext(
@@ -355,7 +355,7 @@ def _order(number: int, row: Row, column: str) -> str | float:
 
 
 def _digest_of_tokenizer(folder: Path) -> str:
-    """The digest of the files that a tokenizer is made of."""
+    """Returns the digest of a tokenizer's files."""
     return _digest_of(sorted(file for file in folder.iterdir() if file.is_file() and _is_part(file.name)))
 
 
@@ -373,7 +373,7 @@ def _digest_of(files: Iterable[Path]) -> str:
 
 
 def _with_system(value: object, system_prompt: str | None) -> object:
-    """The prompt as messages behind a system message; without one it stays as it is."""
+    """Puts a system message before the prompt's messages; returns it unchanged without one."""
     if system_prompt is None:
         return value
     messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
@@ -388,7 +388,7 @@ def _begins_with_system(messages: Sequence[object]) -> bool:
 
 
 def _conversation(value: object, prompt_format: str) -> object:
-    """A prompt as messages, where it is to be rendered as such."""
+    """Returns a prompt as messages if it will be rendered in the chat template."""
     is_chat = isinstance(value, str) and prompt_format == "chat"
     return [{"role": "user", "content": value}] if is_chat else value
 

@@ -1,6 +1,6 @@
-"""The tokens of a set of prompts, with facts about all rows: computed once, and cached on this machine.
+"""Caches the tokens of a set of prompts on this machine, with facts about all rows.
 
-CACHE/prompts/KEY.arrow    KEY is the digest of all that the tokens follow from; read as mapped memory
+CACHE/prompts/KEY.arrow    KEY is the digest of everything that determines the tokens; read memory-mapped
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from paceline.storage.cache import cache_dir
 log = logging.getLogger(__name__)
 
 KEPT_FROM = 5000
-"""Least rows of a cached table; smaller ones are not worth a file."""
+"""The fewest rows of a cached table."""
 
 _MOST_BYTES = 8 << 30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizedRow:
-    """What a table keeps of a row.
+    """The data of a row that a table keeps.
 
     Attributes:
-        is_text: whether its prompt is plain text, without messages.
+        is_text: whether its prompt is plain text, not messages.
         source: its data source; "" without one.
         order: its value in the column of data.order_by; None without one.
-        scored_by: what its scorers need, as text, for the digest.
+        scored_by: the data for its scorers as text, for the digest.
     """
 
     token_ids: Sequence[int]
@@ -48,15 +48,15 @@ class TokenizedRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PromptTable:
-    """All rows of a set, in their order.
+    """All rows of a set, in order.
 
     Attributes:
         tokens: tokens of all rows, one after the other.
         ends: where each row's tokens end.
-        is_text: by row.
+        is_text: whether each row is plain text.
         sources: the distinct data sources, sorted.
-        source: by row, its place in `sources`.
-        ranks: by row, the place of its value among the distinct ones; None without data.order_by.
+        source: each row's index in `sources`.
+        ranks: rank of each row's value among the distinct values; None without data.order_by.
         digest: digest of the tokens and of what the rows' scorers need.
     """
 
@@ -79,7 +79,7 @@ class PromptTable:
 
     @classmethod
     def of(cls, rows: Iterable[TokenizedRow]) -> Self:
-        """Makes the table of a set's rows, which come in order.
+        """Makes a table of a set's rows, given in order.
 
         Raises:
             DataError: values of data.order_by have no common order.
@@ -111,7 +111,7 @@ class PromptTable:
         )
 
     def save(self, file: Path) -> None:
-        """Writes the table; a reader sees all of it or no file. Raises OSError."""
+        """Writes the table atomically; raises OSError on failure."""
         import pyarrow
 
         offsets = np.concatenate([np.zeros(1, dtype=np.int64), self.ends])
@@ -131,7 +131,7 @@ class PromptTable:
 
     @classmethod
     def load(cls, file: Path) -> Self:
-        """Maps a table that `save` wrote; raises OSError or ValueError where there is none."""
+        """Maps a table that `save` wrote; raises OSError or ValueError if there is none."""
         import pyarrow
 
         batch: Any = pyarrow.ipc.open_file(pyarrow.memory_map(str(file))).get_batch(0)
@@ -148,7 +148,7 @@ class PromptTable:
 
 
 def kept_table(key: str) -> PromptTable | None:
-    """The table that is kept under a key; None where there is none that can be read."""
+    """Returns the table cached under a key; None if there is none or it cannot be read."""
     file = _file(key)
     try:
         table = PromptTable.load(file)
@@ -159,7 +159,7 @@ def kept_table(key: str) -> PromptTable | None:
 
 
 def keep_table(key: str, table: PromptTable) -> None:
-    """Caches a table and removes the least recently used ones if needed; without room, it is not cached."""
+    """Caches a table and removes the least recently used ones if needed; does nothing if the disk is full."""
     file = _file(key)
     try:
         table.save(file)
@@ -183,7 +183,7 @@ def _outdated(folder: Path) -> Iterator[Path]:
 
 
 def ranked(values: Sequence[Any]) -> tuple[list[Any], Int32Array]:
-    """The distinct values in order, and the place of each value among them."""
+    """Returns the distinct values in order, and the rank of each value among them."""
     try:
         distinct = sorted(set(values))
     except TypeError:

@@ -1,6 +1,6 @@
-"""Environments of other libraries as environments of a run; each runs in a process of the user.
+"""Wraps environments of other libraries as environments of a run; each runs in the user's process.
 
-`paceline.sdk.adapters.reasoning_gym` needs its library, and is imported by itself.
+`paceline.sdk.adapters.reasoning_gym` needs its library and must be imported separately.
 """
 
 from paceline.sdk.adapters.gym import gym_environment

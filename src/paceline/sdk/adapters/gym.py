@@ -1,4 +1,4 @@
-"""Environments with `reset` and `step`: Gymnasium's five values, or a result with attributes (OpenEnv)."""
+"""Wraps environments with `reset` and `step`, which return tuples (Gymnasium) or objects (OpenEnv)."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ def gym_environment(
     to_action: Callable[[str], Any] = str.strip,
     to_text: Callable[[Any], str] = str,
 ) -> Callable[[], Environment]:
-    """What `serve_environment` takes, from a library's environment.
+    """Turns a library's environment into an argument of `serve_environment`.
 
     `reset(seed=...)` returns (observation, info), an observation, or a result with the attribute
     `observation`. `step(action)` returns (observation, reward, terminated, truncated, info), or a result with
-    `observation`, `reward`, `done`. Both may be async; plain ones run in threads. The episode's reward is the
-    sum over its steps; an action that `to_action` cannot read ends it with the stop reason `no_action`.
+    `observation`, `reward`, `done`. Both may be async; plain functions run in threads. The episode's reward
+    is the sum over its steps; an action that `to_action` cannot read ends it with the reason `no_action`.
 
     Args:
         make: makes one environment, for one episode.
-        to_action: from the policy's answer to an action; raises ValueError for one that is none.
-        to_text: from an observation to what the policy reads.
+        to_action: converts an answer of the policy to an action; raises ValueError if it cannot.
+        to_text: converts an observation to text for the policy.
     """
 
     def make_one() -> Environment:
@@ -81,7 +81,7 @@ class _Gym(Environment):
 
     async def _called(self, name: str, *arguments: Any, **options: Any) -> Any:
         method = getattr(self._inner, name)
-        # A client of OpenEnv answers a loop with an awaitable; called from a thread it starts one of its own,
+        # In an event loop, a client of OpenEnv returns an awaitable; in a thread it would start its own loop,
         # which nothing ends.
         if inspect.iscoroutinefunction(method) or hasattr(type(self._inner), "__aenter__"):
             result = method(*arguments, **options)

@@ -1,4 +1,4 @@
-"""The tools of an MCP server as an environment; it gives no reward. Needs the package `mcp`, version 2."""
+"""Makes an environment of an MCP server's tools, without a reward. Needs the package `mcp`, version 2."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _START_S = 30.0
 
 
 def mcp_environment(server: Any, *, timeout_s: float = 30.0) -> Callable[[], Environment]:
-    """Makes environments for `serve_environment` whose tools are the server's; each episode has a connection.
+    """Makes environments for `serve_environment` with the server's tools; each episode has a connection.
 
     Args:
-        server: what `mcp.Client` takes: a URL, `StdioServerParameters` (a process per episode), or a server.
-        timeout_s: deadline of each call of a tool.
+        server: argument of `mcp.Client`: a URL, `StdioServerParameters` (a process per episode), or a server.
+        timeout_s: deadline of each tool call.
     """
 
     def make() -> Environment:
@@ -47,7 +47,7 @@ class _Mcp(Environment):
         return Observation()
 
     async def invoke(self, name: str, arguments: Mapping[str, object]) -> str:
-        """The text of what a tool of the server answers.
+        """Calls a tool of the server; returns the text of its answer.
 
         Raises:
             RuntimeError: the tool failed; its text says why.
@@ -65,7 +65,7 @@ class _Mcp(Environment):
             await asyncio.wait([self._connection], timeout=_START_S)
 
     async def _connect(self, ready: asyncio.Future[Any]) -> None:
-        """Holds the connection: the library wants it closed by the task that opened it."""
+        """Holds the connection: the library requires that the task that opened it closes it."""
         try:
             from mcp import Client
         except ImportError as error:

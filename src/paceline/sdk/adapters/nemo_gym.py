@@ -1,7 +1,7 @@
-"""Resources servers of NeMo-Gym as environments, which answer tool calls and grade the conversation.
+"""Wraps resources servers of NeMo-Gym as environments; they answer tool calls and grade conversations.
 
-The episode runs here, as with NeMo-Gym's own `simple_agent`: /seed_session, a call of /NAME for each tool
-call, /verify with the whole conversation. The library itself is not needed in this process.
+The episode runs here, as in NeMo-Gym's own `simple_agent`: /seed_session, then /NAME for each tool call, then
+/verify with the whole conversation. The library is not needed in this process.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from paceline.sdk.environment import Environment, Observation, Outcome
 
 
 def nemo_gym_environment(url: str, *, timeout_s: float = 60.0) -> Callable[[], Environment]:
-    """What `serve_environment` takes, from a resources server of NeMo-Gym that runs.
+    """Turns a running resources server of NeMo-Gym into an argument of `serve_environment`.
 
-    The run trains on the rows of `nemo_gym_rows`, with `data.extra_keys: [request]`. The reward is that of
-    /verify; what it returns as `reward_components` becomes components. A sample that it says not to count
-    (`mask_sample`) loses the attempt.
+    The run trains on the rows of `nemo_gym_rows`, with `data.extra_keys: [request]`. /verify gives
+    the reward and, as `reward_components`, the components. If it excludes the sample (`mask_sample`), the
+    attempt fails.
 
     Args:
         url: URL of the server, such as "http://127.0.0.1:8000".
-        timeout_s: deadline of each request to it.
+        timeout_s: deadline of each request.
     """
 
     def make() -> Environment:
@@ -42,13 +42,13 @@ def nemo_gym_environment(url: str, *, timeout_s: float = 60.0) -> Callable[[], E
 
 
 def nemo_gym_rows(file: str | Path) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a data file of NeMo-Gym as `data.train_files` has them.
+    """Yields the rows of a data file of NeMo-Gym in the form of `data.train_files`.
 
     Args:
         file: JSON lines with `responses_create_params`.
 
     Raises:
-        ConfigError: a row's input is more than messages of text.
+        ConfigError: a row's input is not only text messages.
     """
     for line in Path(file).read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
@@ -75,7 +75,7 @@ def _message(message: Mapping[str, Any], file: str | Path) -> dict[str, str]:
 class _Resources(Environment):
     def __init__(self, url: str, timeout_s: float) -> None:
         self._url, self._timeout_s = url, timeout_s
-        # The server knows the episode by its cookie.
+        # The server identifies the episode by a cookie.
         cookies = urllib.request.HTTPCookieProcessor(http.cookiejar.CookieJar())
         self._opener = urllib.request.build_opener(cookies)
         self._request: dict[str, Any] = {}
@@ -111,7 +111,7 @@ class _Resources(Environment):
         return answered
 
     async def invoke(self, name: str, arguments: Mapping[str, object]) -> str:
-        """What the server's route of this name answers, an error as its text."""
+        """Posts to the server's route of this name; returns its answer, or its error as text."""
         try:
             return await self._post(name, arguments)
         except urllib.error.HTTPError as error:

@@ -1,8 +1,8 @@
-"""Tasks of the library `reasoning-gym` as rows of a run, and their reward.
+"""Turns tasks of the library `reasoning-gym` into rows of a run, and computes their reward.
 
 python -m paceline.sdk.adapters.reasoning_gym leg_counting basic_arithmetic --size 1000 --seed 1 > train.jsonl
 
-The run has `data.extra_keys: [entry]` and the reward function `paceline.sdk.adapters.reasoning_gym:score`.
+The run sets `data.extra_keys: [entry]` and the reward function `paceline.sdk.adapters.reasoning_gym:score`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from paceline.core.errors import ConfigError
 
 
 def rows(task: str, *, size: int, seed: int, **settings: Any) -> Iterator[dict[str, Any]]:
-    """Yields rows as `data.train_files` has them, with the library's entry in the column `entry`.
+    """Yields rows in the form of `data.train_files`, with the library's entry in the column `entry`.
 
     Args:
-        task: a name of the library.
-        size: how many.
-        seed: another one gives other rows, such as those for validation.
-        settings: settings of the task, as `reasoning_gym.create_dataset` takes them.
+        task: the library's name of a task.
+        size: number of rows.
+        seed: use another seed for other rows, such as those for validation.
+        settings: settings of the task, as for `reasoning_gym.create_dataset`.
 
     Raises:
-        ConfigError: JSON cannot hold the entries of this task, so that its answers could not be graded.
+        ConfigError: JSON cannot hold the entries of this task, so its answers could not be graded.
     """
     for made in reasoning_gym.create_dataset(task, size=size, seed=seed, **settings):
         answer = "" if made["answer"] is None else str(made["answer"])
@@ -60,10 +60,10 @@ def score(
 
     Args:
         response: the decoded response.
-        ground_truth: unused, the entry has it.
+        ground_truth: unused; the entry has it.
         data_source: the task.
-        entry: entry of the row.
-        tag: the answer is what the last `<tag>...</tag>` holds, without one there is none; "": all of it.
+        entry: the row's column `entry`.
+        tag: the answer is the content of the last `<tag>...</tag>`, if there is one; "": the whole response.
         extra: the item's other fields, unused.
     """
     answer: str | None = response.strip()
@@ -78,7 +78,7 @@ def _graded(task: str, answer: str | None, entry: dict[str, Any]) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Writes rows of some tasks to the standard output, one JSON object per line."""
+    """Writes rows of the given tasks to standard output, one JSON object per line."""
     parser = argparse.ArgumentParser(description="rows of reasoning-gym for data.train_files")
     parser.add_argument("tasks", nargs="+", metavar="TASK")
     parser.add_argument("--size", type=int, default=1000, help="rows of each task (default: 1000)")

@@ -1,4 +1,4 @@
-"""Games of the library `textarena`; the policy is one of the players."""
+"""Wraps games of the library `textarena`; the policy is one of the players."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.sdk.environment import Environment, Observation, Outcome
 
 _OWN_ACTION = "PLAYER_ACTION"
 _seeding = threading.Lock()
-"""The library seeds Python's own generator when a game begins."""
+"""Held while a game begins: the library then seeds Python's global generator."""
 
 
 def textarena_environment(
@@ -22,17 +22,18 @@ def textarena_environment(
     player: int = 0,
     opponent: Callable[[int, str], str] | None = None,
 ) -> Callable[[], Environment]:
-    """What `serve_environment` takes, from a game of `textarena`.
+    """Turns a game of `textarena` into an argument of `serve_environment`.
 
-    The reward is the player's; that of a game which a limit of the run ends is 0. All episodes of a prompt
-    begin with the same seed. A game that draws at random later on does so from the process's generator.
+    The reward is the player's, or 0 if a limit of the run ends the game. All episodes of a prompt begin with
+    the same seed; later random draws of a game come from the process's generator.
 
     Args:
-        make: makes one game, such as `lambda: textarena.make("TicTacToe-v0-raw")`. The games named "-raw" say
-            what is new since the last turn; others repeat the whole game, of which the beginning is left out.
+        make: makes one game, such as `lambda: textarena.make("TicTacToe-v0-raw")`. Games named
+            "-raw" show only what is new since the last turn; others repeat the game, and the part already
+            known is cut off.
         num_players: number of players of the game.
         player: the policy's number.
-        opponent: from another player's number and what it reads to its move; it runs in a thread.
+        opponent: returns the move of another player from its number and text; it runs in a thread.
     """
     if num_players > 1 and opponent is None:
         raise ValueError(f"a game of {num_players} players needs `opponent`, which makes the others' moves")
@@ -83,7 +84,7 @@ class _Game(Environment):
         return self._until_turn()
 
     def _until_turn(self) -> str:
-        """Lets the others move until it is the policy's turn; what that reads, "" when the game is over."""
+        """Lets the others move until the policy's turn; returns its text, "" when the game is over."""
         while not self._is_over:
             who, seen = self._game.get_observation()
             text = self._new_text(who, seen)
@@ -94,7 +95,7 @@ class _Game(Environment):
         return ""
 
     def _new_text(self, who: int, seen: Any) -> str:
-        """What a player has not read yet, without its own moves where they are told apart."""
+        """Returns the text that is new to a player, without its own moves if the game marks them."""
         if not isinstance(seen, str):
             return "\n".join(
                 message

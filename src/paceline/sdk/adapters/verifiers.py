@@ -1,7 +1,7 @@
-"""Environments of the library `verifiers` as they are: they lead their episodes and ask for answers.
+"""Wraps unchanged environments of the library `verifiers`, which drive their own episodes.
 
-The classic environments of the releases 0.1 to 0.3, which have `run_rollout`; those of `verifiers.v1` are
-taken to `verifiers_v1`. The library runs in the process of the user, which may be an installation of its own
+Handles classic environments of the releases 0.1 to 0.3, which have `run_rollout`; passes those of
+`verifiers.v1` to `verifiers_v1`. The library runs in the user's process, which may be a separate installation
 with `paceline-sdk`.
 """
 
@@ -20,18 +20,18 @@ from paceline.sdk.environment import Environment, Outcome
 
 
 def verifiers_environment(environment: Any, *, timeout_s: float = 600.0) -> Callable[[], Environment]:
-    """What `serve_environment` takes, from what `load_environment` of the library returns.
+    """Turns the result of the library's `load_environment` into an argument of `serve_environment`.
 
     The run's configuration sets `environment.drives`, and trains on the rows of `verifiers_rows`. The reward
     is the library's; its metrics become components.
 
     Args:
-        environment: environment of `verifiers` or of `verifiers.v1`, any number of episodes at a time.
-        timeout_s: deadline of each answer of the policy; those of `verifiers.v1` have their own.
+        environment: environment of `verifiers` or `verifiers.v1`; may play any number of episodes at a time.
+        timeout_s: deadline of each answer of the policy; `verifiers.v1` has its own.
 
     Raises:
-        ConfigError: it is no environment of the library, its rubric compares the samples of a prompt, or
-            several of its agents ask the policy.
+        ConfigError: this is no environment of the library, its rubric compares the samples of a prompt, or
+            several of its agents use the policy.
     """
     if is_v1(environment):
         return v1_environment(environment)
@@ -62,17 +62,17 @@ def verifiers_environment(environment: Any, *, timeout_s: float = 600.0) -> Call
 
 
 def verifiers_rows(environment: Any, split: str = "train") -> Iterator[dict[str, Any]]:
-    """Yields the rows of an environment as `data.train_files` has them.
+    """Yields the rows of an environment in the form of `data.train_files`.
 
-    With `data.extra_keys: [example_id, info]`, or `[task]` for an environment of `verifiers.v1`.
+    Set `data.extra_keys: [example_id, info]`, or `[task]` for an environment of `verifiers.v1`.
 
     Args:
-        environment: as of `verifiers_environment`.
-        split: "train", or "val" for what the library calls the evaluation's; without one there are no rows,
+        environment: as for `verifiers_environment`.
+        split: "train", or "val" for the library's evaluation split; without such a split there are no rows,
             as in `verifiers.v1`.
 
     Raises:
-        ConfigError: a taskset of `verifiers.v1` has no end, or its tasks cannot be written down.
+        ConfigError: a taskset of `verifiers.v1` is endless, or its tasks cannot be serialised.
     """
     if is_v1(environment):
         yield from v1_rows(environment, split)
@@ -102,10 +102,10 @@ def _rollout_input(task: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _outcome(played: Mapping[str, Any]) -> Outcome:
-    """What a rollout was worth.
+    """Returns the outcome of a rollout.
 
     Raises:
-        RuntimeError: it has failed, other than by a limit of the run.
+        RuntimeError: it has failed, and not because of a limit of the run.
     """
     error = played.get("error")
     if error and OVER_MESSAGE not in str(error):

@@ -1,7 +1,7 @@
-"""Environments of `verifiers.v1` as they are: a harness of the library leads each episode.
+"""Wraps unchanged environments of `verifiers.v1`; a harness of the library drives each episode.
 
-Of the releases 0.3 and 0.4. The harness asks a local server of the library, which records the conversation
-for its grades and passes each request on to the episode's address. `verifiers_environment` comes here.
+Supports the releases 0.3 and 0.4. The harness calls a local server of the library, which records the
+conversation for grading and forwards each request to the episode's address.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from paceline.sdk.environment import Environment, Outcome
 
 
 def is_v1(environment: object) -> bool:
-    """Whether it is what `verifiers.v1.load_environment` returns."""
+    """Returns whether `verifiers.v1.load_environment` made this object."""
     return callable(getattr(environment, "run_episode", None)) and hasattr(environment, "taskset")
 
 
 def v1_environment(environment: Any) -> Callable[[], Environment]:
-    """What `serve_environment` takes; see `verifiers_environment`.
+    """Returns an argument of `serve_environment`; see `verifiers_environment`.
 
     Raises:
-        ConfigError: several agents of it ask the policy, or the one that does begins again by itself.
+        ConfigError: several of its agents use the policy, or the one that does retries by itself.
     """
     role = _role_of_policy(environment)
     shared = _Shared(environment)
@@ -37,7 +37,7 @@ def v1_environment(environment: Any) -> Callable[[], Environment]:
         from verifiers.v1.clients import EvalClientConfig, ModelContext
 
         await shared.ready()
-        # The library reads keys from variables; it gives none that has API_KEY in its name to harnesses.
+        # The library reads keys from variables, and hides those with API_KEY in their name from harnesses.
         variable = f"PACELINE_API_KEY_{uuid.uuid4().hex}"
         os.environ[variable] = token
         try:
@@ -53,10 +53,10 @@ def v1_environment(environment: Any) -> Callable[[], Environment]:
 
 
 def v1_rows(environment: Any, split: str) -> Iterator[dict[str, Any]]:
-    """The rows of its taskset; see `verifiers_rows`.
+    """Yields the rows of its taskset; see `verifiers_rows`.
 
     Raises:
-        ConfigError: the taskset has no end, or its tasks are more than what can be written down.
+        ConfigError: the taskset is endless, or its tasks cannot be serialised.
     """
     from verifiers.v1.dialects.chat import message_to_wire
     from verifiers.v1.types import SystemMessage, UserMessage
@@ -87,7 +87,7 @@ def v1_rows(environment: Any, split: str) -> Iterator[dict[str, Any]]:
 
 
 class _Shared:
-    """What the episodes of an environment share: there from the first one until the event loop ends."""
+    """Holds what an environment's episodes share, from the first one until the event loop ends."""
 
     def __init__(self, environment: Any) -> None:
         self._environment = environment
@@ -95,10 +95,10 @@ class _Shared:
         self._holding: asyncio.Task[None] | None = None
 
     async def ready(self) -> None:
-        """Returns when it is there.
+        """Waits until the shared parts have started.
 
         Raises:
-            Exception: whatever the library raises while it starts.
+            Exception: any error of the library at the start.
         """
         if self._entered is None or self._holding is None or self._holding.done():
             self._entered = asyncio.get_running_loop().create_future()
@@ -108,8 +108,8 @@ class _Shared:
     async def _hold(self, entered: asyncio.Future[None]) -> None:
         try:
             async with self._environment.serving():
-                # The servers for all episodes keep a client for each key they have seen; without them each
-                # episode gets a server of its own.
+                # Shared servers keep a client for every key that they have seen; without them each episode
+                # gets its own server.
                 self._environment._interception = None
                 entered.set_result(None)
                 await asyncio.Event().wait()
@@ -122,7 +122,7 @@ class _Shared:
 
 
 def _role_of_policy(environment: Any) -> str:
-    """The one agent that asks the policy."""
+    """Returns the only agent that uses the policy."""
     config = environment.config
     roles: list[str] = [name for name in config.agent_harnesses() if getattr(config, name).client is None]
     if len(roles) != 1:
@@ -141,10 +141,10 @@ def _role_of_policy(environment: Any) -> str:
 
 
 def _task(environment: Any, row: Mapping[str, Any]) -> Any:
-    """The task of a row of `v1_rows`.
+    """Returns the task of a row of `v1_rows`.
 
     Raises:
-        ValueError: the row has none.
+        ValueError: the row has no task.
     """
     if "task" not in row:
         raise ValueError("the row has no column task: the run's configuration needs data.extra_keys: [task]")
@@ -153,10 +153,10 @@ def _task(environment: Any, row: Mapping[str, Any]) -> Any:
 
 
 def _outcome(episode: Any, role: str) -> Outcome:
-    """What an episode was worth.
+    """Returns the outcome of an episode.
 
     Raises:
-        RuntimeError: it has failed, other than by a limit of the run, or was not of one run of the agent.
+        RuntimeError: it has failed, not because of a limit of the run, or the agent did not run exactly once.
     """
     errors = [error for part in (*episode.traces, episode) for error in part.errors]
     if not episode.ok and not any(OVER_MESSAGE in error.message for error in errors):

@@ -1,1 +1,1 @@
-"""Rewards and environments that attach to a run, without a port of their own."""
+"""Attaches rewards and environments to a run; they need no port."""

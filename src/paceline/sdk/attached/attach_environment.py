@@ -1,4 +1,4 @@
-"""An environment that attaches to a run and plays its episodes, without a port of its own."""
+"""Attaches an environment to a run, whose episodes it plays; it needs no port."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class EnvironmentAttachment(Attachment[Play, Played]):
 
     Args:
         make: the class, or a function without arguments that makes an instance: one per attempt.
-        address: host:port of a rollout server of the run; several: one stream to each.
-        every_address: attach to each address that the host of `address` stands for, looked up again every
-            five seconds: several servers of the run behind one name, which come and go.
+        address: host:port of one or several rollout servers of the run; each gets a stream.
+        every_address: attach to every address to which the host of `address` resolves, and look them up
+            again every five seconds: for several servers of the run behind one name.
         name: the `rollout.environment.attached` of the run's configuration.
         token: token of the scope `attach`, or the run's; None takes PACELINE_ENVIRONMENT_TOKEN.
         max_episodes: most episodes at a time, from each server.
-        data_sources: what it can play; none: everything.
-        patience_s: how long to try to reach a run that is away.
+        data_sources: data sources that it can play; empty: all.
+        patience_s: how long to try to reach a run that does not answer.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class EnvironmentAttachment(Attachment[Play, Played]):
 def attach_environment(
     make: Callable[[], Environment], *, address: str | Sequence[str], name: str, **options: Any
 ) -> None:
-    """Plays what a run sends until it is over, or a signal comes; arguments as of `EnvironmentAttachment`.
+    """Plays a run's episodes until the run is over or a signal comes; see `EnvironmentAttachment`.
 
     Raises:
         SystemExit: the run cannot be reached, or refuses this client; the reason is in the log.

@@ -1,4 +1,4 @@
-"""A client that attaches to a run and scores its items, without a port of its own."""
+"""Attaches a reward function to a run, whose items it scores; it needs no port."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from paceline.wire.calls.attachment import (
 
 
 class RewardAttachment(Attachment[Task, GroupAnswer]):
-    """Scores what a run sends, until the run is over.
+    """Scores the items that a run sends, until the run is over.
 
     Args:
-        function: as of `RewardServer`: `f(response, ground_truth, **extra)`, or with `batch` `f(items)`.
-        address: host:port of the run's reward service; several: one stream to each.
-        every_address: attach to each address that the host of `address` stands for, looked up again every
-            five seconds: several servers of the run behind one name, which come and go.
+        function: as for `RewardServer`: `f(response, ground_truth, **extra)`; with `batch`, `f(items)`.
+        address: host:port of one or several reward services of the run; each gets a stream.
+        every_address: attach to every address to which the host of `address` resolves, and look them up
+            again every five seconds: for several servers of the run behind one name.
         name: one of the names under `reward.attached` of the run's configuration.
-        token: of the scope `attach`, or the run's; None takes PACELINE_REWARD_TOKEN from the environment.
-        data_sources: what the function can score; none: everything.
+        token: token of the scope `attach`, or the run's; None takes PACELINE_REWARD_TOKEN.
+        data_sources: data sources that the function can score; empty: all.
         batch: the function scores all items that have arrived, up to `max_batch`, in one call.
         group: the function `f(items)` scores the samples of one prompt in one call.
         max_concurrent: how many items, or groups, are scored at the same time.
         max_batch: largest batch.
         timeout_s: how long a call of the function may take.
-        patience_s: how long to try to reach a run that is away.
-        version: of what the function computes; as of `RewardServer`.
+        patience_s: how long to try to reach a run that does not answer.
+        version: version of what the function computes; as for `RewardServer`.
 
     Raises:
-        ConfigError: the function cannot be called like this.
+        ConfigError: the function cannot be called in this form.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class RewardAttachment(Attachment[Task, GroupAnswer]):
         self._function.close()
 
     async def _answer(self, task: Task) -> GroupAnswer:
-        if self._function.is_stuck:  # others may do better
+        if self._function.is_stuck:  # other clients may be able to
             raise RewardError(
                 f"calls of {self._function.name} hang: start this client again",
                 kind=RewardErrorKind.UNAVAILABLE,
@@ -107,7 +107,7 @@ class RewardAttachment(Attachment[Task, GroupAnswer]):
 
 
 class _Batches:
-    """Collects the items that arrive while the function is at work."""
+    """Collects the items that arrive while the function runs."""
 
     def __init__(self, function: CalledFunction, size: int) -> None:
         self._function, self._size = function, size
@@ -140,9 +140,9 @@ def attach_reward(
     ready_file: str | Path | None = None,
     **options: Any,
 ) -> None:
-    """Scores what a run sends until it is over, or a signal comes; arguments as of `RewardAttachment`.
+    """Scores a run's items until the run is over or a signal comes; arguments as for `RewardAttachment`.
 
-    `ready_file` is a file that is there, and written every two seconds, while this client is attached.
+    `ready_file` exists, and is rewritten every two seconds, while this client is attached.
 
     Raises:
         ConfigError: the function cannot be called as a reward function.

@@ -1,4 +1,4 @@
-"""Shared parts of the SDK's attached clients: a stream to each server of a run, until the run is over."""
+"""Keeps a stream to each server of a run until the run is over: the base of the attached clients."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ class Attachment(Generic[TaskT, AnswerT]):
     """Answers tasks that a run sends, until the run is over.
 
     Args:
-        address: host:port of a server of the run; several: one stream to each.
-        name: what it attaches as.
+        address: host:port of one or several servers of the run; each gets a stream.
+        name: name under which it attaches.
         role: role of the servers.
-        credentials: that the servers ask for.
-        data_sources: what it takes; none: everything.
+        credentials: credentials for the servers.
+        data_sources: data sources that it takes; empty: all.
         window: most tasks at a time, from each server.
-        patience_s: how long to try to reach a run that is away.
-        version: of what it computes; "" does not say.
+        patience_s: how long to try to reach a run that does not answer.
+        version: version of what it computes; "": unknown.
         groups: whether its tasks are groups.
-        every_address: attach to every address that the host of `address` stands for, and look it up again and
-            again: the servers behind one name may be several, and come and go.
+        every_address: attach to every address to which the host of `address` resolves, and look them up
+            repeatedly: for several servers behind one name.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class Attachment(Generic[TaskT, AnswerT]):
         self._clients: dict[str, AttachedClient[TaskT, AnswerT]] = {}
 
     async def run(self) -> None:
-        """Returns when the run is over, or after `stop`. When cancelled, its tasks go to other clients.
+        """Runs until the run is over or `stop` is called. When cancelled, its tasks go to other clients.
 
         Raises:
-            PeerLostError, DeadlineError: the run was away for `patience_s`.
+            PeerLostError, DeadlineError: the run did not answer for `patience_s`.
             ConfigError: the run refused the token, or has no such name.
-            ProtocolError: it speaks another version of the contract.
+            ProtocolError: the run speaks another version of the contract.
             RewardError: all calls of a reward function hang; its items go to other clients.
         """
         try:
@@ -106,13 +106,13 @@ class Attachment(Generic[TaskT, AnswerT]):
         )
 
     def stop(self) -> None:
-        """Answers what is under way, then leaves."""
+        """Finishes the tasks under way, then leaves."""
         self._stopping.set()
         for client in self._clients.values():
             client.stop()
 
     async def _attach_to_every(self, name: str) -> None:
-        """A stream to each address that the name stands for, until the run is over."""
+        """Keeps a stream to each address of the name until the run is over."""
         streams: dict[str, asyncio.Task[None]] = {}
         is_over, last = False, time.monotonic()
         try:
@@ -124,7 +124,7 @@ class Attachment(Generic[TaskT, AnswerT]):
                         self._attach(address), name=f"attached to {address}"
                     )
                 for address in streams.keys() - listed:
-                    if not self._is_attached_to(address):  # nobody will be there again
+                    if not self._is_attached_to(address):  # the server is gone for good
                         gone = streams.pop(address)
                         gone.cancel()
                         await asyncio.gather(gone, return_exceptions=True)
@@ -158,7 +158,7 @@ class Attachment(Generic[TaskT, AnswerT]):
                 await self._stopping.wait()
 
     def _has_ended(self, stream: asyncio.Task[None]) -> bool:
-        """Whether the run is over; False after the loss of one server of several."""
+        """Returns whether the run is over; False after the loss of one server of several."""
         try:
             stream.result()
         except (PeerLostError, DeadlineError, EnvironmentLackError) as error:
@@ -187,7 +187,7 @@ class Attachment(Generic[TaskT, AnswerT]):
     def _stream(
         self, channel: Any, messages: AsyncIterator[FromClient[AnswerT]], peer: str
     ) -> AsyncIterator[ToClient[TaskT]]:
-        """What comes over a stream that is opened with these messages."""
+        """Opens a stream with these messages; yields those that it receives."""
         raise NotImplementedError
 
     async def _answer(self, task: TaskT) -> AnswerT:
@@ -195,14 +195,14 @@ class Attachment(Generic[TaskT, AnswerT]):
         raise NotImplementedError
 
     def _end(self) -> None:
-        """Frees what the client holds."""
+        """Frees the resources of the client."""
 
 
 async def _look_up(name: str) -> set[str]:
-    """The addresses that the host of host:port stands for, all of one family; none where it is unknown.
+    """Resolves the host of host:port to addresses of one family; returns none for an unknown host.
 
     Raises:
-        ConfigError: it is not of the form host:port.
+        ConfigError: `name` is not of the form host:port.
     """
     host, port = addresses.split(name)
     try:
@@ -211,7 +211,7 @@ async def _look_up(name: str) -> set[str]:
     except (OSError, TimeoutError) as error:
         _log.warning("%s cannot be looked up (%s)", host, error)
         return set()
-    # A server with an IPv4 and an IPv6 address is one server.
+    # One family, because a server may have both an IPv4 and an IPv6 address.
     return {addresses.join(str(row[4][0]), port) for row in rows if row[0] == rows[0][0]}
 
 
@@ -225,13 +225,13 @@ class _Runnable(Protocol):
 def attach_until_signal(
     make: Callable[[], _Runnable], name: str, *, ready_file: str | Path | None = None
 ) -> None:
-    """Answers what a run sends until it is over, or a signal comes.
+    """Answers a run's tasks until the run is over or a signal comes.
 
-    A process that has a grace (`service.member.runtime`) answers on after SIGTERM while a server is attached.
+    With a grace period (`service.member.runtime`), it answers after SIGTERM as long as a server is attached.
 
     Args:
         make: makes the client.
-        name: name of the process, in its log.
+        name: name of the process in its log.
         ready_file: see `keep_ready_file`.
 
     Raises:
@@ -247,7 +247,7 @@ def attach_until_signal(
         await context.stopping_or(running)
         context.is_over = running.done()
         attachment.stop()
-        await running  # run_service bounds it
+        await running  # run_service bounds this wait
 
     code = run_service(serve, name=name)
     if code:
@@ -261,12 +261,12 @@ async def _until_let_go(context: ServiceContext, attachment: _Runnable) -> None:
 
 
 async def keep_ready_file(file: Path, attachment: _Runnable) -> None:
-    """Writes `file` anew every two seconds while the client is attached, and removes it while it is not.
+    """Rewrites `file` every two seconds while the client is attached; removes it while it is not.
 
-    A container's probes use it for a process without a port: they check the file's existence and age.
+    A container's probes check the file's existence and age, because the process has no port.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     try:
         while True:

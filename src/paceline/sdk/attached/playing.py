@@ -24,11 +24,11 @@ _ANSWER_S = 600.0
 _RELEASE_S = 10.0
 
 Ask = Callable[[Play, Mapping[str, object]], Awaitable[dict[str, Any]]]
-"""Posts a request for a completion, and returns what came back, an error included."""
+"""Posts a request for a completion; returns the answer, which may be an error."""
 
 
 async def play(environment: Environment, episode: Play, ask: Ask) -> Played:
-    """Plays one episode to its end, and releases the environment; returns what playing raised as `error`."""
+    """Plays an episode to its end and releases the environment; an exception becomes the field `error`."""
     try:
         opening = await environment.open(
             episode.task, task_seed=episode.task_seed, episode_seed=episode.episode_seed
@@ -72,7 +72,7 @@ async def _lead(environment: Environment, episode: Play, opening: Observation, a
 
 
 def _over(error: Mapping[str, Any]) -> str:
-    """Why the server ended the episode; raises for any other refusal."""
+    """Returns why the server ended the episode; raises for any other refusal."""
     if error.get("code") != OVER_CODE:
         raise RuntimeError(f"the rollout server refused: {error.get('message')}")
     return str(error["message"]).rpartition(": ")[2]
@@ -106,7 +106,7 @@ class Asker:
 
     Args:
         num_threads: most requests at a time.
-        tls: whom to trust where the address is https.
+        tls: the authority to trust if the address is https.
     """
 
     def __init__(self, num_threads: int, tls: TlsFiles | None) -> None:
@@ -114,7 +114,7 @@ class Asker:
         self._context = _context(tls) if tls is not None else None
 
     async def __call__(self, episode: Play, body: Mapping[str, object]) -> dict[str, Any]:
-        """Sends the call and returns what the run answered."""
+        """Sends the request and returns the run's answer."""
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(_ANSWER_S):
             return await loop.run_in_executor(self._threads, self._post, episode, json.dumps(body).encode())
@@ -140,7 +140,7 @@ class Asker:
 
 
 def _context(tls: TlsFiles) -> ssl.SSLContext:
-    """Trusts the run's authority; a certificate of the run names a role, not an address."""
+    """Trusts the run's authority; does not check addresses, because certificates of the run name a role."""
     context = ssl.create_default_context(cafile=str(tls.folder / CA_FILE))
     context.check_hostname = False
     return context

@@ -1,1 +1,1 @@
-"""Rewards and environments as servers of their own."""
+"""Serves rewards and environments over gRPC."""

@@ -1,4 +1,4 @@
-"""An environment served to rollout servers: `serve_environment(Guess, port=50071)`."""
+"""Serves an environment to rollout servers: `serve_environment(Guess, port=50071)`."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from paceline.wire.json_object import read_json_object, write_json_object
 _EXPIRE_S = 1.0
 
 Tasks = Callable[[str], Iterable[Mapping[str, object]]]
-"""From a split to its rows."""
+"""Returns the rows of a split."""
 
 
 class EnvironmentServer(Served):
-    """Serves `EnvironmentService` by a class; an async context manager.
+    """Serves a class as `EnvironmentService`; an async context manager.
 
     Args:
         make: the class, or a function without arguments that makes an instance: one per attempt.
         host, port: where to listen; port 0 takes any free one.
-        token: what callers must carry; None takes PACELINE_ENVIRONMENT_TOKEN from the environment. Required
-            if other machines can reach the address.
-        max_episodes: most episodes that are open at once; further ones are refused, and tried again later.
-        tasks: from "train" or "val" to the rows of a run without data files, in the same order each time.
+        token: token that callers must send; None takes PACELINE_ENVIRONMENT_TOKEN from the environment.
+            Required if other machines can reach the address.
+        max_episodes: most episodes open at a time; callers retry refused ones later.
+        tasks: returns the rows of "train" or "val" for a run without data files, always in the same order.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class EnvironmentServer(Served):
         self._expiring: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Listens, and frees what nobody closes; raises as `Served.start`."""
+        """Listens, and frees sessions that nobody closes; raises as `Served.start`."""
         await super().start()
         self._expiring = asyncio.create_task(self._expire(), name="leases")
 
     async def stop(self) -> None:
-        """Gives calls under way two seconds, then frees all episodes."""
+        """Waits two seconds for calls under way, then frees all episodes."""
         await super().stop()
         if self._expiring is not None:
             self._expiring.cancel()
@@ -94,7 +94,7 @@ def serve_environment(
     max_episodes: int = 64,
     tasks: Tasks | None = None,
 ) -> None:
-    """Serves an environment until SIGINT or SIGTERM; arguments as of `EnvironmentServer`.
+    """Serves an environment until SIGINT or SIGTERM; arguments as for `EnvironmentServer`.
 
     Raises:
         SystemExit: the server could not start; the reason is in the log on standard error.

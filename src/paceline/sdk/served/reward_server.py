@@ -1,4 +1,4 @@
-"""A reward server around a function: `serve_reward(f, port=50061)`."""
+"""Serves a reward function: `serve_reward(f, port=50061)`."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from paceline.wire.calls.protobuf import description_to_proto, score_items_from_
 
 
 class RewardServer(Served):
-    """Serves `RewardService` by a function; an async context manager.
+    """Serves a function as `RewardService`; an async context manager.
 
     Args:
         function: `f(response, ground_truth, **extra) -> float | dict[str, float]`, plain or async. With
             `batch` instead `f(items: list[ScoreItem]) -> list[float | dict[str, float]]`, one value per item.
         host, port: where to listen; port 0 takes any free one.
-        token: what callers must carry; None takes PACELINE_REWARD_TOKEN from the environment. Required if
-            other machines can reach the address.
-        batch: pass all items of a call at once, and serve one call at a time, as suits a model on one device.
+        token: token that callers must send; None takes PACELINE_REWARD_TOKEN from the environment.
+            Required if other machines can reach the address.
+        batch: pass all items of a call at once, and serve one call at a time, as a model on a GPU needs.
         max_concurrent: how many items are scored at the same time. A plain function runs in threads, an async
-            one in an event loop of its own.
-        timeout_s: how long a call of the function may take; then its items have an error. When
-            `max_concurrent` calls hang, health says NOT_SERVING.
-        data_sources: what the function can score, told to the run; none: everything.
-        version: of what it computes: a run that remembers scores asks again after a change. None: a digest of
-            the one file that the function is written in; a change of what that file imports, or of what the
-            function reads, is not noticed.
-        group: call `f(items)` once for each prompt, with all of its samples. The run's configuration says
+            one in a separate event loop.
+        timeout_s: how long a call of the function may take; after that its items get an error. When
+            `max_concurrent` calls hang, health reports NOT_SERVING.
+        data_sources: data sources that the function can score; empty: all.
+        version: version of what it computes: a run that caches scores asks again after a change. None: a
+            digest of the file that defines the function, which misses changes of imported code and of files
+            that the function reads.
+        group: call `f(items)` once per prompt, with all its samples. The run's configuration must set
             `group: true`, too.
 
     Raises:
-        ConfigError: the function cannot be called like this.
+        ConfigError: the function cannot be called in this form.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class RewardServer(Served):
         )
 
     async def stop(self) -> None:
-        """Gives calls under way two seconds, then stops. A function that hangs is abandoned."""
+        """Waits two seconds for calls under way, then stops. A function that hangs is abandoned."""
         await super().stop()
         self._function.close()
 
     async def score(self, items: Sequence[ScoreItem]) -> list[ScoreResult]:
-        """The server's answer: one result for each item; the error of an item does not affect the others."""
+        """Returns one result per item; the error of an item does not affect the others."""
         results = await self._function.score(items)
         if self._function.is_stuck and self._running is not None:
             await self._running.refuse_work()
@@ -94,7 +94,7 @@ def serve_reward(
     version: str | None = None,
     group: bool = False,
 ) -> None:
-    """Serves a reward function until SIGINT or SIGTERM; arguments as of `RewardServer`.
+    """Serves a reward function until SIGINT or SIGTERM; arguments as for `RewardServer`.
 
     Raises:
         ConfigError: the function cannot be called as a reward function.

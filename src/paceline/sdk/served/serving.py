@@ -1,4 +1,4 @@
-"""What the SDK's servers share: where they listen, who may call, and their end by a signal."""
+"""Base of the SDK's servers: address, access and shutdown by a signal."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Served:
     """A server of the SDK; an async context manager.
 
     Args:
-        what: it serves: "reward", "environment".
+        what: what it serves: "reward" or "environment".
         host, port: where to listen; port 0 takes any free one.
-        credentials: those of the environment.
-        token: what callers must carry, in place of the environment's.
+        credentials: credentials from the environment variables.
+        token: token that callers must send, instead of the environment's.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Served:
 
     @property
     def address(self) -> str:
-        """host:port that callers reach; known once it has started."""
+        """The host:port for callers; known once the server has started."""
         if self._running is None:
             raise RuntimeError(f"the {self._what} server has not been started")
         return self._running.address
@@ -44,10 +44,10 @@ class Served:
         await self.stop()
 
     async def start(self) -> None:
-        """Begins to listen for calls of the run.
+        """Begins to listen for calls of a run.
 
         Raises:
-            ConfigError: no token on an address that other machines reach.
+            ConfigError: there is no token, and other machines can reach the address.
             EnvironmentLackError: the port is taken.
         """
         add, servicer = self._service()
@@ -61,12 +61,12 @@ class Served:
         )
 
     async def stop(self) -> None:
-        """Gives calls under way two seconds, then stops."""
+        """Waits two seconds for calls under way, then stops."""
         if self._running is not None:
             await self._running.stop()
 
     def _service(self) -> tuple[Callable[..., None], Any]:
-        """The function that adds the servicer to a server, and the servicer."""
+        """Returns the function that adds the servicer to a server, and the servicer."""
         raise NotImplementedError
 
 

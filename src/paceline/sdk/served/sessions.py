@@ -1,10 +1,10 @@
-"""The episodes that an environment has open: attempts that fence, stored answers, leases.
+"""Manages an environment's open episodes: fencing by attempts, stored answers, leases.
 
     open(attempt) -> step(turn 1) -> step(turn 2) ... -> close
         |  a higher attempt of the same trajectory frees the lower one, whose calls are refused from then on
         `  no call for lease_s: freed
 
-Nobody is trusted to close: whatever a rollout server does or fails to do, a session ends with its lease.
+A session ends with its lease even if the rollout server never closes it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Key = tuple[str, str]
 
 @dataclass(slots=True, eq=False)
 class HostedEpisode:
-    """One attempt at an episode, with what has been answered."""
+    """One attempt at an episode, with the stored answers."""
 
     environment: Environment
     attempt: int
@@ -53,7 +53,7 @@ class Sessions:
 
     Args:
         make: makes an environment for an episode.
-        max_episodes: most that are open at once.
+        max_episodes: most episodes open at a time.
         clock: measures the leases.
     """
 
@@ -66,7 +66,7 @@ class Sessions:
 
     @property
     def num_open(self) -> int:
-        """Episodes that hold an instance."""
+        """Number of episodes that hold an instance."""
         return len(self._open)
 
     async def open(
@@ -79,10 +79,10 @@ class Sessions:
         episode_seed: int,
         lease_s: float,
     ) -> tuple[Observation, list[ToolSpec]]:
-        """Opens an episode, or says again how it was opened.
+        """Opens an episode, or returns the first answer again.
 
         Raises:
-            ProtocolError: a higher attempt was opened, this one was closed, or there is no room.
+            ProtocolError: a higher attempt was opened, this one was closed, or too many episodes are open.
         """
         session = self._open.get(key)
         if session is not None and session.attempt < attempt:
@@ -98,10 +98,10 @@ class Sessions:
             return session.opened
 
     async def step(self, key: Key, attempt: int, turn: int, action: Message) -> Observation:
-        """Answers a turn; the same turn again gets the same answer.
+        """Answers a turn; a repeated turn gets the same answer.
 
         Raises:
-            ProtocolError: the episode is not open in this attempt, or it is another turn's time.
+            ProtocolError: the episode is not open in this attempt, or the turn is not the next one.
         """
         session = self._of(key, attempt)
         async with self._using(key, session):
@@ -116,10 +116,10 @@ class Sessions:
             return session.observed
 
     async def run(self, key: Key, attempt: int, *, base_url: str, token: str, model: str) -> str:
-        """Lets the environment lead the episode; the word for why it ended. A caller that goes away ends it.
+        """Lets the environment drive the episode; returns its stop reason. A lost caller ends the episode.
 
         Raises:
-            ProtocolError: the episode is not open in this attempt, or has been run in it.
+            ProtocolError: the episode is not open in this attempt, or was already run in it.
         """
         session = self._of(key, attempt)
         async with self._using(key, session):
@@ -135,10 +135,10 @@ class Sessions:
                 raise
 
     async def close(self, key: Key, attempt: int, stop_reason: str, *, graded: bool) -> Outcome | None:
-        """Grades an episode, unless it is given up, and frees it; a repeated call gets the same answer.
+        """Grades an episode if `graded`, and frees it; a repeated call gets the same answer.
 
         Raises:
-            ProtocolError: the episode is not open in this attempt, and was not closed in it.
+            ProtocolError: the episode is neither open in this attempt nor closed in it.
         """
         ended, outcome = self._ended.get(key, (0, None))
         if ended == attempt and (outcome is not None or not graded):
@@ -151,7 +151,7 @@ class Sessions:
             return session.outcome
 
     async def expire(self) -> int:
-        """Frees the episodes whose lease has run out; returns how many."""
+        """Frees the episodes whose lease has expired; returns their number."""
         now = self._clock.monotonic()
         late = [
             (key, session)
@@ -202,7 +202,7 @@ class Sessions:
 
     @contextlib.asynccontextmanager
     async def _using(self, key: Key, session: HostedEpisode) -> AsyncIterator[None]:
-        """One call at a time, as the caller's deadline allows; the lease begins anew when it is done."""
+        """Admits one call at a time; the lease restarts after the call."""
         async with session.lock:
             if self._open.get(key) is not session:
                 raise ProtocolError(f"attempt {session.attempt} of {key[1]} is over")
@@ -212,7 +212,7 @@ class Sessions:
                 session.touched = self._clock.monotonic()
 
     async def _free(self, key: Key, session: HostedEpisode) -> None:
-        """Ends a session that has not been ended."""
+        """Ends a session that has not ended yet."""
         if session.is_freed:
             return
         session.is_freed = True

@@ -1,1 +1,1 @@
-"""The networks: loading, sharding, attention."""
+"""Loads and shards the networks, and computes their layers."""

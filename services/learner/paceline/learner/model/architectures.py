@@ -1,4 +1,4 @@
-"""What the learner changes in a model, and which models it refuses and why."""
+"""Adapts models to the learner, and refuses those that it cannot train."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from paceline.models.facts import ARCHITECTURES, family_of
 log = logging.getLogger(__name__)
 
 _ROPE_BY_LENGTH = ("longrope", "dynamic")
-"""Kinds of rotary embedding whose frequencies follow the longest sequence of a forward pass."""
+"""Kinds of rotary embedding whose frequencies depend on the longest sequence of a forward pass."""
 
 
 def require_known(config: Any, *, trust_architecture: bool) -> None:
     """Refuses an architecture that is not in the table, unless it is trusted.
 
     Raises:
-        ModelError: with what to do.
+        ModelError: says what to do.
     """
     if getattr(config.get_text_config(), "enable_moe_block", False):
         raise ModelError(
@@ -46,10 +46,10 @@ def require_known(config: Any, *, trust_architecture: bool) -> None:
 
 
 def require_text_alone(config: Any) -> None:
-    """Refuses a model with a vision tower where transformers has no class for what is made of it.
+    """Refuses a model with a vision tower if transformers has no reward model of its kind.
 
     Raises:
-        ModelError: with what to do.
+        ModelError: says what to do.
     """
     if family_of(config.model_type).takes_images:
         raise ModelError(
@@ -59,19 +59,18 @@ def require_text_alone(config: Any) -> None:
 
 
 def model_class(config: Any) -> Any:
-    """The class of transformers that makes a model of this kind: a body with a language-model head."""
+    """Returns transformers' class for a model of this kind, a body with a language-model head."""
     return AutoModelForImageTextToText if family_of(config.model_type).takes_images else AutoModelForCausalLM
 
 
 def require_length(config: Any, longest: int) -> None:
-    """Refuses rows so long that their log-probs would depend on neighbours, or would differ from the
-    engine's.
+    """Refuses rows whose length makes log-probs depend on neighbours, or differ from the engine's.
 
     Args:
         longest: prompt and response tokens of the longest row of the run.
 
     Raises:
-        ModelError: with the length that is allowed.
+        ModelError: names the longest allowed length.
     """
     text = config.get_text_config()
     if family_of(config.model_type).has_longer_window_in_engines and longest > text.sliding_window:
@@ -98,7 +97,7 @@ def require_length(config: Any, longest: int) -> None:
 
 
 def without_dropout(config: Any) -> Any:
-    """Sets every dropout of the configuration to 0, because with dropout two forward passes would differ."""
+    """Sets every dropout of the configuration to 0: with dropout, two forward passes would differ."""
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         for name, value in vars(part).items():
             is_dropout = "dropout" in name or name.endswith(("pdrop", "jitter_noise"))
@@ -111,8 +110,8 @@ def without_dropout(config: Any) -> Any:
 def require_layers(lm: nn.Module) -> None:
     """Refuses layers that the learner cannot train correctly.
 
-    Layers that pass a state from token to token ignore where a packed sequence begins. Tensors of the
-    checkpoint that are not parameters would be neither loaded nor pushed.
+    Layers that pass a state from token to token ignore the boundaries of packed sequences. Checkpoint tensors
+    that are not parameters would be neither loaded nor pushed.
 
     Raises:
         ModelError: names the layer.
@@ -136,7 +135,7 @@ def require_layers(lm: nn.Module) -> None:
 
 
 def recurrent_layers(lm: nn.Module) -> list[nn.Module]:
-    """The layers of a model that have a state and that the learner can run: Gated DeltaNets."""
+    """Returns the stateful layers that the learner can run: Gated DeltaNets."""
     return [module for module in lm.modules() if type(module).__name__.endswith("GatedDeltaNet")]
 
 
@@ -144,7 +143,7 @@ def require_shared_tokens(config: Any, num_ranks: int) -> None:
     """Refuses a model if `num_ranks` ranks cannot share the tokens of its rows.
 
     Raises:
-        ConfigError: with what to do.
+        ConfigError: says what to do.
     """
     heads = config.get_text_config().num_attention_heads
     if heads % num_ranks:
@@ -175,7 +174,7 @@ def require_compilable(config: Any) -> None:
     differ.
 
     Raises:
-        UncompilableError: with what to do.
+        UncompilableError: says what to do.
     """
     if getattr(config.get_text_config(), "num_kv_shared_layers", 0):
         raise UncompilableError(
@@ -190,7 +189,7 @@ def require_compilable(config: Any) -> None:
 
 
 def logit_scale(config: Any) -> float:
-    """The factor of the logits after the head; 1 for most models."""
+    """Returns the factor of the logits after the head; 1 for most models."""
     text = config.get_text_config()
     factor, divisor = getattr(text, "logit_scale", None), getattr(text, "logits_scaling", None)
     if factor is not None:
@@ -201,6 +200,6 @@ def logit_scale(config: Any) -> float:
 
 
 def logit_softcap(config: Any) -> float | None:
-    """The bound c of logits that become c tanh(logits / c); None for most models."""
+    """Returns the bound c of logits that become c tanh(logits / c); None for most models."""
     cap = getattr(config.get_text_config(), "final_logit_softcapping", None)
     return None if cap is None else float(cap)

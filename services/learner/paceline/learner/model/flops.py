@@ -1,4 +1,4 @@
-"""The arithmetic of an update, and the peak of a device, for MFU (PaLM, arXiv:2204.02311, appendix B)."""
+"""Computes an update's arithmetic and a device's peak for MFU (PaLM, arXiv:2204.02311, appendix B)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paceline.learner.model.networks import (
 
 
 def arithmetic_of(network: PolicyNetwork | ValueNetwork) -> Arithmetic:
-    """Operations of one forward and backward pass, without activation recomputation.
+    """Returns the operations of a forward and backward pass, without activation recomputation.
 
     Each token takes 6 operations per parameter of the layers that it uses, and each response token 6 per
     parameter of the head. Attention takes 12 per layer, channel and pair of tokens, half of them for keys and
@@ -46,7 +46,7 @@ def arithmetic_of(network: PolicyNetwork | ValueNetwork) -> Arithmetic:
 
 
 def _by_layer(config: Any, num_layers: int) -> Sequence[Any]:
-    """The configuration of each layer with attention.
+    """Returns the configuration of each layer with attention.
 
     Configurations differ only if layers differ. Layers with a state are left out: they have no pairs of
     tokens.
@@ -57,7 +57,7 @@ def _by_layer(config: Any, num_layers: int) -> Sequence[Any]:
 
 
 def _channels(config: Any) -> int:
-    """Numbers of the keys and values of all heads in a layer with this configuration."""
+    """Returns the size of the keys and values of all heads in a layer with this configuration."""
     heads = int(config.num_attention_heads)
     width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
     keys, values = (int(getattr(config, name, None) or width) for name in ("qk_head_dim", "v_head_dim"))
@@ -65,7 +65,7 @@ def _channels(config: Any) -> int:
 
 
 def _of_tower(tower: Any) -> tuple[int, int]:
-    """Operations per patch, and per pair of an image's patches in layers that see all pairs, not windows."""
+    """Returns operations per patch, and per pair of patches in layers without windows."""
     if tower is None:
         return 0, 0
     config = tower.config
@@ -82,7 +82,7 @@ def _of_tower(tower: Any) -> tuple[int, int]:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Peak operations per second of a device; None if it is unknown."""
+    """Returns the peak operations per second of a device; None if unknown."""
     if device.type != "cuda":
         return None
     card = card_of(torch.cuda.get_device_name(device))

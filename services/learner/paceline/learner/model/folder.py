@@ -1,6 +1,6 @@
 """Writes a model folder in the Hugging Face layout, which transformers and engines load.
 
-Tensors come one after another and are written file by file, so that a model may be larger than the memory.
+Tensors are gathered one by one and written file by file, so that a model may be larger than memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paceline.learner.model.loading import hugging_face_names, plain_config
 from paceline.learner.model.lora import A, B
 from paceline.weights import corrections
 
-# Files beside the weights that are copied from the starting model.
+# Files that are copied from the starting model, in addition to the weights.
 COMPANIONS = (
     "generation_config.json",
     "tokenizer.json",
@@ -43,10 +43,10 @@ COMPANIONS = (
 )
 
 FILE_BYTES: Final = 2 << 30
-"""Size at which a file of weights is written; until then, it and a layer are in memory twice."""
+"""Size in bytes at which a file of weights is written."""
 
 ADAPTERS = "adapter"
-"""The folder with the adapters only, beside the merged weights."""
+"""The folder that holds only the adapters, beside the merged weights."""
 
 _LAYER = re.compile(r".*?\.layers\.\d+\.")
 
@@ -54,7 +54,7 @@ Tensors = Iterable[tuple[str, Tensor]]
 
 
 def by_layer(name: str) -> str:
-    """Returns a key that is equal for the tensors of a decoder layer; other tensors have their own."""
+    """Returns a key that all tensors of a decoder layer share; other tensors have their own."""
     match = _LAYER.match(name)
     return match.group() if match else name
 
@@ -73,13 +73,13 @@ def write_folder(
 
     Args:
         out: new or empty folder; created if it is missing.
-        tensors: full tensors by the learner's names, those of a layer together; a tied head once, under the
+        tensors: full tensors by the learner's names, grouped by layer; a tied head only once, under the
             embedding's name.
         source: folder of the starting model.
-        tokenizer_source: folder of the tokenizer, if it is not in `source`.
+        tokenizer_source: folder of the tokenizer, if not `source`.
         dtype: data type of the weights written.
-        is_reward_model: a model for sequence classification with one label, whose head is `score`.
-        file_bytes: the size at which a file of weights ends.
+        is_reward_model: whether to write a sequence classifier with one label and the head `score`.
+        file_bytes: size at which a file of weights ends.
 
     Raises:
         ModelError: `out` is not empty, or the tensors do not fit the model of config.json.
@@ -112,7 +112,7 @@ def write_folder(
 
 
 def _write_weights(out: Path, tensors: Tensors, lm: Any, dtype: torch.dtype, file_bytes: int) -> list[str]:
-    """Writes the files of weights; returns the names that are missing or too many."""
+    """Writes the files of weights; returns missing and superfluous names."""
     from transformers.core_model_loading import revert_weight_conversion
 
     buffers = dict(lm.named_buffers())
@@ -134,7 +134,7 @@ def _write_weights(out: Path, tensors: Tensors, lm: Any, dtype: torch.dtype, fil
 
 
 class _Files:
-    """The files of weights of a folder: each is written when it is large enough."""
+    """Writes a folder's files of weights, each when it is large enough."""
 
     def __init__(self, out: Path, file_bytes: int) -> None:
         self._out, self._file_bytes = out, file_bytes
@@ -150,7 +150,7 @@ class _Files:
                 self._write()
 
     def finish(self) -> None:
-        """Writes what is left, and the index if there are several files."""
+        """Writes the last file, and the index if there are several files."""
         self._write()
         if len(self._parts) == 1:
             self._parts[0][0].rename(self._out / "model.safetensors")
@@ -177,13 +177,13 @@ class _Files:
 
 
 def write_adapters(out: Path, tensors: Mapping[str, Tensor], *, lora: LoraConfig, base: str) -> None:
-    """Writes adapters in the layout of the library PEFT, to be loaded beside their base.
+    """Writes adapters in the layout of the library PEFT, to load them with their base.
 
     Args:
         out: created if it is missing.
         tensors: full tensors of A and B, by the names of parameters.
         lora: LoRA settings of the run.
-        base: the model that the adapters belong to, as adapter_config.json names it.
+        base: name of the adapters' base model for adapter_config.json.
     """
     from safetensors.torch import save_file
 
@@ -213,12 +213,12 @@ def _peft_name(name: str) -> str:
 def gathered_tensors(
     network: nn.Module, *, keep: bool, only: Callable[[str], bool] = lambda name: True
 ) -> Iterator[tuple[str, Tensor]]:
-    """The full tensors of a sharded network, one at a time; every rank goes through all of them.
+    """Yields the full tensors of a sharded network, one at a time; every rank must iterate over all.
 
     Args:
         network: sharded.
         keep: whether this rank needs them, on the CPU.
-        only: says of a name whether its tensor is gathered.
+        only: returns whether to gather the tensor of a name.
     """
     for name, parameter in hugging_face_names(network):
         if not only(name):
@@ -236,5 +236,5 @@ def write_from_ranks(network: nn.Module, ranks: Ranks, write: Callable[[Tensors]
         if ranks.world.rank == 0:
             write(tensors)
     finally:
-        for _ in tensors:  # also where rank 0 cannot write: the others wait for it in every one
+        for _ in tensors:  # even if rank 0 cannot write: the others wait for it at every tensor
             pass

@@ -51,14 +51,14 @@ from paceline.weights.geometry.layout import chunk_rows
 
 VALUE_HEAD_STD = 0.01
 BLOCK = 1 << 24
-"""Numbers of a tensor that are drawn from one generator, or read, at a time"""
+"""How many numbers of a tensor are drawn from one generator, or read, at a time"""
 _SAMPLE = 1 << 14
-"""Numbers in each place of a large tensor that a digest takes"""
+"""How many numbers a digest takes at each place of a large tensor"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Precision:
-    """`compute` is the type of the forward pass, `store` of the parameters, `reduce` of the ranks' sums."""
+    """Types: `compute` of the forward pass, `store` of the parameters, `reduce` of sums over ranks."""
 
     compute: torch.dtype
     store: torch.dtype = torch.float32
@@ -66,10 +66,10 @@ class Precision:
 
 
 def read_config(folder: str | Path) -> Any:
-    """The transformers configuration of a model folder, every dropout at 0.
+    """Returns the transformers configuration of a model folder, with every dropout at 0.
 
     Raises:
-        ModelError: config.json is missing or unreadable, or the model is quantised in a way that is not read.
+        ModelError: config.json is missing or unreadable, or the quantisation is not supported.
     """
     path = Path(folder)
     if not (path / "config.json").is_file():
@@ -85,7 +85,7 @@ def read_config(folder: str | Path) -> Any:
 
 
 def plain_config(folder: str | Path) -> Any:
-    """The transformers configuration of a folder, of the model that is not quantised."""
+    """Returns the transformers configuration of a folder, as for the unquantised model."""
     config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
     for part in (config, config.get_text_config()):
         vars(part).pop("quantization_config", None)
@@ -105,17 +105,17 @@ def load_policy(
     """Loads a policy, sharded over the ranks.
 
     Args:
-        folder: in the Hugging Face layout.
+        folder: model folder in the Hugging Face layout.
         ranks: the ranks that shard it.
         precision: precision of computing, storing and reducing.
         options: options of its layers.
-        random_seed: draws the weights instead of reading them.
-        lora: adapters, which alone are trained; the model itself is frozen then.
-        adapter_seed: draws the adapters.
+        random_seed: seed to draw the weights from, instead of reading them.
+        lora: adapters to train; the model itself is then frozen.
+        adapter_seed: seed of the adapters.
 
     Raises:
         ModelError: a tensor is missing or has another shape than the model's.
-        ConfigError: the adapters' targets are not in the model.
+        ConfigError: the model does not have the adapters' targets.
     """
     network = unfilled_policy(folder, ranks, precision, options=options, lora=lora)
     _fill(network, _AdapterSource(_source(folder, random_seed, network, network.lm.config), adapter_seed))
@@ -130,7 +130,7 @@ def unfilled_policy(
     options: LayerOptions = DEFAULT_OPTIONS,
     lora: LoraConfig | None = None,
 ) -> PolicyNetwork:
-    """A sharded policy whose parameters have memory and no values yet; arguments as `load_policy`."""
+    """Returns a sharded policy with uninitialised parameters; arguments as `load_policy`."""
     lm = empty_lm(read_config(folder))
     if lora is not None:
         add_adapters(lm, decoder_layers(body_of(lm)), lora)
@@ -142,7 +142,7 @@ def unfilled_policy(
 def stored_tensors(
     folder: str | Path, random_seed: int | None = None, *, frozen_alone: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """The full tensors that `load_policy` reads or draws, one at a time; or a vision tower's alone."""
+    """Yields the full tensors that `load_policy` reads or draws, or only those of a vision tower."""
     lm = empty_lm(read_config(folder))
     source = _source(folder, random_seed, lm, lm.config)
     for name, parameter in lm.named_parameters():
@@ -155,13 +155,13 @@ def digest_of_frozen(
 ) -> str:
     """Returns a digest of a model's frozen parameters, whatever files hold them; "" without any.
 
-    From a large tensor it takes rows in 16 places: another model would differ everywhere, and reading all
-    would take as long as loading.
+    It samples a large tensor in 16 places: another model would differ everywhere, and reading it all would
+    take as long as loading.
 
     Args:
         folder: in the Hugging Face layout.
-        parameters: the frozen ones, by name.
-        random_seed: that the weights are drawn from, if they are.
+        parameters: the frozen parameters, by name.
+        random_seed: seed of the weights, if they are drawn.
     """
     shapes = {name: parameter.shape for name, parameter in parameters}
     if not shapes:
@@ -181,7 +181,7 @@ def digest_of_frozen(
 
 
 def frozen(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yields the parameters that no checkpoint has: all frozen ones except corrections."""
+    """Yields the parameters that checkpoints omit: all frozen ones except corrections."""
     for name, parameter in parameters:
         if not (parameter.requires_grad or name.endswith(corrections.PARTS)):
             yield name, parameter
@@ -197,9 +197,9 @@ def load_critic(
     random_weights: bool = False,
     has_bias: bool = True,
 ) -> ValueNetwork:
-    """A sharded critic; the seed draws its value head if the folder has none. Arguments as `load_policy`.
+    """Loads a sharded critic; draws its value head from the seed if the folder has none.
 
-    A reward model is one without a bias.
+    Arguments as `load_policy`. A reward model has no bias.
     """
     lm = empty_lm(read_config(folder))
     with torch.device("meta"):
@@ -211,7 +211,7 @@ def load_critic(
 
 
 def local_rows(parameter: Tensor) -> tuple[Tensor, int, int]:
-    """This rank's part of a parameter, and which rows [start, stop) of dimension 0 it has."""
+    """Returns this rank's part of a parameter, and its rows [start, stop) in dimension 0."""
     if not isinstance(parameter, DTensor):
         return parameter, 0, parameter.shape[0]
     mesh, (*others, shard) = parameter.device_mesh, parameter.placements
@@ -223,23 +223,23 @@ def local_rows(parameter: Tensor) -> tuple[Tensor, int, int]:
 
 
 def hugging_face_names(network: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters by their names in the Hugging Face layout; tied ones once."""
+    """Yields parameters by their names in the Hugging Face layout; tied ones once."""
     for name, parameter in network.named_parameters():
         yield name.removeprefix("lm."), parameter
 
 
 def as_fsdp(network: nn.Module) -> FSDPModule:
-    """The network with the type that `fully_shard` gave it."""
+    """Returns the network with the type that `fully_shard` gave it."""
     if not isinstance(network, FSDPModule):
         raise TypeError(f"{type(network).__name__} is not sharded")
     return network
 
 
 def forget_forward_passes(network: nn.Module) -> None:
-    """Frees gathered weights, and drops what FSDP keeps of forward passes that no backward pass follows.
+    """Frees gathered weights, and FSDP's records of forward passes without a backward pass.
 
-    FSDP keeps the root's weights after a forward pass, the layers' with `keep_gathered`: the next one would
-    use those from before the update. For a backward pass it keeps notes, more with every forward pass.
+    After a forward pass FSDP keeps the root's weights gathered, and with `keep_gathered` the layers', so the
+    next pass would use weights from before the update. Its records for backward passes grow with each pass.
     """
     for module in network.modules():
         if isinstance(module, FSDPModule):
@@ -248,16 +248,16 @@ def forget_forward_passes(network: nn.Module) -> None:
     state._comm_ctx.post_forward_order.clear()
     for part in state._state_ctx.all_states:
         groups = getattr(part, "_fsdp_param_groups", None)
-        for group in (part._fsdp_param_group,) if groups is None else groups:  # a torch before 2.13 has one
+        for group in (part._fsdp_param_group,) if groups is None else groups:  # torch < 2.13 has only one
             if group is not None:
                 group._post_forward_indices.clear()
 
 
 def empty_lm(config: Any) -> Any:
-    """The model on the meta device: shapes without storage. A vision tower is frozen.
+    """Returns the model on the meta device: shapes without storage. A vision tower is frozen.
 
     Raises:
-        ModelError: transformers has no causal language model of this kind, or none with attention of ours.
+        ModelError: transformers has no causal language model of this kind whose attention can be replaced.
     """
     attention.register()
     implementation: Any = attention.PACKED_ATTENTION
@@ -308,22 +308,22 @@ def _materialise(
     give_storage(network, lm, ranks.device, precision.store)
     if isinstance(network, PolicyNetwork):
         lm.tie_weights()  # tied parameters got storage one by one
-    # Inputs of the network are not cast, because FSDP would copy all rows of the micro-batch.
+    # Inputs are not cast, because FSDP would copy all rows of the micro-batch.
     fully_shard(network, mesh=ranks.fsdp, mp_policy=replace(policy, cast_forward_inputs=False))
 
 
 def give_storage(module: nn.Module, lm: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """Gives the parts of a model on the meta device memory; parameters are left as they come."""
+    """Allocates the parts of a model on the meta device; leaves parameters uninitialised."""
     for part in module.modules():
         own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
         if not any(tensor.is_meta for tensor in own):
             continue
         part.to_empty(device=device, recurse=False)
         for name, parameter in part.named_parameters(recurse=False):
-            if not is_adapter(f".{name}"):  # adapters are masters
+            if not is_adapter(f".{name}"):  # adapters keep float32 masters
                 parameter.data = parameter.data.to(dtype)
         if any(True for _ in part.buffers(recurse=False)):
-            lm._init_weights(part)  # rotary frequencies: computed, never read from a file
+            lm._init_weights(part)  # rotary frequencies are computed, never read
 
 
 class _Seed:
@@ -345,7 +345,7 @@ class _Seed:
 
 
 class _AdapterSource:
-    """Another source, with adapters: B begins with zeros, A as torch's linear layers do."""
+    """Adds adapters to a source: B begins as zeros, A like torch's linear layers."""
 
     def __init__(self, inner: ModelFiles | _Seed, seed: int) -> None:
         self.inner, self.seed = inner, seed
@@ -360,7 +360,7 @@ class _AdapterSource:
 
 
 class _ValueHeadSource:
-    """Another source, with a value head: its own, else a reward model's `score`, else one from the seed."""
+    """Adds a value head to a source: its own, else a reward model's `score`, else drawn from the seed."""
 
     def __init__(self, inner: ModelFiles | _Seed, seed: int) -> None:
         self.inner, self.seed = inner, seed
@@ -377,16 +377,16 @@ class _ValueHeadSource:
 
 
 def draw_normal(shape: torch.Size, std: float, seed: int, name: str) -> Tensor:
-    """N(0, std) in float32 on the CPU, the same for the same (seed, name) everywhere."""
+    """Draws N(0, std) in float32 on the CPU; depends only on (seed, name)."""
     word = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(word, "big") >> 1)
     return torch.randn(shape, generator=generator, dtype=torch.float32).mul_(std)
 
 
 def _draw_rows(shape: torch.Size, std: float, seed: int, name: str, start: int, stop: int) -> Tensor:
-    """Rows [start, stop) of N(0, std); the result does not depend on how the rows are split into calls.
+    """Draws rows [start, stop) of N(0, std), independently of how rows are split into calls.
 
-    Each of a tensor's blocks has a generator of its own.
+    Each block of a tensor has its own generator.
     """
     parts = []
     for index, (begin, end) in enumerate(_blocks(shape)):
@@ -399,17 +399,17 @@ def _draw_rows(shape: torch.Size, std: float, seed: int, name: str, start: int, 
 
 
 def _blocks(shape: torch.Size) -> Iterator[tuple[int, int]]:
-    """Rows [begin, end) of the blocks that a tensor is filled by."""
+    """Yields rows [begin, end) of the blocks by which a tensor is filled."""
     num_rows = max(1, BLOCK // max(1, math.prod(shape[1:])))
     for begin in range(0, shape[0], num_rows):
         yield begin, min(begin + num_rows, shape[0])
 
 
 def check_stored(folder: str | Path, *, needs_head: bool) -> None:
-    """Whether the files of a folder, where it has some, hold the model and nothing else; reads their headers.
+    """Checks, by their headers, that a folder's weight files, if any, hold exactly the model.
 
     Raises:
-        ModelError: a tensor is missing, of another shape, or not of the model.
+        ModelError: a tensor is missing, has another shape, or does not belong to the model.
     """
     if not weight_files(Path(folder)):
         return
@@ -422,10 +422,10 @@ def check_stored(folder: str | Path, *, needs_head: bool) -> None:
 def _source(
     folder: str | Path, random_seed: int | None, network: nn.Module, config: Any
 ) -> ModelFiles | _Seed:
-    """Where the tensors of a network come from.
+    """Returns the source of a network's tensors.
 
     Raises:
-        ModelError: the folder has tensors that the network lacks, or lacks some of its.
+        ModelError: the folder has tensors that the network lacks, or lacks some that it has.
     """
     if random_seed is not None:
         return _Seed(random_seed, float(getattr(config, "initializer_range", 0.02)))
@@ -439,7 +439,7 @@ def _source(
 
 @torch.no_grad()
 def _fill(network: nn.Module, source: _AdapterSource | _ValueHeadSource) -> None:
-    """Copies tensors in, a block per thread, because drawing or converting takes longer than copying."""
+    """Fills tensors, a block per thread, because drawing or converting takes longer than copying."""
     blocks = []
     for name, parameter in hugging_face_names(network):
         local, start, stop = local_rows(parameter)
@@ -451,7 +451,7 @@ def _fill(network: nn.Module, source: _AdapterSource | _ValueHeadSource) -> None
             if first < last:
                 blocks.append((local[first - start : last - start], partial(read, first, last)))
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # blocks are computed side by side, so none needs threads of its own
+    torch.set_num_threads(1)  # blocks run in parallel, so none needs its own threads
     try:
         with ThreadPoolExecutor(num_threads, thread_name_prefix="weights") as threads:
             fills = [threads.submit(_fill_block, rows, read) for rows, read in blocks]
@@ -459,11 +459,11 @@ def _fill(network: nn.Module, source: _AdapterSource | _ValueHeadSource) -> None
                 for fill in fills:
                     fill.result()
             finally:
-                threads.shutdown(wait=False, cancel_futures=True)  # after a fault nothing more is read
+                threads.shutdown(wait=False, cancel_futures=True)  # after an error, read no more
     finally:
         torch.set_num_threads(num_threads)
 
 
 @torch.no_grad()
 def _fill_block(rows: Tensor, read: Callable[[], Tensor]) -> None:
-    rows.copy_(read().to(rows.device))  # converted there: files have half precision, masters float32
+    rows.copy_(read().to(rows.device))  # converted on the device: files have half precision, masters float32

@@ -1,10 +1,10 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685): y = (W + (alpha / r) B A) x with W frozen; A and B train.
+"""Adds low-rank adapters (LoRA, arXiv:2106.09685): y = (W + (alpha / r) B A) x; only A and B train.
 
 Every pass computes with the merged matrix, rounded as on rollout servers. If W x and B A x were computed
 separately, bfloat16 would round the trained policy differently from the sampling one.
 
-W keeps its name, so that pushes and exports of merged weights know it. A and B are split over the ranks by
-rows, as W is: the rows of B that a rank holds belong to the rows of W that it holds.
+W keeps its name, so that pushes and exports of merged weights find it. A and B are sharded by rows, like W: a
+rank's rows of B belong to its rows of W.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.config.model import LoraConfig
 from paceline.core.errors import ConfigError, ModelError
 
 A, B = ".lora_a", ".lora_b"
-"""How the names of an adapter's two matrices end."""
+"""Endings of the names of an adapter's two matrices."""
 
 _ALL = "all"
 
@@ -36,7 +36,7 @@ class LoraLinear(nn.Linear):
         lora_a: (r, in), in float32.
         lora_b: (out, r), in float32.
         scale: alpha / r.
-        is_adapted: False computes only the frozen layer.
+        is_adapted: whether the adapter is applied.
     """
 
     lora_a: nn.Parameter
@@ -57,20 +57,20 @@ class LoraLinear(nn.Linear):
         linear.is_adapted = True
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the base class's name
-        """Computes the sum that the class describes."""
+        """Applies the layer with its adapter."""
         if not self.is_adapted:
             return F.linear(input, self.weight, self.bias)
         output: Tensor = _merged_linear(input, self.weight, self.bias, self.lora_a, self.lora_b, self.scale)
         return output
 
 
-# Two operators that are opaque to compilers, which would otherwise keep every layer's merged matrix for the
+# These two operators are opaque to compilers, which would otherwise keep every layer's merged matrix for the
 # backward pass instead of recomputing it.
 @torch.library.custom_op("paceline::merged_linear", mutates_args=())
 def _merged_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
 ) -> Tensor:
-    """F.linear with the merged matrix; the cost of gradients of A and B grows with the rank."""
+    """Applies F.linear with the merged matrix; gradients of A and B cost more with the rank."""
     return F.linear(x, merge(weight, a, b, scale), bias)
 
 
@@ -119,13 +119,13 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 _merged_linear.register_fake(_result)
 _merged_linear.register_autograd(_backward, setup_context=_save)
 _merged_linear_backward.register_fake(_gradients)
-# The cost that compilers use to choose which activations to keep, without the merging itself.
+# The cost, without merging, by which compilers choose the activations to keep.
 register_flop_formula(torch.ops.paceline.merged_linear)(_operations)
 register_flop_formula(torch.ops.paceline.merged_linear_backward)(_backward_operations)
 
 
 def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """W + scale B A in the type of W, to which A and B are rounded first.
+    """Returns W + scale B A in the type of W, to which A and B are rounded first.
 
     Args:
         weight: (out, in), or some of its rows.
@@ -137,11 +137,11 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 def add_adapters(lm: nn.Module, layers: nn.ModuleList, lora: LoraConfig) -> None:
-    """Freezes a model and gives adapters to the linear layers that `lora.targets` name; before it is sharded.
+    """Freezes a model and adds adapters to the layers of `lora.targets`; call it before sharding.
 
     Raises:
-        ConfigError: a target names no linear layer of the decoder layers, or the rank is above a layer's.
-        ModelError: the model has experts, whose matrices are no linear layers.
+        ConfigError: a target names no linear layer of the decoder, or the rank exceeds a layer's size.
+        ModelError: the model has experts, whose matrices are not linear layers.
     """
     if any(parameter.ndim == 3 for parameter in layers.parameters()):
         raise ModelError(f"model.lora: {type(lm).__name__} has experts, which take no adapters; leave it out")
@@ -162,24 +162,24 @@ def add_adapters(lm: nn.Module, layers: nn.ModuleList, lora: LoraConfig) -> None
 
 
 def described(lm: nn.Module, lora: LoraConfig) -> LoraConfig:
-    """The adapters of a model, with the names of the layers in place of `all`."""
+    """Returns the adapters' configuration with the layers' names in place of `all`."""
     targets = {name.removesuffix(A).rpartition(".")[2] for name in adapter_names(lm) if name.endswith(A)}
     return lora.model_copy(update={"targets": tuple(sorted(targets))})
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter is one of an adapter's matrices."""
+    """Returns whether a parameter is one of an adapter's matrices."""
     return name.endswith((A, B))
 
 
 def adapter_names(lm: nn.Module) -> list[str]:
-    """The parameters that no push sends: the weights are sent with the adapters merged into them."""
+    """Returns the parameters that pushes omit, because they send merged weights."""
     return [name for name, _ in lm.named_parameters() if is_adapter(name)]
 
 
 @contextlib.contextmanager
 def base_alone(network: nn.Module) -> Iterator[None]:
-    """Within the block the network computes without its adapters, as the model that training began with."""
+    """Disables the adapters within the block, which leaves the starting model."""
     adapted = _adapted(network)
     for module in adapted:
         module.is_adapted = False
@@ -193,9 +193,9 @@ def base_alone(network: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 @torch.no_grad()
 def with_adapters(network: nn.Module) -> Iterator[None]:
-    """Within the block this rank's shards of W are those of W + (alpha / r) B A; every rank calls it.
+    """Merges the adapters into this rank's shards of W within the block; every rank calls it.
 
-    The shards keep their addresses, which pushes remember. Afterwards W has the same bits as before.
+    The shards keep their addresses, which pushes cache. Afterwards W has the same bits as before.
     """
     adapted = _adapted(network)
     kept = [_local(module.weight).clone() for module in adapted]
@@ -211,10 +211,10 @@ def with_adapters(network: nn.Module) -> Iterator[None]:
 def merged(
     base: Iterable[tuple[str, Tensor]], adapters: Mapping[str, Tensor], lora: LoraConfig
 ) -> Iterator[tuple[str, Tensor]]:
-    """Full tensors of a model with its adapters merged, one at a time, as rollout servers have them.
+    """Yields a model's full tensors with its adapters merged, as rollout servers hold them.
 
     Args:
-        base: full tensors of the model, as it was trained with.
+        base: full tensors of the base model, as in training.
         adapters: full tensors of A and B, by the names of parameters.
         lora: LoRA settings of the run.
     """
@@ -227,7 +227,7 @@ def merged(
 
 
 def _merged_rows(module: LoraLinear) -> Tensor:
-    """This rank's rows of the merged matrix; every rank calls it."""
+    """Returns this rank's rows of the merged matrix; every rank calls it."""
     a = module.lora_a.full_tensor() if isinstance(module.lora_a, DTensor) else module.lora_a
     return merge(_local(module.weight), a, _local(module.lora_b), module.scale)
 

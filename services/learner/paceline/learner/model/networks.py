@@ -1,4 +1,4 @@
-"""The networks: a policy that scores tokens and a critic that values states, around transformers models."""
+"""Wraps transformers models as a policy, which scores tokens, and a critic, which values states."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from paceline.learner.model.architectures import logit_scale, logit_softcap
 from paceline.learner.model.decoder.rows import take_rows
 
 MAX_LOGITS_ELEMENTS = {"cpu": 1 << 26, "cuda": 1 << 28}
-"""Elements of a chunk of logits, tokens by vocabulary: 256 MiB in float32, 512 MiB in bfloat16."""
+"""Elements in a chunk of logits (tokens x vocabulary): 256 MiB in float32, 512 MiB in bfloat16."""
 
 
 class PolicyNetwork(nn.Module):
@@ -34,8 +34,8 @@ class PolicyNetwork(nn.Module):
         lm: the transformers model; its parameters keep their Hugging Face names under `lm`.
 
     Attributes:
-        token_multiple: the body runs on a multiple of so many tokens.
-        context: ranks that share the tokens of a micro-batch; None where this rank computes all of them.
+        token_multiple: the body runs on a multiple of this number of tokens.
+        context: ranks that share the tokens of a micro-batch; None if this rank computes all of them.
     """
 
     def __init__(self, lm: nn.Module) -> None:
@@ -47,7 +47,7 @@ class PolicyNetwork(nn.Module):
     def forward(
         self, batch: MicroBatch, temperature: float = 1.0, with_entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs (n,) of the response tokens, in float32, and their entropies (n,) or None."""
+        """Returns log-probs (n,) of the response tokens, in float32, and their entropies (n,) or None."""
         own = hidden_states(body_of(self.lm), batch, self.token_multiple, self.context)
         numbers = self._score(own.states, own.part_of(batch.targets), temperature, with_entropy)
         log_probs, entropy = (None if part is None else own.put_together(part) for part in numbers)
@@ -63,7 +63,7 @@ class PolicyNetwork(nn.Module):
         if hidden.device.type == "cuda" and num_logits * hidden.itemsize <= kept_logits_bytes(hidden.device):
             most = max(most, num_logits)
         if hidden.device.type == "cpu" and num_logits <= most:
-            # Autograd keeps the logits, which saves a second product.
+            # Autograd keeps the logits, which saves computing them again.
             logits = F.linear(hidden, head.weight, head.bias)
             return token_log_probs(
                 bounded(logits, head.softcap), targets, temperature / head.scale, with_entropy
@@ -84,26 +84,26 @@ class PolicyNetwork(nn.Module):
 
 @lru_cache
 def kept_logits_bytes(device: torch.device) -> int:
-    """The most that the logits of a micro-batch may take on a GPU to be kept for the backward pass."""
+    """Returns the largest size of logits that a GPU keeps for the backward pass."""
     return int(KEPT_LOGITS_SHARE * torch.cuda.get_device_properties(device).total_memory)
 
 
 class ValueNetwork(nn.Module):
-    """A transformers body with a value per position.
+    """Computes a value per position with a transformers body.
 
     Args:
         lm: the transformers model; its language-model head is dropped.
         hidden_size: width of the body's states.
-        has_bias: whether a number is added to every value.
+        has_bias: whether the value head has a bias.
 
     Attributes:
-        token_multiple: the body runs on a multiple of so many tokens.
-        context: ranks that share the tokens of a micro-batch; None where this rank computes all of them.
+        token_multiple: the body runs on a multiple of this number of tokens.
+        context: ranks that share the tokens of a micro-batch; None if this rank computes all of them.
     """
 
     def __init__(self, lm: nn.Module, hidden_size: int, *, has_bias: bool = True) -> None:
         super().__init__()
-        # The attribute has the body's name in the checkpoint ("model"), so tensor names stay the same.
+        # The attribute is named as in the checkpoint ("model"), so tensor names stay the same.
         self.prefix = str(getattr(lm, "base_model_prefix", "model"))
         setattr(self, self.prefix, body_of(lm))
         self.value_head = nn.Linear(hidden_size, 1, bias=has_bias)
@@ -117,23 +117,23 @@ class ValueNetwork(nn.Module):
         return body
 
     def forward(self, batch: MicroBatch) -> Tensor:
-        """Values (n,) in float32 of the states that precede the response tokens."""
+        """Returns values (n,) in float32 of the states that precede the response tokens."""
         own = hidden_states(self.body, batch, self.token_multiple, self.context)
         values: Tensor = self.value_head(own.states)
-        # A copy: FSDP's hooks fail on in-place work on a view that a sharded module returns.
+        # A copy, because FSDP's hooks fail on in-place changes of a view that a sharded module returns.
         return own.put_together(values.float().squeeze(-1).clone())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class OwnStates:
-    """Last hidden states at positions that predict response tokens: those which this rank computes.
+    """This rank's last hidden states at positions that predict response tokens.
 
     Attributes:
         states: (m, H).
-        places: (m,), which of the micro-batch's n response tokens each is for, n for none of them; None
-            where m = n and they are in order.
+        places: (m,), index of the response token that each state predicts, of the micro-batch's n; n for
+            none. None if m = n and they are in order.
         num_targets: n.
-        group: the ranks that compute the others.
+        group: the ranks that compute the other states.
     """
 
     states: Tensor
@@ -142,11 +142,11 @@ class OwnStates:
     group: RankGroup | None = None
 
     def part_of(self, flat: Tensor) -> Tensor:
-        """This rank's part, (m,), of numbers per response token, (n,)."""
+        """Selects this rank's part, (m,), of numbers per response token, (n,)."""
         return flat if self.places is None else F.pad(flat, (0, 1))[self.places]
 
     def put_together(self, own: Tensor) -> Tensor:
-        """Numbers of all response tokens, (n,), of which this rank has computed (m,)."""
+        """Gathers numbers of all response tokens, (n,), from the (m,) of each rank."""
         if self.places is None or self.group is None:
             return own
         return put_together(own, self.places, self.num_targets, self.group)
@@ -157,8 +157,8 @@ def hidden_states(
 ) -> OwnStates:
     """Runs the body; each rank of `context` computes an equal run of the tokens.
 
-    If the tokens are no multiple of `token_multiple` on each rank, a filler sequence is added. A rank that is
-    absent from its group (`CountedGroup`) computes masked tokens in place of its own.
+    Adds a filler sequence to reach a multiple of `token_multiple` tokens on each rank. A rank that is absent
+    from its group (`CountedGroup`) computes masked tokens in place of its own.
     """
     multiple = token_multiple if context is None else token_multiple * context.size
     if isinstance(context, CountedGroup) and context.exchanges.is_absent:
@@ -171,13 +171,13 @@ def hidden_states(
 
 
 def _own_states(body: nn.Module, batch: MicroBatch, multiple: int, context: RankGroup | None) -> OwnStates:
-    """Runs the body, with filler tokens up to a multiple of `multiple`; returns the states of the others."""
+    """Runs the body, with fillers up to a multiple of `multiple` tokens; returns states without fillers."""
     input_ids, position_ids, packed = batch.input_ids, batch.position_ids, batch.packed
     if multiple > 1:
         num_missing = -input_ids.shape[1] % multiple
         input_ids = F.pad(input_ids, (0, num_missing))
         more = torch.arange(num_missing, device=position_ids.device).unsqueeze(0)
-        # Also if nothing is missing, because compiled layers depend on whether their input is a view.
+        # Even if nothing is missing, because compiled layers depend on whether their input is a view.
         position_ids = torch.cat([position_ids, more.expand(*position_ids.shape[:-1], -1)], dim=-1)
         packed = packed.followed_by(num_missing) if num_missing else packed
     inputs = {"input_ids": input_ids}
@@ -210,13 +210,13 @@ def _own_states(body: nn.Module, batch: MicroBatch, multiple: int, context: Rank
 
 
 def _places_within(positions: Tensor, length: int) -> Tensor:
-    """Which of the n positions are in 0..length-1; [n] if none is: a kernel wants one number at least."""
+    """Returns which of the n positions are in 0..length-1; [n] if none, as kernels need an entry."""
     places = ((positions >= 0) & (positions < length)).nonzero().squeeze(1)
     return places if len(places) else places.new_tensor([len(positions)])
 
 
 def embed_with_images(body: nn.Module, input_ids: Tensor, images: PackedImages) -> Tensor:
-    """(1, T, H): the tokens' embeddings; those of images are the frozen vision tower's states.
+    """Returns the tokens' embeddings, (1, T, H); for images, the frozen vision tower's states.
 
     Raises:
         ModelError: the model has no vision tower.
@@ -237,15 +237,15 @@ def embed_with_images(body: nn.Module, input_ids: Tensor, images: PackedImages) 
 
 
 def vision_tower(body: nn.Module) -> nn.Module | None:
-    """What turns images into states of tokens; None in a model of text alone."""
+    """Returns the module that turns images into token states; None in a text-only model."""
     return getattr(body, "visual", None)
 
 
 def body_of(lm: nn.Module) -> nn.Module:
-    """The model without its head.
+    """Returns the model without its head.
 
     Raises:
-        ModelError: it is not where transformers puts it in a causal language model.
+        ModelError: the model is not a causal language model with a body and a head.
     """
     body = getattr(lm, str(getattr(lm, "base_model_prefix", "model")), None)
     if not isinstance(body, nn.Module):
@@ -257,7 +257,7 @@ def body_of(lm: nn.Module) -> nn.Module:
 
 
 def decoder_layers(body: nn.Module) -> nn.ModuleList:
-    """The decoder layers, which are sharded separately.
+    """Returns the decoder layers, which are sharded separately.
 
     Raises:
         ModelError: the model has no list of decoder layers under `layers`.
@@ -273,14 +273,14 @@ def decoder_layers(body: nn.Module) -> nn.ModuleList:
 
 @contextmanager
 def first_layers(body: nn.Module) -> Iterator[None]:
-    """Makes passes through the body end after its first layers: at least two, and one of every kind."""
+    """Makes passes end after the body's first layers: at least two, and one of every kind."""
     config: Any = body.config.get_text_config()  # type: ignore[operator, union-attr]
     sorts = getattr(config, "layer_types", None) or ()
     kinds: dict[object, int] = {}
     for number, layer in enumerate(decoder_layers(body)):
         kinds.setdefault((*sorts[number : number + 1], *_parts(layer)), number)
     num_layers = config.num_hidden_layers
-    if not getattr(config, "hidden_size_per_layer_input", 0):  # Gemma 4 splits embeddings by their number
+    if not getattr(config, "hidden_size_per_layer_input", 0):  # Gemma 4 splits embeddings by it
         config.num_hidden_layers = min(num_layers, max(2, 1 + max(kinds.values())))
     try:
         yield
@@ -289,7 +289,7 @@ def first_layers(body: nn.Module) -> Iterator[None]:
 
 
 def _parts(layer: nn.Module) -> Iterator[tuple[object, ...]]:
-    """What layers with the same code have in common."""
+    """Yields properties that are equal for layers with the same code."""
     for name, module in layer.named_modules():
         yield name, type(module), getattr(module, "sliding_window", None)
     for name, parameter in layer.named_parameters():
@@ -298,8 +298,7 @@ def _parts(layer: nn.Module) -> Iterator[tuple[object, ...]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class OutputHead:
-    """The logits of states h are scale c tanh((h weight^T + bias) / c); without a softcap c, no tanh is
-    applied.
+    """Computes the logits of states h: scale c tanh((h weight^T + bias) / c), or without a softcap, no tanh.
 
     Attributes:
         weight: (V, H).
@@ -315,7 +314,7 @@ class OutputHead:
 
     @property
     def vocab_size(self) -> int:
-        """How many token ids the head gives logits for."""
+        """The number of token ids for which the head gives logits."""
         return int(self.weight.shape[0])
 
 
@@ -323,7 +322,7 @@ def output_head(lm: nn.Module) -> OutputHead:
     """Returns the head of a language model.
 
     Raises:
-        ModelError: it is not a linear layer.
+        ModelError: the head is not a linear layer.
     """
     find: Any = getattr(lm, "get_output_embeddings", None)
     head = None if find is None else find()
@@ -347,5 +346,5 @@ def hidden_size(config: Any) -> int:
 
 
 def num_parameters(network: nn.Module) -> int:
-    """Number of parameters over all ranks; tied ones count once."""
+    """Counts the parameters over all ranks; tied ones count once."""
     return sum(parameter.numel() for parameter in network.parameters())

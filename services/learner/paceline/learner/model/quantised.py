@@ -1,4 +1,4 @@
-"""Tensors that a checkpoint keeps quantised, dequantised as they are read: block FP8 and MXFP4.
+"""Dequantises a checkpoint's tensors as they are read: block FP8 and MXFP4.
 
 Block FP8 (DeepSeek-V3, FP8 models of Qwen 3): NAME in float8, NAME_scale_inv with a factor per block.
 MXFP4 (GPT-OSS's experts): NAME_blocks with two numbers per byte, NAME_scales with an exponent per 32 numbers.
@@ -26,10 +26,10 @@ def block_fp8(name: str, values: Any, scales: Any, block: tuple[int, int]) -> Ca
         name: name of the tensor.
         values: a slice of safetensors, (rows, columns) in float8.
         scales: likewise, with a factor per block; blocks at the edges are cut off.
-        block: its rows and columns.
+        block: rows and columns of a block.
 
     Raises:
-        ModelError: the number of factors is not that of the blocks.
+        ModelError: the number of factors differs from that of the blocks.
     """
     height, width = values.get_shape()
     rows, columns = block

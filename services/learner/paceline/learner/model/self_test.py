@@ -1,10 +1,9 @@
-"""The self-test of a model: are its log-probs over packed sequences those of each sequence alone?
+"""Tests a model: do log-probs over packed sequences equal those of each sequence alone?
 
 config.json -> a small model of the same kind with drawn weights -> packed log-probs, twice
             -> log-probs by transformers' own `ForCausalLM`, a sequence at a time -> the largest difference
 
-The small model can be kept to compare an engine with it. If the model takes images, some of the rows have
-images.
+The small model can be kept to compare an engine with it. If the model takes images, some rows have images.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _SMALL = {
 """Upper bounds for sizes that do not affect the test, and for windows, which the test's rows exceed."""
 
 _IMAGES = {1: ((2, (1, 6, 4)),), 4: ((0, (1, 4, 2)), (3, (1, 6, 6)))}
-"""By row, where its images begin in the prompt and their grids in patches."""
+"""Images by row: where each begins in the prompt, and its grid in patches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,10 +76,10 @@ class SelfTest:
 
 
 def check_models(config: RunConfig, *, keep: Path | None = None) -> list[SelfTest]:
-    """Tests the models of a run: its policy, and critic and frozen networks that have folders of their own.
+    """Tests the models of a run: its policy, and critic and frozen networks from other folders.
 
     Args:
-        keep: a folder for the policy's small model, as `check_model`.
+        keep: folder for the policy's small model, as in `check_model`.
 
     Raises:
         ModelError: a model is refused, its numbers are wrong, or its tokens differ from the policy's.
@@ -112,8 +111,8 @@ def check_model(
         folder: in the Hugging Face layout.
         longest: prompt and response tokens of the longest row of the run.
         trust_architecture: accept an architecture outside the table if the test passes.
-        keep: a folder for the small model, in transformers' form, and `scored_rows.json`: the rows' tokens,
-            images and log-probs. The images' pixels are in `images.npz`, by their hash.
+        keep: folder for the small model in transformers' form, and `scored_rows.json` with the rows' tokens,
+            images and log-probs. The images' pixels are in `images.npz`, by hash.
 
     Raises:
         ModelError: the model is refused, or its numbers are wrong.
@@ -123,14 +122,14 @@ def check_model(
     try:
         architectures.require_known(config, trust_architecture=trust_architecture)
     except ModelError:
-        # A reason says more than that the name is not in the table.
+        # The layers' error is more specific than "not in the table".
         architectures.require_layers(empty_lm(shrink(config)))
         raise
     return run(config, keep=keep)
 
 
 def run(config: Any, *, keep: Path | None = None) -> SelfTest:
-    """Runs the test on a small model of the configuration's kind, which is kept in a folder if one is given.
+    """Runs the test on a small model of the configuration's kind; keeps the model in `keep` if given.
 
     Raises:
         ModelError: the model is refused, or its numbers are wrong.
@@ -141,7 +140,7 @@ def run(config: Any, *, keep: Path | None = None) -> SelfTest:
     rows = _rows(small)
     name = type(lm).__name__
     with torch.no_grad():
-        # Not exact equality, because on a busy CPU the second pass was seen to sum in another order.
+        # Not exact: on a busy CPU, a second pass was seen to sum in another order.
         generator = torch.random.get_rng_state()
         first, second = (_packed(lm, rows) for _ in range(2))
         apart = float((first - second).abs().max())
@@ -172,9 +171,9 @@ def run(config: Any, *, keep: Path | None = None) -> SelfTest:
 
 
 def shrink(config: Any) -> Any:
-    """A configuration of the same kind: a layer of each sort, at least two, small vocabulary and MLPs.
+    """Returns a small configuration: a layer of each kind, at least two; small vocabulary and MLPs.
 
-    Hidden size and heads stay: many architectures tie them to each other.
+    Hidden size and heads stay, because many architectures tie them to each other.
     """
     small = copy.deepcopy(config)
     text = small.get_text_config()
@@ -184,7 +183,7 @@ def shrink(config: Any) -> Any:
         for name, value in vars(text).items()
         if isinstance(value, list | tuple) and len(value) == num_layers and not name.endswith("token_id")
     }
-    shares_keys = num_layers - int(getattr(text, "num_kv_shared_layers", 0) or 0)  # from there on
+    shares_keys = num_layers - int(getattr(text, "num_kv_shared_layers", 0) or 0)  # first layer that shares
     sorts: dict[tuple[str, ...], int] = {}
     for layer in range(num_layers):
         sort = (str(layer >= shares_keys), *(repr(values[layer]) for values in per_layer.values()))
@@ -198,7 +197,7 @@ def shrink(config: Any) -> Any:
     for name, most in _SMALL.items():
         value = getattr(text, name, None)
         if name == "sliding_window" and family_of(config.model_type).has_longer_window_in_engines:
-            continue  # no row of a run is longer
+            continue  # no row of a run exceeds it
         if isinstance(value, int) and value > most:
             setattr(text, name, most)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
@@ -209,7 +208,7 @@ def shrink(config: Any) -> Any:
 
 
 def _keep_layers(text: Any, chosen: Sequence[int]) -> None:
-    """Adapts settings that count layers, or name them by number, to the kept layers."""
+    """Adapts settings that count or number layers to the kept layers."""
     if num_shared := getattr(text, "num_kv_shared_layers", 0):
         first = text.num_hidden_layers - num_shared
         text.num_kv_shared_layers = sum(layer >= first for layer in chosen)
@@ -221,7 +220,7 @@ def _keep_layers(text: Any, chosen: Sequence[int]) -> None:
 
 
 def _shrink_tower(small: Any) -> None:
-    """A layer with windows, which the images exceed, and one without; ids within the small vocabulary."""
+    """Keeps a layer with windows, which the images exceed, and one without; puts ids in the vocabulary."""
     vision, most = small.vision_config, small.get_text_config().vocab_size
     vision.update(
         {
@@ -253,7 +252,7 @@ def _drawn(config: Any) -> Any:
 
 
 def _reference(lm: Any, config: Any) -> Any:
-    """transformers' own form of the same model, with the same weights."""
+    """Returns transformers' own form of the same model, with the same weights."""
     kind = architectures.model_class(config)
     with torch.random.fork_rng(devices=[]):
         reference = kind.from_config(config, attn_implementation="eager", dtype=torch.float32)
@@ -265,7 +264,7 @@ def _rows(config: Any) -> list[PackedRow]:
     rng, vocab_size = np.random.default_rng(0), config.get_text_config().vocab_size
     has_images = family_of(config.model_type).takes_images
     if has_images:
-        vocab_size = config.video_token_id  # below the ids that stand for images
+        vocab_size = config.video_token_id  # below the ids of images
     rows = [
         PackedRow(
             index=index,
@@ -328,7 +327,7 @@ def _keep(reference: Any, rows: Sequence[PackedRow], log_probs: Tensor, folder: 
 
 
 def _one_by_one(lm: Any, rows: Sequence[PackedRow]) -> Tensor:
-    """The same log-probs by the model's own forward pass, a sequence at a time."""
+    """Returns log-probs of the model's own forward pass, one sequence at a time."""
     log_probs = []
     for row in rows:
         tokens = np.concatenate([row.prompt_token_ids, row.response_token_ids]).astype(np.int64)

@@ -1,8 +1,8 @@
-"""The tensors of a model folder's safetensors files, read row by row under the names of the live model.
+"""Reads tensors of a folder's safetensors files row by row, by the names of the live model.
 
 transformers fuses a Mixture of Experts when it loads a model: the experts' projections, one tensor per expert
 in the files, become rows of one tensor. Here a row is assembled from its expert's tensors when it is read.
-What is quantised is dequantised then.
+Quantised tensors are dequantised then.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from paceline.storage.weight_files import STORED, fp8_block, weight_files
 from paceline.weights import corrections
 
 ReadRows = Callable[[int, int], Tensor]
-"""Rows [start, stop) along dimension 0 of one tensor."""
+"""Reads rows [start, stop) in dimension 0 of one tensor."""
 
 _FUSED = re.compile(r"(?P<block>.*)\.experts\.(?P<kind>gate_up_proj|down_proj)")
 _PROJECTIONS = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "down_proj": (("down_proj",), ("w2",)),
 }
-"""Names of an expert's tensors, as Qwen's and as Mixtral's files have them, in the order of their rows."""
+"""Names of an expert's tensors in Qwen's and in Mixtral's files, in the order of their rows."""
 
 _NESTED = (("model.language_model.", "model."), ("model.visual.", "visual."))
-"""Where a model with a vision tower has its parts, and where its files have them."""
+"""Prefixes of the parts of a model with a vision tower: in the model, and in its files."""
 
 
 _OTHER_HEADS = re.compile(r"(score|value_head|v_head|classifier)\..*")
@@ -41,11 +41,11 @@ _LAYER = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\..*")
 
 
 def _may_be_left_out(name: str, config: Any, *, has_head: bool) -> bool:
-    """Whether a tensor may be in the files and not in the model; docs/models.md has the list.
+    """Returns whether a tensor of the files may be missing in the model; docs/models.md has the list.
 
-    Frequencies of rotary embeddings, which are computed; heads of another kind; a language model's head where
-    it is tied or the network has none; layers that predict further tokens in pretraining (DeepSeek-V3, Qwen 3
-    Next); keys and values of layers that take those of earlier ones (Gemma 4).
+    Such are frequencies of rotary embeddings, which are computed; heads of another kind; a language model's
+    head if it is tied or the network has none; multi-token-prediction layers (DeepSeek-V3, Qwen 3 Next); keys
+    and values of layers that use those of earlier layers (Gemma 4).
     """
     text = config.get_text_config()
     if name.startswith("lm_head."):
@@ -70,7 +70,7 @@ class ModelFiles:
     """The tensors of a folder.
 
     Raises:
-        ModelError: there are none, or a file cannot be read.
+        ModelError: the folder has none, or a file cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -97,7 +97,7 @@ class ModelFiles:
         return name in self._where
 
     def rows(self, name: str, shape: torch.Size) -> ReadRows:
-        """A reader of the rows of a tensor, by its name in the live model.
+        """Returns a reader of the rows of a tensor, by its name in the live model.
 
         Raises:
             ModelError: the files have no such tensor, or one of another shape.
@@ -122,14 +122,14 @@ class ModelFiles:
         )
 
     def require_all_read(self, config: Any, *, has_head: bool) -> None:
-        """Refuses a folder with tensors that the model lacks; `rows` has been called for all that it has.
+        """Refuses a folder with tensors that the model lacks; call `rows` for all of the model's first.
 
         Args:
             config: transformers' configuration of the model.
             has_head: whether the network has the head of a language model.
 
         Raises:
-            ModelError: names them.
+            ModelError: names the superfluous tensors.
         """
         unread = sorted(
             name
@@ -145,7 +145,7 @@ class ModelFiles:
             )
 
     def _alias(self, name: str) -> str:
-        """The name in the files: Mixtral's name a block of experts differently, Qwen VL's do not nest."""
+        """Returns the name in the files: Mixtral's name experts differently, Qwen VL's do not nest."""
         for live, stored in _NESTED:
             flat = stored + name.removeprefix(live)
             if name.startswith(live) and name not in self and flat in self:
@@ -177,7 +177,7 @@ class ModelFiles:
         return self._where[name].get_slice(name)
 
     def _experts(self, block: str, projections: tuple[str, ...], shape: torch.Size) -> ReadRows:
-        """A row is an expert: its projections below each other."""
+        """Returns a reader whose rows are experts, each with its stacked projections."""
         num_experts, height, width = shape
         part_shape = torch.Size((height // len(projections), width))
         readers = [

@@ -24,7 +24,7 @@ def algorithm_of(
     critic_alone: bool = False,
     agree: Agree = lambda verb: None,
 ) -> Algorithm:
-    """The algorithm of a step.
+    """Returns the algorithm of a step.
 
     Args:
         config: configuration of the run.
@@ -45,7 +45,7 @@ def algorithm_of(
 
 
 def metric_names(config: RunConfig, loss: LossFunction) -> tuple[str, ...]:
-    """The names of the metrics of a policy loss."""
+    """Returns the names of the metrics of a policy loss."""
     return trial.metric_names(loss, names=_log_probs_of(config), needs=sorted(config.needs))
 
 
@@ -90,7 +90,7 @@ def _require_what_it_needs(config: RunConfig, kind: type[Algorithm], label: str)
 
 
 def _log_probs_of(config: RunConfig) -> tuple[str, ...]:
-    """The names of the log-probs that an algorithm may read."""
+    """Returns the names of the log-probs that an algorithm may read."""
     return ("rollout", "old", *config.frozen_networks)
 
 

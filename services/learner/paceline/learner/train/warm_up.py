@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 def load_warm(config: RunConfig, ranks: Ranks, notify: Callable[[str], None]) -> Learner:
-    """A learner that can train; every rank calls it. Raises what `Learner.load` raises.
+    """Returns a learner that can train; every rank calls it. Raises what `Learner.load` raises.
 
     An engine may be starting on this GPU. So layers are compiled before there are averages of AdamW, and what
     that took for a while is given back first. Where `actor.compile` is left open and the compiler fails, or

@@ -1,1 +1,1 @@
-"""How decoder layers compute: attention, experts, what is compiled and what is kept."""
+"""Computes decoder layers: attention, experts, compilation, kept activations."""

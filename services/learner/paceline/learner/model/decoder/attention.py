@@ -1,15 +1,15 @@
-"""Causal attention over packed sequences of different lengths, registered with transformers.
+"""Computes causal attention over packed sequences of different lengths, for transformers' models.
 
 A micro-batch is one row of tokens, its sequences side by side without padding. `PackedSequences` says where
 they begin; it is computed once and passed through the model as the keyword argument `packed`, so no layer
 derives it from position ids and transformers builds no mask. On CUDA in half precision
-`flash_attention` beside this file does the work. Elsewhere, sequences of about the same length run as padded
+`flash_attention` computes it. Elsewhere, sequences of about the same length run as padded
 batches of scaled dot products. With sinks, or a softcap that no kernel supports, the scores of such a batch
 are computed by their formula, in slices of queries.
 
 Responses may share a prompt, which is then their prefix: its states, keys and values are computed once. Each
 response's queries run against the prompt's keys and its own, side by side. With fewer queries than keys, the
-last query goes with the last key, in kernels and formula alike.
+last query belongs to the last key, in kernels and formula alike.
 
 Where ranks share the tokens, each rank computes the attention of some heads, as
 `paceline.learner.distributed.context` says.
@@ -35,11 +35,11 @@ from paceline.learner.model.decoder.rows import take_rows
 
 PACKED_ATTENTION = "paceline_packed"
 SLICE_SCORES = 1 << 26
-"""Most scores to compute at a time by their formula: 256 MiB in float32."""
+"""Most scores computed at a time by the formula: 256 MiB in float32."""
 
 
 def register() -> None:
-    """Registers PACKED_ATTENTION with transformers, which builds no mask for it: it has no mask function."""
+    """Registers PACKED_ATTENTION with transformers, without a mask function, so that it builds no mask."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
@@ -78,13 +78,13 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each packed sequence.
+    """Computes causal attention within each packed sequence.
 
     Args:
         module: the attention layer (unused; transformers passes it).
         query: (1, H, T, D), with T the tokens of this rank.
         key: (1, G, T, D) with G dividing H (grouped-query attention).
-        value: as key, but for D.
+        value: as key, but maybe with another D.
         attention_mask: None; `packed` replaces it.
         packed: where the sequences lie.
         scaling: scaling of the scores; None is D ** -0.5.
@@ -124,7 +124,7 @@ def packed_attention(
 
 
 def _has_kernel(q: Tensor, k: Tensor, v: Tensor, sliding_window: int | None, softcap: float | None) -> bool:
-    """Whether FlashAttention has a kernel for heads of these sizes, and for the softcap if there is one."""
+    """Returns whether FlashAttention has a kernel for these heads, and for the softcap, if any."""
     if not q.is_cuda or not flash_attention.takes(q.dtype, max(q.shape[-1], v.shape[-1])):
         return False
     return softcap is None or flash_attention.has_softcap(q, k, v, sliding_window, softcap)
@@ -211,7 +211,7 @@ def _full_scores(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """As `F.scaled_dot_product_attention`, with a softcap and sinks.
+    """Computes `F.scaled_dot_product_attention` with a softcap and sinks.
 
     More than SLICE_SCORES scores are computed in slices of queries, and again in the backward pass, so memory
     does not grow with queries x keys.

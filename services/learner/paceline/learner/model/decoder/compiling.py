@@ -1,4 +1,4 @@
-"""Compiles decoder layers, and counts the time that this takes."""
+"""Compiles decoder layers, and measures how long that takes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.storage.cache import KERNEL_CACHE
 BACKEND: Any = "inductor"
 """The compiler that torch.compile uses to generate kernels."""
 MAX_VARIANTS = 32
-"""Compilations of one piece of a layer: with and without gradients, by kind of layer, by network."""
+"""Most compilations of a piece of a layer: with and without gradients, by kind of layer, by network."""
 TOKEN_MULTIPLE = 64
 """Passes through compiled layers have a multiple of this number of tokens.
 
@@ -36,7 +36,7 @@ def compile_layers(layers: nn.ModuleList, kept_share: float, device: torch.devic
         layers: not sharded yet.
         kept_share: share of the activations that the compiler keeps, preferring those that cost most to
             recompute. At 0, the caller recomputes whole layers instead.
-        device: on which they will run.
+        device: device on which they will run.
     """
     import torch._functorch.config as partitioner
     from torch import _dynamo
@@ -54,11 +54,11 @@ def compile_layers(layers: nn.ModuleList, kept_share: float, device: torch.devic
 def take_numbers_as_known(layer: nn.Module) -> None:
     """Makes the compiler treat numbers such as a head's size as constants, in parts without own parameters.
 
-    In modules that FSDP manages it does not do so by itself: a rotary embedding's kernel would then divide by
-    a variable for every element, and take seven times as long.
+    By default it does not in modules that FSDP manages: a rotary embedding's kernel would then divide by a
+    variable for every element, and take seven times as long.
 
     Args:
-        layer: sharded, and not run yet.
+        layer: a sharded layer that has not run yet.
     """
     for part in (part for child in layer.children() for part in child.modules()):
         if not any(True for _ in part.parameters(recurse=False)):
@@ -86,13 +86,13 @@ def _leave_cpu_kernels_plain() -> None:
     """
     from torch._inductor import config
 
-    if config.cpp.vec_isa_ok is None:  # the user's TORCHINDUCTOR_VEC_ISA_OK
+    if config.cpp.vec_isa_ok is None:  # unless the user set TORCHINDUCTOR_VEC_ISA_OK
         config.cpp.vec_isa_ok = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compilations:
-    """Counts the compilations of this process since it was last asked.
+    """Counts this process's compilations since the last call.
 
     Attributes:
         count: number of graphs, backward ones included.

@@ -1,4 +1,4 @@
-"""Mixture of Experts: routers in float32, the balance of their choices, and how many parameters a token uses.
+"""Handles Mixture of Experts: float32 routers, the balance of their choices, a token's active parameters.
 
 router's logits of all layers -> shares of choices and of probability per row -> balance, 1 if even
 """
@@ -24,7 +24,7 @@ _IN_FLOAT32 = "TopkRouter"
 
 
 def routers(lm: nn.Module) -> list[nn.Module]:
-    """The routers, one per layer with experts, in order; they return (logits, weights, indices)."""
+    """Returns the routers, one per layer with experts, in order; they return (logits, weights, indices)."""
     return [module for module in lm.modules() if type(module).__name__.endswith(("TopKRouter", _IN_FLOAT32))]
 
 
@@ -40,7 +40,7 @@ def use_float32_routers(lm: nn.Module) -> None:
 
 
 def use_correction_parameters(lm: nn.Module) -> None:
-    """Makes the corrections of routers' scores, and layers' factors, parameters that do not train.
+    """Makes the corrections of routers' scores, and layers' factors, frozen parameters.
 
     See `corrections`.
     """
@@ -57,7 +57,7 @@ def use_correction_parameters(lm: nn.Module) -> None:
         module.__class__ = _corrected_kind(kind)
 
 
-# One class for all layers: they share what is compiled.
+# One class for all layers, so that they share compiled code.
 @cache
 def _float32_kind(kind: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, hidden: Tensor, *correction: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -76,7 +76,7 @@ def _corrected_kind(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 class _InFloat32:
-    """A router's attributes, its tensors in float32; its class's `forward` reads nothing else."""
+    """A router's attributes with its tensors in float32; its class's `forward` reads nothing else."""
 
     def __init__(self, router: nn.Module) -> None:
         self._router = router
@@ -87,7 +87,7 @@ class _InFloat32:
 
 
 def note_choices(lm: nn.Module) -> None:
-    """Makes routers record what `recorded_choices` collects; call it before layers are compiled.
+    """Makes routers record their choices for `recorded_choices`; call it before layers are compiled.
 
     The hook stays installed and checks a flag, because adding or removing it would recompile every layer.
     """
@@ -127,7 +127,7 @@ def recorded_choices(lm: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
 def balance_by_row(
     choices: Sequence[tuple[Tensor, Tensor]], batch: MicroBatch, context: RankGroup | None = None
 ) -> Tensor:
-    """How evenly the states that predict each row's response choose experts, (B,), the mean over layers.
+    """Returns how evenly the states that predict each row's response choose experts, (B,), mean over layers.
 
     DeepSeek-V3's sequence-wise loss (arXiv:2412.19437, equations 17 to 20): the sum over experts of f P, with
     f the expert's share of the choices over 1 / E and P its mean probability; 1 if even, at most E / K, where
@@ -135,9 +135,9 @@ def balance_by_row(
     Masks are ignored.
 
     Args:
-        choices: logits (T, E) and indices (T, K) per layer; of n ranks in `context` this one's, (T/n, ...).
+        choices: logits (T, E) and indices (T, K) per layer; with n ranks in `context`, (T/n, ...).
         batch: batch of T tokens.
-        context: the ranks that share them, which add up what they count.
+        context: the ranks that share the tokens, and add up their counts.
     """
     num_rows = batch.places.shape[0]
     inside = batch.places < len(batch.targets)
@@ -163,12 +163,12 @@ def balance_by_row(
 
 
 def active_parameters(layers: nn.Module, config: Any, *, trained: bool) -> int:
-    """Parameters of the layers that one token uses: of the experts, those that it is sent to.
+    """Counts the parameters that one token uses: of the experts, only those that it is sent to.
 
     Args:
         layers: layers of the decoder.
         config: configuration of the model.
-        trained: count those that train; else those that are frozen.
+        trained: count trained parameters; else frozen ones.
     """
     per_token = getattr(config, "num_experts_per_tok", None)
     total = 0

@@ -1,4 +1,4 @@
-"""Kernels for attention of sequences side by side, on CUDA in half precision.
+"""Computes attention of packed sequences by kernels, on CUDA in half precision.
 
 torch brings FlashAttention 2. FlashAttention 4 (the package flash-attn-4) is written for Hopper and
 Blackwell, and takes three fifths of the time there. It compiles kernels for every kind of layer, so the first
@@ -27,9 +27,9 @@ from paceline.learner.batch.padded import causal_mask
 log = logging.getLogger(__name__)
 
 PACKAGE = "flash_attn.cute"
-"""The module of flash-attn-4; the older package flash-attn has `flash_attn` without it."""
+"""The module of flash-attn-4; the older package flash-attn has `flash_attn`, but not this module."""
 TOLERANCE = 0.02
-"""Largest relative difference, in bfloat16, of two kernels that compute the same; 0.003 was measured."""
+"""Largest relative difference, in bfloat16, of two equivalent kernels; 0.003 was measured."""
 
 _TRIED_LENGTHS = ((96, 96), (40, 136), (1, 97), (1000, 1000), (256, 4000))
 """Queries and keys of the drawn sequences: within a tile of the kernel, and over many."""
@@ -43,7 +43,7 @@ def choose(kernel: AttentionKernel) -> None:
     """Sets the kernels that this process uses from now on.
 
     Raises:
-        EnvironmentLackError: flash_attention_4 is asked for and not installed.
+        EnvironmentLackError: flash_attention_4 is configured but not installed.
     """
     if kernel == "flash_attention_4" and not _is_installed():
         raise EnvironmentLackError(
@@ -55,12 +55,12 @@ def choose(kernel: AttentionKernel) -> None:
 
 
 def prepare(config: Any, dtype: torch.dtype, device: torch.device) -> None:
-    """Compiles the kernels that a model's layers will need, so that its first step need not wait.
+    """Compiles the kernels for a model's layers ahead of its first step.
 
     Args:
         config: configuration of the transformers model.
-        dtype: that it computes in.
-        device: on which it will run; nothing is done on a CPU.
+        dtype: type in which it computes.
+        device: device on which it will run; nothing is done on a CPU.
     """
     for kind in kinds_of(config.get_text_config(), dtype, device):
         if device.type == "cuda" and takes(dtype, max(kind.width, kind.value_width)):
@@ -68,19 +68,18 @@ def prepare(config: Any, dtype: torch.dtype, device: torch.device) -> None:
 
 
 _LARGEST_HEAD = 256
-"""Gemma 4 has heads of 512 numbers, which torch's kernel does not take."""
+"""Largest head of torch's kernel; Gemma 4 has heads of 512 numbers."""
 
 
 def takes(dtype: torch.dtype, width: int) -> bool:
-    """Whether there is a kernel for heads of this size."""
+    """Returns whether a kernel supports heads of this size."""
     return dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= _LARGEST_HEAD
 
 
 def kinds_of(config: Any, dtype: torch.dtype, device: torch.device) -> list[Kind]:
-    """The kinds of calls of `attend` that layers with these sizes and windows make.
+    """Returns the kinds of calls of `attend` that layers with these sizes and windows make.
 
-    Empty if sizes have other names or differ from layer to layer: then kernels are compiled when they are
-    needed.
+    Empty if sizes have other names or differ between layers: then kernels are compiled on first use.
     """
     if getattr(config, "is_heterogeneous", False):
         return []
@@ -109,12 +108,12 @@ def kinds_of(config: Any, dtype: torch.dtype, device: torch.device) -> list[Kind
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Lengths:
-    """Where each sequence's queries and keys lie; the last of both are the same token.
+    """The places of each sequence's queries and keys; the last of both are the same token.
 
     Attributes:
         queries: (N + 1,) int32, from 0 to the number of queries.
         keys: (N + 1,) int32, the same for keys.
-        max_queries, max_keys: of the sequence with the most.
+        max_queries, max_keys: numbers in the longest sequence.
     """
 
     queries: Tensor
@@ -127,7 +126,7 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Lengths, float | None, int | None, fl
 
 
 def has_softcap(q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float) -> bool:
-    """Whether a kernel takes scores with this softcap; arguments as those of `attend`."""
+    """Returns whether a kernel supports this softcap; arguments as for `attend`."""
     return _kernel_of(Kind.of(q, k, v, window, softcap), _chosen[0]) is not None
 
 
@@ -140,7 +139,7 @@ def attend(
     window: int | None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Causal attention within each sequence.
+    """Computes causal attention within each sequence.
 
     Args:
         q: (T, H, D).
@@ -149,7 +148,7 @@ def attend(
         lengths: lengths of the sequences.
         scaling: scaling of the scores; None is D ** -0.5.
         window: number of tokens that a token sees, itself included; None for all before it.
-        softcap: c, of scores that become c tanh(scores / c), where `has_softcap`.
+        softcap: c, if scores become c tanh(scores / c); only where `has_softcap`.
 
     Returns:
         (T, H, E).
@@ -161,7 +160,7 @@ def attend(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """What FlashAttention 4 compiles a kernel for."""
+    """The properties for which FlashAttention 4 compiles a kernel."""
 
     heads: int
     groups: int
@@ -193,7 +192,7 @@ class Kind:
 
 @lru_cache
 def _kernel_of(kind: Kind, chosen: AttentionKernel) -> Kernel | None:
-    """The kernel to use; None for a softcap if FlashAttention 4 cannot be used, as torch has none for it."""
+    """Returns the kernel to use; None for a softcap without FlashAttention 4, as torch has none for it."""
     other: Kernel | None = by_torch if kind.softcap is None else None
     instead = "torch's kernel" if other else "the formula"
     if chosen == "torch" or torch.cuda.get_device_capability(kind.device)[0] < _MIN_CAPABILITY:
@@ -221,15 +220,15 @@ def _kernel_of(kind: Kind, chosen: AttentionKernel) -> Kernel | None:
 def _is_installed() -> bool:
     try:
         return importlib.util.find_spec(PACKAGE) is not None
-    except ImportError:  # no flash_attn at all, or one that does not load here
+    except ImportError:  # no flash_attn, or one that does not load
         return False
 
 
 @torch.enable_grad()
 def _difference(kind: Kind) -> float:
-    """The largest relative difference of a sequence's outputs or gradients, on drawn numbers.
+    """Returns the largest relative difference of a sequence's outputs or gradients, on random numbers.
 
-    Sequences are compared one by one, because a norm over all would hide errors in a short one.
+    Sequences are compared one by one, because a norm over all would hide errors in a short sequence.
     """
     queries, keys = (sum(counts) for counts in zip(*_TRIED_LENGTHS, strict=True))
     generator = torch.Generator(kind.device).manual_seed(0)
@@ -249,7 +248,7 @@ def _difference(kind: Kind) -> float:
     )
     window, softcap = _TRIED_WINDOW if kind.windowed else None, kind.softcap
     results = []
-    # Recomputing layers count the tensors saved for their backward pass, and these tensors are not theirs.
+    # Recomputing layers count the tensors saved for their backward pass; these must not be counted.
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         for kernel in (by_torch if softcap is None else by_formula, by_flash_attention_4):
             out = kernel(q, k, v, lengths, None, window, softcap)
@@ -273,7 +272,7 @@ def by_formula(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """`attend` in float32, sequence by sequence; memory grows with queries x keys."""
+    """Computes `attend` in float32, sequence by sequence; memory grows with queries x keys."""
     starts, ends = (bounds.tolist() for bounds in (lengths.queries, lengths.keys))
     outputs = []
     for i in range(len(starts) - 1):
@@ -301,7 +300,7 @@ def by_flash_attention_4(
     window: int | None,
     softcap: float | None = None,
 ) -> Tensor:
-    """`attend` with the package flash-attn-4."""
+    """Computes `attend` with the package flash-attn-4."""
     out, _ = _flash_attention_4()(
         q.contiguous(),
         k.contiguous(),
@@ -335,15 +334,15 @@ def by_torch(
     window: int | None,
     softcap: float | None = None,
 ) -> Tensor:
-    """`attend` with `torch.nn.attention.varlen`, which has no softcap."""
+    """Computes `attend` with `torch.nn.attention.varlen`, which has no softcap."""
     from torch.nn.attention.varlen import varlen_attn
 
     assert softcap is None
     scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
     width, widest = v.shape[-1], max(q.shape[-1], v.shape[-1])
-    if q.shape[-1] != width:  # latent attention; the kernel takes one size of heads
+    if q.shape[-1] != width:  # latent attention: the kernel needs equal head sizes
         q, k, v = (F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
-    # torch 2.11 takes fewer heads of keys without being told.
+    # torch 2.11 accepts fewer key heads without this argument.
     grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] and _has_grouped_queries() else {}
     out = varlen_attn(
         q.contiguous(),
@@ -363,7 +362,7 @@ def by_torch(
 
 @lru_cache(maxsize=1)
 def _has_grouped_queries() -> bool:
-    """Whether torch's kernel takes grouped queries, as it does from 2.12."""
+    """Returns whether torch's kernel takes grouped queries, as it does from 2.12."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters

@@ -1,6 +1,6 @@
-"""How decoder layers run: compiled or not, what they keep for the backward pass, how long they stay gathered.
+"""Sets how decoder layers run: compiled or not, kept activations, how long weights stay gathered.
 
-None of it changes a number beyond rounding.
+No option changes results beyond rounding.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paceline.learner.model.decoder.compiling import TOKEN_MULTIPLE, compile_lay
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerOptions:
-    """Says how the layers of a network compute.
+    """Options of how a network's layers compute.
 
     Attributes:
         kept_share: share of the activations that a layer keeps for the backward pass; 0 recomputes all.
@@ -34,7 +34,7 @@ class LayerOptions:
 
     @classmethod
     def of(cls, memory: MemoryConfig, *, compiled: bool = False) -> LayerOptions:
-        """Returns the options that the configuration asks for."""
+        """Returns the options of a memory configuration."""
         return cls(kept_share=memory.kept_share, compiled=compiled, keep_gathered=memory.keeps_gathered)
 
     @classmethod
@@ -44,19 +44,19 @@ class LayerOptions:
 
     @property
     def token_multiple(self) -> int:
-        """What the tokens of a pass must be a multiple of."""
+        """The number of which a pass's tokens must be a multiple."""
         return TOKEN_MULTIPLE if self.compiled else 1
 
     def apply(self, lm: Any, layers: nn.ModuleList, device: torch.device) -> None:
-        """Recomputation and compilation for this device.
+        """Sets up recomputation and compilation for this device.
 
-        Before the layers are sharded, so that FSDP's hooks stay outside.
+        Call it before sharding, so that FSDP's hooks stay outside.
         """
         if self.compiled:
             compile_layers(layers, self.kept_share, device)
         num_recomputed = math.ceil((1.0 - self.kept_share) * len(layers))
         if self.kept_share == 0.0 or (num_recomputed and not self.compiled):
-            # The last layers keep their activations: they are freed before the first recomputation.
+            # The last layers keep their activations, which are freed before the first recomputation.
             lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             for layer in layers[num_recomputed:]:
                 layer.gradient_checkpointing = False  # type: ignore[assignment]

@@ -1,9 +1,9 @@
-"""Layers with a state that goes from token to token (Gated DeltaNet), over packed sequences.
+"""Runs layers that pass a state from token to token (Gated DeltaNet) over packed sequences.
 
 Such a layer does not know where sequences begin: over a packed row, it would carry a sequence's state into
 the next. So it runs over padded batches, with one sequence per row and an empty initial state. Padding after
 a sequence does not change the sequence. A prefix, such as a shared prompt, is computed again for each of its
-sequences; free places before it move to the row's end. On a GPU with flash-linear-attention, nothing is
+sequences; padding before it moves to the row's end. On a GPU with flash-linear-attention, nothing is
 padded or computed twice (`recurrence_kernel`).
 """
 
@@ -24,7 +24,7 @@ from paceline.learner.model.decoder import recurrence_kernel
 from paceline.learner.model.decoder.rows import take_rows
 
 _FUNCTIONS = ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")
-"""Names in transformers' modules; each may be a function of another package."""
+"""Names in transformers' modules that may refer to functions of another package."""
 
 
 def use_packed_recurrence(lm: nn.Module) -> None:
@@ -69,7 +69,7 @@ def _packed_kind(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _by_sequence(layer: Any, hidden: Tensor, packed: PackedSequences) -> Tensor:
-    """(1, T, H) of each sequence by itself; `layer` takes and returns (N, K, H)."""
+    """Runs a layer on each sequence by itself, (1, T, H); `layer` takes and returns (N, K, H)."""
     padded, outputs = packed.padded, []
     counts = [batch.num_sequences * batch.num_keys for batch in padded.batches]
     for batch, part in zip(
@@ -91,7 +91,7 @@ def _by_sequence(layer: Any, hidden: Tensor, packed: PackedSequences) -> Tensor:
 
 
 def _free_places(batch: PaddedBatch) -> Tensor | None:
-    """(N, 1), how many places before each prefix are free; None where none is."""
+    """Returns the number of free places before each prefix, (N, 1); None if there are none."""
     if batch.mask is None or batch.mask.ndim == 2:
         return None
     return (~batch.mask[:, 0, -1]).sum(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Gated DeltaNets over packed rows by flash-linear-attention's kernels, for GPUs that have it.
+"""Runs Gated DeltaNets over packed rows by flash-linear-attention's kernels, on GPUs.
 
 projections -> short convolution -> gated delta rule -> norm and gate -> output
 
@@ -38,8 +38,8 @@ _TRIED_HEADS, _TRIED_WIDTH = 2, 128
 def rule_for(device: torch.device) -> Rule | None:
     """Returns the kernel for a device, tried once.
 
-    None on a CPU, without flash-linear-attention, and where the trial fails. On Hopper GPUs it fails with
-    torch 2.11, which brings Triton 3.6: fla-core refuses the backward pass there, as its numbers are wrong.
+    None on a CPU, without flash-linear-attention, or if the trial fails. On Hopper GPUs it fails with torch
+    2.11 and its Triton 3.6: fla-core refuses the backward pass there, because its numbers are wrong.
     """
     return _tried(device) if device.type == "cuda" else None
 
@@ -55,7 +55,7 @@ def _tried(device: torch.device) -> Rule | None:
 
 
 def works(rule: Rule, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a kernel's outputs and gradients are those of transformers' code, on drawn numbers."""
+    """Returns whether a kernel's outputs and gradients match transformers' code on random numbers."""
     try:
         difference = _difference(rule, dtype, device)
     except Exception as error:  # noqa: BLE001 - whatever a compiler or a library says
@@ -70,7 +70,7 @@ def works(rule: Rule, dtype: torch.dtype, device: torch.device) -> bool:
 
 @torch.enable_grad()
 def _difference(rule: Rule, dtype: torch.dtype, device: torch.device) -> float:
-    """The largest relative difference of outputs, last states and gradients of three sequences."""
+    """Returns the largest relative difference of outputs, last states and gradients of three sequences."""
     from transformers.models.qwen3_next import modeling_qwen3_next
 
     plain = inspect.unwrap(modeling_qwen3_next.torch_chunk_gated_delta_rule)
@@ -101,7 +101,7 @@ def _difference(rule: Rule, dtype: torch.dtype, device: torch.device) -> float:
     options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
     offsets = torch.tensor(_TRIED_OFFSETS, device=device)
     results = []
-    # Recomputing layers count the tensors saved for their backward pass, and these tensors are not theirs.
+    # Recomputing layers count the tensors saved for their backward pass; these must not be counted.
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         for call in (by_kernel, by_sequence):
             out, last = call(*inputs)
@@ -115,7 +115,7 @@ def _difference(rule: Rule, dtype: torch.dtype, device: torch.device) -> float:
 
 
 def run_layer(layer: Any, hidden: Tensor, packed: PackedSequences, rule: Rule) -> Tensor:
-    """(1, T, H) of a layer of transformers, each sequence by itself."""
+    """Runs a layer of transformers on each sequence by itself; returns (1, T, H)."""
     chained = packed.chained(layer.conv_kernel_size)
     mixed, z, b, a = _projected(layer, hidden)
     mixed = _convolved(layer, mixed, chained)
@@ -130,7 +130,7 @@ def run_layer(layer: Any, hidden: Tensor, packed: PackedSequences, rule: Rule) -
 
 
 def _projected(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queries, keys and values side by side, (T, C), the gate, and the two numbers of each head."""
+    """Returns queries, keys and values concatenated, (T, C), the gate, and the two numbers of each head."""
     if hasattr(layer, "in_proj_qkv"):
         parts = [layer.in_proj_qkv, layer.in_proj_z, layer.in_proj_b, layer.in_proj_a]
         mixed, z, b, a = (projection(hidden)[0] for projection in parts)
@@ -150,7 +150,7 @@ def _convolved(layer: Any, mixed: Tensor, chained: ChainedSequences) -> Tensor:
 
 
 def _recurrent(inputs: tuple[Tensor, ...], chained: ChainedSequences, rule: Rule) -> Tensor:
-    """(T, heads, size), from an empty state or a prefix's last one."""
+    """Runs the recurrence from an empty state or a prefix's last state; returns (T, heads, size)."""
     options: dict[str, Any] = {"use_qk_l2norm_in_kernel": True}
     first, then = chained.first, chained.then
     if then is None:

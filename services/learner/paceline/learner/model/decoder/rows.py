@@ -27,18 +27,18 @@ class _TakeRows(torch.autograd.Function):
         wide = torch.promote_types(ctx.dtype, torch.float32)
         total, gradient = gradient.new_zeros(ctx.shape, dtype=wide), gradient.to(wide)
         if total.is_cuda:
-            total.index_put_((index,), gradient, accumulate=True)  # sorts; index_add_ has no order on CUDA
+            total.index_put_((index,), gradient, accumulate=True)  # deterministic, unlike index_add_ on CUDA
         else:
             total.index_add_(0, index, gradient)
         return total.to(ctx.dtype), None, None, None
 
 
 def take_rows(rows: Tensor, index: Tensor | RowIndex) -> Tensor:
-    """`rows[index]`, with gradients that are summed in at least float32.
+    """Returns `rows[index]`, with gradients that are summed in at least float32.
 
     Args:
         rows: (N, ...).
-        index: (M,) int64; as RowIndex where it is used often, which spares CUDA a sort each time.
+        index: (M,) int64; a RowIndex if it is used often, which saves CUDA repeated sorting.
     """
     parts = (index.rows, index.order, index.starts) if isinstance(index, RowIndex) else (index, None, None)
     taken: Tensor = _TakeRows.apply(rows, *parts)  # type: ignore[no-untyped-call]

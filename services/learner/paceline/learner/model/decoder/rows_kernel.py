@@ -1,4 +1,4 @@
-"""The gradient of taking rows as a Triton kernel. Imported only where CUDA is."""
+"""Computes the gradient of taking rows with a Triton kernel. Imported only with CUDA."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def _sum_rows(  # type: ignore[no-untyped-def]
 
 
 def sum_rows(taken: Tensor, order: Tensor, starts: Tensor, shape: Sequence[int]) -> Tensor:
-    """Every row's sum over the places to which it went, in their order.
+    """Sums every row's gradients over the places to which it was taken, in order.
 
     Args:
         taken: (M, ...), the gradients at the places.
-        order, starts: of a `RowIndex`.
-        shape: (N, ...), of the result, which has the type of `taken`; sums are float32 at least.
+        order, starts: those of a `RowIndex`.
+        shape: (N, ...), the result's shape; its type is that of `taken`, but sums are at least float32.
     """
     taken, total = taken.contiguous(), taken.new_empty(shape)
     num_columns = math.prod(shape[1:])

@@ -132,7 +132,7 @@ class _OwnRows:
         )
 
     def placed(self, parts: Sequence[Sequence[tuple[int, float]]]) -> Tensor | None:
-        """The parts of the scores on their tokens, (B, R), in float32; None where no row has any."""
+        """Returns the parts of the scores on their tokens, (B, R), in float32; None where no row has any."""
         if not any(parts):
             return None
         table = torch.zeros(self.mask.shape, dtype=torch.float32)
@@ -143,7 +143,7 @@ class _OwnRows:
 
 
 def _penalty(scored: Sequence[ScoredBatch], kind: KLKind) -> Tensor | None:
-    """Each token's KL to the reference, (B, R); None without one."""
+    """Returns each token's KL to the reference, (B, R); None without one."""
     ref = _stack_present([part.log_probs.get("reference") for part in scored], scored)
     if ref is None:
         return None
@@ -151,7 +151,7 @@ def _penalty(scored: Sequence[ScoredBatch], kind: KLKind) -> Tensor | None:
 
 
 def _shard(index: Tensor, num_rows: int, ranks: Ranks) -> RowShard:
-    """The ranks' rows as one batch of `num_rows` rows."""
+    """Returns the ranks' rows as one batch of `num_rows` rows."""
 
     def gather(rows: Tensor) -> Tensor:
         # Each row is on one rank, so the sum only adds zeros and is exact; every rank gets the batch's order.
@@ -163,20 +163,20 @@ def _shard(index: Tensor, num_rows: int, ranks: Ranks) -> RowShard:
 
 
 def _log_probs(scored: Sequence[ScoredBatch]) -> dict[str, Tensor]:
-    """The log-probs of all rows by name, (B, R) each, where every micro-batch has them."""
+    """Returns the log-probs of all rows by name, (B, R) each, where every micro-batch has them."""
     names = dict.fromkeys(name for part in scored for name in part.log_probs)
     stacked = {name: _stack_present([part.log_probs.get(name) for part in scored], scored) for name in names}
     return {name: table for name, table in stacked.items() if table is not None}
 
 
 def _if_all_present(scores: Sequence[float | None], number: int, device: torch.device) -> Tensor | None:
-    """The scores, (number,); None if one is missing."""
+    """Returns the scores, (number,); None if one is missing."""
     present = [score for score in scores if score is not None]
     return torch.tensor(present, dtype=torch.float32, device=device) if len(present) == number else None
 
 
 def _mean_over_sequences(table: Tensor, mask: Tensor, num_sequences: int, ranks: Ranks) -> float:
-    """The mean over all ranks' sequences of each sequence's masked mean."""
+    """Returns the mean over all ranks' sequences of each sequence's masked mean."""
     total = ranks.data.all_sum(masked_mean(table, mask, dim=-1).double().sum().reshape(1))
     return float(total.item()) / num_sequences
 
@@ -199,7 +199,7 @@ def _stack_present(tables: Sequence[Tensor | None], scored: Sequence[ScoredBatch
 def _split(
     scored: Sequence[ScoredBatch], own: _OwnRows, advantages: Tensor, returns: Tensor | None
 ) -> list[Advantages]:
-    """The stacked rows back by micro-batch; a filler gets zeros."""
+    """Returns the stacked rows back by micro-batch; a filler gets zeros."""
     split, first = [], 0
     for part in scored:
         count, shape = len(part.batch.rows), part.batch.mask.shape

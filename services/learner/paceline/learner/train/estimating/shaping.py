@@ -138,7 +138,7 @@ def mismatch_metrics(
     correction: RolloutCorrectionConfig,
     ranks: Ranks,
 ) -> dict[str, float]:
-    """The metrics `rollout/*`, over all ranks' tokens; every rank calls it.
+    """Returns the metrics `rollout/*`, over all ranks' tokens; every rank calls it.
 
     mismatch_kl is KL(sampler || learner) per token, by `rollout_correction.mismatch_kl`, logprob_diff_max the
     largest difference. effective_sample_size (a share in [0, 1]) and largest_weight are of the weights before

@@ -38,7 +38,7 @@ class Planner:
         self.arithmetic: Arithmetic = arithmetic_of(learner.actor.network)
 
     def step(self, rows: Sequence[BatchRow]) -> BatchPlan:
-        """The plan of a whole batch; raises as `plan_batch`."""
+        """Returns the plan of a whole batch; raises as `plan_batch`."""
         width = self._learner.config.prompts_per_chunk
         return plan_batch(lengths(rows), prompts_per_chunk=width, make=self._chunk)
 
@@ -47,7 +47,7 @@ class Planner:
         return self._chunk(lengths(rows), first_row)
 
     def budget(self, rows: Sequence[RowLength]) -> int:
-        """The token budget of a chunk's micro-batches."""
+        """Returns the token budget of a chunk's micro-batches."""
         learner, longest = self._learner, max(row.num_budgeted for row in rows)
         given = learner.config.micro_batch_tokens
         return learner.memory.budget(effective_budget(given, learner.ranks.device.type, longest), longest)
@@ -65,7 +65,7 @@ class Planner:
 
 
 def lengths(rows: Sequence[BatchRow]) -> list[RowLength]:
-    """What a plan needs to know of rows."""
+    """Returns what a plan needs to know of rows."""
     return [
         RowLength(
             prompt_id=row.trajectory_id.prompt_id,
@@ -78,7 +78,7 @@ def lengths(rows: Sequence[BatchRow]) -> list[RowLength]:
 
 
 def critic_alone(learner: Learner, step: int) -> bool:
-    """Whether this is a step of the critic's warm-up, which does not update the policy."""
+    """Returns whether this is a step of the critic's warm-up, which does not update the policy."""
     return learner.critic is not None and step <= learner.config.critic.warmup
 
 
@@ -140,7 +140,7 @@ class ScoredStep:
         return [part for chunk in self.chunks for part in chunk.parts]
 
     def first(self, num_prompts: int) -> list[ScoredChunk]:
-        """The chunks of the first mini-batch, which has this many prompts."""
+        """Returns the chunks of the first mini-batch, which has this many prompts."""
         return [self.chunks[index] for index in self.plan.mini_batches(num_prompts)[0]]
 
 

@@ -101,7 +101,7 @@ class WorkAhead:
     # --- scored chunks
 
     def find(self, chunk: Chunk, rows: Sequence[BatchRow]) -> ScoredChunk | None:
-        """The chunk, if it was scored with these rows in these micro-batches."""
+        """Returns the chunk, if it was scored with these rows in these micro-batches."""
         identity, kept = self._chunks.get(chunk.rows[0], ((), None))
         return kept if kept and kept.chunk == chunk and identity == _identity(rows) else None
 

@@ -29,7 +29,7 @@ _KINDS: Final = tuple(zip(CODES, SCALES, (True, False), strict=True))
 
 
 def compact_forms(parameter: Tensor) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """The types and shapes of a matrix's averages, by name.
+    """Returns the types and shapes of a matrix's averages, by name.
 
     Args:
         parameter: (R, ..., C), this rank's rows.
@@ -41,7 +41,7 @@ def compact_forms(parameter: Tensor) -> dict[str, tuple[torch.dtype, tuple[int, 
 
 
 def is_compact(state: Mapping[str, Tensor]) -> bool:
-    """Whether a parameter's averages are in 8 bits."""
+    """Returns whether a parameter's averages are in 8 bits."""
     return CODES[0] in state
 
 
@@ -101,7 +101,7 @@ def step_compact(
 
 
 def expanded(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
-    """The numbers that codes and scales stand for.
+    """Returns the numbers that codes and scales stand for.
 
     Args:
         codes: (..., C) uint8.
@@ -116,7 +116,7 @@ def expanded(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
 
 
 def compacted(average: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """The codes and scales nearest to an average.
+    """Returns the codes and scales nearest to an average.
 
     Without a sign no positive number becomes 0: AdamW divides by the root of the squares' average.
 

@@ -58,7 +58,7 @@ def zero_averages(
 
 
 def _num_bytes(form: Form) -> int:
-    """How much of a buffer an average takes, up to where the next may begin."""
+    """Returns how much of a buffer an average takes, up to where the next may begin."""
     dtype, shape = form
     return -(-dtype.itemsize * math.prod(shape) // _ALIGNMENT) * _ALIGNMENT
 

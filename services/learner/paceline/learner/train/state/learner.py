@@ -83,7 +83,7 @@ class Learner:
 
     @classmethod
     def build(cls, config: RunConfig, ranks: Ranks, notify: Callable[[str], None] = log.warning) -> Learner:
-        """A learner at version 0 that can train: `load` with its optimizers' averages."""
+        """Returns a learner at version 0 that can train: `load` with its optimizers' averages."""
         learner = cls.load(config, ranks, notify)
         learner.make_averages()
         return learner
@@ -196,13 +196,13 @@ def _load_frozen(
 def _digest(
     config: RunConfig, folder: str, parameters: Iterable[tuple[str, nn.Parameter]], ranks: Ranks
 ) -> str:
-    """The digest of what a folder's frozen parameters are loaded from, which rank 0 reads."""
+    """Returns the digest of what a folder's frozen parameters are loaded from, which rank 0 reads."""
     own = digest_of_frozen(folder, parameters, _random_seed(config)) if ranks.world.rank == 0 else ""
     return broadcast_bytes(own.encode(), ranks).decode()
 
 
 def _random_seed(config: RunConfig) -> int | None:
-    """What weights are drawn from; None where they are read."""
+    """Returns what weights are drawn from; None where they are read."""
     return config.trainer.seed if config.model.load_format == "random" else None
 
 

@@ -31,7 +31,7 @@ class MemoryRoom:
         self._num_retries = 0
 
     def budget(self, token_budget: int, longest: int) -> int:
-        """The token budget of the next step, which holds the longest row."""
+        """Returns the token budget of the next step, which holds the longest row."""
         self._num_planned, self._num_retries = self._num_halvings, 0
         return max(token_budget >> self._num_halvings, min(longest, token_budget))
 

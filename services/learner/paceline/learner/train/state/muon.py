@@ -23,7 +23,7 @@ MOMENTUM: Final = "momentum_buffer"
 
 
 def is_muons(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter of this name is a matrix of a layer; the others are AdamW's."""
+    """Returns whether a parameter of this name is a matrix of a layer; the others are AdamW's."""
     return parameter.ndim == 2 and ".layers." in f".{name}"
 
 
@@ -100,7 +100,7 @@ class Sharing:
         return [part.view(update.shape) for part, update in zip(parts, updates, strict=True)]
 
     def _rows(self, num_rows: int) -> list[int]:
-        """How many of a matrix's rows each rank has."""
+        """Returns how many of a matrix's rows each rank has."""
         each = -(-num_rows // self.size)
         return [max(0, min(each, num_rows - rank * each)) for rank in range(self.size)]
 

@@ -87,7 +87,7 @@ class Schedule:
     done: float = 0.0
 
     def at(self, step: float) -> float:
-        """The rate of a step, counted from 1."""
+        """Returns the rate of a step, counted from 1."""
         warmup = self._warmup
         if step <= warmup:
             return self.peak * step / warmup
@@ -118,7 +118,7 @@ class Schedule:
         return math.ceil(self.warmup_ratio * self.total_steps) if self.warmup is None else self.warmup
 
     def _done(self, step: float) -> float:
-        """The share of the fall that is done after a step of it."""
+        """Returns the share of the fall that is done after a step of it."""
         start = max(self._warmup, self.origin)
         share = (step - start) / max(1, self.total_steps - start)
         return min(1.0, self.done + (1.0 - self.done) * share)
@@ -217,7 +217,7 @@ class Optimizer:
                 self._adamw.state[parameter] = {"step": steps, **state}
 
     def _forms(self, parameter: Tensor, of_muon: Collection[Tensor]) -> dict[str, Form]:
-        """The types and shapes of a parameter's averages, by name."""
+        """Returns the types and shapes of a parameter's averages, by name."""
         local = local_part(parameter)
         if self._compact and parameter.ndim > 1:
             return compact_forms(local)

@@ -72,7 +72,7 @@ class SharedPrompts:
         return self._state is _State.UNCHECKED
 
     def choose(self, make: Callable[[bool], Chunk]) -> Chunk:
-        """A chunk; `make` makes it with shared prompts or without."""
+        """Returns a chunk; `make` makes it with shared prompts or without."""
         if self._mode == "off" or self._state is _State.REFUSED:
             return make(False)
         shared = make(True)
@@ -158,7 +158,7 @@ def _sum(
     tables: list[Tensor],
     share_prompts: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The sum of log-probs, of shared prompts its negative, and the number of tokens, (1,).
+    """Returns the sum of log-probs, of shared prompts its negative, and the number of tokens, (1,).
 
     Adds the log-probs, in float64, to `tables`.
     """

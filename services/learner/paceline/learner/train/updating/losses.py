@@ -64,7 +64,7 @@ class PolicyLoss:
         self.names = ("loss", *self._token_metrics, "pg_loss", "kl_loss", *positive, *balance)
 
     def __call__(self, part: TrainingBatch, denominators: Denominators) -> tuple[Tensor, Tensor]:
-        """The share, with its graph, and the sums."""
+        """Returns the share, with its graph, and the sums."""
         batch = part.batch
         with recorded_choices(self._network.lm) as choices:
             flat, flat_entropy = self._network(batch, self._temperature, True)
@@ -122,14 +122,14 @@ class PolicyLoss:
                 )
 
     def _positive_loss(self, log_probs: Tensor, part: TrainingBatch, denominators: Denominators) -> Tensor:
-        """The share of the mini-batch's mean over the tokens of right responses; 0 without one."""
+        """Returns the share of the mini-batch's mean over the tokens of right responses; 0 without one."""
         mask = part.positive_mask(self._actor.positive_above)
         return -log_probs.where(mask, 0.0).sum() / max(1, denominators.num_positive_tokens)
 
     def _load_balance(
         self, choices: Sequence[tuple[Tensor, Tensor]], batch: MicroBatch, denominators: Denominators
     ) -> Tensor:
-        """The share of the mini-batch's mean over its sequences.
+        """Returns the share of the mini-batch's mean over its sequences.
 
         Raises:
             NumericsError: a router did not note what it chose.
@@ -188,7 +188,7 @@ class ValueLoss:
         self._network, self._clip = network, config.critic.vf_clip_param
 
     def __call__(self, part: TrainingBatch, denominators: Denominators) -> tuple[Tensor, Tensor]:
-        """The share, with its graph, and the sums."""
+        """Returns the share, with its graph, and the sums."""
         batch = part.batch
         assert part.values is not None and part.returns is not None  # noqa: PT018  a critic has made them
         values = batch.table(self._network(batch))

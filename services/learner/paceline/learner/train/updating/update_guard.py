@@ -102,7 +102,7 @@ class UpdateGuard:
     def _judged_values(
         self, network: str, metrics: Mapping[str, float], grad_clip: float
     ) -> dict[str, float]:
-        """The values that the network's rules judge, by rule."""
+        """Returns the values that the network's rules judge, by rule."""
         values = {
             name: metrics[rule.metric]
             for name, rule in RULES.items()
@@ -135,7 +135,7 @@ class UpdateGuard:
         return "; ".join(reasons)
 
     def _reading(self, name: str, network: str, value: float) -> Reading | None:
-        """The reading of a rule; None if the value is not finite or the rule has no median yet."""
+        """Returns the reading of a rule; None if the value is not finite or the rule has no median yet."""
         reference: float | None = 0.0
         if RULES[name].relative:
             key = f"{network}/{name}" if network else name
