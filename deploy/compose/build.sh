@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
-# Builds the images for compose.yaml on this machine; needs Docker with BuildKit (20.10; newer ones have it in the
-# plugin buildx), no registry.
+# Builds the images for compose.yaml on this machine. Needs Docker with BuildKit (20.10, or newer with the plugin
+# buildx), but no registry.
 #
 #   deploy/compose/build.sh [IMAGE ...]      default: controller reward learner rollout redis
-#                                            each step on stderr, a line per image on stdout
-#   deploy/compose/build.sh prometheus       where the image of profile observability cannot be pulled
+#                                            prints steps to stderr and a line per image to stdout
+#   deploy/compose/build.sh prometheus       if the image of profile observability cannot be pulled
 #
-# BASE_IMAGE     what all images stand on: Debian or Ubuntu with Python 3.11 or 3.12 among its packages. Where it
-#                cannot be pulled, it is made by debootstrap, which needs root (default: debian:bookworm-slim)
-# VARIANT        of learner and rollout: cpu or cuda (default: cpu)
+# BASE_IMAGE     base of all images: Debian or Ubuntu with packages for Python 3.11 or 3.12. If the default cannot be
+#                pulled, debootstrap makes one, which needs root (default: debian:bookworm-slim)
+# VARIANT        variant of learner and rollout: cpu or cuda (default: cpu)
 # REQUIREMENTS   lock file (default: requirements/VARIANT.txt)
-# TORCH_INDEX    where pip finds torch if its own index has not this build (default: PyTorch's index for VARIANT)
-# TAG            of the images (default: VARIANT)
-# PIP_CONF       pip.conf for the build alone, where pip's own index is not enough
-# CA_BUNDLE      certificates that pip trusts in the build alone
-# BUILD_NETWORK  network of the build, say host (default: the engine's own)
-# DOCKER         the engine's command (default: docker)
+# TORCH_INDEX    where pip finds torch if its own index does not have this build (default: PyTorch's index for VARIANT)
+# TAG            tag of learner and rollout (default: VARIANT)
+# PIP_CONF       pip.conf, used only in the build, if pip's own index is not enough
+# CA_BUNDLE      certificates that pip trusts, only in the build
+# BUILD_NETWORK  network of the build, for example host (default: Docker's own)
+# DOCKER         Docker's command (default: docker)
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 docker=${DOCKER:-docker}
@@ -60,7 +60,7 @@ packages=(--build-arg "REQUIREMENTS=$requirements")
 [ -z "${CA_BUNDLE:-}" ] || packages+=(--secret "id=ca_bundle,src=$CA_BUNDLE")
 
 version=$(sed -n 's/^version = "\(.*\)"$/\1/p' pyproject.toml)
-# "dirty" where the tree is not that of the commit.
+# "dirty" if the tree differs from the commit.
 revision=$(git describe --always --dirty --abbrev=12 --exclude '*' 2> /dev/null || echo unknown)
 arguments+=(--build-arg "VERSION=$version" --build-arg "REVISION=$revision")
 

@@ -3,8 +3,8 @@
     python packages.py LOCK [EXTRA ...]     the project's own requirements and those of its extras
     python packages.py LOCK --everything    every line of the lock file, without looking at dependencies
 
-Runs in the build stage of each service's image, with that image's own pip. torch comes from pip's own index,
-or from TORCH_INDEX where that has not the lock file's build.
+Runs in the build stage of each service's image, with that image's pip. torch comes from pip's own index, or
+from TORCH_INDEX if pip's index does not have the lock file's build.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import tomllib
 from pathlib import Path
 
 PIP = (sys.executable, "-m", "pip")
-# What a virtual environment brings.
+# Every virtual environment has these.
 _OF_THE_ENVIRONMENT = {"pip", "setuptools"}
 
 
 def main(lock: Path, words: list[str]) -> int:
-    """Installs, then compares with the lock file; returns the exit code."""
+    """Installs packages and compares them with the lock file; returns the exit code."""
     if words == ["--everything"]:
         chosen = ["--no-deps", "--requirement", str(lock)]
     else:
@@ -46,7 +46,7 @@ def _requirements(project: Path, extras: list[str]) -> list[str]:
 
 
 def _install_torch(lock: Path) -> None:
-    """Without its dependencies, which TORCH_INDEX may have in other versions."""
+    """Installs torch without its dependencies, which TORCH_INDEX may have in other versions."""
     (pin,) = (line for line in lock.read_text(encoding="utf-8").splitlines() if _name(line) == "torch")
     command = [*PIP, "install", "--no-warn-script-location", "--no-deps", pin]
     if subprocess.run(command, check=False).returncode != 0:
@@ -64,7 +64,7 @@ def _locked(lock: Path) -> set[str]:
 
 
 def _name(line: str) -> str:
-    """The distribution's name in the form in which names are compared."""
+    """Returns the distribution's name in normalized form."""
     return re.sub(r"[-_.]+", "-", re.split(r"[=@<> \[]", line)[0]).lower()
 
 

@@ -1,8 +1,8 @@
 #!/bin/sh
 # Prints the Secrets that the chart's pods mount: the token, Redis' password, and a certificate for each service.
 #   secrets.sh FOLDER RELEASE [DAYS] | kubectl apply --namespace NAMESPACE --filename -
-# FOLDER keeps the authority's key, the token and the password; call it again to renew the certificates that have
-# passed half of their lifetime. NAME=... is the chart's value `secrets`.
+# FOLDER keeps the authority's key, the token and the password. Call the script again to renew certificates after half
+# of their lifetime. NAME=... is the chart's value `secrets`.
 set -eu
 folder=$1 release=$2 days=${3:-30} name=${NAME:-paceline}
 sh "$(dirname "$0")/../compose/secrets.sh" "$folder"

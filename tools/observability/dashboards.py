@@ -33,12 +33,12 @@ class Dashboard:
 
 
 def of_step(*names: str) -> tuple[tuple[str, str], ...]:
-    """Metrics of the step by their names in metrics.jsonl, each as its own legend."""
+    """Returns metrics of the step by their names in metrics.jsonl, which are also their legends."""
     return tuple((metrics.training(name).name, name) for name in names)
 
 
 def dashboard(what: Dashboard) -> str:
-    """A dashboard in Grafana's own form."""
+    """Returns a dashboard as Grafana's JSON."""
     panels: list[dict[str, Any]] = []
     y = 0
     for row, members in what.rows:

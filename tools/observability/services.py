@@ -9,11 +9,11 @@ SERVICES = Dashboard(
     title="Paceline: service health",
     rows=(
         (
-            "Is everybody there?",
+            "Are all members there?",
             (
                 Panel(
                     title="Members by state",
-                    answers="Who serves, loads, drains; who is suspect or dead?",
+                    answers="Which members serve, load or drain, and which are suspect or dead?",
                     expressions=(
                         (
                             "sum by (kind, state, health) (paceline_members)",
@@ -29,7 +29,7 @@ SERVICES = Dashboard(
                 ),
                 Panel(
                     title="Restarts and losses",
-                    answers="Who comes back again and again, and how long was it away?",
+                    answers="Which members restart repeatedly, and how long are they away?",
                     expressions=(
                         (
                             "sum by (member) (increase(paceline_member_restarts_total[10m]))",
@@ -84,12 +84,12 @@ SERVICES = Dashboard(
                 ),
                 Panel(
                     title="Reward queue",
-                    answers="Which scorer has how many items to score yet?",
+                    answers="How many items wait for each scorer?",
                     expressions=(("sum by (scorer) (paceline_reward_queue_items)", "{{scorer}}"),),
                 ),
                 Panel(
                     title="Deliveries",
-                    answers="How much work is taken, and how much of it again?",
+                    answers="How many entries are taken, and how many of them again?",
                     expressions=(
                         ("sum by (mailbox) (rate(paceline_deliveries_total[1m]))", "{{mailbox}}"),
                         ("sum by (mailbox) (rate(paceline_redeliveries_total[1m]))", "{{mailbox}} again"),
@@ -159,14 +159,14 @@ SERVICES = Dashboard(
                 ),
                 Panel(
                     title="CPU",
-                    answers="Who uses the cores?",
+                    answers="Which processes use the cores?",
                     expressions=(
                         ("rate(paceline_process_cpu_seconds_total[1m])", "{{service_instance_id}}"),
                     ),
                 ),
                 Panel(
                     title="Open files and uptime",
-                    answers="Do descriptors leak; how long has each process run?",
+                    answers="Do file descriptors leak, and how long has each process run?",
                     expressions=(
                         ("paceline_process_open_files", "{{service_instance_id}} open files"),
                         (
@@ -177,7 +177,7 @@ SERVICES = Dashboard(
                 ),
                 Panel(
                     title="GPU memory",
-                    answers="How close is each GPU to its memory's end?",
+                    answers="How full is the memory of each GPU?",
                     expressions=(
                         (
                             (
@@ -191,7 +191,7 @@ SERVICES = Dashboard(
                 ),
                 Panel(
                     title="GPU utilisation",
-                    answers="Which GPUs wait?",
+                    answers="Which GPUs are idle?",
                     expressions=(
                         (
                             "max by (uuid, gpu, instance) (paceline_gpu_utilisation_ratio)",
@@ -202,7 +202,7 @@ SERVICES = Dashboard(
                 ),
                 Panel(
                     title="GPU power",
-                    answers="What do the GPUs draw?",
+                    answers="How much power do the GPUs draw?",
                     expressions=(
                         (
                             "max by (uuid, gpu, instance) (paceline_gpu_power_watts)",

@@ -14,7 +14,7 @@ from paceline.service.observability.metrics import Metric
 
 
 def metric_table() -> str:
-    """A row per metric of the catalogue."""
+    """Returns a table with a row per metric of the catalogue."""
     rows = ["| metric | kind | labels | of | says |", "| --- | --- | --- | --- | --- |"]
     for metric in vars(metrics).values():
         if isinstance(metric, Metric):
@@ -25,14 +25,14 @@ def metric_table() -> str:
 
 
 def panel_table(what: Dashboard) -> str:
-    """A row per panel."""
+    """Returns a table with a row per panel."""
     rows = ["| panel | answers |", "| --- | --- |"]
     rows += [f"| {panel.title} | {panel.answers} |" for _, panels in what.rows for panel in panels]
     return "\n".join(rows)
 
 
 def alert_table(rules: Path) -> str:
-    """A row per alert about the services."""
+    """Returns a table with a row per alert about the services."""
     tree = yaml.safe_load(rules.read_text(encoding="utf-8"))
     rows = ["| alert | fires when | what to do |", "| --- | --- | --- |"]
     for rule in (rule for group in tree["groups"] for rule in group["rules"] if "alert" in rule):

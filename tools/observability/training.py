@@ -70,7 +70,7 @@ TRAINING = Dashboard(
                 ),
                 Panel(
                     title="Guard",
-                    answers="Which rules judge what, as shares of their bounds for a warning?",
+                    answers="What does each rule measure, as a share of its bound for a warning?",
                     expressions=(
                         (
                             (
@@ -100,7 +100,7 @@ TRAINING = Dashboard(
                 ),
                 Panel(
                     title="Phases",
-                    answers="Which phase takes how long?",
+                    answers="How long does each phase take?",
                     expressions=of_step(
                         "timing_s/gen",
                         "timing_s/reward",
@@ -113,7 +113,7 @@ TRAINING = Dashboard(
                 ),
                 Panel(
                     title="Overhead",
-                    answers="Which share of a step is neither generating, scoring nor learning?",
+                    answers="What share of a step is neither generating, scoring nor learning?",
                     expressions=of_step("perf/overhead_share"),
                     unit="percentunit",
                 ),

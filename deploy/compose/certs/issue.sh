@@ -1,8 +1,8 @@
 #!/bin/sh
-# Issues each service a certificate, in a folder of its own in the working directory, where it has none or half of
-# its days are over. Services read new files by themselves, Redis is told of them by redis/health.sh.
+# Issues each service a certificate, in its own folder in the working directory, if it has none or if half of its
+# lifetime is over. Services read new files by themselves; redis/health.sh tells Redis.
 #   issue.sh [DAYS]
 set -eu
 paceline certs renew . client-prometheus --host redis --days "${1:-30}"
-# Redis and Prometheus run as other users, who are in the group of these files.
+# Redis and Prometheus run as other users, which are in the group of these files.
 chmod 640 redis/key.pem client-prometheus/key.pem

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Succeeds if Redis answers, which it does not while it loads its data. If its certificate has changed, it is told first.
+# Succeeds if Redis answers; while it loads its data, it does not. First tells Redis if its certificate has changed.
 REDISCLI_AUTH=$(cat /run/secrets/redis_password)
 export REDISCLI_AUTH
 files=/run/tls

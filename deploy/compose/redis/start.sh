@@ -1,9 +1,9 @@
 #!/bin/sh
-# Starts Redis with TLS only, and with the user `paceline`; `paceline certs renew` has written user and certificate. A
-# user `renewer`, whose password stays in this container, is for health.sh.
-# After SIGTERM it serves on while a service of the run is connected, which may be finishing a step.
+# Starts Redis with TLS only, with the user `paceline` and the certificate that `paceline certs renew` has written, and
+# with a user `renewer` for health.sh, whose password stays in this container.
+# After SIGTERM it goes on serving while a service of the run, which may be finishing a step, is connected.
 set -eu
-# Port 6379 is 18EB, an established connection 01.
+# 18EB is port 6379, and 01 an established connection.
 is_connected() {
   cat /proc/net/tcp /proc/net/tcp6 2>/dev/null | awk '$2 ~ /:18EB$/ && $4 == "01" { n++ } END { exit !n }'
 }
@@ -16,7 +16,7 @@ serve_on() {
   done
 }
 
-# Set before there is a server, which may be told to end as soon as it runs.
+# Set before the server starts, because it may be told to end as soon as it runs.
 trap 'serve_on; kill "$!" || true' TERM
 trap 'kill "$!" || true' INT
 
@@ -34,7 +34,7 @@ redis-server --aclfile /tmp/users.acl --dir /data --bind '* -::*' \
   --appendonly yes --appendfsync everysec --save '' \
   --maxmemory "${REDIS_MAX_MEMORY:-1gb}" --maxmemory-policy noeviction &
 
-# A signal interrupts `wait`, which has the server's code the next time, and 127 once it has told it.
+# A signal interrupts `wait`; the next `wait` returns the server's code, and further ones return 127.
 code=0
 wait "$!" || code=$?
 while [ "$code" -gt 128 ]; do

@@ -103,7 +103,7 @@ def test_values_that_the_chart_cannot_use_are_refused(wrong: str, tmp_path: Path
         ({"metrics": {"podMonitors": {"enabled": True}}}, "metrics.podMonitors needs metrics.scrapers"),
         (
             {"rollout": {"replicas": 9, "autoscale": {"enabled": True, "prometheus": "http://p"}}},
-            "rollout.replicas is 9, with which the run begins",
+            "the run begins with rollout.replicas = 9",
         ),
         ({"rollout": {"autoscale": {"enabled": True}}}, "rollout.autoscale.prometheus: give the URL"),
         ({"redis": {"external": {"url": "rediss://me@redis:6379/0"}}}, "redis.external.to"),

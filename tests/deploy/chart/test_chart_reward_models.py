@@ -115,7 +115,7 @@ def test_the_name_that_reward_models_attach_to_stands_for_every_reward_service(
             {"rewardModels": {"named": {"mr": {}}}},
             "rewardModels.named has mr, which reward.models of config does not name",
         ),
-        ({"config": "reward: [}"}, "config is no YAML"),
+        ({"config": "reward: [}"}, "config is not YAML"),
     ],
 )
 def test_reward_models_that_the_chart_cannot_run_are_refused(

@@ -188,7 +188,7 @@ def test_a_slurm_job_of_one_node_runs_everything_there(
 
 def test_a_slurm_job_without_a_node_for_rollout_is_refused(tmp_path: Path) -> None:
     done = run_sbatch(tmp_path, 2, LEARNER_NODES="2")
-    assert (done.returncode, "leave none for rollout" in done.stderr) == (2, True)
+    assert (done.returncode, "leave no node for rollout" in done.stderr) == (2, True)
 
 
 def test_shellcheck_finds_nothing_in_the_slurm_file() -> None:

@@ -46,15 +46,15 @@ annotations:
 {{- $all | toJson }}
 {{- end }}
 
-{{/* Metadata of what makes pods. */}}
+{{/* Metadata of objects that create pods. */}}
 {{- define "paceline.workload" -}}
 {{- $own := include "paceline.settings" . | fromJson }}
 {{- $annotations := mergeOverwrite $own.annotations (.annotations | default dict) }}
 {{- include "paceline.meta" (dict "root" .root "component" .component "model" .model "name" .name "labels" $own.labels "annotations" $annotations) }}
 {{- end }}
 
-{{/* A Job of the specification `spec`, in which @generation@ stands for its hash. Kubernetes lets nobody change a Job's
-template: with another one it is another Job, by its name, and Helm removes the former, whose pods save and end. */}}
+{{/* A Job with the specification `spec`, in which @generation@ stands for its hash. Kubernetes forbids changes of a Job's
+template, so another template makes a Job with another name; Helm removes the old one, whose pods save and end. */}}
 {{- define "paceline.job" -}}
 {{- $hash := .spec | sha256sum | trunc 8 -}}
 apiVersion: batch/v1
@@ -65,20 +65,20 @@ spec:
   {{- .spec | replace "@generation@" $hash | nindent 2 }}
 {{- end }}
 
-{{/* Metadata of a Deployment, which keep what the values said of its pods' number. */}}
+{{/* Metadata of a Deployment, with the number of pods from the values. */}}
 {{- define "paceline.deployment" -}}
 {{- include "paceline.workload" (merge (dict "annotations" (dict "paceline/replicas" (toString .replicas))) .) }}
 {{- end }}
 
-{{/* How many pods a Deployment has: as many as the values say; or, while they say what they said before, as many as
-`kubectl scale` or an autoscaler has made it. */}}
+{{/* The number of a Deployment's pods: that of the values, or, while this is unchanged, the number that `kubectl scale`
+or an autoscaler has set. */}}
 {{- define "paceline.replicas" -}}
 {{- $live := lookup "apps/v1" "Deployment" .root.Release.Namespace (printf "%s-%s" .root.Release.Name (.name | default .component)) | default dict }}
 {{- $said := dig "metadata" "annotations" "paceline/replicas" "" $live }}
 {{- eq $said (toString .replicas) | ternary (dig "spec" "replicas" .replicas $live) .replicas }}
 {{- end }}
 
-{{/* A pod's metadata and, but for containers and volumes, its `spec`. */}}
+{{/* A pod's metadata and its `spec` without containers and volumes. */}}
 {{- define "paceline.pod" -}}
 {{- $own := include "paceline.settings" . | fromJson }}
 {{- $user := ternary 999 10001 (eq .component "redis") -}}
@@ -132,7 +132,7 @@ spec:
     {{- end }}
 {{- end }}
 
-{{/* The values' affinity. A Job's pods wait, besides, until those of a former Job are gone from every node. */}}
+{{/* The values' affinity. A Job's pods also wait until the pods of earlier Jobs are gone from all nodes. */}}
 {{- define "paceline.affinity" -}}
 {{- $affinity := (include "paceline.settings" . | fromJson).affinity }}
 {{- if .job }}
@@ -146,7 +146,7 @@ spec:
 {{- $affinity | toJson }}
 {{- end }}
 
-{{/* Where the values say nothing, the learner's pods are spread over nodes. */}}
+{{/* By default, the learner's pods are spread over nodes. */}}
 {{- define "paceline.spread" -}}
 {{- if and (eq .component "learner") (gt (int .root.Values.learner.nodes) 1) }}
 - maxSkew: 1
@@ -158,7 +158,7 @@ spec:
 {{- end }}
 {{- end }}
 
-{{/* A container's image, rights and resources; `gpus`: how many. */}}
+{{/* A container's image, security context and resources; `gpus`: the number of GPUs. */}}
 {{- define "paceline.container" -}}
 {{- $own := include "paceline.settings" . | fromJson -}}
 image: {{ index .root.Values.images (.image | default .component) | quote }}
@@ -179,7 +179,7 @@ envFrom:
 {{- end }}
 {{- end }}
 
-{{/* The values' variables: each a text, or an object that says where from. */}}
+{{/* The environment variables of the values: each a text, or an object with `valueFrom`. */}}
 {{- define "paceline.ownEnv" }}
 {{- range $name, $value := (include "paceline.settings" . | fromJson).env }}
 {{- $said := kindIs "map" $value | ternary $value (dict "value" $value) }}
@@ -187,7 +187,7 @@ envFrom:
 {{- end }}
 {{- end }}
 
-{{/* Environment of a service: who it is, where it is, what it serves. */}}
+{{/* Environment of a service: identity, addresses and metrics. */}}
 {{- define "paceline.env" -}}
 - {name: PACELINE_TOKEN_FILE, value: /run/paceline/token}
 - {name: PACELINE_TLS_DIR, value: /run/tls}
@@ -221,7 +221,7 @@ envFrom:
 {{- end }}
 {{- end }}
 
-{{/* Secrets are whole folders: the kubelet writes a new certificate into them, and the services read it. */}}
+{{/* Secrets are mounted as folders, so that the kubelet can update certificates, which the services read again. */}}
 {{- define "paceline.volumes" -}}
 {{- $redis := .root.Values.redis.external -}}
 - name: tls
@@ -255,7 +255,7 @@ envFrom:
 {{- end }}
 {{- end }}
 
-{{/* A port for gRPC, and one for the metrics of each of `ranks` processes. */}}
+{{/* A port for gRPC, and a metrics port for each of `ranks` processes. */}}
 {{- define "paceline.ports" -}}
 - {name: grpc, containerPort: 7000}
 {{- with .root.Values.metrics.port }}
@@ -269,7 +269,7 @@ envFrom:
 {{- . | eq 0 | ternary "metrics" (printf "metrics-%d" .) }}
 {{- end }}
 
-{{/* A pod is ready when its service says so over gRPC; one that has not answered for five minutes is started anew. */}}
+{{/* A pod is ready when its service says so over gRPC; it is restarted if it has not answered for five minutes. */}}
 {{- define "paceline.probes" -}}
 startupProbe:
   {{- include "paceline.health" . | nindent 2 }}
@@ -288,7 +288,7 @@ periodSeconds: 30
 timeoutSeconds: 30
 {{- end }}
 
-{{/* What a new pod would not mend ends the job; a lost node is nobody's fault. */}}
+{{/* Errors that a new pod cannot fix end the job; a lost node does not count as a failure. */}}
 {{- define "paceline.failures" }}
 podFailurePolicy:
   rules:
@@ -296,7 +296,7 @@ podFailurePolicy:
       onPodConditions: [{type: DisruptionTarget, status: "True"}]
     - action: FailJob
       onExitCodes: {operator: In, values: {{ .final | toJson }}}
-# Never two at a time: the next one starts when its predecessor is gone.
+# Never two pods at a time: a new one starts when its predecessor is gone.
 podReplacementPolicy: Failed
 {{- end }}
 
@@ -319,10 +319,10 @@ storageClassName: {{ . }}
 resources: {requests: {storage: {{ .size }}}}
 {{- end }}
 
-{{/* The entries of reward.models of the run's configuration, as JSON; fails where the chart cannot run one. */}}
+{{/* The entries of reward.models in the run's configuration, as JSON; fails if the chart cannot run one of them. */}}
 {{- define "paceline.rewardModels" -}}
 {{- $config := fromYaml .Values.config }}
-{{- with $config.Error }}{{ fail (printf "config is no YAML: %s" .) }}{{ end }}
+{{- with $config.Error }}{{ fail (printf "config is not YAML: %s" .) }}{{ end }}
 {{- $models := (($config.reward | default dict).models) | default list }}
 {{- $names := list }}
 {{- range $models }}
