@@ -44,7 +44,7 @@ def main() -> int:
 def section(page: Mapping[str, Any]) -> str:
     """A section: its table, and the commands by the numbers of the rows."""
     title = page["title"] + (f": {page['unit']}" if page["unit"] else "")
-    lines = [f"## {title}", "", textwrap.fill(page["says"], WIDTH), ""]
+    lines = [f"## {title}", "", textwrap.fill(page["says"], WIDTH, break_on_hyphens=False), ""]
     lines += ["| | | measured | beside it | ratio | where, when |", "| --- | --- | --- | --- | --- | --- |"]
     lines += [table_line(number, row) for number, row in enumerate(page["rows"], 1)]
     commands: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""For mkdocs: a navigation with every page, outward links as plain text, the theme's licences."""
+"""For mkdocs: a navigation with every page, outward links as text, dark pictures, the theme's licences."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+_BOOSTS = {"Look up": 0.3, "Understand": 0.3, "Change": 0.3, "Decisions": 0.1}
+_PICTURE = re.compile(r"!\[([^\]]*)\]\((\S+)\.png\)")
 _LINK = re.compile(r"\[([^\]]+)\]\(([^):#\s]+)(#[^)]*)?\)")
 
 
@@ -18,15 +20,18 @@ def on_config(config: Any) -> Any:
     named = str(config.nav)
     others = sorted(path.name for path in docs.glob("*.md") if f"'{path.name}'" not in named)
     config.nav += [{"More": others}] if others else []
-    config.nav.append({"Decisions": decisions})
+    # Inside another part the list of decisions is closed until somebody opens it.
+    understand = next(part for part in config.nav if "Understand" in part)
+    understand["Understand"].append({"Decisions": decisions})
     return config
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: object) -> str:
-    """Called by mkdocs for each page; a search finds decisions after the pages that say how."""
+    """Called by mkdocs for each page; a search finds how-to pages before references and decisions."""
     folder = posixpath.dirname(page.file.src_uri)
-    if folder == "decisions":
-        page.meta["search"] = {"boost": 0.2}
+    boosts = [_BOOSTS[part.title] for part in page.ancestors if part.title in _BOOSTS]
+    if boosts:
+        page.meta["search"] = {"boost": min(boosts)}
 
     def plain(link: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(folder, link[2]))
@@ -34,7 +39,14 @@ def on_page_markdown(markdown: str, *, page: Any, **_: object) -> str:
             return link[0]
         return f"{link[1]} (`{target.removeprefix('../')}` in the repository)"
 
-    return _LINK.sub(plain, markdown)
+    def both(picture: re.Match[str]) -> str:
+        dark = Path(page.file.abs_src_path).parent / f"{picture[2]}-dark.png"
+        if not dark.exists():
+            return picture[0]
+        words, name = picture[1], picture[2]
+        return f"![{words}]({name}.png#only-light)![{words}]({name}-dark.png#only-dark)"
+
+    return _PICTURE.sub(both, _LINK.sub(plain, markdown))
 
 
 def on_post_build(config: Any) -> None:

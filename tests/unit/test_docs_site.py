@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -25,6 +26,14 @@ def test_the_site_is_built_and_no_link_is_broken(tmp_path: Path) -> None:
     assert built == {str(page.relative_to(source.ROOT / "docs").with_suffix(".html")) for page in pages}
     start = (tmp_path / "index.html").read_text()
     assert "fonts.googleapis" not in start, "a page asks nobody but its own server"
+    assert 'page-desktop.png#only-light"' in start
+    assert 'page-desktop-dark.png#only-dark"' in start
+    boosts = {
+        entry["location"]: entry.get("boost", 1.0)
+        for entry in json.loads((tmp_path / "search" / "search_index.json").read_text())["docs"]
+    }
+    decisions = {boost for page, boost in boosts.items() if page.startswith("decisions/")}
+    assert max(decisions) < boosts["configuration.html"] < boosts["add-a-reward.html"]
     for licence in ("mkdocs/licenses", "mkdocs-material/licenses", "mkdocs-material/material"):
         assert (tmp_path / "licenses" / f"{licence}.txt").read_text().strip(), licence
 
