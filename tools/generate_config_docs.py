@@ -22,6 +22,7 @@ from paceline.cli.convert.convert import TABLES
 from paceline.cli.convert.rules import ConversionRule, Tree
 from paceline.config.base import OneOf
 from paceline.config.load import section_types
+from paceline.config.reward import RewardConfig
 from paceline.config.run import RunConfig
 from paceline.config.tuning import DpoRunConfig, RmRunConfig, SftRunConfig
 
@@ -44,6 +45,11 @@ Required are `data.train_files` or `data.train_sets`, `model.path`, `trainer.tot
 `trainer.total_epochs`, and a scorer in `reward` where no `rollout.environment` gives rewards.
 """
 WIDTH = 120
+SCORERS = {
+    get_args(field.annotation)[0]: f"reward.{name}.N"
+    for name, field in RewardConfig.model_fields.items()
+    if get_origin(field.annotation) is tuple and get_args(field.annotation)[0] is not str
+}
 
 
 def main() -> int:
@@ -122,10 +128,10 @@ def sections(
 
     Args:
         values: an instance with the defaults, if the section that holds it gives one.
-        shown: lists so far: the path of each model.
+        shown: lists so far: the path of each model. Those of scorers are in `reward`.
     """
-    shown = {} if shown is None else shown
-    if model in shown:
+    shown = dict(SCORERS) if shown is None else shown
+    if shown.get(model, prefix.removesuffix(".")) != prefix.removesuffix("."):
         return [wrapped(f"Keys as `{shown[model]}`{differing(model, values)}."), ""]
     if not any(section_of(field.annotation)[0] for field in model.model_fields.values()):
         shown[model] = prefix.removesuffix(".")
@@ -136,7 +142,7 @@ def sections(
         if inner is not None:
             of_many = ".NAME" if get_origin(field.annotation) is dict else ".N"
             below.append((path + (of_many if many else ""), inner, field))
-        if inner is None or (many and not section_types(field)):
+        if inner is None or (inner is not field.annotation and not section_types(field)):
             items.append(item(path, field, default(field, name, values)))
     out = [*items, ""] if items else []
     for path, inner, field in below:
@@ -215,7 +221,7 @@ def section_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
         if get_origin(part) is tuple:
             part = get_args(part)[0]
         if isinstance(part, type) and issubclass(part, BaseModel):
-            return part, True
+            return part, NoneType not in get_args(annotation)
     return None, False
 
 

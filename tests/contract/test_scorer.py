@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 import pytest
 
+from paceline.config.load import parse
 from paceline.config.reward import RewardConfig, RewardFunctionConfig, RewardServiceConfig
+from paceline.config.run import RunConfig
 from paceline.core.errors import RewardError, RewardErrorKind
 from paceline.core.scoring import ScoreItem
 from paceline.reward.functions.pool import FunctionPool
@@ -15,12 +18,14 @@ from paceline.reward.functions.spec import FunctionSpec
 from paceline.reward.remote.scorer import RemoteScorer, RemoteScorerOptions
 from paceline.reward.scoring.scorer import Scorer, ScorerSettings
 from paceline.reward.scoring.shape import Shape
+from paceline.reward.val_rewards import RewardBySet
 from paceline.reward.weighted_sum import WeightedSum
 from paceline.sdk import RewardServer
 from support.reward_functions import length_or_error
 
 WEIGHT = 0.5
 SHAPE = Shape(weight=WEIGHT)
+RANK = "support.group_functions:rank"
 LENGTH = "support.reward_functions:length_or_error"
 
 
@@ -42,13 +47,36 @@ def weighted_sum(address: str) -> Scorer:
     return WeightedSum.configured(ScorerSettings(config=config))
 
 
+def by_set(address: str) -> Scorer:
+    """As the sum, by itself and for a set; a second set has another reward."""
+    tree = {
+        "data": {
+            "train_files": "t.jsonl",
+            "val_sets": {
+                "own": {"files": "o.jsonl", "reward": {"functions": [{"name": LENGTH, "weight": -1}]}},
+                "ranked": {"files": "r.jsonl", "reward": {"functions": [{"name": RANK, "group": True}]}},
+            },
+        },
+        "model": {"path": "m"},
+        "trainer": {"total_steps": 1},
+        "actor": {"ppo_mini_batch_size": 64},
+        "reward": {
+            "functions": [{"name": LENGTH, "weight": 0.3}],
+            "services": [{"name": "length", "address": address, "weight": 0.2}],
+            "timeout_s": 20.0,
+        },
+    }
+    config = parse(RunConfig, tree)
+    return RewardBySet.configured(ScorerSettings(config=config.reward), config)
+
+
 @pytest.fixture
 async def address() -> AsyncIterator[str]:
     async with RewardServer(length_or_error) as server:
         yield server.address
 
 
-@pytest.fixture(params=[pool, remote, weighted_sum])
+@pytest.fixture(params=[pool, remote, weighted_sum, by_set])
 def new_scorer(request: pytest.FixtureRequest, address: str) -> Callable[[], Scorer]:
     return lambda: request.param(address)
 
@@ -101,3 +129,24 @@ async def test_what_was_closed_scores_no_more(new_scorer: Callable[[], Scorer], 
     with pytest.raises(RewardError) as caught:
         await scorer.score(items("a"))
     assert caught.value.kind is RewardErrorKind.UNAVAILABLE
+
+
+async def test_each_item_has_the_reward_of_its_set(address: str) -> None:
+    """Sets without a reward of their own, and unknown ones, have that of the run."""
+    scorer = by_set(address)
+    await scorer.start()
+    sets = ["own", "", "ranked", "easy", "own", "ranked"]
+    texts = ["a", "aa", "aaa", "aaaa", "bad", "a"]
+    given = [
+        replace(item, val_set=name, group="g" if name == "ranked" else "")
+        for item, name in zip(items(*texts), sets, strict=True)
+    ]
+    scores = await scorer.score(given)
+    await scorer.close()
+    assert [score.trajectory_id for score in scores] == [f"t{index}" for index in range(6)]
+    assert [score.reward for score in scores] == [-1.0, 1.0, 1.0, 2.0, None, 0.0]
+    assert [set(score.components) for score in scores[:3]] == [
+        {"length_or_error"},
+        {"length_or_error", "length"},
+        {"rank"},
+    ]

@@ -69,10 +69,14 @@ async def broker(redis_server: RedisServer) -> AsyncIterator[Broker]:
 
 @asynccontextmanager
 async def service(
-    tmp_path: Path, model: Path, broker_url: str, reward: dict[str, object]
+    tmp_path: Path,
+    model: Path,
+    broker_url: str,
+    reward: dict[str, object],
+    val_sets: dict[str, object] | None = None,
 ) -> AsyncIterator[tuple[FakeController, Forked]]:
     config = {
-        "data": {"train_files": "none.jsonl"},
+        "data": {"train_files": "none.jsonl", "val_sets": val_sets or {}},
         "model": {"path": str(model)},
         "reward": reward,
         "trainer": {"total_steps": 1},
@@ -184,6 +188,52 @@ async def test_a_function_that_is_not_there_is_told_to_the_controller(
             assert await asyncio.to_thread(process.wait) == 2
         failure = next(beat.failure for beat in controller.heartbeats if beat.failure)
         assert failure.startswith("there is no built-in reward function 'gsm9k': write exact_match")
+
+
+@pytest.mark.redis
+@pytest.mark.timeout(900)
+async def test_a_set_has_its_own_reward_for_answers_and_for_callers(
+    tmp_path: Path, model: Path, redis_server: RedisServer, broker: Broker
+) -> None:
+    (tmp_path / "own.py").write_text(
+        "def count(response, ground_truth):\n    return len(response.split()) + 0.5\n"
+    )
+    hard: dict[str, object] = {"files": "none.jsonl", "reward": f"{tmp_path}/own.py:count"}
+    await broker.append(
+        [
+            finished_sample(RUN, index, tokens("so #### 18"), ground_truth="18", val_set=name)
+            for index, name in enumerate(("", "hard", "easy"))
+        ]
+    )
+    sets = {"hard": hard, "easy": "none.jsonl"}
+    async with service(tmp_path, model, redis_server.url, {"functions": [{"name": "gsm8k"}]}, sets) as it:
+        controller, process = it
+        headers = await scored(broker, 3)
+        assert [header.reward for header in headers] == [1.0, 3.5, 1.0]
+        assert [header.components for header in headers] == [{"gsm8k": 1.0}, {"count": 3.5}, {"gsm8k": 1.0}]
+        await controller.reported("serving")
+        async with RewardClient(controller.registrations[0].address, token=TOKEN) as client:
+            item = ScoreItem(
+                trajectory_id="t", prompt="", response="#### 18", ground_truth="18", val_set="hard"
+            )
+            assert [result.reward for result in await client.score([item])] == [2.5]
+        controller.run_over = True
+        async with asyncio.timeout(60):
+            assert await asyncio.to_thread(process.wait) == 0
+
+
+@pytest.mark.redis
+@pytest.mark.timeout(900)
+async def test_a_sets_reward_that_is_not_there_is_told_with_the_set(
+    tmp_path: Path, model: Path, redis_server: RedisServer, broker: Broker
+) -> None:
+    sets: dict[str, object] = {"hard": {"files": "none.jsonl", "reward": "gsm9k"}}
+    async with service(tmp_path, model, redis_server.url, {"functions": [{"name": "gsm8k"}]}, sets) as it:
+        controller, process = it
+        async with asyncio.timeout(90):
+            assert await asyncio.to_thread(process.wait) == 2
+        failure = next(beat.failure for beat in controller.heartbeats if beat.failure)
+        assert failure.startswith("data.val_sets.hard.reward: there is no built-in reward function 'gsm9k'")
 
 
 @asynccontextmanager

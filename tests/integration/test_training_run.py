@@ -53,10 +53,11 @@ def undisturbed(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 def drawn(inputs: Path) -> dict[str, Any]:
-    """A second set of held-out prompts, answered with longer responses than those that train."""
+    """A second set of held-out prompts, with longer responses than those that train and its own reward."""
     sampling = {"n": 2, "temperature": 1.0, "top_p": 0.99, "top_k": 2, "max_response_length": 24}
     files = str(inputs / "data/val.parquet")
-    return {"val_sets": {"drawn": {"files": files, "max_prompts": 4, **sampling}}}
+    reward = {"functions": [{"name": f"{REWARDS}:num_chars", "weight": 0.5}]}
+    return {"val_sets": {"drawn": {"files": files, "max_prompts": 4, **sampling, "reward": reward}}}
 
 
 def admitted(event: Row, *, step: int) -> bool:
@@ -146,6 +147,15 @@ def test_an_undisturbed_run(undisturbed: TrainingRun) -> None:
     of_set = [row for row in held_out_rows(run) if row["val_set"] == "drawn"]
     assert len(of_set) == 4 * 2
     assert {json.loads(row["sampling"])["top_p"] for row in of_set} == {0.99}
+    for row in held_out_rows(run):
+        length = len(row["response"])
+        components = json.loads(row["components"])
+        if row["val_set"] == "drawn":
+            assert (row["reward"], components) == (0.5 * length, {"num_chars": length})
+        else:
+            assert (row["reward"], components["letters/length"]) == (components["letters"], length)
+    mean = fmean(row["reward"] for row in of_set)
+    assert run.metrics[-1]["val/drawn/reward/mean"] == pytest.approx(mean)
     lengths = [row["num_response_tokens"] for row in of_set]
     assert 16 < max(lengths) <= 24
     assert run.metrics[-1]["val/drawn/response_length/mean"] == pytest.approx(fmean(lengths))

@@ -96,6 +96,7 @@ def test_plain_data_passes_every_message_unchanged(value: object, text: str) -> 
         response=arrived.prompt_text,
         ground_truth=arrived.ground_truth,
         extra=arrived.extra,
+        val_set=arrived.prompt_text,
     )
     assert score_item_from_proto(score_item_to_proto(item)) == item
 

@@ -58,6 +58,7 @@ contexts = st.builds(
     data_source=texts,
     prompt_text=texts,
     extra=st.dictionaries(texts, plain, max_size=3),
+    val_set=texts,
 )
 
 

@@ -31,6 +31,11 @@ def first_letter(response: str, ground_truth: str) -> float:
     return float(response[:1].isalpha())
 
 
+def num_chars(response: str, ground_truth: str) -> float:
+    """The number of characters in the response."""
+    return float(len(response))
+
+
 def moody(response: str, ground_truth: str, *, faults_file: str) -> object:
     """As `letters`, but not for ground truths that the file names ("39=raise,108=nan"; "*=raise": all)."""
     table = dict(entry.split("=") for entry in Path(faults_file).read_text().split(","))

@@ -35,6 +35,7 @@ def finished_sample(
     mask: Sequence[int] = (),
     episode: EpisodeOutcome | None = None,
     num_patches: int = 0,
+    val_set: str = "",
 ) -> Outgoing:
     """The message, its blob included, that a rollout server appends for one sample."""
     trajectory_id = TrajectoryId(
@@ -69,7 +70,11 @@ def finished_sample(
         server_id="rollout-0",
         seconds=0.25,
         context=RewardContext(
-            ground_truth=ground_truth, data_source="test", prompt_text="how many?", extra=extra or {}
+            ground_truth=ground_truth,
+            data_source="test",
+            prompt_text="how many?",
+            extra=extra or {},
+            val_set=val_set,
         ),
         episode=episode,
         num_patches=num_patches,

@@ -150,7 +150,7 @@ async def test_a_trajectory_becomes_a_scored_header(bench: Bench) -> None:
     await bench.broker.append(
         [
             finished_sample(RUN, 5, [*tokens("abc"), 0], ground_truth="abc", extra={"level": 2}),
-            finished_sample(RUN, 6, tokens("bad"), sample_index=1, num_patches=24),
+            finished_sample(RUN, 6, tokens("bad"), sample_index=1, num_patches=24, val_set="hard"),
         ]
     )
     async with bench.working():
@@ -182,6 +182,7 @@ async def test_a_trajectory_becomes_a_scored_header(bench: Bench) -> None:
         data_source="test",
         extra={"level": 2},
     )
+    assert bench.scorer.items[1].val_set == "hard"
     assert bench.scorer.steps == [(RUN, 4)]
     assert bench.consumer.num_in_flight == 0
     assert await bench.pending() == 0

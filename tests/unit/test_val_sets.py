@@ -10,7 +10,10 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet
 import pytest
+import yaml
 
+from paceline.config.load import dump_yaml, parse
+from paceline.config.run import RunConfig
 from paceline.controller.batch.inputs import HeldOutPrompts, load_inputs
 from paceline.controller.run.records import val_metrics
 from paceline.core.errors import ConfigError
@@ -83,11 +86,81 @@ def test_a_set_takes_part_as_often_as_it_says(freq: int | None, expected: dict[i
             {"data__val_sets": {"a": {"files": "x", "max_response_length": 9}}, "rollout__tools": ["t.py:f"]},
             "data.val_sets.a.max_response_length: the limits of episodes",
         ),
+        (
+            {"data__val_sets": {"a": {"files": "x", "reward": {}}}},
+            "data.val_sets.a.reward has no scorer: name one",
+        ),
+        (
+            {"data__val_sets": {"a": {"files": "x", "reward": {"attached": [{"name": "b"}]}}}},
+            "unknown key data.val_sets.a.reward.attached",
+        ),
+        (
+            {
+                "data__val_sets": {
+                    "a": {"files": "x", "reward": {"functions": [{"name": "gsm8k", "normalize": "batch"}]}}
+                }
+            },
+            "data.val_sets.a: reward: gsm8k has normalize=batch, which only training does",
+        ),
+        (
+            {
+                "data__val_sets": {
+                    "a": {
+                        "files": "x",
+                        "n": 5,
+                        "temperature": 1,
+                        "reward": {
+                            "services": [
+                                {"name": "s", "address": "h:1", "group": True, "max_items_per_call": 4}
+                            ]
+                        },
+                    }
+                }
+            },
+            "the reward service 's' gets the samples of a prompt in one call .* raise it to 5",
+        ),
     ],
 )
 def test_sets_that_cannot_be(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config(**changes)
+
+
+def test_a_set_with_a_reward_of_its_own_shares_the_limits_of_the_runs() -> None:
+    general = {
+        "functions": [{"name": "exact_match"}],
+        "attached": [{"name": "judge"}],
+        "models": [{"name": "rm", "path": "rm"}],
+        "timeout_s": 3.0,
+        "num_processes": 2,
+        "environment_weight": 0.5,
+    }
+    ranked = {"functions": [{"name": "own.py:rank", "group": True, "weight": 2}], "environment_weight": 0.25}
+    sets = {
+        "easy": "easy.jsonl",
+        "hard": {"files": "hard.jsonl", "reward": "own.py:score"},
+        "ranked": {"files": "ranked.jsonl", "reward": ranked},
+    }
+    of_run = {f"reward__{key}": value for key, value in general.items()}
+    it = config(data__val_sets=sets, **of_run)
+    assert list(it.rewards) == ["", "hard", "ranked"]
+    assert it.rewards[""] == it.reward
+    assert [[*reward.named_scorers] for reward in it.rewards.values()] == [
+        ["exact_match", "judge", "rm"],
+        ["score"],
+        ["rank"],
+    ]
+    limits = {(r.timeout_s, r.num_processes, r.model_gpus) for r in it.val_rewards.values()}
+    assert limits == {(3.0, 2, frozenset())}
+    assert [reward.environment_weight for reward in it.rewards.values()] == [0.5, 1.0, 0.25]
+    assert it.own_code == {
+        "data.val_sets.hard.reward.functions[0]": "own.py:score",
+        "data.val_sets.ranked.reward.functions[0]": "own.py:rank",
+    }
+    assert it.scores_groups, "the samples of a prompt travel together for one set's scorer"
+    assert not config(data__val_sets={**sets, "ranked": "ranked.jsonl"}, **of_run).scores_groups
+    again = parse(RunConfig, yaml.safe_load(dump_yaml(it)))
+    assert again == it, "as a resumed run reads it"
 
 
 def test_a_set_may_be_on_the_hub() -> None:
@@ -129,6 +202,7 @@ async def test_servers_are_asked_for_what_each_set_says(tmp_path: Path) -> None:
     groups: dict[tuple[int, int], PromptGroup] = {}
 
     def answer(group: PromptGroup, index: int) -> dict[str, Any]:
+        assert group.purpose == Purpose.VALIDATE or not group.context.val_set
         if group.purpose == Purpose.VALIDATE:
             groups[group.step, group.prompt_id] = group
         return score_all(group, index)
@@ -144,6 +218,8 @@ async def test_servers_are_asked_for_what_each_set_says(tmp_path: Path) -> None:
     hard = SamplingSpec(temperature=0.6, max_tokens=900, top_p=0.95, top_k=40, stop_token_ids=(0,))
     asked = {key: (group.num_samples, group.sampling) for key, group in groups.items()}
     often = {(step, prompt): (1, plain) for step in range(4) for prompt in (0, 1, 2, 3)}
+    names = {(groups[key].prompt_id, groups[key].context.val_set) for key in groups}
+    assert names == {(0, ""), (1, ""), (2, "easy"), (3, "easy"), (4, "hard")}
     assert asked == often | {(step, 4): (3, hard) for step in (0, 2, 3)}
     assert [line["step"] for line in lines if "val/hard/reward/mean" in line] == [0, 2, 3]
     assert [line["step"] for line in lines if "val/easy/reward/mean" in line] == [0, 1, 2, 3]

@@ -45,7 +45,15 @@ CHANGES: dict[str, Any] = {
     "reward__functions": [{"name": "exact_match"}, {"name": "gsm8k", "weight": 0.5}],
     "algorithm__dynamic_sampling": {"enable": True, "max_extra_factor": 1.0},
     "rollout__val": {"n": 2},
-    "data__val_sets": {"hard": {"files": "hard.jsonl", "n": 3, "temperature": 1.0, "every": 2}},
+    "data__val_sets": {
+        "hard": {
+            "files": "hard.jsonl",
+            "n": 3,
+            "temperature": 1.0,
+            "every": 2,
+            "reward": {"functions": [{"name": "exact_match", "weight": 2.0}]},
+        }
+    },
 }
 Row = dict[str, Any]
 
@@ -55,6 +63,8 @@ def answer(group: PromptGroup, index: int) -> dict[str, Any]:
     if (group.step, group.prompt_id) == (2, DROPPED):
         return {"reward": None, "reward_error": ("timeout", "slow")}
     right = 0.25 if group.prompt_id == 6 else index + 0.125 * group.step
+    if group.context.val_set == "hard":
+        return {"reward": 2.0 * right, "reward_error": None, "components": {"exact_match": right}}
     components = {"exact_match": right, "gsm8k": 0.5, "gsm8k/length": 3.0}
     return {"reward": right + 0.25, "reward_error": None, "components": components}
 
@@ -412,6 +422,10 @@ PLANTED: dict[str, tuple[Callable[[Record], object], str]] = {
     "a prompt's text changed": (in_row("prompt", lambda _: "?", sealed=False), WRITTEN),
     "a ground truth changed": (in_row("ground_truth", lambda _: "42", sealed=False), WRITTEN),
     "the learner's log-probs changed": (in_row("learner_log_probs", lambda _: [-1.0], sealed=False), WRITTEN),
+    "an answer's components that do not make the reward of its set": (
+        in_table(lambda rows: rows[-1].update(components='{"exact_match": 9.0}'), "val_000004"),
+        "val_000004.parquet has components of validate:4:3:2 that make a reward of 18; it is",
+    ),
     # the journal, with batches and files mended
     "one rollout under two ids": (two_ids, "train:3:"),
     "one rollout under two ids, in the file too": (two_ids_and_rows, "has the digest of train:3:"),
@@ -484,8 +498,8 @@ PLANTED: dict[str, tuple[Callable[[Record], object], str]] = {
         "has val/hard/pass_at_2 = 0.99, ",
     ),
     "a set's false component": (
-        lambda r: r.line(4, **{"val/hard/gsm8k/mean": 0.99}),
-        "has val/hard/gsm8k/mean = 0.99, ",
+        lambda r: r.line(4, **{"val/hard/exact_match/mean": 0.99}),
+        "has val/hard/exact_match/mean = 0.99, ",
     ),
     "a set's false length": (
         lambda r: r.line(4, **{"val/hard/response_length/mean": 99.0}),

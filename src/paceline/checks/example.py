@@ -33,8 +33,10 @@ def first_prompt(prompts: PromptSet, tokenizer: Tokenizer, image_token_id: int |
     return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...")
 
 
-def example_reward(config: RunConfig) -> str:
+def example_reward(config: RunConfig, val_set: str = "") -> str:
     """Scores the first row's ground truth as if it were a response; "" if the row has none.
+
+    The row is the first for training or, for `val_set`, the first of that set, which its own reward scores.
 
     Functions with `group: true` are left out, as there is one response.
 
@@ -45,13 +47,14 @@ def example_reward(config: RunConfig) -> str:
         DataError: the first file is unreadable.
         ConfigError: a function cannot be loaded, or fails on all of the first rows.
     """
-    data = config.data
-    rows = first_rows(local_files(data.training_sets[0].files[:1], "train")[0], _NUM_SCORED)
-    functions = [function for function in function_specs(config.reward) if not function.shape.group]
-    items = [item for row in rows if (item := _item(config, row)) is not None]
+    data, reward = config.data, config.rewards[val_set]
+    files = data.val_sets[val_set].files if val_set else data.training_sets[0].files
+    rows = first_rows(local_files(files[:1], "val" if val_set else "train")[0], _NUM_SCORED)
+    functions = [function for function in function_specs(reward) if not function.shape.group]
+    items = [item for row in rows if (item := _item(config, row, val_set)) is not None]
     if not functions or not items:
         return ""
-    scores = asyncio.run(_score(functions, items, config.reward.timeout_s))
+    scores = asyncio.run(_score(functions, items, reward.timeout_s))
     errors = [score.error for score in scores if score.error is not None]
     if len(errors) == len(scores):
         raise ConfigError(
@@ -62,7 +65,7 @@ def example_reward(config: RunConfig) -> str:
     return f"the first row's ground truth as a response: {_words(functions, scores[0])}"
 
 
-def _item(config: RunConfig, row: Row) -> ScoreItem | None:
+def _item(config: RunConfig, row: Row, val_set: str) -> ScoreItem | None:
     """The row's ground truth as a response to its prompt; None where it has no prompt or no ground truth."""
     data = config.data
     prompt, truth = value_at(row, data.prompt_key), value_at(row, data.ground_truth_key)
@@ -76,6 +79,7 @@ def _item(config: RunConfig, row: Row) -> ScoreItem | None:
         ground_truth=str(truth),
         data_source="" if source is None else str(source),
         extra={key: value_at(row, key) for key in data.extra_keys},
+        val_set=val_set,
     )
 
 

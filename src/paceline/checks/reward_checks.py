@@ -6,26 +6,30 @@ from pathlib import Path
 
 from paceline.checks.preflight_check import CheckNeed, PreflightCheck, reach
 from paceline.config.run import RunConfig
+from paceline.config.validation import naming_set, reward_key
 from paceline.core.errors import DataError, ModelError
 from paceline.core.user_functions.reward_function import check_extra_keys
 
 
 def functions_line(config: RunConfig) -> str:
     """Loads the reward functions; says what they give to the first row's ground truth."""
-    from paceline.reward.functions import registry
+    from paceline.reward.check import load_functions
 
-    for function in config.reward.functions:
-        registry.load(function.name, function.kwargs, group=function.group)
-    check_extra_keys(config.data.extra_keys)
-    names = ", ".join(function.name for function in config.reward.functions) or "none"
-    return "\n      ".join(filter(None, (names, _example_reward(config))))
+    lines = []
+    for name, reward in config.rewards.items():
+        with naming_set(name):
+            load_functions(reward)
+            check_extra_keys(config.data.extra_keys)
+            functions = ", ".join(function.name for function in reward.functions) or "none"
+            lines += [f"{name}: {functions}" if name else functions, _example_reward(config, name)]
+    return "\n      ".join(filter(None, lines))
 
 
-def _example_reward(config: RunConfig) -> str:
+def _example_reward(config: RunConfig, val_set: str) -> str:
     from paceline.checks.example import example_reward
 
     try:
-        return example_reward(config)
+        return example_reward(config, val_set)
     except DataError:
         return ""  # the part of the prompts says what is wrong with them
 
@@ -52,12 +56,15 @@ def _check_question(prompt_file: str, pattern: str) -> None:
 
 def services_line(config: RunConfig) -> str:
     """Checks that remote scorers listen at their addresses, and checks the prompts of judges."""
-    for judge in config.reward.judges:
-        _check_question(judge.prompt_file, judge.pattern)
-    for number, service in enumerate(config.reward.services):
-        key = f"reward.services.{number}.address"
-        reach(key, service.address, f"the reward service {service.name!r}", "start it")
-    names = [f"{service.name} at {service.address}" for service in config.reward.services]
+    names = []
+    for name, reward in config.rewards.items():
+        with naming_set(name):
+            for judge in reward.judges:
+                _check_question(judge.prompt_file, judge.pattern)
+        for number, service in enumerate(reward.services):
+            key = f"{reward_key(name)}.services.{number}.address"
+            reach(key, service.address, f"the reward service {service.name!r}", "start it")
+            names.append(f"{service.name} at {service.address}")
     return ", ".join(names) or "none"
 
 

@@ -74,6 +74,7 @@ class GroupedConfig(Section):
 class OutsideConfig(ShapedConfig):
     """The options of all scorers other than functions."""
 
+    name: str = Field(description="Name of its component in metrics.")
     cache_size: int = Field(
         0,
         ge=0,
@@ -81,6 +82,19 @@ class OutsideConfig(ShapedConfig):
         "same response is not scored again. 0: no cache; leave it at 0 for a scorer whose answers are "
         "sampled.",
     )
+
+
+class GroupedOutsideConfig(GroupedConfig, OutsideConfig):
+    """The options of scorers outside that can score the samples of a prompt together."""
+
+    @model_validator(mode="after")
+    def _remembers_no_groups(self) -> Self:
+        if self.group and self.cache_size:
+            raise ValueError(
+                f"{self.name} has group: true and cache_size={self.cache_size}: a score that depends on a "
+                "response's siblings cannot be remembered; remove one of them"
+            )
+        return self
 
 
 class RewardFunctionConfig(GroupedConfig, ShapedConfig):
@@ -95,10 +109,9 @@ class RewardFunctionConfig(GroupedConfig, ShapedConfig):
     )
 
 
-class RewardServiceConfig(GroupedConfig, OutsideConfig):
+class RewardServiceConfig(GroupedOutsideConfig):
     """A remote scorer that serves paceline.rpc.v1.RewardService."""
 
-    name: str = Field(description="Name of its component in metrics.")
     address: str = Field(description="host:port.")
     max_items_per_call: int = Field(256, gt=0, le=MAX_ITEMS_PER_CALL, description="Largest request.")
     concurrency: int = Field(16, gt=0, description="Most concurrent requests.")
@@ -145,7 +158,7 @@ class RewardServiceConfig(GroupedConfig, OutsideConfig):
         return self
 
 
-class AttachedConfig(GroupedConfig, OutsideConfig):
+class AttachedConfig(GroupedOutsideConfig):
     """A name under which clients attach to the reward service (`paceline.sdk.attach_reward`)."""
 
     name: str = Field(
@@ -276,7 +289,6 @@ class RewardModelConfig(OutsideConfig):
 class JudgeConfig(OutsideConfig):
     """A language model behind an OpenAI-compatible address that is asked for a grade."""
 
-    name: str = Field(description="Name of its component in metrics.")
     address: str = Field(
         pattern=r"^https?://", description="URL with the version at its end: http://127.0.0.1:8000/v1."
     )
@@ -311,7 +323,6 @@ class JudgeConfig(OutsideConfig):
 class CodeConfig(OutsideConfig):
     """Runs the program in a response, in a sandbox, against the tests in its row's ground truth."""
 
-    name: str = Field(description="Name of its component in metrics.")
     command: tuple[str, ...] = Field(
         (),
         description="Absolute path and arguments of the command that runs the program; {file} stands for the "
@@ -327,24 +338,56 @@ class CodeConfig(OutsideConfig):
     concurrency: int = Field(2, gt=0, description="Programs that run at a time.")
 
 
-class RewardConfig(Section):
-    """Sets the scorers and their limits. The reward is the weighted sum over all of them."""
+class ScorersConfig(Section):
+    """Scorers that need no processes of their own from `paceline train`; the reward is their weighted sum."""
 
     functions: tuple[RewardFunctionConfig, ...] = Field(
         (), description="Functions; they are called in child processes, which can be killed."
     )
     services: tuple[RewardServiceConfig, ...] = Field((), description="Remote scorers.")
-    attached: tuple[AttachedConfig, ...] = Field((), description="Scorers that attach to the reward service.")
-    models: tuple[RewardModelConfig, ...] = Field(
-        (), description="Reward models, each in processes of its own that `paceline train` starts."
-    )
     judges: tuple[JudgeConfig, ...] = Field((), description="Language models that are asked for a grade.")
+    code: tuple[CodeConfig, ...] = Field((), description="Scorers that run the program in a response.")
     environment_weight: float = Field(
         1.0,
         description="Factor in the sum for the reward of an episode's environment, if the environment gives "
         "one.",
     )
-    code: tuple[CodeConfig, ...] = Field((), description="Scorers that run the program in a response.")
+
+    @property
+    def has_scorer(self) -> bool:
+        """Whether anything scores responses; an episode's environment may do it in their place."""
+        return bool(self.named_scorers)
+
+    @property
+    def named_scorers(self) -> dict[str, ShapedConfig]:
+        """The scorers by the names of their components, functions first."""
+        named: dict[str, ShapedConfig] = dict(zip(self.function_names, self.functions, strict=True))
+        named |= {scorer.name: scorer for scorer in (*self.services, *self.judges, *self.code)}
+        return named
+
+    @property
+    def function_names(self) -> list[str]:
+        """The names of the functions' components.
+
+        A built-in's component has its name, a user's function's the name after the colon. A name that metrics
+        already use gets a suffix (`reward_function`), and one that occurs again a number (`gsm8k_2`).
+        """
+        seen, names = Counter[str](), []
+        for function in self.functions:
+            name = function.name.rpartition(":")[2]
+            name = f"{name}_function" if name in TOTALS else name
+            seen[name] += 1
+            names.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
+        return names
+
+
+class RewardConfig(ScorersConfig):
+    """Sets the scorers and their limits. The reward is the weighted sum over all of them."""
+
+    attached: tuple[AttachedConfig, ...] = Field((), description="Scorers that attach to the reward service.")
+    models: tuple[RewardModelConfig, ...] = Field(
+        (), description="Reward models, each in processes of its own that `paceline train` starts."
+    )
     num_processes: int = Field(1, gt=0, description="Child processes that call the functions.")
     max_processes: int | None = Field(
         None,
@@ -382,26 +425,15 @@ class RewardConfig(Section):
         "beyond it the run ends.",
     )
 
-    @property
-    def has_scorer(self) -> bool:
-        """Whether anything scores responses; an episode's environment may do it in their place."""
-        kinds = (self.functions, self.services, self.attached, self.models, self.judges, self.code)
-        return any(kinds)
+    def with_scorers(self, scorers: ScorersConfig) -> RewardConfig:
+        """Returns a copy with these scorers alone, and with the same limits."""
+        own = {name: getattr(scorers, name) for name in ScorersConfig.model_fields}
+        return self.model_copy(update={**own, "attached": (), "models": ()})
 
     @property
-    def function_names(self) -> list[str]:
-        """The names of the functions' components.
-
-        A built-in's component has its name, a user's function's the name after the colon. A name that metrics
-        already use gets a suffix (`reward_function`), and one that occurs again a number (`gsm8k_2`).
-        """
-        seen, names = Counter[str](), []
-        for function in self.functions:
-            name = function.name.rpartition(":")[2]
-            name = f"{name}_function" if name in TOTALS else name
-            seen[name] += 1
-            names.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
-        return names
+    def named_scorers(self) -> dict[str, ShapedConfig]:
+        """The scorers by the names of their components, functions first."""
+        return super().named_scorers | {scorer.name: scorer for scorer in (*self.attached, *self.models)}
 
     @property
     def has_groups(self) -> bool:
@@ -412,17 +444,6 @@ class RewardConfig(Section):
     def model_gpus(self) -> frozenset[int]:
         """GPUs of this machine that reward models have."""
         return frozenset(gpu for model in self.models for gpu in model.devices)
-
-    @model_validator(mode="after")
-    def _remembers_no_groups(self) -> RewardConfig:
-        outside: tuple[RewardServiceConfig | AttachedConfig, ...] = (*self.services, *self.attached)
-        for scorer in outside:
-            if scorer.group and scorer.cache_size:
-                raise ValueError(
-                    f"{scorer.name} has group: true and cache_size={scorer.cache_size}: a score that depends "
-                    "on a response's siblings cannot be remembered; remove one of them"
-                )
-        return self
 
     @model_validator(mode="after")
     def _has_range(self) -> RewardConfig:

@@ -25,7 +25,7 @@ from paceline.config.services import (
 from paceline.config.training.actor import ActorConfig, CriticConfig
 from paceline.config.training.algorithm import REFERENCE, AlgorithmConfig
 from paceline.config.training.policy_losses import CovarianceLoss, CustomLoss
-from paceline.config.validation import HeldOutSet, ValSamplingConfig
+from paceline.config.validation import HeldOutSet, ValSamplingConfig, reward_key
 from paceline.core.errors import ConfigError
 from paceline.core.estimators import Need
 from paceline.core.guard import Action
@@ -129,6 +129,22 @@ class RunConfig(Section):
         ]
         return (*([unnamed] if data.val_files else []), *named)
 
+    @property
+    def val_rewards(self) -> dict[str, RewardConfig]:
+        """The rewards of the sets of data.val_sets that have one of their own, by set."""
+        named = self.data.val_sets.items()
+        return {name: self.reward.with_scorers(of.reward) for name, of in named if of.reward is not None}
+
+    @property
+    def rewards(self) -> dict[str, RewardConfig]:
+        """The run's reward, by "", and those of sets that have one of their own, by set."""
+        return {"": self.reward, **self.val_rewards}
+
+    @property
+    def scores_groups(self) -> bool:
+        """Whether anything scores the samples of a prompt together."""
+        return any(reward.has_groups for reward in self.rewards.values())
+
     def validated_after(self, step: int) -> tuple[HeldOutSet, ...]:
         """The sets that are answered after a step; 0 is the start."""
         return tuple(s for s in self.held_out_sets if self.trainer.validates_after(step, every=s.every))
@@ -150,7 +166,9 @@ class RunConfig(Section):
         own |= {"actor.policy_loss": loss.path if isinstance(loss, CustomLoss) else None}
         curriculum = self.data.curriculum
         own |= {"data.curriculum": curriculum if isinstance(curriculum, str) else None}
-        own |= {f"reward.functions[{place}]": f.name for place, f in enumerate(self.reward.functions)}
+        for name, reward in self.rewards.items():
+            key = reward_key(name)
+            own |= {f"{key}.functions[{place}]": f.name for place, f in enumerate(reward.functions)}
         own |= {f"rollout.tools[{place}]": tool for place, tool in enumerate(self.rollout.tools)}
         return {key: reference for key, reference in own.items() if reference and ":" in reference}
 
@@ -369,12 +387,18 @@ class RunConfig(Section):
                 "reward.attached, reward.models, reward.judges or reward.code, or an environment under "
                 "rollout.environment"
             )
+        for name, reward in self.val_rewards.items():
+            if not reward.has_scorer and self.rollout.environment is None:
+                raise ValueError(
+                    f"{reward_key(name)} has no scorer: name one, say functions: [{{name: gsm8k}}], "
+                    "or leave reward out for that of the run"
+                )
         return self
 
     @model_validator(mode="after")
     def _groups_fit_into_calls(self) -> RunConfig:
         largest = max([self.rollout.n, self.rollout.val.n, *(s.n for s in self.held_out_sets)])
-        for service in self.reward.services:
+        for service in (service for reward in self.rewards.values() for service in reward.services):
             if service.group and service.max_items_per_call < largest:
                 raise ValueError(
                     f"the reward service {service.name!r} gets the samples of a prompt in one call (group: "

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from paceline.config.base import Files, Section
+from paceline.config.reward import ScorersConfig
+from paceline.core.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _TAKEN = ("reward", "episode", "response_length", "source")
@@ -26,6 +30,11 @@ class ValSamplingConfig(Section):
     right_above: float = Field(
         0.0, description="An answer with a reward above this counts as right in avg@n, pass@k and maj@k."
     )
+
+
+def _function_alone(value: object) -> object:
+    """Returns scorers with the given function; what already lists scorers stays as it is."""
+    return {"functions": [{"name": value}]} if isinstance(value, str) else value
 
 
 class ValSetConfig(Section):
@@ -54,6 +63,20 @@ class ValSetConfig(Section):
         description="Longest response in tokens, which may exceed data.max_response_length; null: as "
         "data.max_response_length. Not for episodes, whose limits are in rollout.episode.",
     )
+    reward: Annotated[ScorersConfig | None, BeforeValidator(_function_alone)] = Field(
+        None,
+        description="The scorers of the set's answers, instead of those of `reward`, whose limits they "
+        "share; a function may be written as its name alone. null: those of `reward`.",
+    )
+
+    @model_validator(mode="after")
+    def _normalizes_nothing(self) -> Self:
+        for name, scorer in (self.reward or ScorersConfig()).named_scorers.items():
+            if scorer.normalize is not None:
+                raise ValueError(
+                    f"reward: {name} has normalize={scorer.normalize}, which only training does; leave it out"
+                )
+        return self
 
 
 def set_name(name: str) -> str:
@@ -76,6 +99,22 @@ ValSets = dict[
     Annotated[str, AfterValidator(set_name)], Annotated[ValSetConfig, BeforeValidator(files_alone)]
 ]
 """The sets by name; a set that is written as files only has the other options' defaults."""
+
+
+def reward_key(name: str) -> str:
+    """Returns the key of a set's own reward; of the run's reward for ""."""
+    return f"data.val_sets.{name}.reward" if name else "reward"
+
+
+@contextmanager
+def naming_set(name: str) -> Iterator[None]:
+    """Puts the key of a set's reward before the message of a ConfigError; "" is the run's own reward."""
+    try:
+        yield
+    except ConfigError as error:
+        if not name:
+            raise
+        raise ConfigError(f"{reward_key(name)}: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,7 +19,8 @@ class ScoreItem:
     """One response to be scored; of an episode the policy's last answer.
 
     `extra` holds the data row's other columns: values that JSON can express. Items of a call with the same
-    `group` are all samples of one prompt; an item without a group is scored by itself.
+    `group` are all samples of one prompt; an item without a group is scored by itself. `val_set` names the
+    set of data.val_sets that the prompt belongs to; "" for all other prompts.
     """
 
     trajectory_id: str
@@ -30,6 +31,7 @@ class ScoreItem:
     extra: Mapping[str, object] = field(default_factory=dict)
     episode: EpisodeOutcome | None = None
     group: str = ""
+    val_set: str = ""
 
     @property
     def num_chars(self) -> int:

@@ -141,6 +141,7 @@ def pack_context(context: RewardContext) -> dict[str, Any]:
         "data_source": context.data_source,
         "prompt_text": context.prompt_text,
         "extra": extra,
+        **({"val_set": context.val_set} if context.val_set else {}),
     }
 
 
@@ -152,6 +153,7 @@ def read_context(fields: Fields) -> RewardContext:
         data_source=inner.text("data_source"),
         prompt_text=inner.text("prompt_text"),
         extra=inner.plain("extra"),
+        val_set="" if inner.missing("val_set") else inner.text("val_set"),
     )
 
 

@@ -61,7 +61,7 @@ def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The checks of learner and engine start processes that import torch, which takes seconds."""
     monkeypatch.setattr(model_checks, "self_test", lambda config, kept: "the line of the learner")
     monkeypatch.setattr(rollout_checks, "engine_log_probs", lambda config, kept: "the line of the engine")
-    monkeypatch.setattr(reward_checks, "_example_reward", lambda config: "")
+    monkeypatch.setattr(reward_checks, "_example_reward", lambda config, val_set: "")
 
 
 @pytest.fixture

@@ -19,7 +19,8 @@ from paceline.checks import (
 from paceline.checks.preflight import parts, quick_check
 from paceline.checks.preflight_check import CheckNeed, PreflightCheck
 from paceline.cli.main import main
-from paceline.core.errors import ConfigError, DataError, ModelError
+from paceline.config.run import RunConfig
+from paceline.core.errors import ConfigError, DataError, ModelError, PacelineError
 from paceline.engines.registry import ENGINES
 from paceline.engines.vllm import VLLM
 from paceline.service import packages
@@ -214,6 +215,32 @@ def test_the_first_row_is_scored_with_its_ground_truth_as_the_response(
     assert "as a response: raised: " in said
     assert "KeyError" in said
     assert reward_checks.functions_line(config(data={"train_files": "gone.jsonl"})) == "exact_match"
+
+
+def test_the_rewards_of_sets_are_checked_with_rows_of_theirs(project: Path) -> None:
+    (project / "set.jsonl").write_text('{"prompt": "p", "ground_truth": "of the set"}\n')
+    (project / "mine.py").write_text(
+        "def own(response, ground_truth):\n    return 5.0 if ground_truth == 'of the set' else 1 / 0\n"
+    )
+
+    def with_set(reward: object) -> RunConfig:
+        return config(
+            data={**DATA, "val_sets": {"easy": "set.jsonl", "a": {"files": "set.jsonl", "reward": reward}}}
+        )
+
+    first = "the first row's ground truth as a response:"
+    assert reward_checks.functions_line(with_set("mine.py:own")) == "\n      ".join(
+        ["exact_match", f"{first} exact_match 1", "a: mine.py:own", f"{first} own 5"]
+    )
+    with pytest.raises(ConfigError, match=r"^data\.val_sets\.a\.reward: .*mine.py has no 'gone'"):
+        reward_checks.functions_line(with_set("mine.py:gone"))
+    far = {"services": [{"name": "far", "address": "127.0.0.1:1"}]}
+    with pytest.raises(PacelineError, match=r"at data\.val_sets\.a\.reward\.services\.0\.address=127"):
+        reward_checks.services_line(with_set(far))
+    (project / "bad.txt").write_text("Grade it.")
+    judge = {"name": "j", "address": "http://h/v1", "model": "m", "prompt_file": "bad.txt"}
+    with pytest.raises(ConfigError, match=r"^data\.val_sets\.a\.reward: .*has no \{response\}"):
+        reward_checks.services_line(with_set({"judges": [judge]}))
 
 
 @pytest.mark.usefixtures("without_torch")

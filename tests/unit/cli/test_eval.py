@@ -133,6 +133,7 @@ def test_a_run_at_a_step(
                     "right_above": 1,
                     "max_prompts": 1,
                     "every": 3,
+                    "reward": {"functions": [{"name": "own.py:f"}]},
                 }
             },
             "prompt_key": "prompt",
@@ -160,6 +161,7 @@ def test_a_run_at_a_step(
     assert config.model.path.endswith("mine-7.step_7")
     assert (config.model.lora, config.model.dtype, config.actor.use_kl_loss) == (None, "bfloat16", False)
     assert [f.name for f in config.reward.functions] == ["math_verify"]
+    assert [f.name for f in config.rewards["hard"].functions] == ["own.py:f"]
     easy, hard = config.held_out_sets
     assert (easy.files, easy.n, easy.max_prompts) == (("easy.jsonl",), 2, None)
     assert (hard.files, hard.n, hard.top_p, hard.max_prompts) == (("hard.jsonl",), 4, 0.9, None)
@@ -172,6 +174,10 @@ def test_a_run_at_a_step(
     assert main(["eval", "mine@7", *again]) == 0
     values = [(s.n, s.temperature, s.right_above, s.top_p) for s in ASKED[-1].held_out_sets]
     assert values == [(3, 0.5, 0.2, 1.0), (3, 0.5, 0.2, 0.9)]
+    assert main(["eval", "mine@7", "--out", "third", "data.val_sets.hard.reward=other.py:g"]) == 0
+    assert [f.name for f in ASKED[-1].rewards["hard"].functions] == ["other.py:g"]
+    assert main(["eval", "mine@7", "--out", "fourth", "--reward", "gsm8k"]) == 0
+    assert list(ASKED[-1].rewards) == [""], "--reward holds for all sets"
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from paceline.reward.attached.servicer import GatewayServicer
 from paceline.reward.consumer import MAX_ENTRIES, Consumer, ConsumerOptions
 from paceline.reward.scoring.scorer import ScorerSettings
 from paceline.reward.servicer import RewardServicer
-from paceline.reward.weighted_sum import WeightedSum
+from paceline.reward.val_rewards import RewardBySet
 from paceline.rpc.v1 import reward_pb2_grpc
 from paceline.service.identity.credentials import REWARD_TOKEN, Credentials
 from paceline.service.member.bootstrap import MemberSession
@@ -86,7 +86,7 @@ class RewardApp:
         config = registration.config
         check_extra_keys(config.data.extra_keys)
         settings = scorer_settings(registration, self._session.options.member_id)
-        scorer = WeightedSum.configured(replace(settings, notify=self._session.notify))
+        scorer = RewardBySet.configured(replace(settings, notify=self._session.notify), config)
         self._session.context.defer("scorers", scorer.close)
         telemetry.observe(metrics.REWARD_QUEUE, scorer.queues)
         # Importing the tokenizer library or downloading takes seconds, during which heartbeats must continue.
@@ -108,7 +108,7 @@ class RewardApp:
             ),
         )
         self._session.context.defer("attached clients", lambda: self._let_go(scorer.attached))
-        servicers.score.scorer, servicers.score.has_groups = scorer, config.reward.has_groups
+        servicers.score.scorer, servicers.score.has_groups = scorer, config.scores_groups
         servicers.gateway.gateways = {attached.names[0]: attached.gateway for attached in scorer.attached}
         self._state = RewardState.SERVING
         self._session.poke()
@@ -140,7 +140,7 @@ def consumer_options(registration: Registration, member_id: str, incarnation: st
         save_texts=config.keeps_texts,
         max_deliveries=config.reward.max_deliveries,
         # As many groups as hold the samples of an ordinary batch.
-        max_entries=max(1, MAX_ENTRIES // config.rollout.n) if config.reward.has_groups else MAX_ENTRIES,
+        max_entries=max(1, MAX_ENTRIES // config.rollout.n) if config.scores_groups else MAX_ENTRIES,
     )
 
 

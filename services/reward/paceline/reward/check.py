@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.config.load import load
+from paceline.config.reward import RewardConfig
 from paceline.config.run import RunConfig
+from paceline.config.validation import naming_set
 from paceline.reward.functions import registry
 from paceline.reward.remote.scorer import RemoteScorer
 from paceline.reward.scoring.scorer import ScorerSettings
@@ -22,15 +24,28 @@ def _scorers(path: str) -> str:
     Services that cannot be reached, or refuse this environment's token, are passed: they may come up later.
     """
     config = load(RunConfig, Path(path))
-    for function in config.reward.functions:
+    for name, reward in config.rewards.items():
+        with naming_set(name):
+            load_functions(reward)
+            asyncio.run(_check_services(config, reward))
+    functions = sum(len(reward.functions) for reward in config.rewards.values())
+    services = sum(len(reward.services) for reward in config.rewards.values())
+    return f"{functions} functions and {services} services"
+
+
+def load_functions(reward: RewardConfig) -> None:
+    """Loads the functions of a reward; runs users' modules.
+
+    Raises:
+        ConfigError: as `registry.load`.
+    """
+    for function in reward.functions:
         registry.load(function.name, function.kwargs, group=function.group)
-    asyncio.run(_check_services(config))
-    return f"{len(config.reward.functions)} functions and {len(config.reward.services)} services"
 
 
-async def _check_services(config: RunConfig) -> None:
+async def _check_services(config: RunConfig, reward: RewardConfig) -> None:
     settings = ScorerSettings(
-        config=config.reward,
+        config=reward,
         credentials=Credentials.from_env(REWARD_TOKEN),
         max_message_bytes=config.service.max_message_mib * 2**20,
     )

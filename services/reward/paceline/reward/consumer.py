@@ -302,6 +302,7 @@ class Consumer:
                 extra=header.context.extra,
                 episode=header.episode,
                 group=group,
+                val_set=header.context.val_set,
             )
             for header, text, group in zip(headers, texts, groups, strict=True)
             if isinstance(text, _Texts)

@@ -15,7 +15,7 @@ from paceline.core.scoring import ScoreItem
 from paceline.reward.attached.scorer import AttachedScorer
 from paceline.reward.code.scorer import CodeScorer
 from paceline.reward.environment import EnvironmentReward
-from paceline.reward.functions.pool import FunctionPool, function_specs
+from paceline.reward.functions.pool import FunctionPool
 from paceline.reward.judge.scorer import JudgeScorer
 from paceline.reward.remote.scorer import RemoteScorer
 from paceline.reward.scoring.scorer import Queued, Scorer, ScorerSettings
@@ -70,9 +70,7 @@ class WeightedSum:
         """
         scorers = [scorer for build in KINDS for scorer in build(settings)]
         config = settings.config
-        shapes = {spec.name: spec.shape for spec in function_specs(config)}
-        for kind in (config.services, config.attached, config.models, config.judges, config.code):
-            shapes |= {scorer.name: Shape.configured(scorer) for scorer in kind}
+        shapes = {name: Shape.configured(scorer) for name, scorer in config.named_scorers.items()}
         return cls(
             scorers,
             minimum=config.min_reward,

@@ -62,7 +62,7 @@ class SamplerLimits:
             max_stream_length=config.broker.max_stream_length,
             append_timeout_s=config.stall_timeout_s,
             max_deliveries=rollout.max_deliveries,
-            groups_together=config.reward.has_groups,
+            groups_together=config.scores_groups,
             in_flight=rollout.in_flight,
             max_staleness=config.barrier.bound if config.pushes_in_flight else 0,
             save_progress_s=rollout.save_progress_s,

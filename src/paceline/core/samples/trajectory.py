@@ -50,12 +50,16 @@ class SamplingSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardContext:
-    """What a scorer needs beside the response; it travels with the prompt and with each trajectory."""
+    """What a scorer needs beside the response; it travels with the prompt and with each trajectory.
+
+    `val_set` names the set of data.val_sets that the prompt belongs to; "" for all other prompts.
+    """
 
     ground_truth: str
     data_source: str = ""
     prompt_text: str = ""
     extra: Mapping[str, object] = field(default_factory=dict)
+    val_set: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

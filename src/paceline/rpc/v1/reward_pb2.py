@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from paceline.rpc.v1 import attachment_pb2 as paceline_dot_rpc_dot_v1_dot_attachment__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpaceline/rpc/v1/reward.proto\x12\x0fpaceline.rpc.v1\x1a paceline/rpc/v1/attachment.proto\")\n\x15\x44\x65scribeRewardRequest\x12\x10\n\x08\x63ontract\x18\x01 \x01(\r\"j\n\x11RewardDescription\x12\x10\n\x08\x63ontract\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x14\n\x0c\x64\x61ta_sources\x18\x03 \x03(\t\x12\x0e\n\x06groups\x18\x04 \x01(\x08\x12\x0f\n\x07version\x18\x05 \x01(\t\"\x92\x01\n\tScoreItem\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x0e\n\x06prompt\x18\x02 \x01(\t\x12\x10\n\x08response\x18\x03 \x01(\t\x12\x14\n\x0cground_truth\x18\x04 \x01(\t\x12\x13\n\x0b\x64\x61ta_source\x18\x05 \x01(\t\x12\x12\n\nextra_json\x18\x06 \x01(\t\x12\r\n\x05group\x18\x07 \x01(\t\"W\n\x0cScoreRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12)\n\x05items\x18\x03 \x03(\x0b\x32\x1a.paceline.rpc.v1.ScoreItem\"+\n\x0cPlacedReward\x12\x0b\n\x03\x65nd\x18\x01 \x01(\x03\x12\x0e\n\x06reward\x18\x02 \x01(\x01\"\xe7\x01\n\x0bScoreResult\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x0e\n\x06reward\x18\x02 \x01(\x01\x12@\n\ncomponents\x18\x03 \x03(\x0b\x32,.paceline.rpc.v1.ScoreResult.ComponentsEntry\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12-\n\x06placed\x18\x05 \x03(\x0b\x32\x1d.paceline.rpc.v1.PlacedReward\x1a\x31\n\x0f\x43omponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\">\n\rScoreResponse\x12-\n\x07results\x18\x01 \x03(\x0b\x32\x1c.paceline.rpc.v1.ScoreResult\"p\n\tScoreTask\x12\x0e\n\x06ticket\x18\x01 \x01(\x04\x12(\n\x04item\x18\x02 \x01(\x0b\x32\x1a.paceline.rpc.v1.ScoreItem\x12)\n\x05group\x18\x03 \x03(\x0b\x32\x1a.paceline.rpc.v1.ScoreItem\"7\n\nScoreTasks\x12)\n\x05tasks\x18\x01 \x03(\x0b\x32\x1a.paceline.rpc.v1.ScoreTask\"x\n\x0bScoreAnswer\x12\x0e\n\x06ticket\x18\x01 \x01(\x04\x12,\n\x06result\x18\x02 \x01(\x0b\x32\x1c.paceline.rpc.v1.ScoreResult\x12+\n\x05group\x18\x03 \x03(\x0b\x32\x1c.paceline.rpc.v1.ScoreResult\"=\n\x0cScoreAnswers\x12-\n\x07\x61nswers\x18\x01 \x03(\x0b\x32\x1c.paceline.rpc.v1.ScoreAnswer\"\xdb\x01\n\rScorerMessage\x12-\n\x05hello\x18\x01 \x01(\x0b\x32\x1c.paceline.rpc.v1.AttachHelloH\x00\x12/\n\x06window\x18\x02 \x01(\x0b\x32\x1d.paceline.rpc.v1.AttachWindowH\x00\x12\x30\n\x07\x61nswers\x18\x03 \x01(\x0b\x32\x1d.paceline.rpc.v1.ScoreAnswersH\x00\x12-\n\x05leave\x18\x04 \x01(\x0b\x32\x1c.paceline.rpc.v1.AttachLeaveH\x00\x42\t\n\x07message\"\xaa\x01\n\x0eGatewayMessage\x12\x31\n\x07welcome\x18\x01 \x01(\x0b\x32\x1e.paceline.rpc.v1.AttachWelcomeH\x00\x12+\n\x04work\x18\x02 \x01(\x0b\x32\x1b.paceline.rpc.v1.ScoreTasksH\x00\x12-\n\x05leave\x18\x03 \x01(\x0b\x32\x1c.paceline.rpc.v1.AttachLeaveH\x00\x42\t\n\x07message2\xaf\x01\n\rRewardService\x12\x46\n\x05Score\x12\x1d.paceline.rpc.v1.ScoreRequest\x1a\x1e.paceline.rpc.v1.ScoreResponse\x12V\n\x08\x44\x65scribe\x12&.paceline.rpc.v1.DescribeRewardRequest\x1a\".paceline.rpc.v1.RewardDescription2^\n\rRewardGateway\x12M\n\x06\x41ttach\x12\x1e.paceline.rpc.v1.ScorerMessage\x1a\x1f.paceline.rpc.v1.GatewayMessage(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpaceline/rpc/v1/reward.proto\x12\x0fpaceline.rpc.v1\x1a paceline/rpc/v1/attachment.proto\")\n\x15\x44\x65scribeRewardRequest\x12\x10\n\x08\x63ontract\x18\x01 \x01(\r\"j\n\x11RewardDescription\x12\x10\n\x08\x63ontract\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x14\n\x0c\x64\x61ta_sources\x18\x03 \x03(\t\x12\x0e\n\x06groups\x18\x04 \x01(\x08\x12\x0f\n\x07version\x18\x05 \x01(\t\"\xa3\x01\n\tScoreItem\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x0e\n\x06prompt\x18\x02 \x01(\t\x12\x10\n\x08response\x18\x03 \x01(\t\x12\x14\n\x0cground_truth\x18\x04 \x01(\t\x12\x13\n\x0b\x64\x61ta_source\x18\x05 \x01(\t\x12\x12\n\nextra_json\x18\x06 \x01(\t\x12\r\n\x05group\x18\x07 \x01(\t\x12\x0f\n\x07val_set\x18\x08 \x01(\t\"W\n\x0cScoreRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12)\n\x05items\x18\x03 \x03(\x0b\x32\x1a.paceline.rpc.v1.ScoreItem\"+\n\x0cPlacedReward\x12\x0b\n\x03\x65nd\x18\x01 \x01(\x03\x12\x0e\n\x06reward\x18\x02 \x01(\x01\"\xe7\x01\n\x0bScoreResult\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x0e\n\x06reward\x18\x02 \x01(\x01\x12@\n\ncomponents\x18\x03 \x03(\x0b\x32,.paceline.rpc.v1.ScoreResult.ComponentsEntry\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12-\n\x06placed\x18\x05 \x03(\x0b\x32\x1d.paceline.rpc.v1.PlacedReward\x1a\x31\n\x0f\x43omponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\">\n\rScoreResponse\x12-\n\x07results\x18\x01 \x03(\x0b\x32\x1c.paceline.rpc.v1.ScoreResult\"p\n\tScoreTask\x12\x0e\n\x06ticket\x18\x01 \x01(\x04\x12(\n\x04item\x18\x02 \x01(\x0b\x32\x1a.paceline.rpc.v1.ScoreItem\x12)\n\x05group\x18\x03 \x03(\x0b\x32\x1a.paceline.rpc.v1.ScoreItem\"7\n\nScoreTasks\x12)\n\x05tasks\x18\x01 \x03(\x0b\x32\x1a.paceline.rpc.v1.ScoreTask\"x\n\x0bScoreAnswer\x12\x0e\n\x06ticket\x18\x01 \x01(\x04\x12,\n\x06result\x18\x02 \x01(\x0b\x32\x1c.paceline.rpc.v1.ScoreResult\x12+\n\x05group\x18\x03 \x03(\x0b\x32\x1c.paceline.rpc.v1.ScoreResult\"=\n\x0cScoreAnswers\x12-\n\x07\x61nswers\x18\x01 \x03(\x0b\x32\x1c.paceline.rpc.v1.ScoreAnswer\"\xdb\x01\n\rScorerMessage\x12-\n\x05hello\x18\x01 \x01(\x0b\x32\x1c.paceline.rpc.v1.AttachHelloH\x00\x12/\n\x06window\x18\x02 \x01(\x0b\x32\x1d.paceline.rpc.v1.AttachWindowH\x00\x12\x30\n\x07\x61nswers\x18\x03 \x01(\x0b\x32\x1d.paceline.rpc.v1.ScoreAnswersH\x00\x12-\n\x05leave\x18\x04 \x01(\x0b\x32\x1c.paceline.rpc.v1.AttachLeaveH\x00\x42\t\n\x07message\"\xaa\x01\n\x0eGatewayMessage\x12\x31\n\x07welcome\x18\x01 \x01(\x0b\x32\x1e.paceline.rpc.v1.AttachWelcomeH\x00\x12+\n\x04work\x18\x02 \x01(\x0b\x32\x1b.paceline.rpc.v1.ScoreTasksH\x00\x12-\n\x05leave\x18\x03 \x01(\x0b\x32\x1c.paceline.rpc.v1.AttachLeaveH\x00\x42\t\n\x07message2\xaf\x01\n\rRewardService\x12\x46\n\x05Score\x12\x1d.paceline.rpc.v1.ScoreRequest\x1a\x1e.paceline.rpc.v1.ScoreResponse\x12V\n\x08\x44\x65scribe\x12&.paceline.rpc.v1.DescribeRewardRequest\x1a\".paceline.rpc.v1.RewardDescription2^\n\rRewardGateway\x12M\n\x06\x41ttach\x12\x1e.paceline.rpc.v1.ScorerMessage\x1a\x1f.paceline.rpc.v1.GatewayMessage(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,31 +39,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REWARDDESCRIPTION']._serialized_start=126
   _globals['_REWARDDESCRIPTION']._serialized_end=232
   _globals['_SCOREITEM']._serialized_start=235
-  _globals['_SCOREITEM']._serialized_end=381
-  _globals['_SCOREREQUEST']._serialized_start=383
-  _globals['_SCOREREQUEST']._serialized_end=470
-  _globals['_PLACEDREWARD']._serialized_start=472
-  _globals['_PLACEDREWARD']._serialized_end=515
-  _globals['_SCORERESULT']._serialized_start=518
-  _globals['_SCORERESULT']._serialized_end=749
-  _globals['_SCORERESULT_COMPONENTSENTRY']._serialized_start=700
-  _globals['_SCORERESULT_COMPONENTSENTRY']._serialized_end=749
-  _globals['_SCORERESPONSE']._serialized_start=751
-  _globals['_SCORERESPONSE']._serialized_end=813
-  _globals['_SCORETASK']._serialized_start=815
-  _globals['_SCORETASK']._serialized_end=927
-  _globals['_SCORETASKS']._serialized_start=929
-  _globals['_SCORETASKS']._serialized_end=984
-  _globals['_SCOREANSWER']._serialized_start=986
-  _globals['_SCOREANSWER']._serialized_end=1106
-  _globals['_SCOREANSWERS']._serialized_start=1108
-  _globals['_SCOREANSWERS']._serialized_end=1169
-  _globals['_SCORERMESSAGE']._serialized_start=1172
-  _globals['_SCORERMESSAGE']._serialized_end=1391
-  _globals['_GATEWAYMESSAGE']._serialized_start=1394
-  _globals['_GATEWAYMESSAGE']._serialized_end=1564
-  _globals['_REWARDSERVICE']._serialized_start=1567
-  _globals['_REWARDSERVICE']._serialized_end=1742
-  _globals['_REWARDGATEWAY']._serialized_start=1744
-  _globals['_REWARDGATEWAY']._serialized_end=1838
+  _globals['_SCOREITEM']._serialized_end=398
+  _globals['_SCOREREQUEST']._serialized_start=400
+  _globals['_SCOREREQUEST']._serialized_end=487
+  _globals['_PLACEDREWARD']._serialized_start=489
+  _globals['_PLACEDREWARD']._serialized_end=532
+  _globals['_SCORERESULT']._serialized_start=535
+  _globals['_SCORERESULT']._serialized_end=766
+  _globals['_SCORERESULT_COMPONENTSENTRY']._serialized_start=717
+  _globals['_SCORERESULT_COMPONENTSENTRY']._serialized_end=766
+  _globals['_SCORERESPONSE']._serialized_start=768
+  _globals['_SCORERESPONSE']._serialized_end=830
+  _globals['_SCORETASK']._serialized_start=832
+  _globals['_SCORETASK']._serialized_end=944
+  _globals['_SCORETASKS']._serialized_start=946
+  _globals['_SCORETASKS']._serialized_end=1001
+  _globals['_SCOREANSWER']._serialized_start=1003
+  _globals['_SCOREANSWER']._serialized_end=1123
+  _globals['_SCOREANSWERS']._serialized_start=1125
+  _globals['_SCOREANSWERS']._serialized_end=1186
+  _globals['_SCORERMESSAGE']._serialized_start=1189
+  _globals['_SCORERMESSAGE']._serialized_end=1408
+  _globals['_GATEWAYMESSAGE']._serialized_start=1411
+  _globals['_GATEWAYMESSAGE']._serialized_end=1581
+  _globals['_REWARDSERVICE']._serialized_start=1584
+  _globals['_REWARDSERVICE']._serialized_end=1759
+  _globals['_REWARDGATEWAY']._serialized_start=1761
+  _globals['_REWARDGATEWAY']._serialized_end=1855
 # @@protoc_insertion_point(module_scope)

@@ -88,6 +88,7 @@ class ScoreItem(_message.Message):
     DATA_SOURCE_FIELD_NUMBER: _builtins.int
     EXTRA_JSON_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
+    VAL_SET_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     prompt: _builtins.str
     response: _builtins.str
@@ -101,6 +102,10 @@ class ScoreItem(_message.Message):
     """Version 2. Items of a call with the same group are all samples of one prompt: none is in another call. Empty:
     the item is scored by itself.
     """
+    val_set: _builtins.str
+    """The set of data.val_sets that the prompt belongs to; empty: any other prompt. A run's own reward service scores
+    the item by the reward of that set.
+    """
     def __init__(
         self,
         *,
@@ -111,10 +116,11 @@ class ScoreItem(_message.Message):
         data_source: _builtins.str = ...,
         extra_json: _builtins.str = ...,
         group: _builtins.str = ...,
+        val_set: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_source", b"data_source", "extra_json", b"extra_json", "ground_truth", b"ground_truth", "group", b"group", "prompt", b"prompt", "response", b"response", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_source", b"data_source", "extra_json", b"extra_json", "ground_truth", b"ground_truth", "group", b"group", "prompt", b"prompt", "response", b"response", "trajectory_id", b"trajectory_id", "val_set", b"val_set"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

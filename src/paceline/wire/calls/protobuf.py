@@ -49,6 +49,7 @@ def score_item_to_proto(item: ScoreItem) -> reward_pb2.ScoreItem:
         data_source=item.data_source,
         extra_json=check_score_item(item),
         group=item.group,
+        val_set=item.val_set,
     )
 
 
@@ -58,7 +59,14 @@ def check_score_item(item: ScoreItem) -> str:
     Raises:
         InvalidMessageError: `extra` is too large or not JSON, or a text holds half a surrogate pair.
     """
-    texts = (item.trajectory_id, item.prompt, item.response, item.ground_truth, item.data_source)
+    texts = (
+        item.trajectory_id,
+        item.prompt,
+        item.response,
+        item.ground_truth,
+        item.data_source,
+        item.val_set,
+    )
     try:
         for text in texts:
             text.encode()
@@ -105,6 +113,7 @@ def score_item_from_proto(message: reward_pb2.ScoreItem) -> ScoreItem:
         data_source=message.data_source,
         extra=read_json_object(message.extra_json, _extra_of(message)),
         group=message.group,
+        val_set=message.val_set,
     )
 
 

@@ -33,11 +33,16 @@ _Key = tuple[int, int, str, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ask:
-    """The samples that an order wants of each prompt for one purpose."""
+    """The samples that an order wants of each prompt for one purpose.
+
+    Attributes:
+        val_set: the set of data.val_sets that the prompts belong to; "" for other prompts.
+    """
 
     purpose: str
     num_samples: int
     sampling: SamplingSpec
+    val_set: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,6 +178,6 @@ class Dispatcher:
             sampling=ask.sampling,
             seeds=seeds,
             policy=order.policy,
-            context=prompt.context,
+            context=replace(prompt.context, val_set=ask.val_set),
             messages=prompt.messages if self._config.has_episodes else (),
         )

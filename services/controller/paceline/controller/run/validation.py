@@ -68,6 +68,7 @@ class Validation:
                 purpose=Purpose.VALIDATE,
                 num_samples=held_out.of.n,
                 sampling=self._inputs.held_out_sampling(held_out.of),
+                val_set=held_out.of.name,
             )
             for held_out in sets
         }

@@ -198,6 +198,7 @@ def _item(
     data_source: str,
     extra: dict[str, object],
     group: str,
+    val_set: str,
 ) -> ScoreItem:
     return ScoreItem(
         trajectory_id=trajectory_id,
@@ -207,6 +208,7 @@ def _item(
         data_source=data_source,
         extra=extra,
         group=group,
+        val_set=val_set,
     )
 
 

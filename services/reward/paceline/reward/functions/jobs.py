@@ -133,4 +133,5 @@ def _fields(item: ScoreItem) -> list[object]:
         item.data_source,
         dict(item.extra),
         item.group,
+        item.val_set,
     ]

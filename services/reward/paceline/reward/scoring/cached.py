@@ -91,9 +91,9 @@ class Cached:
 
 def _key(item: ScoreItem, version: str) -> bytes:
     extra = json.dumps(item.extra, sort_keys=True, default=repr)
-    row = (item.prompt, item.response, item.ground_truth, item.data_source, extra, repr(item.episode))
+    texts = (item.prompt, item.response, item.ground_truth, item.data_source, item.val_set)
     digest = hashlib.blake2b(digest_size=16)
-    for part in (version, *row):
+    for part in (version, *texts, extra, repr(item.episode)):
         text = part.encode(errors="surrogatepass")
         digest.update(len(text).to_bytes(8, "little") + text)
     return digest.digest()

@@ -157,7 +157,7 @@ def _data(
     given = [name for name in _OPTIONS if getattr(args, name) is not None]
     named: dict[str, Any] = {name: {"files": list(files)} for name, files in sets.items()}
     for name, of_run in data.get("val_sets", {}).items() if not sets else ():
-        changed = dict.fromkeys((*given, "max_prompts"))
+        changed = dict.fromkeys((*given, "max_prompts", *(["reward"] if args.reward else [])))
         named[name] = {**({"files": of_run} if isinstance(of_run, str | list) else of_run), **changed}
     unnamed = [] if sets else list(data.get("val_files", ()))
     files = [*unnamed, *(file for of_set in named.values() for file in of_set["files"])]

@@ -123,9 +123,7 @@ class _StandIns:
     """
 
     def __init__(self, config: RunConfig) -> None:
-        reward = config.reward
-        scorers = (reward.services, reward.attached, reward.models, reward.judges, reward.code)
-        self._names = [*reward.function_names, *(scorer.name for kind in scorers for scorer in kind)]
+        self._names = list(config.reward.named_scorers)
         self.sampled: list[str] = []
         self.digests: list[str] = []
         self.num_rows = 0

@@ -52,6 +52,7 @@ class FileCheck:
     Args:
         run_id, policy: run and policy of its trajectories.
         shapes: how components make up the reward; None if not known.
+        own_shapes: the same for prompts that have a reward of their own; empty shapes if not known.
         recomputes: whether blobs can be rebuilt, because the messages have this version's schema.
 
     Attributes:
@@ -67,6 +68,7 @@ class FileCheck:
     policy: PolicyTag
     shapes: Mapping[str, Shape] | None
     recomputes: bool
+    own_shapes: Mapping[int, Mapping[str, Shape]] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
     components: list[Mapping[str, float]] = field(default_factory=list)
     num_sampled: list[int] = field(default_factory=list)
@@ -134,12 +136,13 @@ class FileCheck:
             return
         components = _parsed(text)
         self.components.append(components)
-        if self.shapes is None:
+        shapes = self.own_shapes.get(row.key.prompt_id, self.shapes)
+        if not shapes:
             return
         scored = {name: value for name, value in components.items() if "/" not in name}
-        if not scored.keys() <= self.shapes.keys():
+        if not scored.keys() <= shapes.keys():
             return
-        parts = [_contribution(value, self.shapes[name]) for name, value in scored.items()]
+        parts = [_contribution(value, shapes[name]) for name, value in scored.items()]
         size = math.fsum(map(abs, parts)) + abs(row.raw_reward)
         if abs(math.fsum(parts) - row.raw_reward) > 1e-9 * (1 + size):
             self.faults.append(

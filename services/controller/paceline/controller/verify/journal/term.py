@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from paceline.config.mixture import WeightsFrom
-from paceline.config.reward import ShapedConfig
+from paceline.config.reward import RewardConfig
 from paceline.config.run import RunConfig
 from paceline.controller.verify.findings import Findings, JournalEntry
 from paceline.core.samples.replay import ReplayRule
@@ -34,6 +34,7 @@ class Term:
         in_flight: `rollout.in_flight`: whether a push may change the weights during an answer.
         replay: the fields of the `ReplayRule`, which says what a step trains again; None without replay.
         shapes: the scorers' shapes, by component; empty if columns of a row weight them.
+        val_shapes: the same of the sets of held-out prompts that have a reward of their own.
         schema: the schema version of the messages, whose bytes enter the digests of trajectories; 0: not
             known.
         cursor: seed, batch size and shuffling of the draw of prompts; None if not known.
@@ -52,6 +53,7 @@ class Term:
     in_flight: str = "wait"
     replay: Mapping[str, Any] | None = None
     shapes: Mapping[str, Shape] = field(default_factory=dict)
+    val_shapes: Mapping[str, Mapping[str, Shape]] = field(default_factory=dict)
     schema: int = 0
     cursor: Mapping[str, Any] | None = None
     prompt_sets: Sequence[tuple[str, Sequence[Sequence[int]]]] = ()
@@ -81,7 +83,8 @@ class Term:
         }
         return cls(
             **_old(config),
-            shapes=_shapes(config),
+            shapes=_shapes(config.reward),
+            val_shapes={name: _shapes(reward) for name, reward in config.val_rewards.items()},
             schema=SCHEMA_VERSION,
             cursor=draw if is_known else None,
             prompt_sets=list(zip(mixture.names, ranges, strict=True)) if is_known else (),
@@ -110,6 +113,8 @@ class Term:
             del plain["in_flight"]
         if self.replay is None:
             del plain["replay"]
+        if not self.val_shapes:
+            del plain["val_shapes"]
         return plain
 
     def note_unseen(self, findings: Findings) -> None:
@@ -129,7 +134,7 @@ class Term:
             ] += 1
         if not self.save_trajectories:
             unseen["tokens and components of a term with trainer.save_trajectories: false"] += 1
-        if not self.shapes:
+        if not all((self.shapes, *self.val_shapes.values())):
             unseen["whether components add up to rewards in a term whose rows weight them (weight_key)"] += 1
 
     def mixture(self) -> PromptMixture | None:
@@ -180,11 +185,8 @@ def _limits(config: RunConfig) -> dict[str, float]:
     }
 
 
-def _shapes(config: RunConfig) -> dict[str, Shape]:
-    reward = config.reward
-    named: dict[str, ShapedConfig] = dict(zip(reward.function_names, reward.functions, strict=True))
-    for kind in (reward.services, reward.attached, reward.models, reward.judges, reward.code):
-        named |= {scorer.name: scorer for scorer in kind}
+def _shapes(reward: RewardConfig) -> dict[str, Shape]:
+    named = reward.named_scorers
     if any(scorer.weight_key is not None for scorer in named.values()):
         return {}
     shapes: dict[str, Shape] = {n: (s.weight, s.min_value, s.max_value) for n, s in named.items()}

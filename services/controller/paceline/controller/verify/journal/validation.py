@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from paceline.controller.verify.findings import Findings, Invariant, JournalEntry
-from paceline.controller.verify.journal.term import Term
+from paceline.controller.verify.journal.term import Shape, Term
 from paceline.controller.verify.rows.trajectory_row import TrajectoryRow
 from paceline.core.evaluation import EvaluatedAnswer, evaluate
 from paceline.core.ids import Purpose, TrajectoryId
@@ -19,12 +19,12 @@ class AskedSet:
     """A set of held-out prompts, as a validation requested it.
 
     Attributes:
-        prefix: prefix of its metrics' names.
+        name: "" for that of data.val_files.
         num_samples: answers per prompt.
         right_above: rewards above it are right; None in journals that are older than named sets.
     """
 
-    prefix: str
+    name: str
     prompts: frozenset[int]
     num_samples: int
     right_above: float | None
@@ -33,11 +33,16 @@ class AskedSet:
     def of(cls, name: str, asked: Mapping[str, Any]) -> AskedSet:
         """Reads a set of the event `validate`; "" names that of data.val_files."""
         return cls(
-            prefix=f"val/{name}/" if name else "val/",
+            name=name,
             prompts=frozenset(asked["prompts"]),
             num_samples=int(asked["num_samples"]),
             right_above=asked.get("right_above"),
         )
+
+    @property
+    def prefix(self) -> str:
+        """Prefix of its metrics' names."""
+        return f"val/{self.name}/" if self.name else "val/"
 
     def metrics(self, rows: Sequence[TrajectoryRow], num_dropped: int) -> dict[str, float]:
         """Returns the set's metrics, as far as they follow from the journal."""
@@ -136,6 +141,11 @@ class ValidationCheck:
                 yield TrajectoryRow(
                     key=key, digest=str(entry.get("digest")), reward=reward, raw_reward=reward
                 )
+
+    def own_shapes(self) -> dict[int, Mapping[str, Shape]]:
+        """How components make up the rewards of prompts whose set has a reward of its own, by prompt."""
+        shapes = self.term.val_shapes
+        return {prompt: shapes[of.name] for of in self.sets if of.name in shapes for prompt in of.prompts}
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics of its sets, as far as they follow from the journal."""
