@@ -201,23 +201,54 @@ def test_evaluations_by_set_and_step(seen: Any) -> None:
 
 
 def test_evaluations_of_several_runs(tmp_path: Path) -> None:
+    """Run b has answered another set than a, each prompt four times."""
     data = frozen(RunContent(write_run(tmp_path / "a", num_steps=4)))
-    data["runs"] = [*data["runs"], {**data["runs"][0], "name": "b"}]
+    folder = write_run(tmp_path / "b", num_steps=2)
+    path = folder / "metrics.jsonl"
+    path.write_text(path.read_text().replace("val/hard/", "val/easy/").replace("_at_16", "_at_4"))
+    other = frozen(RunContent(folder))
+    data["runs"] = [*data["runs"], *other["runs"]]
+    data["of"] = {"a": data["metrics"], "b": other["metrics"]}
     script = """
     async function probe() {
       location.hash = "a,b";
       await wait(400);
-      const table = document.querySelector("#evaluations table");
       const cells = row => all("th, td", row).map(cell => cell.textContent);
-      return {rows: all("tr", table).map(cells), heads: cells(all("#runs tr")[0])};
+      return {tables: all("#evaluations table").map(table => all("tr", table).map(cells)),
+        heads: cells(all("#runs tr")[0]), best: all("#evaluations b").map(cell => cell.textContent)};
     }
     """
-    seen = probe(page("runs", data), HELPERS + script, tmp_path)
-    unnamed = "first, step 0: 0.310best, step 4: 0.920last, step 4: 0.920"
-    hard = "first, step 0: 0.500 [0.375, 0.625]best, step 2: 0.750 [0.625, 0.875]"
-    hard += "last, step 4: 0.625 [0.500, 0.750]"
-    assert seen["rows"] == [["set", "a", "b"], ["data.val_files", *[unnamed] * 2], ["hard", *[hard] * 2]]
-    assert seen["heads"][4:7] == ["Validation reward", "Validation reward (hard)", "Training reward"]
+    of_one, of_each = "metrics() { return this.data.metrics; }", "metrics(run) { return this.data.of[run]; }"
+    text = page("runs", data)
+    assert of_one in text
+    seen = probe(text.replace(of_one, of_each), HELPERS + script, tmp_path)
+    unnamed, hard, easy = seen["tables"]
+    assert unnamed == [
+        ["run", "reward"],
+        ["a: first, step 0", "0.310"],
+        ["a: best, last, step 4", "0.920"],
+        ["b: first, step 0", "0.310"],
+        ["b: best, last, step 2", "0.920"],
+    ]
+    heads = ["run", "reward", "avg@16", "maj@16", "pass@2", "pass@16", "cut off", "tokens", "prompts"]
+    rest = ["0.250", "123", "40"]
+    assert hard == [
+        heads,
+        ["a: first, step 0", "0.500 [0.375, 0.625]", "0.500", "0.550", "0.600", "1.000", *rest],
+        ["a: best, step 2", "0.750 [0.625, 0.875]", "0.750", "0.800", "0.850", "1.000", *rest],
+        ["a: last, step 4", "0.625 [0.500, 0.750]", "0.625", "0.675", "0.725", "1.000", *rest],
+        ["b", "–", *[""] * 7],
+    ]
+    assert [row[:2] for row in easy] == [
+        ["run", "reward"],
+        ["a", "–"],
+        ["b: first, step 0", "0.500 [0.375, 0.625]"],
+        ["b: best, step 1", "0.750 [0.625, 0.875]"],
+        ["b: last, step 2", "0.625 [0.500, 0.750]"],
+    ]
+    assert easy[0][2:6] == ["avg@4", "maj@4", "pass@2", "pass@4"]
+    assert seen["best"] == ["0.920", "0.920", *["0.750 [0.625, 0.875]"] * 2]
+    assert seen["heads"][4:6] == ["Validation reward", "Validation reward (hard)"]
 
 
 def test_fleet_guard_and_events(seen: Any) -> None:

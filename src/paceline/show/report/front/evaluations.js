@@ -1,4 +1,4 @@
-// The validations: of one run a table over its steps for each set, of several a table of the sets over the runs.
+// The validations: a table for each set, of one run over its steps, of several over the runs.
 
 class Evaluations {
   constructor(runs, onStep) {
@@ -27,37 +27,48 @@ class Evaluations {
 
   #ofSet(set) {
     const [run] = this.runs, [best] = this.#best(run, set);
-    const rates = run.names().map(name => name.startsWith(set.prefix) && name.slice(set.prefix.length))
-      .filter(name => /^(avg|pass|maj)_at_\d+$/.test(name))
-      .sort((a, b) => a.localeCompare(b, "en", {numeric: true}));
-    const columns = [...rates.map(name => [name.replace("_at_", "@"), name, 3]),
-      ["cut off", "cut_off", 3], ["tokens", "response_length/mean", 0], ["prompts", "num_prompts", 0]]
-      .filter(([, name]) => run.points(set.prefix + name).length);
-    const rows = run.points(`${set.prefix}reward/mean`).map(([step]) => h("tr", {},
-      h("td", {}, h("button", {class: "small", onclick: () => this.onStep(step)}, String(step))),
-      h("td", {}, h(step === best ? "b" : "span", {}, this.#reward(run, set, step))),
+    return this.#table(set, "step", run.points(`${set.prefix}reward/mean`).map(([step]) => ({
+      run, step, best: step === best,
+      head: h("button", {class: "small", onclick: () => this.onStep(step)}, String(step)),
+    })));
+  }
+
+  // Of each run the first validation, the best and the last.
+  #compared() {
+    const sets = new Map(this.runs.flatMap(run => run.heldOut()).map(set => [set.name, set]));
+    return [...sets.values()].map(set => this.#table(set, "run", this.runs.flatMap(run => this.#summary(run, set))));
+  }
+
+  #summary(run, set) {
+    const points = run.points(`${set.prefix}reward/mean`);
+    if (!points.length) return [{run, head: run.name}];
+    const steps = {first: points[0][0], best: this.#best(run, set)[0], last: points.at(-1)[0]};
+    return [...new Set(Object.values(steps))].map(step => {
+      const words = Object.keys(steps).filter(word => steps[word] === step).join(", ");
+      return {run, step, best: step === steps.best, head: `${run.name}: ${words}, step ${step}`};
+    });
+  }
+
+  // A row for each of `entries`; one without a step stands for a run that has not answered the set.
+  #table(set, title, entries) {
+    const columns = this.#columns(set);
+    const rows = entries.map(({run, step, best, head}) => h("tr", {}, h("td", {}, head),
+      h("td", {}, step === undefined ? "–" : h(best ? "b" : "span", {}, this.#reward(run, set, step))),
       ...columns.map(([, name, digits]) =>
         h("td", {}, this.#at(run, set.prefix + name, step)?.toFixed(digits) ?? ""))));
     return h("div", {class: "scroll few"}, h("table", {}, h("caption", {}, set.name || "data.val_files"),
-      h("thead", {}, h("tr", {}, ...["step", "reward", ...columns.map(([title]) => title)].map(t => h("th", {}, t)))),
+      h("thead", {}, h("tr", {}, ...[title, "reward", ...columns.map(([title]) => title)].map(t => h("th", {}, t)))),
       h("tbody", {}, ...rows)));
   }
 
-  #compared() {
-    const sets = new Map(this.runs.flatMap(run => run.heldOut()).map(set => [set.name, set]));
-    const rows = [...sets.values()].map(set => h("tr", {}, h("td", {}, set.name || "data.val_files"),
-      ...this.runs.map(run => h("td", {}, ...this.#summary(run, set)))));
-    if (!rows.length) return [];
-    return [h("div", {class: "scroll"}, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "set"),
-      ...this.runs.map(run => h("th", {}, run.name)))), h("tbody", {}, ...rows)))];
-  }
-
-  // The first, the best and the last.
-  #summary(run, set) {
-    const points = run.points(`${set.prefix}reward/mean`);
-    if (!points.length) return ["–"];
-    const steps = [points[0][0], this.#best(run, set)[0], points.at(-1)[0]];
-    return ["first", "best", "last"].map((word, i) =>
-      h("div", {}, h("i", {}, `${word}, step ${steps[i]}: `), this.#reward(run, set, steps[i])));
+  // Titles, names and digits of the numbers that any of the runs has of a set.
+  #columns(set) {
+    const names = new Set(this.runs.flatMap(run => run.names()).filter(name => name.startsWith(set.prefix))
+      .map(name => name.slice(set.prefix.length)));
+    const rates = [...names].filter(name => /^(avg|pass|maj)_at_\d+$/.test(name))
+      .sort((a, b) => a.localeCompare(b, "en", {numeric: true}));
+    return [...rates.map(name => [name.replace("_at_", "@"), name, 3]),
+      ["cut off", "cut_off", 3], ["tokens", "response_length/mean", 0], ["prompts", "num_prompts", 0]]
+      .filter(([, name]) => this.runs.some(run => run.points(set.prefix + name).length));
   }
 }
