@@ -143,10 +143,21 @@ async def test_each_item_has_the_reward_of_its_set(address: str) -> None:
     ]
     scores = await scorer.score(given)
     await scorer.close()
+    for name in ("", "own"):
+        with pytest.raises(RewardError):
+            await scorer.score([replace(items("a")[0], val_set=name)])
     assert [score.trajectory_id for score in scores] == [f"t{index}" for index in range(6)]
     assert [score.reward for score in scores] == [-1.0, 1.0, 1.0, 2.0, None, 0.0]
     assert [set(score.components) for score in scores[:3]] == [
         {"length_or_error"},
         {"length_or_error", "length"},
         {"rank"},
+    ]
+
+
+def test_the_queues_of_a_set_carry_its_name(address: str) -> None:
+    scorer = by_set(address)
+    assert isinstance(scorer, RewardBySet)
+    assert scorer.queues() == [
+        (0, {"scorer": name}) for name in ("length", "functions", "own: functions", "ranked: group functions")
     ]

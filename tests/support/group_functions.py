@@ -28,6 +28,11 @@ def scaled(items: list[ScoreItem], *, factor: float) -> list[float]:
     return [factor * len(items)] * len(items)
 
 
+def is_of_set(items: list[ScoreItem]) -> list[float]:
+    """1 where the samples belong to the set "hard"."""
+    return [float(item.val_set == "hard") for item in items]
+
+
 def without_items(*, factor: float) -> list[float]:
     """Takes no items."""
     return [factor]

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,15 @@ async def test_a_function_ranks_the_samples_of_each_prompt_by_themselves() -> No
             ScoreItem(trajectory_id=f"t{n}", prompt="", response="x" * n, ground_truth="") for n in (1, 2)
         ]
         assert kinds(await functions.score(alone)) == [0.0, 0.0]
+
+
+async def test_a_function_sees_which_set_the_samples_belong_to() -> None:
+    function = FunctionSpec(name="of_set", reference=f"{FUNCTIONS}:is_of_set", shape=GROUP)
+    async with FunctionPool([function], num_processes=1, timeout_s=20.0) as functions:
+        given = [
+            replace(item, val_set="hard" if item.group == "a" else "") for item in items({"a": "x", "b": "x"})
+        ]
+        assert [score.reward for score in await functions.score(given)] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -191,3 +192,22 @@ async def test_a_score_that_was_computed_while_the_version_changed_is_not_rememb
     scorer.version = "1"
     assert [score.reward for score in await cached.score([ITEM, ITEM])] == [2.0, 2.0]
     assert [score.reward for score in await cached.score([ITEM])] == [2.0]
+
+
+async def test_the_scores_of_one_set_are_not_remembered_for_another() -> None:
+    class Counting:
+        names = ("f",)
+        num_asked = 0
+
+        async def start(self) -> None: ...
+        async def close(self) -> None: ...
+
+        async def score(self, items: Sequence[ScoreItem], *, run_id: str = "", step: int = 0) -> list[Score]:
+            self.num_asked += len(items)
+            return [Score(trajectory_id=item.trajectory_id, reward=float(self.num_asked)) for item in items]
+
+    cached = Cached(Counting(), 10)
+    for expected in ((1.0, 2.0), (1.0, 2.0)):
+        for name, reward in zip(("", "hard"), expected, strict=True):
+            (score,) = await cached.score([replace(ITEM, val_set=name)])
+            assert score.reward == reward

@@ -167,6 +167,9 @@ def test_they_do_where_a_scorer_asks_for_groups() -> None:
         function = {"name": "rank.py:rank", "group": is_grouped}
         limits = SamplerLimits.of(cli_configs.config(reward={"functions": [{"name": "gsm8k"}, function]}))
         assert limits.groups_together is is_grouped
+        of_set = {"files": "hard.jsonl", "reward": {"functions": [function]}}
+        data = {"train_files": "t.jsonl", "val_sets": {"hard": of_set}}
+        assert SamplerLimits.of(cli_configs.config(data=data)).groups_together is is_grouped
 
 
 def test_requests_of_two_policies_share_no_cached_prefix() -> None:

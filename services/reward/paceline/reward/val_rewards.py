@@ -62,7 +62,7 @@ class RewardBySet:
         return [*self._general.queues(), *of_sets]
 
     async def start(self) -> None:
-        """Starts all scorers.
+        """Starts the scorers of the run's reward and of every set.
 
         Raises:
             ConfigError, DeadlineError, PeerLostError: as `WeightedSum.start`; a ConfigError names the set.
@@ -91,6 +91,6 @@ class RewardBySet:
         return self._of_sets.get(item.val_set, self._general)
 
     async def close(self) -> None:
-        """Closes all scorers."""
+        """Closes the scorers of the run's reward and of every set."""
         for reward in (*self._of_sets.values(), self._general):
             await reward.close()

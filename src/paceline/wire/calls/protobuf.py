@@ -59,14 +59,7 @@ def check_score_item(item: ScoreItem) -> str:
     Raises:
         InvalidMessageError: `extra` is too large or not JSON, or a text holds half a surrogate pair.
     """
-    texts = (
-        item.trajectory_id,
-        item.prompt,
-        item.response,
-        item.ground_truth,
-        item.data_source,
-        item.val_set,
-    )
+    texts = (item.trajectory_id, item.prompt, item.response, item.ground_truth, item.data_source)
     try:
         for text in texts:
             text.encode()
