@@ -1,4 +1,4 @@
-"""Shared parts of `paceline sft`, `rm` and `dpo`: ranks, order and split of pairs, optimizer, folder."""
+"""Shared parts of `paceline sft`, `rm` and `dpo`: ranks, batches of pairs, optimizer, model folder."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ N = TypeVar("N", bound=nn.Module)
 
 
 def form_ranks(settings: LearnerConfig, environment: RankEnvironment) -> Ranks:
-    """Returns the group of this rank."""
+    """Forms the group of this rank."""
     environment.use_interface(environment.master_host)
     use_threads(settings.threads, environment)
     device = choose_device(settings.device, environment, settings.devices)
@@ -83,7 +83,7 @@ def check(config: TuningRunConfig) -> None:
     """Runs the self-test of the model.
 
     Raises:
-        ModelError: it does not compute what it should.
+        ModelError: the test failed.
     """
     model, data = config.model, config.data
     longest = data.max_prompt_length + data.max_response_length
@@ -92,10 +92,10 @@ def check(config: TuningRunConfig) -> None:
 
 
 def tokenizer_of(config: TuningRunConfig) -> Any:
-    """Returns the tokenizer of the model, which ends answers.
+    """Loads the tokenizer of the model.
 
     Raises:
-        ModelError: it is unusable, or has no token to end them with.
+        ModelError: it is unusable, or has no end-of-sequence token.
     """
     tokenizer: Any = load_tokenizer(config.model.tokenizer_path or config.model.path)
     if tokenizer.eos_token_id is None:
@@ -106,7 +106,7 @@ def tokenizer_of(config: TuningRunConfig) -> Any:
 
 
 def require_some(num_fitting: int, num_rows: int, data: PairDataConfig) -> None:
-    """Raises DataError where no pair fits the length limits."""
+    """Raises DataError if no pair fits the length limits."""
     if not num_fitting:
         raise DataError(
             f"none of the {num_rows} pairs fits data.max_prompt_length={data.max_prompt_length} and "
@@ -115,7 +115,7 @@ def require_some(num_fitting: int, num_rows: int, data: PairDataConfig) -> None:
 
 
 def batch_indices(num_pairs: int, batch_size: int, seed: int, *, section: str = "sft") -> Iterator[list[int]]:
-    """Endless batches; every epoch visits each pair at most once, in an order drawn from (seed, epoch).
+    """Yields endless batches; an epoch visits each pair at most once, in an order from (seed, epoch).
 
     Raises:
         DataError: there are fewer pairs than one batch needs.
@@ -133,7 +133,7 @@ def batch_indices(num_pairs: int, batch_size: int, seed: int, *, section: str = 
 
 
 class Tuner(Generic[N]):
-    """Takes optimizer steps on a network as a section says; every rank calls it."""
+    """Takes optimizer steps on a network by a section's settings; every rank calls it."""
 
     def __init__(self, tuning: TuningConfig, network: N, ranks: Ranks) -> None:
         self.network, self._ranks = network, ranks
@@ -163,7 +163,7 @@ class Tuner(Generic[N]):
         return self._trainable.schedule.at(step)
 
     def state(self) -> State:
-        """Returns the network and its optimizer."""
+        """Returns the state of network and optimizer."""
         return state_of_trainable("network", self._trainable)
 
     def go_on(self, numbers: Mapping[str, int]) -> None:
@@ -172,7 +172,7 @@ class Tuner(Generic[N]):
 
     @property
     def numbers(self) -> dict[str, int]:
-        """Numbers needed to continue a training, in addition to its state."""
+        """Returns the numbers needed to continue a training, in addition to its state."""
         return {"num_skipped": self._num_skipped}
 
     def step(self, losses: Sequence[PartLoss], *, step: int) -> tuple[StepOutcome, list[float]]:
@@ -198,22 +198,22 @@ def take_steps(
     name: str,
     ranks: Ranks,
 ) -> TuningCheckpoints:
-    """Takes all steps, or those that an interrupted training has not taken; every rank calls it.
+    """Takes all steps, or those left of an interrupted training; every rank calls it.
 
     Args:
         config: configuration of the training.
         section: its own section.
-        tuner: at the weights that training begins with.
-        num_pairs: to draw batches from.
-        take_step: takes the step of this number, on the pairs of these indices; returns a line about it.
+        tuner: tuner at the starting weights.
+        num_pairs: number of pairs to draw batches from.
+        take_step: takes step `number` on the pairs with these indices; returns a report line.
         name: name of the section.
         ranks: the group.
 
     Returns:
-        The checkpoints, which are to be removed once the model is written.
+        The checkpoints, to be removed once the model is written.
 
     Raises:
-        CheckpointError: there are checkpoints of another training.
+        CheckpointError: the checkpoints belong to another training.
         DataError: there are too few pairs for a batch.
     """
     root = Path(section.output)
@@ -238,7 +238,7 @@ def take_steps(
 
 
 def _identity(config: TuningRunConfig, section: TuningConfig, name: str) -> dict[str, Any]:
-    """Returns the settings that determine a training's numbers, so neither ranks nor memory settings."""
+    """Returns the settings that determine a training's numbers: without ranks and memory settings."""
     own = section.model_dump(
         mode="json", exclude={"output", "memory", "max_token_len_per_gpu", "save_freq", "val_files"}
     )
@@ -253,13 +253,13 @@ def cut(
     token_budget: int,
     ranks: Ranks,
 ) -> list[MicroBatch]:
-    """This rank's micro-batches of one optimizer step.
+    """Returns this rank's micro-batches of an optimizer step.
 
     Args:
-        lengths: lengths of the pairs; what belongs to a pair stays in one micro-batch.
-        make_rows: the rows of the pair with this index.
-        network: that computes them.
-        token_budget: most tokens of a micro-batch on each rank; on a CPU fewer.
+        lengths: lengths of the pairs; a pair's rows stay in one micro-batch.
+        make_rows: makes the rows of the pair with an index.
+        network: the network that computes them.
+        token_budget: most tokens of a micro-batch on each rank; fewer on a CPU.
         ranks: the group.
     """
     longest = max(length.num_tokens for length in lengths)
@@ -279,7 +279,7 @@ def cut(
 
 
 def is_reported(step: int, total: int) -> bool:
-    """Returns whether a line is printed for a step: about twenty of them, the first and the last."""
+    """Returns whether to print a line for a step: about twenty in all, with the first and the last."""
     return step % max(1, total // _REPORTS) == 0 or step in (1, total)
 
 
@@ -292,14 +292,14 @@ def say(ranks: Ranks, line: str) -> None:
 def write_policy(
     config: TuningRunConfig, network: PolicyNetwork, ranks: Ranks, output: str, *, key: str
 ) -> None:
-    """Writes the trained policy as a model folder, with adapters merged, and beside that in ADAPTERS.
+    """Writes the trained policy as a model folder; adapters are merged, and also written to ADAPTERS.
 
     Args:
         config: configuration of the training.
         network: the policy.
         ranks: the group; every rank calls it.
         output: the folder.
-        key: key of the configuration, that names `output`.
+        key: the configuration key that names `output`.
     """
     model, lora = config.model, config.model.lora
     keep = ranks.world.rank == 0
@@ -324,12 +324,12 @@ def write_policy(
 
 
 def replace_folder(out: Path, write: Callable[[Path], None], *, key: str) -> None:
-    """Writes a folder beside `out`, then replaces `out` by it.
+    """Writes a folder next to `out`, then replaces `out` by it.
 
     Args:
         out: the model folder.
-        write: writes a new one.
-        key: key of the configuration, that names `out`.
+        write: writes the new folder.
+        key: the configuration key that names `out`.
 
     Raises:
         ModelError: `out` holds files that do not belong to a model folder.
@@ -361,7 +361,7 @@ def _remove(folder: Path, key: str) -> None:
 def run_rank(
     name: str, kind: type[C], train: Callable[[C, RankEnvironment], None], argv: Sequence[str] | None
 ) -> int:
-    """The main function of a rank's process: reads the command line and trains; returns the exit code."""
+    """Runs a rank's process: reads the command line and trains; returns the exit code."""
     parser = argparse.ArgumentParser(prog=f"python -m paceline.learner.{name}")
     parser.add_argument("--config", type=Path, required=True, help="resolved configuration (YAML)")
     arguments = parser.parse_args(argv)

@@ -1,8 +1,8 @@
 """`python -m paceline.learner.rm --config resolved.yaml`: trains a reward model on pairs of answers.
 
-One process per rank. The network is the critic's without a bias; its value after a conversation's last token
-is the score. Packing, micro-batches and optimizer are those of reinforcement learning. The loss is that of
-the Bradley-Terry model: -log sigmoid(score of the better answer - score of the worse - margin).
+One process per rank. The network is a critic without a bias; its value after a conversation's last token is
+the score. Packing, micro-batches and optimizer are those of reinforcement learning. The loss is that of
+the Bradley-Terry model: -log sigmoid(score of the better answer - score of the worse answer - margin).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from paceline.learner.train.state.learner import DTYPES
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Comparison:
-    """Token ids of a conversation with the better answer, and with the worse; by how much it is better."""
+    """Token ids of a conversation with the better and with the worse answer, and the margin between them."""
 
     chosen: Int32Array
     rejected: Int32Array
@@ -47,7 +47,7 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RmProgress:
-    """One optimizer step; `loss` (mean) and `accuracy` (share of pairs ordered right) are those before it."""
+    """One optimizer step; mean `loss` and `accuracy` (share of pairs ordered correctly) precede it."""
 
     step: int
     loss: float
@@ -57,7 +57,7 @@ class RmProgress:
 
 
 def read_comparisons(config: RmRunConfig, files: Sequence[str]) -> tuple[list[Comparison], int]:
-    """Returns all pairs that fit the length limits, and how many do not.
+    """Returns all pairs that fit the length limits, and the number of the others.
 
     Raises:
         DataError: a file or column is missing, a row is unusable, or no pair fits.
@@ -122,7 +122,7 @@ class RmTrainer:
 
     @torch.no_grad()
     def accuracy(self, pairs: Sequence[Comparison]) -> float:
-        """Returns the share of pairs that are ordered right."""
+        """Returns the share of pairs that are ordered correctly."""
         num_right = torch.zeros(1, dtype=torch.float64, device=self._ranks.device)
         for batch in self._batches(pairs):
             chosen, rejected = self._scores(batch)
@@ -131,7 +131,7 @@ class RmTrainer:
         return float(self._ranks.data.all_sum(num_right).item()) / len(pairs)
 
     def _batches(self, pairs: Sequence[Comparison]) -> list[MicroBatch]:
-        """This rank's micro-batches, with both answers of a pair in the same."""
+        """Returns this rank's micro-batches, with both answers of a pair in the same."""
         lengths = [
             RowLength(
                 prompt_id=index,
@@ -149,7 +149,7 @@ class RmTrainer:
         )
 
     def _loss(self, batch: MicroBatch, pairs: Sequence[Comparison]) -> tuple[Tensor, Tensor]:
-        """A micro-batch's share of the loss; then, detached, that share and the number of right pairs."""
+        """Returns a micro-batch's share of the loss; then, detached, it and the number of correct pairs."""
         chosen, rejected = self._scores(batch)
         margins = [pairs[index].margin for index in batch.rows[::2]]
         margin = torch.tensor(margins, dtype=chosen.dtype, device=chosen.device)
@@ -159,7 +159,7 @@ class RmTrainer:
         return share, torch.stack([share.detach().double(), (chosen > rejected).sum().double()])
 
     def _scores(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """The scores of a micro-batch's better answers, and of its worse ones; a filler row has no score."""
+        """Returns the scores of better and of worse answers in a micro-batch; filler rows have none."""
         values = self._network(batch)
         own = values[: len(batch.rows)]
         # A filler's number stays in the graph: every rank takes part in the backward pass.
@@ -168,7 +168,7 @@ class RmTrainer:
 
 
 def _rows(index: int, pair: Comparison) -> list[PackedRow]:
-    """Both conversations as prompts; the value before a made-up answer is that of their last token."""
+    """Makes both conversations prompts with a dummy answer, which is preceded by their last token's value."""
     return [
         PackedRow(
             index=index,

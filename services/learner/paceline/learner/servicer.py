@@ -1,4 +1,4 @@
-"""LearnerService on rank 0: checks requests and queues them for the command loop; trains each step once."""
+"""Serves LearnerService on rank 0: checks requests, queues commands, and trains each step only once."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _STORE_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Training:
-    """The current or last training step; its task ends with the step, however long callers wait."""
+    """The current or last training step; its task runs until the step ends, even without a caller."""
 
     step: int
     digest: str
     task: asyncio.Task[TrainResult]
 
     def check_repeat(self, digest: str) -> None:
-        """Raises IllegalTransitionError: another batch is wanted for this step."""
+        """Raises IllegalTransitionError if another batch is requested for this step."""
         if digest != self.digest:
             begun = "was trained" if self.task.done() else "is training"
             raise IllegalTransitionError(
@@ -85,23 +85,23 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         return self._policy
 
     def ready(self, version: int, command_timeout_s: float) -> None:
-        """Opens the service: every rank has loaded its part, at `version`."""
+        """Opens the service once every rank has loaded its part at `version`."""
         self._policy = PolicyTag(version=version, digest="")
         self._command_timeout_s = command_timeout_s
         self._enter(LearnerState.READY)
 
     async def restart_wanted(self) -> str:
-        """Returns the reason when the controller wants this process to start again."""
+        """Waits until the controller wants a restart of this process; returns the reason."""
         await self._restart.wait()
         return self._restart_reason
 
     async def DescribeWeights(
         self, request: learner_pb2.DescribeLearnerWeightsRequest, context: Any
     ) -> learner_pb2.DescribeLearnerWeightsResponse:
-        """Reports the layouts of the ranks and where the weight group meets.
+        """Reports the layouts of the ranks and the address of the weight group's rendezvous.
 
-        A controller dissolves its group before it forms another. A group that still exists belongs to a dead
-        controller, and members that wait in its join or push are released.
+        A controller dissolves its group before it forms another. So an existing group belongs to a dead
+        controller; members that wait in its join or push are released.
         """
         if self._epoch is not None:
             epoch, self._epoch = self._epoch, None
@@ -126,7 +126,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
     async def PublishWeights(
         self, request: learner_pb2.PublishWeightsRequest, context: Any
     ) -> learner_pb2.PublishWeightsResponse:
-        """Sends the weights that the learner holds."""
+        """Sends the learner's weights to the group."""
         if request.epoch != self._epoch:
             raise VersionMismatchError(
                 f"the learner is in weight group {self._epoch}, the push is for group {request.epoch}: "
@@ -142,7 +142,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
     async def LeaveWeightGroup(
         self, request: learner_pb2.LeaveLearnerGroupRequest, context: Any
     ) -> learner_pb2.LeaveLearnerGroupResponse:
-        """Leaves an epoch's weight group; no error if the learner is not in it."""
+        """Leaves an epoch's weight group, if the learner is in it."""
         if request.epoch == self._epoch:
             self._epoch = None
             await self._run(commands.LEAVE, {})
@@ -151,7 +151,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
     async def FreeMemory(
         self, request: learner_pb2.FreeMemoryRequest, context: Any
     ) -> learner_pb2.FreeMemoryResponse:
-        """Frees cached GPU memory where an engine lacks it; a step in progress finishes first."""
+        """Frees cached GPU memory that engines need; a step in progress finishes first."""
         arguments = {"parts": list(request.parts), "engine_bytes": request.engine_bytes}
         made: ReleasedMemory = await self._run(commands.FREE, arguments)
         return learner_pb2.FreeMemoryResponse(freed_bytes=made.freed_bytes, has_room=made.has_room)
@@ -159,21 +159,21 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
     async def AbandonPush(
         self, request: learner_pb2.AbandonPushRequest, context: Any
     ) -> learner_pb2.AbandonPushResponse:
-        """Releases ranks that wait for a lost member, without the queue, whose thread may wait itself."""
+        """Releases ranks that wait for a lost member; bypasses the queue, whose thread may wait, too."""
         await self._abandon(request.epoch, request.lost)
         return learner_pb2.AbandonPushResponse()
 
     async def TrainStep(
         self, request: learner_pb2.TrainStepRequest, context: Any
     ) -> learner_pb2.TrainStepResponse:
-        """Trains one step; the same step with the same digest gets the first call's result.
+        """Trains a step; a repeated call with the same digest gets the first result.
 
-        The step continues when a caller gives up or reaches its deadline: it will ask again. Only the ranks
-        read the rows, because reading many rows would block the event loop.
+        The step continues if the caller gives up or reaches its deadline, because it will ask again. Only the
+        ranks read the rows: reading many rows would block the event loop.
 
         Raises:
-            IllegalTransitionError: the step was trained, or is training, on another batch, or it is not the
-                next one.
+            IllegalTransitionError: the step was trained, or is training, on another batch, or is not the
+                next step.
             InvalidMessageError: see `order_from_proto`.
             ProtocolError: another step is training.
         """
@@ -193,7 +193,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
     async def WorkAhead(
         self, request: learner_pb2.WorkAheadRequest, context: Any
     ) -> learner_pb2.WorkAheadResponse:
-        """Computes what a chunk of the next step needs; continues if the caller gives up.
+        """Computes ahead for a chunk of the next step; continues if the caller gives up.
 
         Raises:
             IllegalTransitionError: the chunk does not belong to the next step.
@@ -208,7 +208,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
     async def SaveCheckpoint(
         self, request: learner_pb2.SaveCheckpointRequest, context: Any
     ) -> learner_pb2.SaveCheckpointResponse:
-        """Begins to write a checkpoint into the folder; `WaitCheckpoint` waits for its end."""
+        """Begins to write a checkpoint; `WaitCheckpoint` waits for its end."""
         arguments = {
             "step": request.step,
             "folder": request.folder,
@@ -222,10 +222,10 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
     async def WaitCheckpoint(
         self, request: learner_pb2.WaitCheckpointRequest, context: Any
     ) -> learner_pb2.WaitCheckpointResponse:
-        """Waits until the checkpoint that was saved last is complete.
+        """Waits until the last saved checkpoint is complete.
 
         Raises:
-            CheckpointError: it could not be written, or another one was saved last.
+            CheckpointError: it could not be written, or is not the last saved checkpoint.
         """
         step, written = self._saved or (None, None)
         if step != request.step or written is None:
@@ -246,7 +246,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         return learner_pb2.LoadCheckpointResponse(seconds=time.monotonic() - began)
 
     async def Restart(self, request: learner_pb2.RestartRequest, context: Any) -> learner_pb2.RestartResponse:
-        """Has the process end with an error, so that it is started again."""
+        """Ends the process with an error, so that it is restarted."""
         self._restart_reason = request.reason
         self._restart.set()
         return learner_pb2.RestartResponse()
@@ -262,7 +262,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
                         self._queue.submit(commands.TRAIN, arguments)
                     )
             except BaseException:
-                # Nothing was trained: the same step may be asked for again, on another batch too.
+                # Nothing was trained, so the step may be requested again, even with another batch.
                 self._training = None
                 raise
             for name, value in result.metrics.items():
@@ -284,7 +284,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
             return await self._within_deadline(name, future)
 
     async def _within_deadline(self, name: str, answer: asyncio.Future[T]) -> T:
-        """Awaits a command's answer; the command goes on after the deadline."""
+        """Awaits a command's answer; the command continues after the deadline."""
         try:
             async with asyncio.timeout(self._command_timeout_s):
                 return await asyncio.shield(answer)

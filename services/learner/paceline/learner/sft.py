@@ -1,7 +1,7 @@
 """`python -m paceline.learner.sft --config resolved.yaml`: supervised fine-tuning on prompt/answer pairs.
 
 One process per rank. Networks, packing, micro-batches and optimizer are those of reinforcement learning; the
-loss is the mean negative log-prob of the answers' tokens and their end of sequence.
+loss is the mean negative log-prob of the answers' tokens, end of sequence included.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from paceline.learner.train.state.learner import DTYPES
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Pair:
-    """Token ids of a prompt, and of its answer with the end of sequence."""
+    """Token ids of a prompt, and of its answer including the end of sequence."""
 
     prompt: Int32Array
     answer: Int32Array
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens prompt and answer have together."""
+        """Number of tokens of prompt and answer together."""
         return len(self.prompt) + len(self.answer)
 
 
@@ -55,7 +55,7 @@ class SftProgress:
 
 
 def read_pairs(config: SftRunConfig, files: Sequence[str]) -> tuple[list[Pair], int]:
-    """Returns all pairs that fit the length limits, and how many do not.
+    """Returns all pairs that fit the length limits, and the number of the others.
 
     Raises:
         DataError: a file or column is missing, a row is unusable, or no pair fits.

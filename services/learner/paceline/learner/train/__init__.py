@@ -1,1 +1,1 @@
-"""One training step: score, advantages, update."""
+"""Runs a training step: score, estimate, update."""

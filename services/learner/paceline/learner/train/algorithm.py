@@ -1,4 +1,4 @@
-"""The algorithm that a run's configuration names: built in, or the user's own."""
+"""Makes the algorithm that a configuration names: built in, or the user's own."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def algorithm_of(
     critic_alone: bool = False,
     agree: Agree = lambda verb: None,
 ) -> Algorithm:
-    """Returns the algorithm of a step.
+    """Makes the algorithm of a step.
 
     Args:
         config: configuration of the run.
-        clip_scale: the guard's factor of the options that are clip ranges.
+        clip_scale: the guard's factor for options that are clip ranges.
         critic_alone: whether this is a step of the critic's warm-up.
-        agree: raises on every rank unless all ranks are at this verb of the user's own algorithm.
+        agree: raises on every rank unless all ranks call this verb of the user's own algorithm.
 
     Raises:
-        ConfigError: a user's file does not have what the configuration names.
+        ConfigError: a user's file lacks the configured function or class.
     """
     built_in = Algorithm(_estimator(config, critic_alone), _policy_loss(config, clip_scale))
     path = config.algorithm.path
@@ -53,7 +53,7 @@ def try_algorithm(config: RunConfig) -> None:
     """Calls the user's own parts of a run's algorithm on a few tokens.
 
     Raises:
-        ConfigError: it is not there, needs what the run does not have, or cannot be trained with.
+        ConfigError: a part is missing, needs something that the run does not have, or cannot be trained with.
     """
     algorithm, chosen, loss = algorithm_of(config), config.algorithm, config.actor.policy_loss
     names, needs = _log_probs_of(config), sorted(config.needs)
@@ -100,7 +100,7 @@ def _estimator(config: RunConfig, critic_alone: bool) -> Estimator:
         return partial(own.load_estimator(algorithm.adv_estimator), **algorithm.options)
     options = algorithm.estimator_arguments
     if critic_alone and config.critic.warmup_lam is not None:
-        # The advantages are not used; gae makes the critic's targets with lam, vapo with lam_critic.
+        # Only the critic's targets are used, which gae makes with lam, vapo with lam_critic.
         options |= {name: config.critic.warmup_lam for name in ("lam", "lam_critic") if name in options}
     return partial(getattr(advantages, algorithm.adv_estimator), **options)
 

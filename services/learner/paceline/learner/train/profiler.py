@@ -15,12 +15,12 @@ log = logging.getLogger(__name__)
 
 
 class StepProfiler:
-    """Profiles the steps of one rank.
+    """Profiles the steps of a rank.
 
     Args:
-        config: which steps and ranks.
-        folder: for the files, `step_NNNNNN.learner-RANK.json.gz`.
-        rank: this one.
+        config: the steps and ranks to profile.
+        folder: folder for the files, `step_NNNNNN.learner-RANK.json.gz`.
+        rank: this rank.
     """
 
     def __init__(self, config: ProfileConfig, folder: Path, rank: int) -> None:
@@ -29,7 +29,7 @@ class StepProfiler:
 
     @contextmanager
     def recording(self, step: int) -> Iterator[None]:
-        """Records the block if the step is to be profiled; a full disk costs only the file."""
+        """Records the block if the step is to be profiled; a full disk loses only the profile."""
         if step not in self._steps:
             yield
             return

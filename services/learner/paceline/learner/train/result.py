@@ -1,4 +1,4 @@
-"""The end of a training step: steers the KL coefficient, moves the version on, and reports."""
+"""Ends a training step: adapts the KL coefficient, increments the version, and reports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.learner.train.updating.update_guard import UpdateGuard
 log = logging.getLogger(__name__)
 
 Deposit = Callable[[Sequence[ScoredBatch]], None]
-"""Takes this rank's old log-probs once the step has them."""
+"""Receives this rank's old log-probs once the step has them."""
 
 
 def conclude(
@@ -35,13 +35,13 @@ def conclude(
     reference_kl: float | None,
     deposit: Deposit | None,
 ) -> TrainResult:
-    """Moves the learner to version `order.step` and returns what the step reports; every rank calls it.
+    """Moves the learner to version `order.step` and returns the step's result; every rank calls it.
 
-    Before it returns on one rank, `deposit` has returned on all.
+    It returns on a rank only after `deposit` has returned on all.
     """
     config, ranks = learner.config, learner.ranks
     if deposit is not None:
-        deposit(scored.parts)  # the metrics are gathered after it
+        deposit(scored.parts)  # before the collectives of the metrics
     _steer_kl(learner, order, reference_kl, reports.get("actor"))
     learner.version = order.step
     correction = config.algorithm.rollout_correction
@@ -93,7 +93,7 @@ def _report_metrics(reports: Mapping[str, UpdateReport], *, is_audited: bool) ->
 
 
 def _compiling(learner: Learner) -> dict[str, float]:
-    """`perf/comp*` of a run with compiled layers; a step that compiled says so in the log."""
+    """Returns `perf/comp*` of a run with compiled layers; logs compilations of the step."""
     if learner.compile_clock is None:
         return {}
     compiled = learner.compile_clock.take()
@@ -103,7 +103,7 @@ def _compiling(learner: Learner) -> dict[str, float]:
 
 
 def _utilisation(learner: Learner, flops: int, stopwatch: Stopwatch) -> dict[str, float]:
-    """`perf/mfu` of the policy's update, whose passes take `flops` each, if the device's peak is known."""
+    """Returns `perf/mfu` of the policy's update, with `flops` per pass, if the device's peak is known."""
     seconds, peak = stopwatch.seconds.get("timing_s/update_actor"), peak_flops(learner.ranks.device)
     if not seconds or peak is None:
         return {}

@@ -1,8 +1,8 @@
-"""One training step on a rank, as an algorithm carries it out; every rank runs it with the same order.
+"""Runs a training step on a rank through an algorithm; every rank runs it with the same order.
 
 score: plan -> fetch -> forward passes   estimate: advantages -> shaping   update: optimizer steps -> metrics
 
-What was done ahead of the barrier is taken where it fits, and not computed again.
+Matching work done ahead of the barrier is reused.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def train_step(
 ) -> TrainResult:
     """Runs the step and moves the learner to version `order.step`.
 
-    Before it returns on one rank, `deposit` has returned on all.
+    It returns on a rank only after `deposit` has returned on all.
 
     Raises:
         DataError, ProtocolError, BrokerError: the rows are unusable; nothing has changed.
         NumericsError: the numbers of the step contradict each other.
-        ConfigError: the user's own algorithm has failed.
+        ConfigError: the user's own algorithm failed.
     """
     step = TrainingStep(learner, order, fetch)
     step.algorithm.step(step)
@@ -43,9 +43,9 @@ def train_step(
 
 
 class TrainingStep:
-    """Carries out the verbs that an algorithm calls in a training step, on this rank.
+    """Implements the verbs of a training step on this rank.
 
-    Stopwatch, guard, memory and what was done ahead of the barrier are behind them.
+    The verbs handle stopwatch, guard, memory and work ahead.
     """
 
     def __init__(self, learner: Learner, order: TrainOrder, fetch: Fetch) -> None:
@@ -63,7 +63,7 @@ class TrainingStep:
         )
 
     def score(self) -> None:
-        """Has the networks score the samples, and the guard judge them."""
+        """Scores the samples by all networks, and lets the guard judge them."""
         learner, guard = self._learner, self._guard
         self._scored = score_step(learner, self._order, self._fetch, self._stopwatch)
         guard.judge_batch([row.reward for row in self._order.rows])
@@ -82,7 +82,7 @@ class TrainingStep:
         self._mini_batches = cut_mini_batches(learner.config, plan, batches, learner.ranks)
 
     def update(self, network: TrainedNetwork, loss: LossFunction | None = None) -> None:
-        """Takes all optimizer steps of a network; none of the policy in the critic's warm-up."""
+        """Takes all optimizer steps of a network; none for the policy during the critic's warm-up."""
         learner, order, guard = self._learner, self._order, self._guard
         if network == "critic" and learner.critic is not None:
             with self._stopwatch.phase("update_critic"):
@@ -114,7 +114,7 @@ class TrainingStep:
         )
 
     def _judge_reference_kl(self) -> None:
-        """Has the guard judge the step's KL to the reference, if there is one."""
+        """Lets the guard judge the step's KL to the reference, if there is one."""
         learner, num_rows = self._learner, len(self._order.rows)
         self._reference_kl = mean_reference_kl(learner.config, self._scored.parts, num_rows, learner.ranks)
         self._guard.judge_reference_kl(self._reference_kl)

@@ -16,7 +16,7 @@ GIB = 1 << 30
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Seconds by phase, under `timing_s/`; on a GPU also the most memory that tensors took, in bytes."""
+    """Measures seconds by phase, under `timing_s/`; on a GPU also the peak memory of tensors in bytes."""
 
     device: torch.device
     seconds: dict[str, float] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Stopwatch:
         self.seconds[f"timing_s/{name}"] = before + time.monotonic() - began
 
     def memory(self, ranks: Ranks) -> dict[str, float]:
-        """`perf/memory_gib/*`: by phase, of the rank that took the most; every rank calls it."""
+        """Returns `perf/memory_gib/*`: the largest of all ranks by phase; every rank calls it."""
         metrics: dict[str, float] = {}
         if self.peaks:
             numbers = {**self.peaks, "reserved": torch.cuda.memory_reserved(self.device)}

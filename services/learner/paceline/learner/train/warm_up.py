@@ -1,8 +1,8 @@
-"""Compiles the layers on made-up tokens when the learner has loaded, while engines start.
+"""Compiles the layers on dummy tokens after the learner has loaded, while engines start.
 
 The graphs are those of the steps: with a backward pass for policy and critic, without gradients for frozen
-networks. Their kernels are chosen for a micro-batch of the configured size, whatever the first step's
-lengths are. Parameters, gradients and random numbers stay as they were.
+networks. Kernels are chosen for a micro-batch of the configured size, not for the first step's lengths.
+Parameters, gradients and random numbers stay as they were.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ log = logging.getLogger(__name__)
 
 
 def load_warm(config: RunConfig, ranks: Ranks, notify: Callable[[str], None]) -> Learner:
-    """Returns a learner that can train; every rank calls it. Raises what `Learner.load` raises.
+    """Returns a learner that can train; every rank calls it. Raises as `Learner.load`.
 
-    An engine may be starting on this GPU. So layers are compiled before there are averages of AdamW, and what
-    that took for a while is given back first. Where `actor.compile` is left open and the compiler fails, or
-    the model has no compiled form, the learner is loaded once more without it.
+    An engine may be starting on this GPU. So layers are compiled before AdamW's averages are made, and the
+    memory for that is freed first. If `actor.compile` is unset and the compiler fails, or the model has no
+    compiled form, the learner is loaded again without it.
     """
     reason = ""
     chosen = config.with_compile(on_gpu=ranks.device.type == "cuda")
@@ -48,7 +48,7 @@ def load_warm(config: RunConfig, ranks: Ranks, notify: Callable[[str], None]) ->
         if config.actor.compile != "auto":
             raise
         reason = _first_line(error)
-    if reason:  # outside of the except clause: the error's traceback holds the first learner's memory
+    if reason:  # outside of the except clause, because the error's traceback holds the first learner
         notify(
             f"layers cannot be compiled here ({reason}); the learner goes on without, more slowly: "
             "actor.compile: false leaves out the try"
@@ -73,9 +73,9 @@ def _first_line(error: Exception) -> str:
 
 
 def warm_up(learner: Learner) -> None:
-    """Runs a layer of every kind once, forwards and backwards; every rank calls it.
+    """Runs a layer of every kind once, forward and backward; every rank calls it.
 
-    Without compiled layers nothing is done.
+    Does nothing without compiled layers.
     """
     if learner.compile_clock is None:
         return
@@ -94,7 +94,7 @@ def _all_networks(learner: Learner) -> None:
     with first_layers(body_of(policy.lm)):
         _pass(policy, partial(_log_probs, policy, batch))
         if routers(policy.lm):
-            # Updates record what experts are chosen, in a graph of its own.
+            # Updates record the chosen experts, in a separate graph.
             with recorded_choices(policy.lm):
                 _pass(policy, partial(_log_probs, policy, batch))
     if critic is not None:
@@ -121,9 +121,9 @@ def _pass(network: nn.Module, call: Callable[[], Tensor]) -> None:
 
 
 def _batch(learner: Learner) -> MicroBatch:
-    """As many tokens as a micro-batch has at most, in short rows, of which every one has one response token.
+    """Makes a full micro-batch of short rows, each with one response token.
 
-    Positions stay low: some rotary embeddings change for good with long rows.
+    Positions stay low, because long rows change some rotary embeddings permanently.
     """
     config, device = learner.config, learner.ranks.device
     budget = effective_budget(config.micro_batch_tokens, device.type, config.max_model_len)

@@ -1,9 +1,9 @@
-"""Work ahead of the barrier: what a chunk needs of a step while others are still being generated.
+"""Works ahead of the barrier: on complete chunks of a step while others are still being generated.
 
     ChunkOrder -> plan, fetch, score (as in the step itself) -> forward and backward, if it is the next chunk
 
 docs/decisions/0024-work-ahead-of-the-barrier.md says what may be done ahead, and why the step's numbers do
-not depend on how much was.
+not depend on it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 
 
 def work_ahead(learner: Learner, order: ChunkOrder, fetch: Fetch) -> None:
-    """Scores a chunk and, if that is asked for, adds its gradient; every rank calls it.
+    """Scores a chunk and, if ordered, adds its gradient; every rank calls it.
 
-    What was done before is not done again.
+    Does not repeat earlier work.
 
     Raises:
         DataError, ProtocolError, BrokerError: the rows are unusable; nothing has changed.
@@ -47,7 +47,7 @@ def work_ahead(learner: Learner, order: ChunkOrder, fetch: Fetch) -> None:
         stopwatch,
     )
     ahead.keep(scored, order.rows)
-    # The update itself takes the last chunk of the mini-batch: with it gradients are reduced.
+    # The update takes the last chunk of the mini-batch, because it reduces the gradients.
     if order.with_gradient and number + 1 < config.actor.ppo_mini_batch_size // config.prompts_per_chunk:
         _add_gradient(learner, order, scored, stopwatch)
     ahead.note(stopwatch, time.monotonic() - began)

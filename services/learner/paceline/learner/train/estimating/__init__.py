@@ -1,1 +1,1 @@
-"""From scores to advantages, and what is shaped around them."""
+"""Estimates advantages from scores, and shapes the batch before and after."""

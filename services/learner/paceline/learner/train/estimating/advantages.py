@@ -1,4 +1,4 @@
-"""Computes the advantages of a rank's rows from scores, log-probs and values, with statistics of the batch.
+"""Computes the advantages of a rank's rows, with statistics over the batch.
 
 Tables are (B, R): B counts this rank's rows over all its micro-batches, R is their longest response.
 """
@@ -45,19 +45,19 @@ def compute_advantages(
     first_row: int = 0,
     ranks: Ranks,
 ) -> tuple[list[Advantages], dict[str, float]]:
-    """Makes token rewards with the KL penalty, then advantages.
+    """Computes token rewards with the KL penalty, then advantages.
 
     Args:
         config: configuration of the run.
-        scored: this rank's micro-batches, with its fillers.
-        estimator: the algorithm's.
-        scores: scores of all rows, on every rank: those of the step, or of a chunk.
-        group_ids: prompt of all rows.
-        greedy_scores: of the greedy answer to each row's prompt; ignored unless every row has one.
-        placed: for all rows, the parts of their scores that belong to tokens, by position.
+        scored: this rank's micro-batches, fillers included.
+        estimator: the algorithm's estimator.
+        scores: scores of all rows of the step or chunk, on every rank.
+        group_ids: prompts of all rows.
+        greedy_scores: score of the greedy answer to each row's prompt; ignored unless every row has one.
+        placed: for each row, the parts of its score that belong to tokens, with their positions.
         kl_coef: the penalty's coefficient in this step.
-        first_row: the place of the first of all rows in the step's batch.
-        ranks: over which the rows' statistics are taken.
+        first_row: place of the first row in the step's batch.
+        ranks: the ranks that share the rows' statistics.
 
     Returns:
         The advantages by micro-batch, and the metrics of the whole batch.
@@ -87,13 +87,13 @@ def compute_advantages(
 def mean_reference_kl(
     config: RunConfig, scored: Sequence[ScoredBatch], num_sequences: int, ranks: Ranks
 ) -> float | None:
-    """The KL to the reference by the weights from before the update, in nats per token; None without one.
+    """Returns the KL to the reference before the update, in nats per token; None without a reference.
 
     Args:
         config: configuration of the run.
-        scored: this rank's micro-batches, whose old log-probs are known, with its fillers.
+        scored: this rank's micro-batches with old log-probs, fillers included.
         num_sequences: number of sequences of the step, on all ranks.
-        ranks: over whose sequences the mean of each one's mean is taken.
+        ranks: the ranks over whose sequences the mean of sequence means is taken.
     """
     penalty = _penalty(scored, config.algorithm.kl_penalty)
     if penalty is None:
@@ -104,7 +104,7 @@ def mean_reference_kl(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _OwnRows:
-    """This rank's rows, stacked: places among all rows, scores and group ids (B,), and tables (B, R)."""
+    """This rank's stacked rows: places among all rows, scores and group ids (B,), and tables (B, R)."""
 
     index: Tensor
     scores: Tensor
@@ -132,7 +132,7 @@ class _OwnRows:
         )
 
     def placed(self, parts: Sequence[Sequence[tuple[int, float]]]) -> Tensor | None:
-        """Returns the parts of the scores on their tokens, (B, R), in float32; None where no row has any."""
+        """Puts the parts of the scores on their tokens, (B, R), in float32; None if no row has any."""
         if not any(parts):
             return None
         table = torch.zeros(self.mask.shape, dtype=torch.float32)
@@ -143,7 +143,7 @@ class _OwnRows:
 
 
 def _penalty(scored: Sequence[ScoredBatch], kind: KLKind) -> Tensor | None:
-    """Returns each token's KL to the reference, (B, R); None without one."""
+    """Returns each token's KL to the reference, (B, R); None without a reference."""
     ref = _stack_present([part.log_probs.get("reference") for part in scored], scored)
     if ref is None:
         return None
@@ -151,7 +151,7 @@ def _penalty(scored: Sequence[ScoredBatch], kind: KLKind) -> Tensor | None:
 
 
 def _shard(index: Tensor, num_rows: int, ranks: Ranks) -> RowShard:
-    """Returns the ranks' rows as one batch of `num_rows` rows."""
+    """Makes a shard of a batch of `num_rows` rows that lies on all ranks."""
 
     def gather(rows: Tensor) -> Tensor:
         # Each row is on one rank, so the sum only adds zeros and is exact; every rank gets the batch's order.
@@ -163,7 +163,7 @@ def _shard(index: Tensor, num_rows: int, ranks: Ranks) -> RowShard:
 
 
 def _log_probs(scored: Sequence[ScoredBatch]) -> dict[str, Tensor]:
-    """Returns the log-probs of all rows by name, (B, R) each, where every micro-batch has them."""
+    """Returns log-probs by name, (B, R) each, if every micro-batch has them."""
     names = dict.fromkeys(name for part in scored for name in part.log_probs)
     stacked = {name: _stack_present([part.log_probs.get(name) for part in scored], scored) for name in names}
     return {name: table for name, table in stacked.items() if table is not None}
@@ -176,13 +176,13 @@ def _if_all_present(scores: Sequence[float | None], number: int, device: torch.d
 
 
 def _mean_over_sequences(table: Tensor, mask: Tensor, num_sequences: int, ranks: Ranks) -> float:
-    """Returns the mean over all ranks' sequences of each sequence's masked mean."""
+    """Returns the mean over all ranks' sequences of their masked means."""
     total = ranks.data.all_sum(masked_mean(table, mask, dim=-1).double().sum().reshape(1))
     return float(total.item()) / num_sequences
 
 
 def _stack(tables: Sequence[Tensor], scored: Sequence[ScoredBatch]) -> Tensor:
-    """Concatenates the rows of all tables, padded to the longest, without the fillers'."""
+    """Concatenates the rows of all tables, padded to the longest, without fillers."""
     longest = max(table.shape[1] for table in tables)
     padded = [
         F.pad(table[: len(part.batch.rows)], (0, longest - table.shape[1]))
@@ -199,7 +199,7 @@ def _stack_present(tables: Sequence[Tensor | None], scored: Sequence[ScoredBatch
 def _split(
     scored: Sequence[ScoredBatch], own: _OwnRows, advantages: Tensor, returns: Tensor | None
 ) -> list[Advantages]:
-    """Returns the stacked rows back by micro-batch; a filler gets zeros."""
+    """Splits stacked rows by micro-batch; a filler gets zeros."""
     split, first = [], 0
     for part in scored:
         count, shape = len(part.batch.rows), part.batch.mask.shape

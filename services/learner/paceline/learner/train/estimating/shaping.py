@@ -31,7 +31,7 @@ from paceline.learner.train.state.learner import Learner
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedBatch:
-    """This rank's micro-batches ready for the update with their corrections, and the batch's numbers."""
+    """This rank's corrected micro-batches, ready for the update, and the batch's metrics."""
 
     batches: list[TrainingBatch]
     weights: list[Tensor | None]
@@ -50,10 +50,10 @@ def prepare(
 
     Args:
         learner: learner of this rank.
-        order: a step's, or a chunk's.
-        scored: this rank's micro-batches of its rows, with its fillers.
-        estimator: the algorithm's.
-        first_row: the place of the first row in the step's batch.
+        order: order of a step or a chunk.
+        scored: this rank's micro-batches of its rows, fillers included.
+        estimator: the algorithm's estimator.
+        first_row: place of the first row in the step's batch.
 
     Raises:
         NumericsError: too few tokens to whiten, or a group is too small.
@@ -90,10 +90,10 @@ def prepare(
 def overlong_scores(
     config: RunConfig, rows: Sequence[BatchRow]
 ) -> tuple[list[float], list[float | None], dict[str, float]]:
-    """All rows' scores and greedy scores with the penalty of `algorithm.overlong`; the rows' metrics of it.
+    """Returns scores and greedy scores with the penalty of `algorithm.overlong`, and its metrics.
 
-    It is taken here only, of rewards as the controller sends them (DAPO, arXiv:2503.14476, eq. 13). Every
-    rank has all rows and computes the same.
+    The penalty (DAPO, arXiv:2503.14476, eq. 13) is applied only here, to the controller's rewards. Every rank
+    has all rows and computes the same.
     """
     scores, greedy = [row.reward for row in rows], [row.greedy_score for row in rows]
     overlong = config.algorithm.overlong
@@ -119,7 +119,7 @@ def overlong_scores(
 
 
 def rollout_weights(scored: ScoredBatch, correction: RolloutCorrectionConfig) -> Tensor | None:
-    """A micro-batch's weights of the policy loss by `algorithm.rollout_correction`, (B, R) or None."""
+    """Returns a micro-batch's loss weights by `algorithm.rollout_correction`, (B, R) or None."""
     if correction.method == "none":
         return None
     old, rollout, mask = scored.log_probs["old"], scored.log_probs["rollout"], scored.batch.mask
@@ -141,9 +141,9 @@ def mismatch_metrics(
     """Returns the metrics `rollout/*`, over all ranks' tokens; every rank calls it.
 
     mismatch_kl is KL(sampler || learner) per token, by `rollout_correction.mismatch_kl`, logprob_diff_max the
-    largest difference. effective_sample_size (a share in [0, 1]) and largest_weight are of the weights before
-    any cap, at the correction's level, or per token without a correction. corrected_share, with a correction
-    only, is the share of tokens whose weight was capped or is 0.
+    largest difference. effective_sample_size (a share in [0, 1]) and largest_weight refer to the weights
+    before any cap, at the correction's level, or per token without a correction. corrected_share, only with a
+    correction, is the share of tokens whose weight was capped or is 0.
     """
     kl_and_count = torch.zeros(2, dtype=torch.float64, device=ranks.device)
     weight_sums = torch.zeros(4, dtype=torch.float64, device=ranks.device)
@@ -179,9 +179,9 @@ def mismatch_metrics(
 def draw_rows(
     config: RunConfig, *, scores: Sequence[float], group_ids: Sequence[int], step: int
 ) -> tuple[Tensor | None, dict[str, float]]:
-    """How often `algorithm.resample` draws each row, (rows of the step,), or None without it; its metrics.
+    """Returns how often `algorithm.resample` draws each row of the step, or None, and its metrics.
 
-    It draws with replacement as many rows as the step has, from a generator seeded by (trainer.seed, step),
+    It draws as many rows as the step has, with replacement, from a generator seeded by (trainer.seed, step),
     so every rank draws the same.
 
     Raises:
@@ -209,11 +209,11 @@ def draw_rows(
 def training_batch(
     scored: ScoredBatch, advantages: Advantages, weights: Tensor | None, counts: Tensor | None
 ) -> TrainingBatch:
-    """A micro-batch ready for its updates; with `counts` its tables hold each row as often as it was drawn.
+    """Makes a micro-batch ready for updates; with `counts` its tables repeat each row as drawn.
 
-    A row that was drawn three times runs through the network once. Its numbers stand three times in the
-    tables that the losses read, so its gradient counts three times. A row that was not drawn leaves the
-    tables. Losses, means and counts are those of a batch that really repeats the rows.
+    A row that was drawn three times runs through the network once, but is in the losses' tables three times,
+    so its gradient counts three times. A row that was not drawn leaves the tables. Losses, means and counts
+    are those of a batch that repeats the rows.
     """
     part = TrainingBatch(
         batch=scored.batch,
@@ -232,7 +232,7 @@ def training_batch(
 
 
 def _places(batch: MicroBatch, counts: Tensor | None) -> Tensor | None:
-    """The rows of the micro-batch's tables, each as often as it was drawn; None to leave them as they are."""
+    """Returns the table rows, each as often as it was drawn; None to keep all rows once."""
     if counts is None or not batch.rows:
         return None
     own_counts = counts[list(batch.rows)]
@@ -240,10 +240,10 @@ def _places(batch: MicroBatch, counts: Tensor | None) -> Tensor | None:
 
 
 def select_tokens(mini: MiniBatch, actor: ActorConfig, ranks: Ranks) -> list[Tensor | None]:
-    """The tokens of a mini-batch that a covariance loss treats separately, a table (B, R) per micro-batch.
+    """Selects a mini-batch's tokens for a covariance loss, a table (B, R) per micro-batch.
 
-    They are the highest of the whole mini-batch over all ranks, by the old log-probs, so one selection holds
-    for all epochs; in float64, so it does not depend on how the mini-batch is cut. None for other losses.
+    Selects the highest of the mini-batch over all ranks by the old log-probs, so one selection holds for all
+    epochs; in float64, so it does not depend on how the mini-batch is cut. None for other losses.
     Every rank calls it.
     """
     loss = actor.policy_loss

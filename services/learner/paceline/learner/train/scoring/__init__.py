@@ -1,1 +1,1 @@
-"""From the rows' headers to scored micro-batches."""
+"""Turns the rows' headers into scored micro-batches."""

@@ -1,4 +1,4 @@
-"""The chunks of a step on a rank, from their rows' headers to scored micro-batches.
+"""Plans, fetches and scores the chunks of a step on a rank.
 
     plan -> fetch -> pack -> (the first chunk that shares prompts: check) -> score
 
@@ -30,7 +30,7 @@ class Planner:
     """Plans a step, or a chunk of it.
 
     Attributes:
-        arithmetic: of the policy.
+        arithmetic: arithmetic of the policy.
     """
 
     def __init__(self, learner: Learner) -> None:
@@ -38,12 +38,12 @@ class Planner:
         self.arithmetic: Arithmetic = arithmetic_of(learner.actor.network)
 
     def step(self, rows: Sequence[BatchRow]) -> BatchPlan:
-        """Returns the plan of a whole batch; raises as `plan_batch`."""
+        """Plans a complete batch; raises as `plan_batch`."""
         width = self._learner.config.prompts_per_chunk
         return plan_batch(lengths(rows), prompts_per_chunk=width, make=self._chunk)
 
     def chunk(self, rows: Sequence[BatchRow], first_row: int) -> Chunk:
-        """The chunk of these rows, the first of which has this place in the batch; raises ConfigError."""
+        """Plans the chunk of these rows, which begins at place `first_row`; raises ConfigError."""
         return self._chunk(lengths(rows), first_row)
 
     def budget(self, rows: Sequence[RowLength]) -> int:
@@ -65,7 +65,7 @@ class Planner:
 
 
 def lengths(rows: Sequence[BatchRow]) -> list[RowLength]:
-    """Returns what a plan needs to know of rows."""
+    """Returns the lengths that a plan needs of rows."""
     return [
         RowLength(
             prompt_id=row.trajectory_id.prompt_id,
@@ -83,7 +83,7 @@ def critic_alone(learner: Learner, step: int) -> bool:
 
 
 def num_unscored(learner: Learner, step: int) -> int:
-    """Chunks, from the first on, whose old log-probs come from the update itself."""
+    """Returns the number of first chunks whose old log-probs come from the update itself."""
     config = learner.config
     is_audit = (step - 1) % config.actor.ratio_audit_freq == 0
     if is_audit or config.needs_all_old_log_probs or critic_alone(learner, step):
@@ -99,7 +99,7 @@ def score_chunks(
     fetch: Fetch,
     stopwatch: Stopwatch,
 ) -> list[ScoredChunk]:
-    """Scores chunks of a step, but for those that are kept from work ahead; every rank calls it.
+    """Scores chunks of a step except those already scored ahead; every rank calls it.
 
     Args:
         learner: learner of this rank.
@@ -129,7 +129,7 @@ def score_chunks(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ScoredStep:
-    """A step's chunks, scored, and their plan."""
+    """A step's scored chunks, and their plan."""
 
     plan: BatchPlan
     chunks: Sequence[ScoredChunk]
@@ -140,12 +140,12 @@ class ScoredStep:
         return [part for chunk in self.chunks for part in chunk.parts]
 
     def first(self, num_prompts: int) -> list[ScoredChunk]:
-        """Returns the chunks of the first mini-batch, which has this many prompts."""
+        """Returns the chunks of the first mini-batch, which has `num_prompts` prompts."""
         return [self.chunks[index] for index in self.plan.mini_batches(num_prompts)[0]]
 
 
 def score_step(learner: Learner, order: TrainOrder, fetch: Fetch, stopwatch: Stopwatch) -> ScoredStep:
-    """Scores all chunks of a step, but for those that are kept from work ahead; every rank calls it."""
+    """Scores all chunks of a step except those already scored ahead; every rank calls it."""
     chunks = score_chunks(
         learner,
         order.step,
@@ -161,7 +161,7 @@ def score_step(learner: Learner, order: TrainOrder, fetch: Fetch, stopwatch: Sto
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Gathered:
-    """Chunks by number: those that are kept from work ahead, and this rank's micro-batches of the others."""
+    """Chunks by number: those already scored ahead, and this rank's micro-batches of the others."""
 
     chunks: Mapping[int, Chunk]
     kept: Mapping[int, ScoredChunk]
@@ -188,7 +188,7 @@ def _gather(
                 for number, chunk in chunks.items()
                 if earlier[number] is None
             }
-            # Nothing to fetch on one rank is nothing on all.
+            # If one rank has nothing to fetch, no rank has.
             packed = fetch([row for parts in own.values() for part in parts for row in part]) if own else {}
             batches = {
                 number: [
@@ -205,7 +205,7 @@ def _gather(
         is_refused = False
         if shared is not None and sharing.is_unchecked:
             with stopwatch.phase("shared_prompts"):
-                learner.ahead.drop_gradient()  # the check leaves none
+                learner.ahead.drop_gradient()  # the check would destroy it
                 budget = planner.budget(lengths([rows[place] for place in chunks[shared].rows]))
                 is_refused = sharing.refuses(learner.actor, batches[shared][0].sources, ranks, budget)
         if not is_refused:

@@ -1,7 +1,7 @@
 """Scores a batch before the update: old log-probs, those of frozen networks, and values.
 
-No gradient is computed. Compiled layers nevertheless build a graph, which is dropped: without one the
-compiler generates other kernels, which round differently, and the ratio on policy would not be 1.
+No gradient is computed. Compiled layers still build a graph, which is dropped: without one the compiler
+generates other kernels, which round differently, so the on-policy ratio would not be 1.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from paceline.learner.train.stopwatch import Stopwatch
 def score(
     learner: Learner, batches: Sequence[MicroBatch], stopwatch: Stopwatch, *, without_old: Sequence[bool]
 ) -> list[ScoredBatch]:
-    """This rank's micro-batches with the numbers of every network in use; every rank calls it.
+    """Scores this rank's micro-batches by every network in use; every rank calls it.
 
-    Those `without_old` get no old log-probs: the update's own forward pass gives them.
+    Micro-batches in `without_old` get no old log-probs: the update's forward pass computes them.
     """
     temperature, critic = learner.config.rollout.temperature, learner.critic
     log_probs: list[LogProbs] = [{"rollout": batch.rollout_log_probs} for batch in batches]
@@ -57,7 +57,7 @@ def score(
 
 
 def score_rest(learner: Learner, scored: Sequence[ScoredBatch]) -> None:
-    """Computes old log-probs of micro-batches that no update will see; every rank calls it."""
+    """Computes old log-probs of micro-batches that no update computes; every rank calls it."""
     rest = [part for part in scored if "old" not in part.log_probs]
     for part, table in zip(rest, _old_log_probs(learner, [part.batch for part in rest]), strict=True):
         part.log_probs["old"] = table
@@ -74,7 +74,7 @@ def _log_probs_of(
     network: PolicyNetwork, batches: Sequence[MicroBatch], temperature: float, *, with_graph: bool = False
 ) -> list[Tensor]:
     def log_probs(batch: MicroBatch) -> Tensor:
-        # Compiled layers whose routers note choices are graphs of their own, and an update's are those.
+        # Layers whose routers record choices compile to different graphs, which the update uses.
         with recorded_choices(network.lm) if with_graph else contextlib.nullcontext():
             flat = network(batch, temperature)[0]
         return batch.table(flat)
@@ -89,9 +89,9 @@ def _score_all(
     *,
     with_graph: bool = False,
 ) -> list[Tensor]:
-    """Calls every micro-batch; leaves neither gathered weights nor FSDP's notes for a backward pass."""
+    """Applies `call` to every micro-batch; leaves no gathered weights and no FSDP records."""
     if not batches:
-        return []  # FSDP has no notes of a network that never computed
+        return []  # FSDP has no records of a network that never computed
     with torch.set_grad_enabled(with_graph):
         results = [call(batch).detach() for batch in batches]
     forget_forward_passes(network)

@@ -1,1 +1,1 @@
-"""The state of a rank between steps: networks, optimizers, their memory, work begun on the next step."""
+"""Holds a rank's state between steps: networks, optimizers, memory, and work ahead."""

@@ -1,7 +1,7 @@
-"""The state of a rank's work on a step before its batch is complete: scored chunks, and the begun gradient.
+"""Holds a rank's work ahead: chunks scored before their batch is complete, and the begun gradient.
 
-Every rank keeps the same chunks, its own micro-batches of each. This state never changes a step's result: the
-step asks for each of its chunks, and computes those that are missing or have other rows.
+Every rank keeps the same chunks, with its own micro-batches. This state never changes a step's result: it
+looks up each of its chunks, and computes those that are missing or have different rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _UPDATE = "timing_s/update_actor"
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ScoredChunk:
-    """A chunk with this rank's micro-batches of it, in the plan's order."""
+    """A chunk with this rank's scored micro-batches, in the plan's order."""
 
     chunk: Chunk
     parts: tuple[ScoredBatch, ...]
@@ -38,11 +38,11 @@ class ScoredChunk:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class BegunGradient:
-    """The gradient of a step's first chunks, which the policy's parameters hold.
+    """Describes the gradient of a step's first chunks; the policy's parameters hold it.
 
     Attributes:
-        adjustments: the guard's, with which it was taken.
-        chunks: in order, from the step's first one on.
+        adjustments: the guard's adjustments with which it was computed.
+        chunks: the chunks in order, from the step's first on.
         parts: this rank's micro-batches of them.
     """
 
@@ -53,17 +53,17 @@ class BegunGradient:
 
     @property
     def next_row(self) -> int:
-        """The place in the batch of the first row behind the chunks."""
+        """The place in the batch of the first row after the chunks."""
         return self.chunks[-1].chunk.rows[-1] + 1 if self.chunks else 0
 
     def add(self, chunk: ScoredChunk, parts: Sequence[TrainingBatch], sums: Tensor) -> None:
-        """Notes that a chunk's gradient was added, with the sums of its losses."""
+        """Records that a chunk's gradient was added, with the sums of its losses."""
         self.chunks.append(chunk)
         self.parts += parts
         self._sums = sums if self._sums is None else self._sums + sums
 
     def take(self) -> tuple[int, Tensor | None]:
-        """The number of micro-batches that are computed, and their sums; a second call returns 0 and None."""
+        """Returns the number of computed micro-batches, and their sums; a second call returns 0 and None."""
         number, sums = len(self.parts), self._sums
         self.parts, self._sums = [], None
         return number, sums
@@ -73,8 +73,8 @@ class WorkAhead:
     """The work ahead of one step.
 
     Args:
-        actor: whose gradient is begun.
-        ranks: the group; what changes the gradient is called on every rank.
+        actor: the policy, whose gradient is begun.
+        ranks: the group; every rank must call methods that change the gradient.
     """
 
     def __init__(self, actor: Trainable[PolicyNetwork], ranks: Ranks) -> None:
@@ -93,7 +93,7 @@ class WorkAhead:
             self._step, self._policy = step, policy
 
     def forget(self) -> None:
-        """Forgets all work that was done ahead."""
+        """Forgets all work done ahead."""
         self.drop_gradient()
         self._chunks, self._seconds, self.peaks = {}, {}, {}
         self._step, self._is_refused = 0, False
@@ -101,7 +101,7 @@ class WorkAhead:
     # --- scored chunks
 
     def find(self, chunk: Chunk, rows: Sequence[BatchRow]) -> ScoredChunk | None:
-        """Returns the chunk, if it was scored with these rows in these micro-batches."""
+        """Returns a chunk if it was scored with these rows in these micro-batches."""
         identity, kept = self._chunks.get(chunk.rows[0], ((), None))
         return kept if kept and kept.chunk == chunk and identity == _identity(rows) else None
 
@@ -112,7 +112,7 @@ class WorkAhead:
     # --- the gradient
 
     def gradient_at(self, first_row: int, adjustments: Adjustments) -> BegunGradient | None:
-        """The gradient to which the chunk that begins at this place can be added; None if it is not next."""
+        """Returns the gradient to add the chunk at this place to; None if the chunk is not next."""
         if self._is_refused:
             return None
         gradient = self._gradient or BegunGradient(adjustments=adjustments)
@@ -122,11 +122,11 @@ class WorkAhead:
         return gradient
 
     def refuse_gradient(self) -> None:
-        """Takes no more gradients ahead in this step; the begun gradient is already gone."""
+        """Refuses gradients ahead for the rest of this step; the begun gradient is already gone."""
         self._gradient, self._is_refused = None, True
 
     def drop_gradient(self) -> None:
-        """Takes back what was added to the gradient."""
+        """Drops what was added to the gradient."""
         gradient, self._gradient = self._gradient, None
         if gradient is not None and gradient.chunks:
             self._actor.drop_gradient(self._ranks)
@@ -134,12 +134,12 @@ class WorkAhead:
     def begun(
         self, chunks: Sequence[ScoredChunk], parts: Sequence[TrainingBatch], adjustments: Adjustments
     ) -> BegunGradient | None:
-        """The gradient for the first mini-batch of a complete batch, if the loss reads the same there.
+        """Returns the gradient for a batch's first mini-batch, if the loss would read the same there.
 
         Args:
             chunks: chunks of the mini-batch.
             parts: its micro-batches on this rank.
-            adjustments: those of the step.
+            adjustments: the step's adjustments.
         """
         gradient = self._gradient
         if gradient is None or not gradient.chunks:
@@ -163,14 +163,14 @@ class WorkAhead:
         return self._gradient
 
     def finish(self) -> None:
-        """The step has used the gradient."""
+        """Ends the use of the gradient."""
         self._gradient = None
         self.forget()
 
-    # --- what it took
+    # --- times and memory
 
     def note(self, stopwatch: Stopwatch, seconds: float) -> None:
-        """Notes the seconds, and the phases' times and memory, of work ahead."""
+        """Records the seconds of work ahead, and its phases' times and memory."""
         for name, more in {"": seconds, **stopwatch.seconds}.items():
             self._seconds[name] = self._seconds.get(name, 0.0) + more
         for name, peak in stopwatch.peaks.items():
@@ -182,7 +182,7 @@ class WorkAhead:
         return self._seconds.get(_UPDATE, 0.0)
 
     def metrics(self, chunks: Sequence[ScoredChunk]) -> dict[str, float]:
-        """`ahead/*` and `timing_s/ahead` of a step with these chunks."""
+        """Returns `ahead/*` and `timing_s/ahead` of a step with these chunks."""
         kept = {id(chunk) for _, chunk in self._chunks.values()}
         gradient = {id(chunk) for chunk in self._gradient.chunks} if self._gradient else set()
         num_rows = sum(len(chunk.chunk.rows) for chunk in chunks)

@@ -1,10 +1,10 @@
-"""AdamW's averages in 8 bits each (arXiv:2110.02861): codes of a dynamic map, and a scale per block.
+"""Keeps AdamW's averages in 8 bits each (arXiv:2110.02861): codes of a dynamic map, and block scales.
 
 average, float32 --> block's largest number --> scale, float32
                  --> number / scale --> the nearest of 256 values --> code, uint8
 
-A block is up to 256 numbers of one row, so averages that are sharded by rows are the same, to the bit, on any
-number of ranks. Vectors keep float32.
+A block is up to 256 numbers of one row, so averages sharded by rows are bitwise equal on any number of ranks.
+Vectors keep float32.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch.optim.adamw import adamw
 
 BLOCK: Final = 256
 SLICE: Final = 16 << 20
-"""Numbers whose averages are float32 at a time."""
+"""How many numbers have float32 averages at a time."""
 
 CODES: Final = ("exp_avg_codes", "exp_avg_sq_codes")
 SCALES: Final = ("exp_avg_scales", "exp_avg_sq_scales")
 _KINDS: Final = tuple(zip(CODES, SCALES, (True, False), strict=True))
-"""Names of an average's codes and scales, and whether it has a sign."""
+"""Names of an average's codes and scales, and whether it is signed."""
 
 
 def compact_forms(parameter: Tensor) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -82,8 +82,8 @@ def step_compact(
         parameter: (R, ..., C), changed.
         gradient: (R, ..., C).
         state: codes and scales on the parameter's device, changed.
-        step: how many steps were taken before, changed.
-        group: of AdamW's parameters: its settings.
+        step: number of earlier steps, changed.
+        group: AdamW's parameter group with its settings.
     """
     num_rows = max(1, SLICE // max(1, parameter[:1].numel()))
     for begin in range(0, len(parameter), num_rows):
@@ -101,12 +101,12 @@ def step_compact(
 
 
 def expanded(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
-    """Returns the numbers that codes and scales stand for.
+    """Returns the numbers that codes and scales represent.
 
     Args:
         codes: (..., C) uint8.
         scales: (..., ceil(C / 256)) float32.
-        signed: whether the codes are of the map with negative values.
+        signed: whether the codes use the map with negative values.
 
     Returns:
         (..., C) float32.
@@ -118,11 +118,11 @@ def expanded(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
 def compacted(average: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     """Returns the codes and scales nearest to an average.
 
-    Without a sign no positive number becomes 0: AdamW divides by the root of the squares' average.
+    Unsigned, no positive number becomes 0, because AdamW divides by the root of the squares' average.
 
     Args:
         average: (..., C) float32.
-        signed: whether it may have negative numbers.
+        signed: whether it may have negative values.
 
     Returns:
         (..., C) uint8 and (..., ceil(C / 256)) float32.
@@ -141,9 +141,9 @@ def compacted(average: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
 
 @cache
 def dynamic_map(signed: bool, device: torch.device | str = "cpu") -> Tensor:
-    """The 256 values that codes stand for, in order: 0, 1, and the middles of the parts of seven decades.
+    """Returns the 256 values of the codes, in order: 0, 1, and the middles of parts of seven decades.
 
-    The decade below 1 has the most parts; each one further down has half as many.
+    The decade below 1 has the most parts; each lower decade has half as many.
 
     Returns:
         (256,) float32.

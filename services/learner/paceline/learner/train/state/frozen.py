@@ -1,4 +1,4 @@
-"""The networks that score samples and are never updated: the reference model, and others that a run names."""
+"""Holds networks that score samples and are never updated: the reference model and others of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class FrozenNetwork:
     """A network that scores samples and is never updated; it can compute within `present`.
 
     Args:
-        network: sharded and loaded; the policy's own for a reference that is the policy without adapters.
+        network: a sharded, loaded network; the policy's if the reference is the policy without adapters.
         digest: digest of its weights; "" for the policy's own network.
         in_host_memory: whether this rank's shards are in host memory outside `present`.
     """
@@ -28,7 +28,7 @@ class FrozenNetwork:
 
     @contextmanager
     def present(self) -> Iterator[None]:
-        """Makes the network ready to compute within the block, the policy's own without its adapters."""
+        """Makes the network ready within the block; disables adapters in the policy's own network."""
         with base_alone(self.network):
             if self._host is None:
                 yield
@@ -40,11 +40,10 @@ class FrozenNetwork:
 class HostShards:
     """Keeps this rank's shards of a network in host memory, and on its device within `present`.
 
-    The storages on the device are emptied and filled again. The tensors themselves stay, and so does what
-    FSDP knows of them.
+    Storages on the device are emptied and refilled. The tensors stay, and so does FSDP's state.
 
     Args:
-        network: sharded and loaded.
+        network: a sharded, loaded network.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -60,7 +59,7 @@ class HostShards:
 
     @contextmanager
     def present(self) -> Iterator[None]:
-        """Within the block the network can compute."""
+        """Makes the network ready to compute within the block."""
         try:
             for storage, host in zip(self._storages, self._hosts, strict=True):
                 storage.resize_(host.nbytes)

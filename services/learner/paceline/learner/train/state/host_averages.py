@@ -1,6 +1,6 @@
-"""AdamW's averages in host memory (`actor.memory.offload`) or in 8 bits: a step takes them in parts.
+"""Takes steps with AdamW's averages in host memory (`actor.memory.offload`) or in 8 bits, in parts.
 
-host -- one part --> GPU, AdamW -- the part before --> host, both ways at once
+host -- one part --> GPU, AdamW -- the previous part --> host, both directions at once
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _ALIGNMENT: Final = 16
 def zero_averages(
     forms: Mapping[nn.Parameter, Mapping[str, Form]], host: DeviceMesh | None
 ) -> dict[Tensor, dict[str, Tensor]]:
-    """Averages of zeros, by parameter and name, sharded as the parameters are.
+    """Returns averages of zeros, by parameter and name, sharded like the parameters.
 
     Args:
         forms: type and shape of each parameter's averages, by name.
-        host: a mesh of CPUs in the shape of the parameters', for averages in pinned memory; None: they are
-            beside the parameters.
+        host: a CPU mesh in the shape of the parameters' mesh, for averages in pinned memory; None: on the
+            parameters' device.
     """
     sizes = [_num_bytes(form) for own in forms.values() for form in own.values()]
     buffer = torch.empty(0, dtype=torch.uint8)
@@ -58,7 +58,7 @@ def zero_averages(
 
 
 def _num_bytes(form: Form) -> int:
-    """Returns how much of a buffer an average takes, up to where the next may begin."""
+    """Returns the bytes of a buffer that an average takes, with padding."""
     dtype, shape = form
     return -(-dtype.itemsize * math.prod(shape) // _ALIGNMENT) * _ALIGNMENT
 
@@ -77,7 +77,7 @@ def step_in_parts(optimizer: torch.optim.AdamW) -> None:
                 {name: tensor.to(device, non_blocking=True) for name, tensor in own.items()} for own in kept
             ]
             _step(part, visiting, steps, group)
-            # On a CPU, or if averages are beside the parameters, these are the stored averages themselves.
+            # On a CPU, or without host averages, these are the stored averages themselves.
             moved = [
                 (visitor, own[name])
                 for visitors, own in zip(visiting, kept, strict=True)
@@ -86,7 +86,7 @@ def step_in_parts(optimizer: torch.optim.AdamW) -> None:
             ]
             if moved:
                 way_back.send(moved, device)
-    way_back.close()  # a checkpoint may read them next
+    way_back.close()  # a checkpoint may read the averages next
 
 
 def _averages_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -99,7 +99,7 @@ def _step(
     steps: Sequence[Tensor],
     group: Mapping[str, Any],
 ) -> None:
-    """AdamW's step on parameters with their averages, which are on the parameters' device."""
+    """Takes AdamW's step on parameters with averages on the same device."""
     in_float32 = []
     for parameter, own, step in zip(part, averages, steps, strict=True):
         assert parameter.grad is not None
@@ -119,19 +119,19 @@ def _step(
 
 
 class _WayBack:
-    """Copies parts back to the host on a stream of its own, beside the next part's way to the GPU."""
+    """Copies parts back to the host on a separate stream, while the next part comes to the GPU."""
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
         self._parts: deque[torch.cuda.Event] = deque()
 
     def make_room(self) -> None:
-        """Waits until at most one part is on its way."""
+        """Waits until at most one part is being copied."""
         while len(self._parts) > 1:
             self._parts.popleft().synchronize()
 
     def send(self, moved: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> None:
-        """Begins to copy visitors, which the current stream computes, to where they are kept."""
+        """Begins to copy averages, which the current stream computes, back to host memory."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))
@@ -144,7 +144,7 @@ class _WayBack:
         self._parts.append(event)
 
     def close(self) -> None:
-        """Waits for all parts on their way."""
+        """Waits until all parts are copied."""
         while self._parts:
             self._parts.popleft().synchronize()
 

@@ -1,4 +1,4 @@
-"""What a learner rank holds: networks and optimizers, KL controller, guard histories, version."""
+"""The state of a learner rank: networks, optimizers, KL controller, guard histories, version."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Learner:
-    """One rank's part of everything that trains; `version` counts training steps.
+    """A rank's part of everything that trains; `version` counts training steps.
 
-    `base_digest` is that of the frozen weights, which no checkpoint holds; "" without any.
-    `frozen` are the networks that score and never train, by the names of their log-probs, in the order in
-    which they score. With adapters, the reference is the policy's own network, which computes without them.
+    `base_digest` is the digest of the frozen weights, which no checkpoint holds; "" without any.
+    `frozen` are the networks that only score, by the names of their log-probs, in scoring order. With
+    adapters, the reference is the policy's own network without them.
     """
 
     config: RunConfig
@@ -77,13 +77,13 @@ class Learner:
 
     @property
     def image_spec(self) -> ImageSpec | None:
-        """What the policy takes of images; None if it takes text alone."""
+        """The image inputs of the policy; None if it takes only text."""
         config: Any = self.actor.network.lm.config
         return ImageSpec.of(config) if family_of(config.model_type).takes_images else None
 
     @classmethod
     def build(cls, config: RunConfig, ranks: Ranks, notify: Callable[[str], None] = log.warning) -> Learner:
-        """Returns a learner at version 0 that can train: `load` with its optimizers' averages."""
+        """Builds a learner at version 0 that can train: `load`, then the optimizers' averages."""
         learner = cls.load(config, ranks, notify)
         learner.make_averages()
         return learner
@@ -95,18 +95,18 @@ class Learner:
         Its optimizers have no averages yet.
 
         Raises:
-            ConfigError: what is the user's own is not there or cannot be trained with, adapters do not
-                fit the model, or it has no experts whose load could be balanced.
-            EnvironmentLackError: the attention kernel that is asked for is not installed.
+            ConfigError: the user's own code is missing or cannot be trained with, adapters do not fit the
+                model, or load balancing is configured for a model without experts.
+            EnvironmentLackError: the configured attention kernel is not installed.
             ModelError: the model folder is unusable.
         """
-        try_algorithm(config)  # a fault in what is the user's own is found before anything is loaded
+        try_algorithm(config)  # finds errors in the user's code before loading
         seed, model = config.trainer.seed, config.model
         random_weights = model.load_format == "random"
         compute = DTYPES[model.dtype]
         options = LayerOptions.of_actor(config.actor)
         flash_attention.choose(config.actor.attention_kernel)
-        # A network that is never updated is kept in the type that it computes in.
+        # A frozen network is stored in its compute type.
         kept = Precision(compute=compute, store=compute, reduce=DTYPES[config.actor.reduce_dtype])
         masters = dataclasses.replace(kept, store=torch.float32)
         policy = load_policy(
@@ -155,7 +155,7 @@ class Learner:
         critic: ValueNetwork | None = None,
         notify: Callable[[str], None] = log.warning,
     ) -> Learner:
-        """A learner at version 0 with networks that are loaded; its optimizers have no averages yet."""
+        """Makes a learner at version 0 of loaded networks; its optimizers have no averages yet."""
         actor = _trainable(policy, config.actor.optim, config.actor.grad_clip, config, ranks)
         return cls(
             config=config,
@@ -176,7 +176,7 @@ class Learner:
 def _load_frozen(
     config: RunConfig, folder: str, ranks: Ranks, precision: Precision, *, compiled: bool
 ) -> FrozenNetwork:
-    """Loads a network with weights of its own, of whatever shape."""
+    """Loads a frozen network with its own weights, of any shape."""
     network = load_policy(
         folder,
         ranks,
@@ -196,13 +196,13 @@ def _load_frozen(
 def _digest(
     config: RunConfig, folder: str, parameters: Iterable[tuple[str, nn.Parameter]], ranks: Ranks
 ) -> str:
-    """Returns the digest of what a folder's frozen parameters are loaded from, which rank 0 reads."""
+    """Returns the digest of a folder's frozen parameters, which rank 0 reads."""
     own = digest_of_frozen(folder, parameters, _random_seed(config)) if ranks.world.rank == 0 else ""
     return broadcast_bytes(own.encode(), ranks).decode()
 
 
 def _random_seed(config: RunConfig) -> int | None:
-    """Returns what weights are drawn from; None where they are read."""
+    """Returns the seed of random weights; None if they are read."""
     return config.trainer.seed if config.model.load_format == "random" else None
 
 

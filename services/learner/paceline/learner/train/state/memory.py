@@ -1,4 +1,4 @@
-"""When an update runs out of memory, its micro-batches are halved and the optimizer step is taken again."""
+"""Halves micro-batches and repeats the optimizer step when an update runs out of memory."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ T = TypeVar("T")
 
 
 class MemoryRoom:
-    """How large micro-batches may be in this process.
+    """Limits the size of micro-batches in this process.
 
-    After a step that had to be taken again, later steps are planned with the smaller token budget.
+    After a repeated step, later steps are planned with the smaller token budget.
 
     Args:
-        notify: tells a person.
+        notify: notifies the user.
     """
 
     def __init__(self, notify: Callable[[str], None]) -> None:
@@ -31,13 +31,13 @@ class MemoryRoom:
         self._num_retries = 0
 
     def budget(self, token_budget: int, longest: int) -> int:
-        """Returns the token budget of the next step, which holds the longest row."""
+        """Returns the token budget of the next step, at least `longest`."""
         self._num_planned, self._num_retries = self._num_halvings, 0
         return max(token_budget >> self._num_halvings, min(longest, token_budget))
 
     @property
     def metrics(self) -> dict[str, float]:
-        """`guard/out_of_memory`: optimizer steps of this training step that were taken again, if any."""
+        """Returns `guard/out_of_memory`: the repeated optimizer steps of this training step, if any."""
         return {"guard/out_of_memory": float(self._num_retries)} if self._num_retries else {}
 
     def take(
@@ -51,10 +51,10 @@ class MemoryRoom:
         """Takes an optimizer step on a mini-batch's parts; every rank calls it.
 
         Args:
-            parts: this rank's; where they are halved, the halves replace them in this list.
+            parts: this rank's parts; halves replace them in this list.
             act: takes the step; may raise OutOfMemoryError on every rank alike, with nothing changed.
             ranks: the group.
-            network: "actor" or "critic", for the note.
+            network: "actor" or "critic", for the message.
 
         Raises:
             EnvironmentLackError: a micro-batch of one row does not fit.

@@ -1,10 +1,10 @@
-"""Muon (https://kellerjordan.github.io/posts/muon/) over matrices that are sharded by rows.
+"""Runs Muon (https://kellerjordan.github.io/posts/muon/) on matrices that are sharded by rows.
 
     gradient and momentum, by rows -- the update, whole on one rank --> orthogonalized --> rows of the step
 
-A matrix is orthogonalized as a whole, by one of the ranks that share it; in turn each of them takes one. So
-no bit depends on how the matrices are sharded. The arithmetic is that of `torch.optim.Muon`; its steps are as
-long as those of AdamW (arXiv:2502.16982), so that learning rates need no change.
+A complete matrix is orthogonalized by one of the ranks that share it, each rank in turn, so no bit depends on
+the sharding. The arithmetic is that of `torch.optim.Muon`; step sizes match AdamW's (arXiv:2502.16982), so
+learning rates need no change.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Muon:
     """Takes steps on matrices whose gradients and momentum are sharded as they are.
 
     Args:
-        parameters: matrices, whole or sharded by rows.
-        momentum: the share of the past that the average of the gradient keeps.
-        weight_decay: decoupled.
+        parameters: matrices, complete or sharded by rows.
+        momentum: decay of the gradient's average.
+        weight_decay: decoupled weight decay.
     """
 
     def __init__(self, parameters: Sequence[Tensor], *, momentum: float, weight_decay: float) -> None:
@@ -55,10 +55,10 @@ class Muon:
                 local.add_(direction, alpha=lr)
 
     def _update(self, parameter: Tensor) -> Tensor:
-        """This rank's rows of gradient and momentum together, as Nesterov has them."""
+        """Returns this rank's rows of the update with Nesterov momentum."""
         assert parameter.grad is not None
         gradient, kept = local_part(parameter.grad), local_part(self.state[parameter][MOMENTUM])
-        average = kept.to(gradient.device)  # it may be in host memory
+        average = kept.to(gradient.device)  # the average may be in host memory
         average.lerp_(gradient, 1 - self._momentum)
         if average is not kept:
             kept.copy_(average)
@@ -66,7 +66,7 @@ class Muon:
 
 
 class Sharing:
-    """The ranks that share matrices by rows, as torch.chunk deals them.
+    """The ranks that share matrices by rows, as split by torch.chunk.
 
     Args:
         parameter: one of the matrices.
@@ -80,10 +80,10 @@ class Sharing:
             self.size, self._rank = self._group.size(), self._group.rank()
 
     def orthogonalized(self, matrices: Sequence[Tensor], updates: Sequence[Tensor]) -> list[Tensor]:
-        """This rank's rows of the steps of as many matrices as there are ranks, or fewer.
+        """Returns this rank's rows of the steps of at most one matrix per rank.
 
         Args:
-            matrices: as the parameters are.
+            matrices: the parameters.
             updates: (R, C) each, this rank's rows.
         """
         if self._group is None:
@@ -92,7 +92,7 @@ class Sharing:
         owned = [] if own is None else [rows * own.shape[1] for rows in self._rows(own.shape[0])]
         owned += [0] * (self.size - len(owned))
         theirs = [update.numel() for update in updates] + [0] * (self.size - len(updates))
-        # What the arithmetic begins with; so half as much is sent.
+        # The arithmetic begins in bfloat16, so half as much is sent.
         sent = torch.cat([update.bfloat16().flatten() for update in updates])
         gathered = self._exchanged(sent, theirs, owned).float()
         step = gathered if own is None else step_of(gathered.view(own.shape)).flatten()
@@ -100,19 +100,19 @@ class Sharing:
         return [part.view(update.shape) for part, update in zip(parts, updates, strict=True)]
 
     def _rows(self, num_rows: int) -> list[int]:
-        """Returns how many of a matrix's rows each rank has."""
+        """Returns each rank's number of a matrix's rows."""
         each = -(-num_rows // self.size)
         return [max(0, min(each, num_rows - rank * each)) for rank in range(self.size)]
 
     def _exchanged(self, values: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
-        """Exchanges values: `sends` and `receives` say how many go to each rank, and come from each."""
+        """Exchanges values; `sends` and `receives` are the numbers to and from each rank."""
         received = values.new_empty(sum(receives))
         dist.all_to_all_single(received, values, list(receives), list(sends), group=self._group)
         return received
 
 
 def step_of(update: Tensor) -> Tensor:
-    """What `torch.optim.Muon` adds to a matrix at the learning rate 1, from an update without momentum."""
+    """Returns what `torch.optim.Muon` adds to a matrix at learning rate 1 without momentum."""
     scratch = nn.Parameter(torch.zeros_like(update))
     scratch.grad = update
     library = torch.optim.Muon(

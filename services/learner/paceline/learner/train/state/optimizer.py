@@ -1,6 +1,6 @@
-"""A network that learns: its optimizers and schedule, gradients of several micro-batches.
+"""Trains a network: optimizers, schedule, and gradients over several micro-batches.
 
-A step whose loss or gradient is not finite is not taken.
+Skips steps whose loss or gradient is not finite.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _LOWER: Final = (
 
 
 class OutOfMemoryError(EnvironmentLackError):
-    """Ranks ran out of memory in an update, and all of them agree on it; nothing has changed.
+    """Says, on every rank, that some ran out of memory in an update; nothing has changed.
 
     Args:
         network: "PolicyNetwork" or "ValueNetwork".
-        num_ranks: how many did.
+        num_ranks: number of ranks that ran out of memory.
     """
 
     def __init__(self, network: str, num_ranks: int) -> None:
@@ -56,24 +56,24 @@ PartLoss = Callable[[], tuple[Tensor, Tensor]]
 Shares and sums add up over micro-batches and ranks.
 """
 Veto = Callable[[Tensor, float], str]
-"""From the sums of a mini-batch's metrics and its gradient norm to why its step must be skipped, or ""."""
+"""Returns why a step must be skipped, or "", from the sums of its metrics and its gradient norm."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Schedule:
-    """The learning rate by step: linear from 0 in the warm-up, then as `kind` says, down to `min_ratio`.
+    """Sets the learning rate by step: linear warm-up from 0, then decay by `kind`, down to `min_ratio`.
 
     Steps count from 1. The last step of the warm-up runs at the peak, and so does every later step of
-    `constant`. `cosine_with_restarts` falls `cycles` times and begins each but the first anew at the peak;
-    only its last step is at the end of a fall.
+    `constant`. `cosine_with_restarts` decays `cycles` times and restarts at the peak; only its last step is
+    at the end of a decay.
 
-    The length of the warm-up and the place in the fall are state. Where a run goes on with another number of
-    steps, what is left of the fall is spread over the steps that are left.
+    The length of the warm-up and the progress of the decay are state. If a run continues with another number
+    of steps, the rest of the decay is spread over the remaining steps.
 
     Attributes:
         warmup: steps of the warm-up; None: `warmup_ratio` of `total_steps`.
-        origin: the step since which the fall has its present length.
-        done: the share of the fall that was done at `origin`.
+        origin: the step since which the decay has its present length.
+        done: the share of the decay that was done at `origin`.
     """
 
     peak: float
@@ -103,11 +103,11 @@ class Schedule:
         return self.peak * (self.min_ratio + (1.0 - self.min_ratio) * share)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps: all, so that a run that goes on can tell what has changed."""
+        """Returns all fields, so that a continued run can see what has changed."""
         return asdict(self) | {"warmup": self._warmup}
 
     def load_state_dict(self, state: Mapping[str, Any], *, step: int) -> None:
-        """Goes on from the place of another schedule after `step`; rates and shape stay this one's."""
+        """Continues another schedule's progress after `step`; rates and shape stay this schedule's."""
         before = Schedule(**state)
         self.warmup, self.origin, self.done = before._warmup, before.origin, before.done
         if self.total_steps != before.total_steps and step > self._warmup:
@@ -118,7 +118,7 @@ class Schedule:
         return math.ceil(self.warmup_ratio * self.total_steps) if self.warmup is None else self.warmup
 
     def _done(self, step: float) -> float:
-        """Returns the share of the fall that is done after a step of it."""
+        """Returns the share of the decay that is done after a step."""
         start = max(self._warmup, self.origin)
         share = (step - start) / max(1, self.total_steps - start)
         return min(1.0, self.done + (1.0 - self.done) * share)
@@ -126,11 +126,11 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Scaling:
-    """What takes losses, their gradient and sums from one mini-batch's counts to another's.
+    """Factors that convert losses, gradient and sums from one mini-batch's counts to another's.
 
     Attributes:
         gradient: factor of the loss, and so of its gradient.
-        sums: (S,) float64, a factor of each of the sums.
+        sums: (S,) float64, a factor for each sum.
     """
 
     gradient: float
@@ -139,10 +139,10 @@ class Scaling:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutcome:
-    """What one optimizer step did.
+    """The outcome of an optimizer step.
 
     Attributes:
-        grad_norm: before clipping.
+        grad_norm: gradient norm before clipping.
         skip_reason: why the step was not taken; "" if it was.
         finite: whether loss and gradient were finite.
     """
@@ -153,24 +153,24 @@ class StepOutcome:
 
     @property
     def taken(self) -> bool:
-        """Whether the step was taken, so that parameters moved."""
+        """Whether the step was taken."""
         return not self.skip_reason
 
 
 class Optimizer:
-    """AdamW (arXiv:1711.05101) with decoupled weight decay on all parameters that train, or all but Muon's.
+    """Applies AdamW (arXiv:1711.05101) to all trained parameters, or Muon to the layers' matrices.
 
-    It has no averages until `make_averages`, which comes before the first step and before a checkpoint.
+    Call `make_averages` before the first step and before a checkpoint.
 
     Args:
-        network: sharded; its backward pass leaves the gradients.
+        network: a sharded network; its backward pass leaves the gradients.
         betas: betas of the two averages.
-        eps: AdamW's.
-        weight_decay: decoupled.
-        muon_momentum: the layers' matrices have Muon, with this momentum; None: AdamW has them, too.
-        compact: the matrices' averages have 8 bits; not with Muon.
+        eps: epsilon of AdamW.
+        weight_decay: decoupled weight decay.
+        muon_momentum: momentum of Muon on the layers' matrices; None: AdamW on all parameters.
+        compact: whether the matrices' averages have 8 bits; not with Muon.
         grad_clip: largest global norm of the gradient.
-        host: where the averages are, if not with the parameters: a mesh of CPUs.
+        host: a CPU mesh for the averages; None: on the parameters' device.
     """
 
     def __init__(
@@ -199,13 +199,13 @@ class Optimizer:
             weight_decay=weight_decay,
         )
         others = [parameter for parameter in self._parameters if parameter not in matrices]
-        # torch refuses to have no parameters, as adapters leave it.
+        # With adapters there may be no parameters, which torch refuses.
         self._adamw = torch.optim.AdamW(
             others or [{"params": []}], lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay, fused=True
         )
 
     def make_averages(self) -> None:
-        """Creates the state: averages of zeros, into which a checkpoint can load."""
+        """Creates averages of zeros, into which a checkpoint can be loaded."""
         of_muon = set(self._muon.parameters)
         forms = {parameter: self._forms(parameter, of_muon) for parameter in self._parameters}
         averages = zero_averages(forms, self._host)
@@ -227,7 +227,7 @@ class Optimizer:
     def step(
         self, lr: float, *, loss_is_finite: bool, veto: Callable[[float], str] | None = None
     ) -> StepOutcome:
-        """Clips the gradient and takes one step; clears the gradients in any case. Every rank calls it.
+        """Clips the gradient and takes a step; always clears the gradients. Every rank calls it.
 
         Args:
             lr: the learning rate.
@@ -264,7 +264,7 @@ class Optimizer:
                 (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(factor)
 
     def state(self) -> dict[str, Tensor]:
-        """Averages and step counts by "PARAMETER.KIND", sharded; loading writes into them."""
+        """Returns averages and step counts by "PARAMETER.KIND", sharded; loading writes into them."""
         return {f"{name}.{kind}": tensor for name, kind, tensor in self._entries()}
 
     def _entries(self) -> Iterator[tuple[str, str, Tensor]]:
@@ -279,9 +279,9 @@ class Trainable(Generic[N]):
     """A sharded network with its optimizer and schedule.
 
     Attributes:
-        accumulates: gradients add up unsharded over a mini-batch's micro-batches and are reduced once; else
-            those of every micro-batch are reduced.
-        keeps_gathered: weights stay gathered from one micro-batch to the next.
+        accumulates: whether gradients add up unsharded over a mini-batch and are reduced once, not per
+            micro-batch.
+        keeps_gathered: whether weights stay gathered between micro-batches.
     """
 
     network: N
@@ -305,18 +305,17 @@ class Trainable(Generic[N]):
         """Takes one optimizer step on a mini-batch.
 
         Args:
-            losses: of this rank's micro-batches, but for those that `begin` was called with; every rank has
-                the same number, at least one.
+            losses: losses of this rank's micro-batches, except those passed to `begin`; every rank has the
+                same number, at least one.
             step: training step, for the schedule.
             ranks: the group.
             lr_scale: multiplies the schedule's learning rate.
             veto: decides, if all is finite, whether the step may be taken.
-            begun: the sums that `begin` returned, added up.
-            scaling: multiplies gradient and sums, where losses were taken with other counts than the
-                mini-batch's.
+            begun: the sum of the sums that `begin` returned.
+            scaling: multiplies gradient and sums if losses used other counts than the mini-batch's.
 
         Returns:
-            What the optimizer did, and the metrics' sums over micro-batches and ranks, in float64.
+            The step's outcome, and the metrics' sums over micro-batches and ranks, in float64.
 
         Raises:
             OutOfMemoryError: on every rank, if some ran out of memory; no parameter and no state has changed.
@@ -334,7 +333,7 @@ class Trainable(Generic[N]):
         return outcome, sums
 
     def add_gradient(self, losses: Sequence[PartLoss], *, ranks: Ranks) -> Tensor:
-        """Forward and backward of micro-batches, the last of their mini-batch; every rank calls it.
+        """Runs forward and backward on the last micro-batches of a mini-batch; every rank calls it.
 
         Returns:
             This rank's sums.
@@ -349,7 +348,7 @@ class Trainable(Generic[N]):
         return total
 
     def begin(self, losses: Sequence[PartLoss], *, ranks: Ranks) -> Tensor:
-        """Forward and backward of the first micro-batches of a mini-batch; `update` takes the others.
+        """Runs forward and backward on a mini-batch's first micro-batches; `update` takes the others.
 
         Returns:
             This rank's sums, for `update`.
@@ -364,8 +363,8 @@ class Trainable(Generic[N]):
         return total
 
     def drop_gradient(self, ranks: Ranks) -> None:
-        """Forgets what `begin` has added to the gradient; every rank calls it."""
-        # FSDP keeps what is not reduced yet where only a reduction gets it.
+        """Drops what `begin` has added to the gradient; every rank calls it."""
+        # Only a reduction clears FSDP's unreduced gradients.
         self._prepare_pass(reduces=True, reshards=True)
         self._begin_pass(again=False, still_gathered=False)
         self._filler_pass(ranks)
@@ -374,12 +373,12 @@ class Trainable(Generic[N]):
     def _passes(
         self, losses: Sequence[PartLoss], ranks: Ranks, *, completes: bool = True
     ) -> tuple[Tensor | None, int]:
-        """Forward and backward of micro-batches; with `completes` they are the last of their mini-batch.
+        """Runs forward and backward on micro-batches; with `completes`, the last of a mini-batch.
 
-        A rank that ran out of memory takes part in the rest all the same, on fillers: the others wait for it.
+        A rank that ran out of memory still takes part, with fillers, because the others wait for it.
 
         Returns:
-            This rank's sums, None if it ran out of memory; and how many ranks did.
+            This rank's sums, None if it ran out of memory; and the number of ranks that did.
         """
         total: Tensor | None = None
         failed = False
@@ -401,7 +400,7 @@ class Trainable(Generic[N]):
             else:
                 total = sums if total is None else total + sums
         if failed:
-            forget_broken_pass(self.network)  # what fillers left
+            forget_broken_pass(self.network)  # left by fillers
         num_failed = int(ranks.world.all_sum(torch.tensor([failed], device=ranks.device).float()).item())
         return (None if failed else total), num_failed
 
@@ -412,30 +411,30 @@ class Trainable(Generic[N]):
         fsdp.set_reshard_after_backward(reshards)
 
     def _pass(self, part_loss: PartLoss, ranks: Ranks) -> Tensor | None:
-        """One micro-batch: its sums, or None if memory ran out; nothing holds its activations then."""
+        """Runs a micro-batch; returns its sums, or None after freeing its activations if memory ran out."""
         try:
             loss, sums = part_loss()
-            # FSDP averages gradients over the ranks; the losses are shares of a sum.
+            # FSDP averages gradients over the ranks, but the losses are shares of a sum.
             torch.autograd.backward(loss * ranks.fsdp.size())
             return sums.double()
         except torch.OutOfMemoryError as error:
-            log.warning("out of memory in a micro-batch: %s", str(error))  # a kept record keeps its frames
-            # The frames hold the activations.
+            log.warning("out of memory in a micro-batch: %s", str(error))  # records keep frames
+            # The frames reference the activations.
             traceback.clear_frames(error.__traceback__)
         return None
 
     def _recover(self, ranks: Ranks) -> None:
-        """Makes the network usable again after a pass that broke off, and frees what that held."""
+        """Makes the network usable after an aborted pass, and frees its memory."""
         gc.collect()
         if ranks.device.type == "cuda":
             torch.cuda.empty_cache()
         forget_broken_pass(self.network)
 
     def _absent_pass(self, part_loss: PartLoss, ranks: Ranks) -> None:
-        """The collectives of a micro-batch without its tokens.
+        """Takes part in a micro-batch's collectives without its tokens.
 
         Raises:
-            EnvironmentLackError: not even what this rank sends to those that share its rows has room.
+            EnvironmentLackError: there is no memory even for this rank's messages in context parallelism.
         """
         if ranks.context is None or self.collectives is None:
             self._filler_pass(ranks)
@@ -453,7 +452,7 @@ class Trainable(Generic[N]):
             ) from error
 
     def _filler_pass(self, ranks: Ranks) -> None:
-        """The collectives of a micro-batch without one."""
+        """Takes part in a micro-batch's collectives with a filler."""
         output = self.network(pack([], ranks.device))
         numbers = output[0] if isinstance(output, tuple) else output
         torch.autograd.backward(numbers.sum() * 0.0)

@@ -1,7 +1,7 @@
-"""Whether a chunk's rows share their prompts, and the check that sharing computes the same.
+"""Decides whether a chunk's rows share their prompts, and checks that sharing computes the same.
 
-A chunk shares prompts if that saves enough arithmetic, which follows from its lengths alone: so a run that is
-taken up again takes the same way. The first chunk that shares is computed both ways, with its gradient.
+A chunk shares prompts if that saves enough arithmetic. This depends only on lengths, so a resumed run decides
+alike. The first chunk that shares is computed in both forms, with its gradient.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from paceline.learner.train.state.optimizer import OutOfMemoryError, Trainable
 SharingMode = Literal["auto", "on", "off"]
 
 MIN_GAIN = 1.2
-"""`auto` shares where the unshared chunk has at least this much more arithmetic."""
+"""With `auto`, a chunk shares if its unshared form has at least this many times the arithmetic."""
 
 TOLERANCES = {torch.float32: (1e-4, 1e-3), torch.bfloat16: (0.05, 0.1)}
 """By the type of the forward pass: mean difference of log-probs, and relative difference of the gradient.
 
-In bfloat16 two ways round differently; a wrong mask moves both by more than ten times as much.
+In bfloat16 the two forms round differently; a wrong mask changes both by over ten times as much.
 """
 
 
@@ -44,9 +44,9 @@ class _State(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """Measures the difference of the shared form from the unshared one, over all ranks.
+    """The differences between shared and unshared form over all ranks.
 
-    Mean per token, and share of the norm.
+    Mean difference of log-probs per token, and the gradient's as a share of its norm.
     """
 
     log_probs: float
@@ -59,7 +59,7 @@ class SharedPrompts:
     Args:
         mode: mode of `actor.shared_prompts`.
         compute: type of the forward pass.
-        notify: tells a person.
+        notify: notifies the user.
     """
 
     def __init__(self, mode: SharingMode, compute: torch.dtype, notify: Callable[[str], None]) -> None:
@@ -72,7 +72,7 @@ class SharedPrompts:
         return self._state is _State.UNCHECKED
 
     def choose(self, make: Callable[[bool], Chunk]) -> Chunk:
-        """Returns a chunk; `make` makes it with shared prompts or without."""
+        """Returns a chunk that `make` makes, with shared prompts or without."""
         if self._mode == "off" or self._state is _State.REFUSED:
             return make(False)
         shared = make(True)
@@ -84,13 +84,13 @@ class SharedPrompts:
     def refuses(
         self, actor: Trainable[PolicyNetwork], rows: Sequence[PackedRow], ranks: Ranks, budget: int
     ) -> bool:
-        """Checks the first chunk that shares; every rank calls it. It leaves no gradient behind.
+        """Checks the first chunk that shares, and leaves no gradient; every rank calls it.
 
         Args:
             actor: the policy.
             rows: rows of this rank's first micro-batch of the chunk.
             ranks: the group.
-            budget: tokens of a micro-batch, which the rows must fit in the unshared form, too.
+            budget: tokens of a micro-batch; the rows must fit in the unshared form, too.
 
         Returns:
             Whether everything must be planned without sharing.
@@ -111,7 +111,7 @@ class SharedPrompts:
             return self._refuse(reason)
         most_log_probs, most_gradient = self._tolerances
         self._state = _State.CHECKED
-        # Written so that a NaN is refused.
+        # In this form, NaN is refused.
         if difference.log_probs <= most_log_probs and difference.gradient <= most_gradient:
             return False
         reason = (
@@ -130,9 +130,9 @@ class SharedPrompts:
 
 
 def compare(actor: Trainable[PolicyNetwork], rows: Sequence[PackedRow], ranks: Ranks) -> Difference:
-    """Runs rows forwards and backwards in both forms and drops the gradients; every rank calls it.
+    """Runs rows forward and backward in both forms and drops the gradients; every rank calls it.
 
-    The gradient of the shared form is taken from the other's in place, so that no second one is held.
+    Subtracts the shared form's gradient from the other in place, to need no memory for a second one.
 
     Raises:
         OutOfMemoryError: on every rank, if some ran out of memory.
@@ -144,7 +144,7 @@ def compare(actor: Trainable[PolicyNetwork], rows: Sequence[PackedRow], ranks: R
     left = _square_sum(network, ranks.device)
     network.zero_grad(set_to_none=True)
     difference = (tables[0] - tables[1]).abs().sum()
-    # Shares: ranks with the same rows count twice in both numbers of each.
+    # Ranks with the same rows count repeatedly, but in both numbers of each ratio.
     sums = ranks.world.all_sum(torch.stack([difference, count[0], left, norm])).tolist()
     return Difference(
         log_probs=sums[0] / max(sums[1], 1.0), gradient=(sums[2] / sums[3]) ** 0.5 if sums[3] else 0.0
@@ -158,7 +158,7 @@ def _sum(
     tables: list[Tensor],
     share_prompts: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the sum of log-probs, of shared prompts its negative, and the number of tokens, (1,).
+    """Returns the sum of log-probs (negated if shared), and the number of tokens, (1,).
 
     Adds the log-probs, in float64, to `tables`.
     """
@@ -170,7 +170,7 @@ def _sum(
 
 
 def _square_sum(network: PolicyNetwork, device: torch.device) -> Tensor:
-    """Of this rank's part of the gradient, in float64."""
+    """Returns the square sum of this rank's part of the gradient, in float64."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for parameter in network.parameters():
         if parameter.requires_grad:
@@ -182,9 +182,9 @@ def _square_sum(network: PolicyNetwork, device: torch.device) -> Tensor:
 
 
 def _family(rows: Sequence[PackedRow], budget: int) -> list[PackedRow]:
-    """Rows of the first prompt that several have: two, and more while half of the budget has room.
+    """Returns two or more rows of the first repeated prompt, up to half of the budget.
 
-    Half, because an update that ran out of memory is taken again in smaller parts, and this check is not.
+    Half, because this check, unlike an update, is not repeated in smaller parts when memory runs out.
     """
     prompts = [(row.prompt_token_ids.tobytes(), *(image.hash for image in row.images)) for row in rows]
     shared = next((prompt for prompt in prompts if prompts.count(prompt) > 1), None)

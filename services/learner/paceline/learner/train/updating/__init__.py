@@ -1,1 +1,1 @@
-"""The losses, the optimizer steps over mini-batches, and the guard on them."""
+"""Updates networks: losses, optimizer steps over mini-batches, and their guard."""

@@ -1,4 +1,4 @@
-"""The losses of policy and critic on one micro-batch, as shares of the mini-batch's loss.
+"""Computes the losses of policy and critic on a micro-batch, as shares of the mini-batch's loss.
 
 Shares add up over micro-batches and ranks. A loss takes a micro-batch and the counts of its mini-batch, and
 returns the share with its graph and a vector of sums for the metrics `names`, the loss first.
@@ -32,19 +32,19 @@ from paceline.learner.train.algorithm import metric_names
 from paceline.learner.train.state.optimizer import Scaling
 
 STANDARD_METRICS = ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy")
-"""Token means that every policy loss reports: 0 where a loss has no such thing, as without a clip."""
+"""Token means that every policy loss reports; 0 if a loss has no such metric, as without a clip."""
 
 
 class PolicyLoss:
     """The policy's loss on one micro-batch, as a share of the mini-batch's.
 
-    `names` are those of the vector of sums: the loss, then the metrics with the policy loss's own.
+    `names` are the names of the sums: the loss, then the metrics, including the policy loss's own.
 
     Args:
         config: configuration of the run.
         network: the policy.
-        adjustments: the guard's, of actor.kl_loss_coef.
-        loss: the algorithm's, with the guard's adjustments of the clip range.
+        adjustments: the guard's adjustments, here of actor.kl_loss_coef.
+        loss: the algorithm's loss, with the guard's adjustments of the clip range.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class PolicyLoss:
         return total, torch.cat([sums, torch.stack(extra).detach().double()])
 
     def scaling(self, counted: Denominators, actual: Denominators) -> Scaling:
-        """Returns what turns shares of a mini-batch with counts `counted` into those of `actual`."""
+        """Returns the scaling from shares with counts `counted` to shares with counts `actual`."""
         per_token = counted.num_tokens / actual.num_tokens
         per_sequence = counted.num_sequences / actual.num_sequences
         loss = per_token if self._actor.aggregation == TOKEN_MEAN else per_sequence
@@ -109,7 +109,7 @@ class PolicyLoss:
         )
 
     def _require_tables(self, part: TrainingBatch) -> None:
-        """Raises NumericsError if a micro-batch lacks a table: one rank would leave out a term in silence."""
+        """Raises NumericsError if a micro-batch lacks a table; a rank would silently omit a term."""
         needed = {
             "reference log-probs": (self._actor.use_kl_loss, part.log_probs.get("reference")),
             "weights": (self._is_corrected, part.weights),
@@ -122,7 +122,7 @@ class PolicyLoss:
                 )
 
     def _positive_loss(self, log_probs: Tensor, part: TrainingBatch, denominators: Denominators) -> Tensor:
-        """Returns the share of the mini-batch's mean over the tokens of right responses; 0 without one."""
+        """Returns the share of the mini-batch's mean over tokens of correct responses; 0 without any."""
         mask = part.positive_mask(self._actor.positive_above)
         return -log_probs.where(mask, 0.0).sum() / max(1, denominators.num_positive_tokens)
 
@@ -132,7 +132,7 @@ class PolicyLoss:
         """Returns the share of the mini-batch's mean over its sequences.
 
         Raises:
-            NumericsError: a router did not note what it chose.
+            NumericsError: a router did not record its choices.
         """
         if len(choices) != self._num_routers:
             raise NumericsError(
@@ -204,10 +204,10 @@ def _sums(
     names: Sequence[str],
     denominators: Denominators,
 ) -> Tensor:
-    """[loss, then each metric's share of the mini-batch's token mean], float64."""
+    """Returns [loss, then each metric's share of the mini-batch's token mean], float64."""
     share = batch.mask.sum().double() / denominators.num_tokens
     zero = share.new_zeros(())
-    # A loss without such a metric (no clip, say) reports 0.
+    # A loss without such a metric (for example without a clip) reports 0.
     return torch.stack([total.detach().double(), *(means.get(name, zero).double() * share for name in names)])
 
 

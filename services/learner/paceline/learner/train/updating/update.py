@@ -26,7 +26,7 @@ from paceline.learner.train.updating.losses import PolicyLoss, ValueLoss
 from paceline.learner.train.updating.update_guard import NetworkGuard, UpdateGuard
 
 FIRST_KL_TOLERANCE = 1e-6
-"""On policy the first mini-batch's log-ratio is 0; rounding in float32 may move its mean this far."""
+"""On policy the first mini-batch's log-ratio is 0; rounding in float32 may change its mean this much."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -39,7 +39,7 @@ class UpdateReport:
     lr: float = 0.0
 
     def summary(self, prefix: str) -> dict[str, float]:
-        """Means over the steps that were taken, under `prefix`, and the number of skipped ones."""
+        """Returns means over the steps taken, under `prefix`, and the number of skipped steps."""
         names = self.metrics[0].keys() if self.metrics else ()
         means = {f"{prefix}{name}": _mean([metrics[name] for metrics in self.metrics]) for name in names}
         return means | {
@@ -63,10 +63,10 @@ def update_policy(
     Args:
         learner: learner of this rank.
         mini_batches: mini-batches of the step.
-        guard: the step's.
-        loss_function: the algorithm's.
+        guard: the step's guard.
+        loss_function: the algorithm's loss.
         step: the step's number.
-        begun: what was done ahead of the first mini-batch's gradient.
+        begun: the part of the first mini-batch's gradient that was computed ahead.
 
     Raises:
         NumericsError: in float32 the first mini-batch's ratio is not 1, so old and new log-probs come from
@@ -95,7 +95,7 @@ def update_policy(
         for number, (mini, parts) in enumerate(zip(mini_batches, cuts, strict=True)):
             is_first, counts, scaling = epoch == number == 0, mini.denominators, None
             if is_first and config.barrier.work_ahead == "gradients":
-                # Counts that are the same whether the gradient was begun ahead or not.
+                # These counts do not depend on whether the gradient was begun ahead.
                 counts = nominal_counts(config)
                 scaling = loss.scaling(counts, mini.denominators)
 
@@ -165,10 +165,10 @@ class _OptimizerSteps:
         begun: BegunGradient | None = None,
         scaling: Scaling | None = None,
     ) -> dict[str, float]:
-        """Takes one on a mini-batch's parts; reports and returns its metrics."""
+        """Takes a step on a mini-batch's parts; records and returns its metrics."""
 
         def act(parts: Sequence[TrainingBatch]) -> dict[str, float]:
-            # After an attempt that ran out of memory nothing of what was begun is left.
+            # An attempt that ran out of memory has dropped the begun gradient.
             num_done, sums = begun.take() if begun is not None else (0, None)
             outcome, sums = self.trainable.update(
                 [loss_on(part) for part in parts[num_done:]],
@@ -195,7 +195,7 @@ class _OptimizerSteps:
 
 
 def _check_first(metrics: Mapping[str, float], config: RunConfig) -> None:
-    """Checks that the ratio is 1. The optimizer skips a loss that is not finite, so that one passes."""
+    """Checks that the ratio is 1. Losses that are not finite pass, because the optimizer skips them."""
     ratio_off = abs(metrics["ppo_kl"]) > FIRST_KL_TOLERANCE or metrics["pg_clipfrac"] > FIRST_KL_TOLERANCE
     if config.model.dtype == "float32" and math.isfinite(metrics["loss"]) and ratio_off:
         raise NumericsError(

@@ -1,4 +1,4 @@
-"""The guard on the learner: whether an optimizer step may be taken. Every rank judges the same numbers alike.
+"""The guard on the learner: decides, equally on every rank, whether an optimizer step may be taken.
 
 rewards, reference KL -> judge_batch, judge_reference_kl: may any step on this batch be taken?
 metrics of a mini-batch, gradient norm -> judge_update: may this step be taken?
@@ -36,7 +36,7 @@ class UpdateGuard:
         config: the rules.
         histories: running medians, which outlive the step.
         ranks: the group.
-        adjustments: those in force in this step.
+        adjustments: the adjustments of this step.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class UpdateGuard:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """For the step's metrics: the largest `ppo_kl` of a mini-batch."""
+        """Returns, for the step's metrics, the largest `ppo_kl` of a mini-batch."""
         kls = [reading.value for reading in self._readings if reading.rule == "ppo_kl"]
         return {"actor/ppo_kl_max": max(kls)} if kls else {}
 
@@ -66,9 +66,9 @@ class UpdateGuard:
             self.refusal = self._judge("", values)
 
     def judge_reference_kl(self, value: float | None) -> None:
-        """Judges the mean KL to the reference over all sequences; before an update it may set `refusal`.
+        """Judges the mean KL to the reference over all sequences; before an update, may set `refusal`.
 
-        None: there is no reference.
+        None means that there is no reference.
         """
         if value is None:
             return
@@ -78,13 +78,13 @@ class UpdateGuard:
     def judge_update(
         self, network: str, names: Sequence[str], sums: Tensor, grad_norm: float, grad_clip: float
     ) -> str:
-        """Why a step of "actor" or "critic" must be skipped, or ""; `sums` are of the metrics `names`.
+        """Returns why a step of "actor" or "critic" must be skipped, or ""; `sums` belong to `names`.
 
-        The rule `grad_norm` ignores a gradient below the clip, even one far above the median.
+        The rule `grad_norm` ignores gradients below the clip, even far above the median.
         """
         if not self._limits:
             return ""
-        # The numbers are reduced already; their largest over the ranks makes them equal to the last bit.
+        # The numbers are reduced already; the maximum over ranks makes them bitwise equal.
         numbers = self._ranks.world.all_max(torch.cat([sums, sums.new_tensor([grad_norm])])).tolist()
         metrics = dict(zip([*names, "grad_norm"], numbers, strict=True))
         return self._judge(network, self._judged_values(network, metrics, grad_clip))
@@ -102,7 +102,7 @@ class UpdateGuard:
     def _judged_values(
         self, network: str, metrics: Mapping[str, float], grad_clip: float
     ) -> dict[str, float]:
-        """Returns the values that the network's rules judge, by rule."""
+        """Returns the values for the network's rules, by rule."""
         values = {
             name: metrics[rule.metric]
             for name, rule in RULES.items()
@@ -113,7 +113,7 @@ class UpdateGuard:
         return values
 
     def _judge(self, network: str, values: Mapping[str, float]) -> str:
-        """Keeps readings of the values by rule; returns why the step must be skipped, else ""."""
+        """Records readings of the values by rule; returns why the step must be skipped, else ""."""
         reasons = []
         for name, number in values.items():
             value = abs(number) if RULES[name].absolute else number
@@ -148,7 +148,7 @@ class UpdateGuard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NetworkGuard:
-    """The guard of one network's updates; `names` are those of its metrics' sums."""
+    """The guard of a network's updates; `names` are the names of its metrics' sums."""
 
     guard: UpdateGuard
     network: str
@@ -156,10 +156,10 @@ class NetworkGuard:
     grad_clip: float
 
     def veto(self, sums: Tensor, grad_norm: float) -> str:
-        """Why a step must be skipped, else ""."""
+        """Returns why a step must be skipped, else ""."""
         return self.guard.judge_update(self.network, self.names, sums, grad_norm, self.grad_clip)
 
     def note(self, outcome: StepOutcome) -> None:
-        """Takes note of a step's outcome."""
+        """Records the outcome of a step."""
         if not outcome.finite:
             self.guard.note_non_finite(self.network)
