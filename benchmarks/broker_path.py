@@ -76,7 +76,7 @@ def prompt_group(prompt_id: int, num_samples: int, num_tokens: int) -> bytes:
 
 
 def answer(group: PromptGroup) -> list[Outgoing]:
-    """All samples of a group, with random arrays instead of a model's."""
+    """Returns all samples of a group, with random arrays instead of a model's."""
     messages = []
     stream = names.trajectories(RUN_ID)
     rng = np.random.default_rng(group.prompt_id)
@@ -133,7 +133,7 @@ async def rollout(broker: Broker, ready: asyncio.Event) -> None:
 
 
 def scored(header: TrajectoryHeader, trajectory: Trajectory) -> bytes:
-    """A score that depends on one token of the decoded trajectory."""
+    """Returns a score that depends on one token of the decoded trajectory."""
     return wire.encode_scored_header(
         ScoredHeader(
             run_id=header.run_id,
@@ -208,7 +208,7 @@ def cpu_seconds(pids: Sequence[int]) -> float:
 
 
 async def timed(broker: Broker, pids: Sequence[int], arguments: argparse.Namespace) -> Timing:
-    """The controller's part, with the CPU time that all processes spend on it."""
+    """Returns the controller's part, with the CPU time that all processes spend on it."""
     before = cpu_seconds(pids)
     seconds = await control(broker, arguments.groups, arguments.samples, arguments.tokens)
     return Timing(seconds=seconds, cpu_s=cpu_seconds(pids) - before)
@@ -267,7 +267,7 @@ async def run_role(role: str) -> None:
 
 
 def machine(url: str) -> str:
-    """The machine in a line."""
+    """Returns the machine in a line."""
     with redis.Redis.from_url(url) as client:
         info = client.info("server")
     parser = "with hiredis" if importlib.util.find_spec("hiredis") else "without hiredis"

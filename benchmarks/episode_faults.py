@@ -104,7 +104,7 @@ class Killed:
                 process.wait()
 
     def overrides(self) -> list[str]:
-        """What the configuration says of it."""
+        """Returns what the configuration says of it."""
         if self.is_attached:
             return [
                 "rollout.environment.address=null",
@@ -142,7 +142,7 @@ class Killed:
                 return
 
     def _ask(self, process: subprocess.Popen[str]) -> int | None:
-        """How many episodes are open, when none is or it has had its time."""
+        """Returns how many episodes are open, when none is or it has had its time."""
         if self.is_attached:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -218,7 +218,7 @@ def chaos(command: Sequence[str], limit_s: float | None) -> int:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Returns the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("overrides", nargs="*", metavar="dotted.key=value")
     parser.add_argument("--seed", type=int, default=1)
@@ -270,7 +270,7 @@ def report(args: argparse.Namespace, run_dir: Path, killed: Killed, seconds: flo
 
 
 def kind_of(target: str) -> str:
-    """A target without its number: rollout-1/engine is an engine, rollout-1 a rollout server."""
+    """Returns a target without its number: rollout-1/engine is an engine, rollout-1 a rollout server."""
     name, _, part = target.partition("/")
     return part or name.partition("-")[0]
 

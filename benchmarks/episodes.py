@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Returns the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="for every run")
     parser.add_argument(
@@ -93,7 +93,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def folder_of(out: Path, example: str, seed: int) -> Path:
-    """Where a run and what it starts from lie."""
+    """Returns where a run and what it starts from lie."""
     return out / f"{example}-{seed}"
 
 

@@ -157,7 +157,7 @@ class Record:
     left: list[str] = field(default_factory=list)
 
     def wrong(self, drawn: Sequence[Hostile]) -> list[str]:
-        """What should not have happened."""
+        """Returns what should not have happened."""
         faults = ["the service ended"] if self.has_ended else []
         for number, hostile in enumerate(drawn):
             header = self.headers.get(number)
@@ -171,7 +171,7 @@ class Record:
 
 
 def draw(source: random.Random) -> Hostile:
-    """A response of one to three acts."""
+    """Returns a response of one to three acts."""
     lines, kinds, reward = [HEAD], [], 1.0
     for _ in range(source.randint(1, 3)):
         sort, weight = source.choice([(HARMLESS, 1.0), (FATAL, 0.0), (UNSURE, float("nan"))])
@@ -247,7 +247,7 @@ async def score(drawn: Sequence[Hostile], *, seconds: float) -> Record:
 
 
 def _programs() -> list[psutil.Process]:
-    """The confined programs that run below this process."""
+    """Returns the confined programs that run below this process."""
     running = []
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since, and may wait for its parent

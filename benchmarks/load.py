@@ -130,7 +130,7 @@ def _cpu_s(process: psutil.Process) -> float:
 
 
 def make_config(size: Size, inputs: Path, run_dir: Path, num_steps: int, texts: bool) -> RunConfig:
-    """A run of this size."""
+    """Returns a run of this size."""
     length = PROMPT_TOKENS + size.tokens
     return parse(
         RunConfig,
@@ -160,7 +160,7 @@ def make_config(size: Size, inputs: Path, run_dir: Path, num_steps: int, texts: 
 
 
 def prepare(folder: Path, num_prompts: int) -> Path:
-    """The arithmetic example's rows and tokenizer."""
+    """Returns the arithmetic example's rows and tokenizer."""
     command = [sys.executable, str(ROOT / "examples/arithmetic/prepare.py")]
     command += ["--out", str(folder / "data"), "--model-out", str(folder / "model")]
     command += ["--num-train", str(num_prompts), "--num-val", "1", "--num-sft", "1"]
@@ -262,7 +262,7 @@ def _end(process: psutil.Process) -> None:
 
 
 def row(size: Size, watched: Watched) -> str:
-    """A line of the table."""
+    """Returns a line of the table."""
     steps = watched.steps[2:]
 
     def median(name: str) -> float:

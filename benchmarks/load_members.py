@@ -51,7 +51,7 @@ def layout() -> RankLayout:
 
 
 def receipt(rank: str, version: int) -> PushReceipt:
-    """A push that took no time; the weights are the version's number."""
+    """Returns a push that took no time; the weights are the version's number."""
     part = SliceDigest(name="w", global_shape=SHAPE, box=Box.full(SHAPE), value=version + 1)
     return PushReceipt(
         version=version,
@@ -173,7 +173,7 @@ class PaperLearner(learner_pb2_grpc.LearnerServiceServicer):
         return result_to_proto(TrainResult(step=order.step, metrics={"actor/ppo_kl": 0.0}))
 
     async def SaveCheckpoint(self, request: Any, context: Any) -> Any:
-        """A manifest alone."""
+        """Returns a manifest alone."""
         await asyncio.to_thread(_write_manifest, Path(request.folder), request)
         return learner_pb2.SaveCheckpointResponse(seconds=0.0)
 
@@ -209,7 +209,7 @@ async def serve_rollouts(context: ServiceContext, controller: str, first: int, c
 
 
 async def start_engine(config: RunConfig) -> Engine:
-    """The engine of each server; the vocabulary is that of the model's configuration."""
+    """Returns the engine of each server; the vocabulary is that of the model's configuration."""
     model = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
     return PaperEngine(int(model["vocab_size"]))
 

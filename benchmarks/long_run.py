@@ -97,7 +97,7 @@ class Stored:
         return [str(header.trajectory_id) for header in headers]
 
     async def trajectories(self, headers: Sequence[ScoredHeader]) -> list[Trajectory]:
-        """The samples'."""
+        """Returns the samples'."""
         return [self._by_id[header.trajectory_id] for header in headers]
 
     async def learner_log_probs(self, headers: Sequence[ScoredHeader]) -> list[None]:
@@ -286,7 +286,7 @@ def _children_cpu_s() -> float:
 
 
 def lines_of(folder: Path, num_steps: int) -> Iterator[str]:
-    """The table's lines of a run."""
+    """Yields the table's lines of a run."""
     for name, command in COMMANDS.items():
         seconds, cpu_s, rss = measured(command, folder)
         per_step = seconds / num_steps * 1e3
@@ -294,7 +294,7 @@ def lines_of(folder: Path, num_steps: int) -> Iterator[str]:
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command's arguments."""
+    """Returns the command's arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--steps", default="2000,20000", help="lengths of runs, with commas between")
     parser.add_argument("--prompts", type=int, default=4, help="per step")

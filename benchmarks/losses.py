@@ -122,7 +122,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def chunked(rows: int) -> Form:
-    """The learner's form."""
+    """Returns the learner's form."""
 
     def form(
         hidden: Tensor, head: Tensor, targets: Tensor, with_entropy: bool
@@ -133,7 +133,7 @@ def chunked(rows: int) -> Form:
 
 
 def plain(hidden: Tensor, head: Tensor, targets: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
-    """All logits at once."""
+    """Returns all logits at once."""
     return token_log_probs(hidden @ head.t(), targets, 1.0, with_entropy)
 
 
@@ -204,7 +204,7 @@ def median_ms(work: Callable[[], None], device: torch.device, repeats: int) -> f
 
 @torch.no_grad()
 def error(form: Form, batch: Batch) -> float:
-    """The first rows' largest difference from float64."""
+    """Returns the first rows' largest difference from float64."""
     rows = slice(0, CHECKED_ROWS)
     log_probs, _ = form(batch.hidden[rows], batch.head, batch.targets[rows], True)
     z = batch.hidden[rows].double() @ batch.head.double().t()

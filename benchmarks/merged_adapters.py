@@ -23,7 +23,7 @@ STEPS = (1, 10, 100, 1000)
 
 
 def moved_share(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> float:
-    """The merged change along the wanted one, as a share of it."""
+    """Returns the merged change along the wanted one, as a share of it."""
     wanted = scale * b.double() @ a.double()
     moved = merge(weight, a, b, scale).double() - weight.double()
     return float((moved * wanted).sum() / wanted.square().sum())

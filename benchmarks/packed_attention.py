@@ -41,7 +41,7 @@ class Case:
     heads: tuple[int, int, int]
 
     def draw(self, device: torch.device) -> PackedSequences:
-        """The sequences, the same every time."""
+        """Returns the sequences, the same every time."""
         rng = np.random.default_rng(0)
         lengths: list[int] = []
         prefixes: list[int | None] = []
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measured(case: Case, packed: PackedSequences, attention: Attention, rounds: int) -> float:
-    """Milliseconds of forward and backward."""
+    """Returns milliseconds of forward and backward."""
     num_heads, num_groups, size = case.heads
     device, num_tokens = packed.cu_seqlens.device, packed.blocks[-1].stop
     torch.manual_seed(0)
@@ -135,7 +135,7 @@ def in_batches(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences) -> Tens
 
 
 def run_by_run(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences) -> Tensor:
-    """A call and a slice for each run."""
+    """Returns a call and a slice for each run."""
     outputs = []
     for run in packed.blocks:
         own_q, own_k, own_v = (

@@ -97,7 +97,7 @@ async def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line: the options of `step.py` that matter here."""
+    """Returns the command line: the options of `step.py` that matter here."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--kill", type=lambda text: text.split(","), default=["before", "during"])
     parser.add_argument(
@@ -182,7 +182,7 @@ async def follow(path: Path, run: asyncio.subprocess.Process) -> AsyncIterator[d
 
 
 def processes_of(member: str, run_dir: Path) -> list[psutil.Process]:
-    """A member's process, as the launcher notes it, and all its descendants."""
+    """Returns a member's process, as the launcher notes it, and all its descendants."""
     from paceline.runs.run_dir import read_note
 
     note = read_note(run_dir)

@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Returns the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     known = sorted(path.stem for path in RECIPES.glob("*.yaml") if path.stem != "base")
     parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="for every run")
@@ -153,7 +153,7 @@ def run(out: Path, start: Path, recipe: str, seed: int, overrides: Sequence[str]
 
 
 def read_finding(out: Path, recipe: str, seed: int) -> Finding | None:
-    """What a run left; None where it is not there or did not come to its end."""
+    """Returns what a run left; None where it is not there or did not come to its end."""
     folder = run_folder(out, recipe, seed)
     if not (folder / "finding.json").is_file():
         return None
@@ -190,7 +190,7 @@ def table(findings: Sequence[Finding]) -> str:
 
 
 def row(finding: Finding) -> str:
-    """A run's line of the table."""
+    """Returns a run's line of the table."""
     cells = [
         finding.recipe,
         str(finding.seed),
@@ -205,24 +205,24 @@ def row(finding: Finding) -> str:
 
 
 def run_folder(out: Path, recipe: str, seed: int) -> Path:
-    """Where a run's directory lies."""
+    """Returns where a run's directory lies."""
     return out / f"seed-{seed}" / recipe
 
 
 def paceline() -> list[str]:
-    """The command of this interpreter's installation."""
+    """Returns the command of this interpreter's installation."""
     return [sys.executable, "-m", "paceline.cli.main"]
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file; [] where there is none."""
+    """Returns the objects of a JSONL file; [] where there is none."""
     return (
         [json.loads(line) for line in path.read_text().splitlines() if line.strip()] if path.is_file() else []
     )
 
 
 def last_line(path: Path) -> str:
-    """What a command said last."""
+    """Returns what a command said last."""
     lines = path.read_text(errors="replace").splitlines()
     return lines[-1] if lines else "no output"
 

@@ -69,7 +69,7 @@ def machine(gpus: Sequence[str]) -> str:
 
 
 def command(argv: Sequence[str]) -> str:
-    """The command line without `--record`."""
+    """Returns the command line without `--record`."""
     words = list(argv)
     for place, word in enumerate(argv):
         if word == "--record":

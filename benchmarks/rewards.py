@@ -38,12 +38,12 @@ WAIT_S = 60.0
 
 
 def length(response: str, ground_truth: str, **_: object) -> float:
-    """The trivial reward."""
+    """Returns the trivial reward."""
     return float(len(response) % 2)
 
 
 def lengths(items: Sequence[ScoreItem]) -> list[float]:
-    """The same for a batch."""
+    """Returns the same for a batch."""
     return [float(len(item.response) % 2) for item in items]
 
 
@@ -51,7 +51,7 @@ FORMS: dict[str, tuple[Callable[..., Any], bool]] = {"each": (length, False), "b
 
 
 def free_port() -> int:
-    """A port that nobody has now."""
+    """Returns a port that nobody has now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

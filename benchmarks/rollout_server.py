@@ -96,7 +96,7 @@ class Outcome:
 
 
 def make_config(arguments: argparse.Namespace, sampler: str) -> RunConfig:
-    """What a run with this model would have."""
+    """Returns what a run with this model would have."""
     rollout: dict[str, Any] = {
         "max_num_seqs": arguments.max_num_seqs,
         "threads": arguments.threads,

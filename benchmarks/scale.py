@@ -51,7 +51,7 @@ ARITHMETIC = Arithmetic(
 
 
 def timed(act: Callable[[], T]) -> tuple[T, float]:
-    """What a call returns, and its seconds of CPU time."""
+    """Returns what a call returns, and its seconds of CPU time."""
     began = time.process_time()
     result = act()
     return result, time.process_time() - began
@@ -104,7 +104,7 @@ def print_step(prompts: int, samples: int) -> None:
 
 
 def save_plan(rank: int, num_ranks: int) -> planner.SavePlan:
-    """What a rank tells rank 0 of its shards: of each tensor and its two averages, some rows."""
+    """Returns what a rank tells rank 0 of its shards: of each tensor and its two averages, some rows."""
     items = []
     for tensor in qwen_72b():
         length = -(-tensor.shape[0] // num_ranks)

@@ -164,7 +164,7 @@ def server_layouts(model: str, num_servers: int, size: int) -> list[RankLayout]:
 
 
 def _cut(tensor: Tensor, rank: int, size: int) -> Iterator[TensorSlice]:
-    """What a rank has of a tensor."""
+    """Yields what a rank has of a tensor."""
     zeros, param = (0,) * len(tensor.shape), tensor.param or tensor.name
     if tensor.dim is None:
         yield _slice(tensor, Box.full(tensor.shape), param, (tensor.at, *zeros[1:]))

@@ -16,7 +16,7 @@ QWEN: dict[str, Any] = {
 def shape(
     hidden: int, inner: int, layers: int, heads: int, kv: int, vocab: int, *, tied: bool
 ) -> dict[str, Any]:
-    """A Qwen2 configuration."""
+    """Returns a Qwen2 configuration."""
     return QWEN | {
         "hidden_size": hidden,
         "intermediate_size": inner,

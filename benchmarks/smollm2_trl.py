@@ -110,7 +110,7 @@ class Times(TrainerCallback):  # type: ignore[misc]
 
 
 def rows(data: dict[str, Any]) -> list[dict[str, Any]]:
-    """The training rows, with the system prompt of the configuration."""
+    """Returns the training rows, with the system prompt of the configuration."""
     examples = [json.loads(line) for line in (ROOT / data["train_files"]).read_text().splitlines()]
     for row in examples:
         row["prompt"].insert(0, {"role": "system", "content": data["system_prompt"]})

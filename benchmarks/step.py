@@ -159,7 +159,7 @@ def train(args: argparse.Namespace, config: Path, path: Path) -> list[dict[str, 
 
 
 def steps_in(path: Path) -> list[dict[str, Any]]:
-    """The steps' lines of a metrics file, but a last one that is being written."""
+    """Returns the steps' lines of a metrics file, but a last one that is being written."""
     if not path.exists():
         return []
     lines = [json.loads(line) for line in path.read_text().rpartition("\n")[0].splitlines()]
@@ -167,7 +167,7 @@ def steps_in(path: Path) -> list[dict[str, Any]]:
 
 
 def environment(args: argparse.Namespace) -> dict[str, str]:
-    """The environment of `paceline train`; with mixed lengths, one that limits each response."""
+    """Returns the environment of `paceline train`; with mixed lengths, one that limits each response."""
     if args.lengths == "equal":
         return dict(os.environ)
     folder, path = str(ROOT / "benchmarks" / "lengths"), os.environ.get("PYTHONPATH", "")
@@ -214,7 +214,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def configuration(args: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """The run's configuration."""
+    """Returns the run's configuration."""
     num_engines, parallel_size = args.engines
     cuda = args.device == "cuda"
     gpus = Machine.here().gpus
@@ -246,7 +246,7 @@ def configuration(args: argparse.Namespace, work: Path) -> dict[str, Any]:
 
 
 def _given(args: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """What a user would write: no layout, no memory."""
+    """Returns what a user would write: no layout, no memory."""
     return {
         "data": {
             "train_files": str(work / "prompts.jsonl"),
@@ -302,7 +302,7 @@ print(2 * 8192**3 / sorted(times)[len(times) // 2], peak_flops(torch.device("cud
 
 
 def medians(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The medians of the metrics that all lines have."""
+    """Returns the medians of the metrics that all lines have."""
     names = set.intersection(*(set(line) for line in lines))
     return {
         name: statistics.median(line[name] for line in lines if line[name] is not None)
@@ -323,7 +323,7 @@ def report(
 
 
 def phases(args: argparse.Namespace, metrics: Mapping[str, float], num_steps: int) -> Table:
-    """The seconds of each phase and its share of the step."""
+    """Returns the seconds of each phase and its share of the step."""
     num_engines, parallel_size = args.engines
     table = Table(
         title=f"{args.shape}, {args.placement}, {args.learners} learner ranks, "
@@ -373,14 +373,14 @@ def throughput(args: argparse.Namespace, metrics: Mapping[str, float]) -> dict[s
 
 
 def num_gpus(args: argparse.Namespace) -> int:
-    """How many GPUs a run has; on a CPU, how many it would have."""
+    """Returns how many GPUs a run has; on a CPU, how many it would have."""
     num_engines, parallel_size = args.engines
     sides = (args.learners, num_engines * parallel_size)
     return sum(sides) if args.placement == "split" else max(sides)
 
 
 def gpu_names(number: int) -> list[str]:
-    """The names of the first visible GPUs."""
+    """Returns the names of the first visible GPUs."""
     return [gpu.name for gpu in visible_gpus().values()][:number] if number else []
 
 
@@ -399,7 +399,7 @@ def utilisation(metrics: Mapping[str, float], rates: tuple[float, float] | None)
 
 
 def weights(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Whether engine and learner agree, and what a push takes."""
+    """Returns whether engine and learner agree, and what a push takes."""
     names = (
         "rollout/mismatch_kl",
         "rollout/logprob_diff_max",
@@ -414,7 +414,7 @@ def weights(metrics: Mapping[str, float]) -> dict[str, str]:
 
 
 def memory(metrics: Mapping[str, float]) -> dict[str, str]:
-    """The most memory that tensors of a learner rank took, by phase; nothing on a CPU."""
+    """Returns the most memory that tensors of a learner rank took, by phase; nothing on a CPU."""
     peaks = {
         name.removeprefix(MEMORY): f"{gib:.1f}" for name, gib in metrics.items() if name.startswith(MEMORY)
     }

@@ -91,7 +91,7 @@ class Waits:
         """Nothing is held."""
 
     def session(self, task: EpisodeTask) -> WaitsSession:
-        """A session."""
+        """Returns a session."""
         return WaitsSession(self, np.random.default_rng(task.episode_seed))
 
 
@@ -129,7 +129,7 @@ class WaitsSession:
 
 
 def make_config(arguments: argparse.Namespace, folder: str) -> RunConfig:
-    """What a run with this model would have."""
+    """Returns what a run with this model would have."""
     rollout: dict[str, Any] = {"max_num_seqs": arguments.max_num_seqs, "tools": ["unused:unused"]}
     rollout["episode"] = {"show_tools": False, "max_turns": LONGEST, "tool_s": 600.0}
     if arguments.device == "cuda":

@@ -64,7 +64,7 @@ async def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line: the options of `step.py` that matter here."""
+    """Returns the command line: the options of `step.py` that matter here."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--shape", default="0.5B")
@@ -141,7 +141,7 @@ def report(args: argparse.Namespace, kills: Sequence[Kill], run_dir: Path, code:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a JSON file, but those of validation alone."""
+    """Returns the lines of a JSON file, but those of validation alone."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return [line for line in lines if "event" in line or "timing_s/step" in line]
 

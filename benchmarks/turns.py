@@ -60,7 +60,7 @@ def free_gib(fleet: Fleet) -> float:
 
 
 def tokens(fleet: Fleet) -> list[list[int]]:
-    """The same greedy tokens of every engine."""
+    """Returns the same greedy tokens of every engine."""
     order(fleet.servers, "draw", NUM_TOKENS)
     return [drawn for _, drawn in answers(fleet.servers)]
 

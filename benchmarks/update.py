@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Returns the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--shape", choices=list(SHAPES), default="7B")
@@ -193,7 +193,7 @@ def measure(
 
 
 def configuration(folder: Path, form: Form, args: argparse.Namespace, ranks: Ranks) -> RunConfig:
-    """The run's, with the ratio measured in every step."""
+    """Returns the run's, with the ratio measured in every step."""
     tree = {
         "data": {
             "train_files": "none.jsonl",
@@ -222,7 +222,7 @@ def configuration(folder: Path, form: Form, args: argparse.Namespace, ranks: Ran
 
 
 def build(config: RunConfig, ranks: Ranks) -> Learner:
-    """A learner with drawn weights and averages."""
+    """Returns a learner with drawn weights and averages."""
     precision = Precision(compute=DTYPES[config.model.dtype], reduce=DTYPES[config.actor.reduce_dtype])
     options = LayerOptions.of_actor(config.actor)
     policy = unfilled_policy(
@@ -299,7 +299,7 @@ def cells(
     args: argparse.Namespace,
     norms: Sequence[float],
 ) -> list[str]:
-    """A row of the table."""
+    """Returns a row of the table."""
     seconds, scoring = metrics["timing_s/update_actor"], metrics["timing_s/old_log_prob"]
     tokens = args.sequences * (args.prompt + args.response)
     mfu = metrics.get("perf/mfu")

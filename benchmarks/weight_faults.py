@@ -81,11 +81,11 @@ class Member:
         self._receiver = RankReceiver(model, self._device, lambda _: self._publisher.layout(), refuse)
 
     def layout(self) -> bytes:
-        """What the rank holds or needs."""
+        """Returns what the rank holds or needs."""
         return self._publisher.layout().to_bytes()
 
     def store(self) -> tuple[str, int]:
-        """Where the group meets."""
+        """Returns where the group meets."""
         return self._publisher.open_store()
 
     def join(self, spec: bytes, fault: str = "") -> None:
@@ -203,7 +203,7 @@ class Rank:
         return "no answer", None, timeout_s
 
     def call(self, method: str, *args: Any) -> Any:
-        """The answer of a call that must succeed."""
+        """Returns the answer of a call that must succeed."""
         self.begin(method, *args)
         kind, value, _ = self.result()
         if kind != "ok":
@@ -258,7 +258,7 @@ class Pair:
             raise RuntimeError("; ".join(f"{kind}: {value}" for kind, value in answers))
 
     def recover(self) -> str:
-        """A fresh receiver, a new group, a push: the words for the table."""
+        """Returns a fresh receiver, a new group, a push: the words for the table."""
         began = time.monotonic()
         self.receiver.kill()
         self.receiver = Rank(self.options, "rollout", 1)
@@ -279,7 +279,7 @@ Row = tuple[str, bool, str]
 
 
 def memory(pair: Pair) -> Row:
-    """The receiver has no memory for staging: the learner hears of it at once."""
+    """Returns the receiver has no memory for staging: the learner hears of it at once."""
     pair.begin_join("no memory")
     kind, text, seconds = pair.learner.result()
     own = pair.receiver.result()[0]
@@ -288,7 +288,7 @@ def memory(pair: Pair) -> Row:
 
 
 def between(pair: Pair) -> Row:
-    """The receiver dies between roll call and connection, and nobody calls the join off."""
+    """Returns the receiver dies between roll call and connection, and nobody calls the join off."""
     pair.begin_join("dies")
     kind, text, seconds = pair.learner.result()
     good = kind in ("DeadlineError", "PeerLostError") and seconds < pair.options.deadline_s + 3
@@ -296,7 +296,7 @@ def between(pair: Pair) -> Row:
 
 
 def called_off(pair: Pair) -> Row:
-    """The same, and the controller calls the join off after a second."""
+    """Returns the same, and the controller calls the join off after a second."""
     from paceline.weights.transport.rendezvous import abandon
 
     pair.begin_join("dies")
@@ -308,7 +308,7 @@ def called_off(pair: Pair) -> Row:
 
 
 def hung(pair: Pair) -> Row:
-    """The receiver is stopped in a push: the learner's deadline ends it."""
+    """Returns the receiver is stopped in a push: the learner's deadline ends it."""
     pair.begin_join()
     pair.must()
     pid = pair.receiver.process.pid
@@ -369,7 +369,7 @@ def environment(variables: dict[str, str]) -> Iterator[None]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Returns a port that nobody listens on."""
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as probe:

@@ -56,7 +56,7 @@ from paceline.service.observability.gpu_metrics import visible_gpus
 def measure(
     fleet: Fleet, round_bytes: int, relay: str, repeats: int, *, usual: bool
 ) -> dict[str, float] | None:
-    """All numbers of one case; None if `auto` would relay nothing."""
+    """Returns all numbers of one case; None if `auto` would relay nothing."""
     plan = fleet.describe(round_bytes, relay)
     if relay == "auto" and plan.num_channels == 1:
         return None
@@ -160,7 +160,7 @@ def running(cases: list[Case], gpus: Sequence[str], folder: Path) -> Iterator[li
 
 
 def parse_args() -> argparse.Namespace:
-    """The command line."""
+    """Returns the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shapes", default="0.5B,7B", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--learners", type=int, default=4, help="FSDP2 ranks")

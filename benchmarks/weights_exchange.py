@@ -22,7 +22,7 @@ _EPOCHS_ASIDE = 1_000_000
 
 
 def plain_messages(group: WeightGroup, repeats: int) -> list[float]:
-    """Milliseconds of each of `repeats` rounds, back to back.
+    """Returns milliseconds of each of `repeats` rounds, back to back.
 
     In a round each pair exchanges one message of as many bytes as a push moves between the two.
     """
@@ -50,7 +50,7 @@ def plain_messages(group: WeightGroup, repeats: int) -> list[float]:
 
 
 def mark(device: torch.device) -> Any:
-    """A point on the device's queue, or the time now on the CPU."""
+    """Returns a point on the device's queue, or the time now on the CPU."""
     if device.type != "cuda":
         return time.perf_counter()
     event: Any = torch.cuda.Event(enable_timing=True)
@@ -59,7 +59,7 @@ def mark(device: torch.device) -> Any:
 
 
 def milliseconds(begin: Any, end: Any) -> float:
-    """Milliseconds between two marks that have passed."""
+    """Returns milliseconds between two marks that have passed."""
     return float(1e3 * (end - begin)) if isinstance(begin, float) else float(begin.elapsed_time(end))
 
 

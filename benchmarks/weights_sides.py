@@ -149,7 +149,7 @@ class Learner:
         return [(name, list(param.shape)) for name, param in self.publisher._parameters().items()]
 
     def memory(self, reset: bool) -> dict[str, int]:
-        """Bytes allocated now, and the most since the last reset."""
+        """Returns bytes allocated now, and the most since the last reset."""
         if self.device.type != "cuda":
             return {"now": 0, "peak": 0}
         memory = {"now": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated()}
@@ -232,7 +232,7 @@ class Server:
         return self.loop.run_until_complete(work)
 
     async def layout(self) -> list[bytes]:
-        """What each rank needs."""
+        """Returns what each rank needs."""
         return [layout.to_bytes() for layout in await self.engine.describe()]
 
     async def join(self, spec: bytes, offset: int) -> None:
@@ -257,13 +257,13 @@ class Server:
         }
 
     async def sleep(self) -> float:
-        """Milliseconds to give weights and KV cache up."""
+        """Returns milliseconds to give weights and KV cache up."""
         began = time.perf_counter()
         await self.engine.sleep()
         return 1e3 * (time.perf_counter() - began)
 
     async def wake(self, part: str) -> float:
-        """Milliseconds to take a part again."""
+        """Returns milliseconds to take a part again."""
         began = time.perf_counter()
         await self.engine.wake(EnginePart(part))
         return 1e3 * (time.perf_counter() - began)

@@ -23,7 +23,7 @@ class TimedExtension(PacelineWorkerExtension):
         return reply | {"began": began, "ended": time.perf_counter()}
 
     def paceline_plain(self, repeats: int) -> dict[str, Any]:
-        """Milliseconds of plain messages of as many bytes."""
+        """Returns milliseconds of plain messages of as many bytes."""
         group = self._paceline_receiver()._group
         assert group is not None
         return {"ms": plain_messages(group, repeats)}
@@ -50,7 +50,7 @@ class TimedExtension(PacelineWorkerExtension):
         return {}
 
     def paceline_memory(self, reset: bool) -> dict[str, Any]:
-        """Bytes allocated now, and the most since the last reset."""
+        """Returns bytes allocated now, and the most since the last reset."""
         if not torch.cuda.is_available():
             return {"now": 0, "peak": 0}
         memory = {"now": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated()}

@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Returns the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--shape", choices=list(SHAPES), default="0.5B")
@@ -131,7 +131,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def configuration(folder: Path, mode: str, num_mini_batches: int, args: argparse.Namespace) -> RunConfig:
-    """The run's, without a reference."""
+    """Returns the run's, without a reference."""
     tree = {
         "data": {
             "train_files": "none.jsonl",
@@ -156,7 +156,7 @@ def configuration(folder: Path, mode: str, num_mini_batches: int, args: argparse
 
 
 def draw(step: int, vocab_size: int, args: argparse.Namespace) -> list[Sample]:
-    """The samples of a step, in the order of the batch; every step has the same lengths."""
+    """Returns the samples of a step, in the order of the batch; every step has the same lengths."""
     rng = np.random.default_rng(0)
     places = [0] * args.places
     samples = []

@@ -83,7 +83,7 @@ def main() -> int:
 
 
 def comparison() -> dict[str, str]:
-    """The keys of verl and TRL as the converter's tables have them, by the names that stand in the page."""
+    """Returns the converter's tables of keys of verl and TRL, by the tables' names in the page."""
     names = {"trl": "TRL"}
     return {
         f"keys of {names.get(program, program)}": table(rules, names.get(program, program))
@@ -92,7 +92,7 @@ def comparison() -> dict[str, str]:
 
 
 def table(rules: tuple[ConversionRule, ...], program: str) -> str:
-    """Every key as Markdown: a rule's examples in rows of their own where it has several."""
+    """Returns every key as Markdown; several examples of a rule get separate rows."""
     lines = [f"| {program} | its default | for example | here |", "| --- | --- | --- | --- |"]
     for rule in rules:
         keys = ", ".join(f"`{key}`" for key in rule.keys)
@@ -110,21 +110,21 @@ def table(rules: tuple[ConversionRule, ...], program: str) -> str:
 
 
 def becomes(rule: ConversionRule, ours: Tree | None, always_refused: bool) -> str:
-    """What an example becomes."""
+    """Returns the conversion of an example as text."""
     if ours is None:
         return f"cannot be: {rule.ours}" if always_refused else "cannot be"
     return values(ours) if ours else f"nothing: {rule.ours}"
 
 
 def values(tree: Tree) -> str:
-    """Keys with their values."""
+    """Lists keys with their values."""
     return ", ".join(f"`{key}: {value}`" for key, value in tree.items())
 
 
 def sections(
     model: type[BaseModel], prefix: str, values: BaseModel | None = None, shown: dict[Any, str] | None = None
 ) -> list[str]:
-    """A list of the model's own values, then its sections; refers to a model that was listed before.
+    """Lists the model's own values, then its sections; refers to models that were listed before.
 
     Args:
         values: an instance with the defaults, if the section that holds it gives one.
@@ -157,7 +157,7 @@ def sections(
 
 
 def choices(field: FieldInfo) -> list[str]:
-    """Two lists: the types that a section can have, and their options."""
+    """Returns two lists: the types that a section can have, and their options."""
     types = section_types(field)
     out = ["Types:\n"]
     holders: dict[str, list[str]] = {}
@@ -178,7 +178,7 @@ def choices(field: FieldInfo) -> list[str]:
 
 
 def item(path: str, field: FieldInfo, value: str, *, of: str = "") -> str:
-    """The entry of one value."""
+    """Returns the entry of one value."""
     meaning = f" {field.description}" if field.description else ""
     return wrapped(
         f"`{path}`{of}: {kind(field.annotation, field)}{bounds(field)}; {value}.{meaning}", bullet="- "
@@ -186,7 +186,7 @@ def item(path: str, field: FieldInfo, value: str, *, of: str = "") -> str:
 
 
 def wrapped(text: str, *, bullet: str = "") -> str:
-    """The text in lines of WIDTH columns; none begins with a minus sign, which would be a bullet."""
+    """Wraps text to WIDTH columns; no line begins with a minus sign, which would be a bullet."""
     words = " ".join(text.split()).replace(" - ", "\0-\0")
     lines = textwrap.wrap(
         words,
@@ -200,7 +200,7 @@ def wrapped(text: str, *, bullet: str = "") -> str:
 
 
 def differing(model: type[BaseModel], values: BaseModel | None) -> str:
-    """The defaults that differ from those of the model."""
+    """Returns the defaults that differ from those of the model."""
     if values is None:
         return ""
     own = [
@@ -212,7 +212,7 @@ def differing(model: type[BaseModel], values: BaseModel | None) -> str:
 
 
 def section_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
-    """The section type of an annotation, and whether there are many; (None, False) for a value."""
+    """Returns the section type of an annotation, and whether there are many; (None, False) for a value."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation, False
     for part in get_args(annotation):
@@ -226,7 +226,7 @@ def section_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
 
 
 def kind(annotation: Any, field: FieldInfo | None = None) -> str:
-    """A type in words."""
+    """Returns a type in words."""
     for names in (part.names for part in (field.metadata if field else ()) if isinstance(part, OneOf)):
         return f"one of {', '.join(f'`{name}`' for name in names)}"
     origin = get_origin(annotation)
@@ -247,7 +247,7 @@ def kind(annotation: Any, field: FieldInfo | None = None) -> str:
 
 
 def bounds(field: FieldInfo) -> str:
-    """The limits on a value."""
+    """Returns the limits on a value."""
     words = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
     limits = [
         f"{words[k]} {v:g}" for m in field.metadata for k in words if (v := getattr(m, k, None)) is not None
@@ -256,13 +256,13 @@ def bounds(field: FieldInfo) -> str:
 
 
 def default(field: FieldInfo, name: str, values: BaseModel | None) -> str:
-    """The value in force if the file gives none."""
+    """Returns the value in force if the file gives none."""
     value = field.default if values is None else getattr(values, name)
     return "required" if value is PydanticUndefined else f"default {show(value)}"
 
 
 def show(value: object) -> str:
-    """A value as it is written in YAML."""
+    """Returns a value as it is written in YAML."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def section(page: Mapping[str, Any]) -> str:
-    """A section: its table, and the commands by the numbers of the rows."""
+    """Returns a section: its table, and the commands with the numbers of their rows."""
     title = page["title"] + (f": {page['unit']}" if page["unit"] else "")
     lines = [f"## {title}", "", textwrap.fill(page["says"], WIDTH, break_on_hyphens=False), ""]
     lines += ["| | | measured | beside it | ratio | where, when |", "| --- | --- | --- | --- | --- | --- |"]
@@ -55,7 +55,7 @@ def section(page: Mapping[str, Any]) -> str:
 
 
 def listed(numbers: Sequence[str], command: str) -> str:
-    """A command behind the numbers of its rows, on as many lines as it takes."""
+    """Returns a command with the numbers of its rows, wrapped."""
     words = textwrap.wrap(
         f"{', '.join(numbers)}: {command}", WIDTH - 10, break_long_words=False, break_on_hyphens=False
     )
@@ -63,7 +63,7 @@ def listed(numbers: Sequence[str], command: str) -> str:
 
 
 def table_line(number: int, row: Mapping[str, Any]) -> str:
-    """A row of the table."""
+    """Returns a row of the table."""
     beside, measured = row.get("beside"), row["number"]
     cells = [
         str(number),

@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def step_tables() -> str:
-    """A titled table for each kind of number."""
+    """Returns a titled table for each group of metrics."""
     lines, rest = [], dict(TITLES)
     for name, says in STEP_METRICS.items():
         title = next((rest.pop(start) for start in list(rest) if name.startswith(start)), None)

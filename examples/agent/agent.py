@@ -1,4 +1,4 @@
-"""An agent that knows nothing of training: it asks an OpenAI-compatible address, and calls a tool.
+"""An agent that knows nothing of training: it calls an OpenAI-compatible endpoint and a tool.
 
 python examples/agent/agent.py &
 paceline train examples/agent/grpo.yaml
@@ -19,12 +19,12 @@ MAX_QUESTIONS = 3
 
 
 def add(expression: str) -> str:
-    """The sum of whole numbers, as in 17+35."""
+    """Returns the sum of whole numbers, as in 17+35."""
     return str(sum(int(ast.literal_eval(number)) for number in expression.split("+")))
 
 
 async def solve(task: dict[str, Any], *, base_url: str, token: str, model: str) -> float:
-    """Plays one episode; 1 for the right sum."""
+    """Plays one episode; returns 1 for the right sum, else 0."""
     messages: list[Any] = list(task["messages"])
     async with AsyncOpenAI(base_url=base_url, api_key=token) as client:
         for _ in range(MAX_QUESTIONS):

@@ -1,7 +1,7 @@
-"""How often the judge of ppo_examiner.yaml agrees with the exact checker: `python agreement.py [RUN_DIR]`.
+"""Measures how often ppo_examiner.yaml's judge agrees with the checker: `python agreement.py [RUN_DIR]`.
 
-On the held-out answers of `verdicts_val.parquet`; with a run's directory also on the answers of its steps,
-where both are components of the reward.
+Uses the held-out answers of `verdicts_val.parquet`, and with a run's directory also the answers of its steps,
+where both grades are components of the reward.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ JUDGE, CHECKER = "examiner", "gsm8k"
 
 
 def agreement(grades: Iterable[tuple[float | None, float]]) -> dict[str, float]:
-    """Shares of pairs, the judge's grade or None and the checker's."""
+    """Computes shares over pairs of the judge's grade, or None, and the checker's."""
     pairs = list(grades)
     counts = {
         "agreed": sum(judged == exact for judged, exact in pairs),
@@ -67,7 +67,7 @@ def of_held_out(judge: RewardModelConfig, rows: list[dict[str, Any]]) -> list[tu
 
 
 def of_step(components: Iterable[str]) -> list[tuple[float | None, float]]:
-    """The two grades of a step's trajectories."""
+    """Returns the two grades of a step's trajectories."""
     rows: list[Mapping[str, float]] = [json.loads(text) for text in components]
     return [(row[JUDGE], row[CHECKER]) for row in rows]
 

@@ -1,13 +1,13 @@
 """Writes the arithmetic example's inputs: prompts in parquet, a tokenizer, a small random Qwen2 model.
 
 The task is to add two or three two-digit numbers; the question asks for the sum in words. The warm-up
-answers in `sft.parquet` come from two made-up pupils: a hasty one writes the sum at once and forgets the
+answers in `sft.parquet` come from two simulated pupils: a hasty pupil writes the sum at once and forgets the
 carry, a careful one first writes the sum of the units and is right. Most answers are the hasty pupil's, so
-the warmed-up model is wrong wherever there is a carry. Reinforcement learning sees true sums only through
-the reward and has to discover that intermediate steps pay.
+the warmed-up model is wrong whenever there is a carry. Reinforcement learning sees true sums only through
+the reward, and must discover that intermediate steps pay off.
 
 `pairs.parquet` has a right and a wrong answer to each question, for a reward model; `verdicts.parquet` has
-answers of many kinds and what an examiner says of each, for a judge.
+many kinds of answers with an examiner's verdict on each, for a judge.
 
 The seed determines everything: the same arguments write the same rows and the same weights.
 """
@@ -48,7 +48,7 @@ CARRY_SHARE = 0.68
 MAX_DRAWS = 10_000
 
 CAREFUL_ANSWER = "units {units}: {total}"
-# What pupils write, right or wrong, is misspelt with this probability: a policy samples such answers too.
+# Probability of a misspelt answer, right or wrong: a policy samples such answers, too.
 SLIP_SHARE = 0.3
 VERDICTS_PER_QUESTION = 4
 
@@ -67,7 +67,7 @@ class Wording:
     closing: str
 
     def render(self, operands: Sequence[int]) -> str:
-        """The question for `operands` (two or more), for example 'Add 17, 25 and 30.'"""
+        """Returns the question for `operands` (two or more), for example 'Add 17, 25 and 30.'"""
         head, tail = self.between.join(str(x) for x in operands[:-1]), str(operands[-1])
         return f"{self.opening}{head}{self.last}{tail}{self.closing}"
 
@@ -82,14 +82,14 @@ WORDINGS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """The operands in the order of the question, and the index of the question's wording."""
+    """A sum to compute: operands in the question's order, and the index of the question's wording."""
 
     operands: tuple[int, ...]
     wording: int
 
     @property
     def key(self) -> tuple[int, ...]:
-        """The operands as a multiset: 17 + 25 and 25 + 17 are one problem for the split."""
+        """Operands as a multiset: 17 + 25 and 25 + 17 are the same problem for the split."""
         return tuple(sorted(self.operands))
 
     @property
@@ -104,17 +104,17 @@ class Problem:
 
 
 def carry(operands: Sequence[int]) -> int:
-    """What the units column carries to the tens column."""
+    """Returns the carry from the units to the tens."""
     return sum(x % 10 for x in operands) // 10
 
 
 def add_without_carry(operands: Sequence[int]) -> int:
-    """The sum of two-digit numbers without the carry of the units: 57 + 68 gives 115."""
+    """Returns the sum of two-digit numbers without the carry of the units: 57 + 68 gives 115."""
     return sum(x // 10 for x in operands) * 10 + sum(x % 10 for x in operands) % 10
 
 
 def draw_problem(rng: np.random.Generator) -> Problem:
-    """Draws how many operands there are and whether they carry 0 or 1, then uniform operands that do.
+    """Draws the number of operands and a carry of 0 or 1, then uniform operands with this carry.
 
     Raises:
         ValueError: the range holds no such operands.
@@ -154,18 +154,18 @@ def draw_problems(
 
 
 def careful_answer(operands: Sequence[int]) -> str:
-    """The sum of the units, then the true sum: 'units 12: 52' for 17 + 35."""
+    """Returns the sum of the units, then the true sum: 'units 12: 52' for 17 + 35."""
     return CAREFUL_ANSWER.format(units=sum(x % 10 for x in operands), total=sum(operands))
 
 
 def warm_up_answer(problem: Problem, rng: np.random.Generator, hasty_share: float) -> str:
-    """The answer of one of the two pupils: with probability `hasty_share` the hasty one's."""
+    """Returns an answer of one of the pupils: with probability `hasty_share` the hasty one's."""
     is_hasty = bool(rng.random() < hasty_share)
     return str(add_without_carry(problem.operands)) if is_hasty else careful_answer(problem.operands)
 
 
 def wrong_answer(problem: Problem, rng: np.random.Generator) -> str:
-    """An answer with a wrong sum, with or without the intermediate step, which may be wrong instead."""
+    """Returns an answer with a wrong sum, with or without an intermediate step, which may be the error."""
     operands, total = problem.operands, sum(problem.operands)
     units = sum(x % 10 for x in operands)
     off = int(rng.choice([-10, -2, -1, 1, 2, 10]))
@@ -179,7 +179,7 @@ def wrong_answer(problem: Problem, rng: np.random.Generator) -> str:
 
 
 def slip(answer: str, rng: np.random.Generator) -> str:
-    """The answer with one character left out, written twice, or replaced by another of an answer."""
+    """Returns the answer with a character omitted, doubled, or replaced by another answer character."""
     place = int(rng.integers(len(answer)))
     other = str(rng.choice(list("0123456789: units")))
     written = ("", answer[place] * 2, other)[int(rng.integers(3))]
@@ -187,7 +187,7 @@ def slip(answer: str, rng: np.random.Generator) -> str:
 
 
 def pupils_answer(problem: Problem, rng: np.random.Generator) -> str:
-    """An answer as an examiner gets them: careful, short, or wrong in one of many ways, some with a slip."""
+    """Returns an answer for an examiner: careful, short, or wrong in one of many ways, some misspelt."""
     kind = int(rng.integers(4))
     if kind == 0:
         answer = careful_answer(problem.operands)
@@ -199,16 +199,16 @@ def pupils_answer(problem: Problem, rng: np.random.Generator) -> str:
 
 
 def examiners_answer(problem: Problem, answer: str) -> str:
-    """The examiner's own sum, the answer's last number, and whether they agree: 'units 12: 52 42 no'."""
+    """Returns the examiner's sum, the answer's last number, and the verdict: 'units 12: 52 42 no'."""
     is_right = gsm8k(answer, problem.answer, method="flexible") == 1.0
     last = re.findall(r"\d+", answer)[-1:]
     return " ".join([careful_answer(problem.operands), *last, "yes" if is_right else "no"])
 
 
 def to_verdicts(problems: Sequence[Problem], rng: np.random.Generator) -> pa.Table:
-    """A table of `prompt`, a question with an answer as `judge.txt` shows them, and the examiner's `answer`.
+    """Returns a table of `prompt` (question and answer in `judge.txt`'s form) and the examiner's `answer`.
 
-    `question`, `response` and `ground_truth` are the parts.
+    The columns `question`, `response` and `ground_truth` hold the parts.
     """
     responses = [pupils_answer(problem, rng) for problem in problems]
     rows = list(zip(problems, responses, strict=True))
@@ -226,7 +226,7 @@ def to_verdicts(problems: Sequence[Problem], rng: np.random.Generator) -> pa.Tab
 
 
 def to_pairs(problems: Sequence[Problem], rng: np.random.Generator) -> pa.Table:
-    """A table of `prompt` (chat messages), `chosen` and `rejected`."""
+    """Returns a table of `prompt` (chat messages), `chosen` and `rejected`."""
     return pa.table(
         {
             "prompt": [[{"role": "user", "content": problem.question}] for problem in problems],
@@ -237,7 +237,7 @@ def to_pairs(problems: Sequence[Problem], rng: np.random.Generator) -> pa.Table:
 
 
 def to_grades(problems: Sequence[Problem], rng: np.random.Generator) -> pa.Table:
-    """A table of `prompt`, a question with an answer, and its grade: 1 if it is right, else 0."""
+    """Returns a table of `prompt`, a question with an answer, and its grade: 1 if it is right, else 0."""
     is_right = rng.random(len(problems)) < 0.5
     answers = [
         careful_answer(problem.operands) if right else wrong_answer(problem, rng)
@@ -253,7 +253,7 @@ def to_grades(problems: Sequence[Problem], rng: np.random.Generator) -> pa.Table
 
 
 def to_table(problems: Sequence[Problem], answers: Sequence[str] | None = None) -> pa.Table:
-    """A table of `prompt` (chat messages), `ground_truth`, `data_source`, and `answer` if given."""
+    """Returns a table of `prompt` (chat messages), `ground_truth`, `data_source`, and `answer` if given."""
     columns: dict[str, Any] = {
         "prompt": [[{"role": "user", "content": problem.question}] for problem in problems],
         "ground_truth": [problem.answer for problem in problems],
@@ -276,7 +276,7 @@ def write_data(
 ) -> None:
     """Writes `train`, `val`, `sft`, `pairs`, `pairs_val`, `grades`, `verdicts` and `verdicts_val.parquet`.
 
-    `pairs_val` and `verdicts_val` have the problems of `val`, of which no multiset is in the others.
+    `pairs_val` and `verdicts_val` have the problems of `val`; the other files share no multiset with them.
     """
     out.mkdir(parents=True, exist_ok=True)
     val_rng, train_rng, sft_rng, pair_rng, verdict_rng = (
@@ -299,14 +299,14 @@ def write_data(
 
 
 def word_pieces() -> list[str]:
-    """The words of questions and answers as a Qwen2 tokenizer splits them: each with the space before it."""
+    """Returns the words of questions and answers as Qwen2 splits them, with the space before each."""
     questions = [wording.render([0] * count) for wording, count in itertools.product(WORDINGS, (2, 3))]
     texts = [*questions, CAREFUL_ANSWER.format(units=0, total=0)]
     return list(dict.fromkeys(piece for text in texts for piece in re.findall(r" ?[A-Za-z+=]+", text)))
 
 
 def bpe_tables() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Vocabulary and merges of a byte-level BPE: special tokens, all bytes, then one token per word.
+    """Returns vocabulary and merges of a byte-level BPE: special tokens, all bytes, one token per word.
 
     A word of n bytes takes n - 1 merges, each of which extends its prefix by one byte. A prefix that two
     words share is merged once.
@@ -325,10 +325,10 @@ def bpe_tables() -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 
 def build_tokenizer() -> Any:
-    """A `Qwen2Tokenizer` with one token per digit and per word of the example; other text becomes bytes.
+    """Returns a `Qwen2Tokenizer` with a token per digit and per word; other text becomes bytes.
 
-    `AutoTokenizer` loads every `qwen2` model folder as this class, which splits text in its own way, no
-    matter which class saved the folder. Another kind of tokenizer would not survive saving and loading.
+    `AutoTokenizer` loads every `qwen2` model folder as this class, which splits text in its own way. So
+    another kind of tokenizer would not survive saving and loading.
     """
     from transformers import Qwen2Tokenizer
 
@@ -351,7 +351,7 @@ def build_tokenizer() -> Any:
 def write_model(out: Path, *, seed: int, tokenizer: Any = None) -> int:
     """Writes the tokenizer and a randomly initialised float32 Qwen2 model; returns the number of parameters.
 
-    The tokenizer is that of `build_tokenizer`, if none is given. Two key-value heads, head size 32 and widths
+    The default tokenizer is that of `build_tokenizer`. Two key-value heads, head size 32 and widths
     divisible by 64 allow tensor parallelism over two ranks.
     """
     import torch
@@ -390,7 +390,7 @@ def write_model(out: Path, *, seed: int, tokenizer: Any = None) -> int:
 def parser_of(
     example: str, folder: Path, *, num_val: int, num_sft: int, hasty_share: float, hasty: str
 ) -> argparse.ArgumentParser:
-    """The command line of an example with two made-up pupils, with its own defaults."""
+    """Returns the parser of an example with two simulated pupils and its defaults."""
     parser = argparse.ArgumentParser(description=f"Prepare the {example} example's data and starting model.")
     parser.add_argument("--out", type=Path, default=folder / "data", help="folder for the parquet files")
     parser.add_argument("--model-out", type=Path, default=folder / "model", help="folder for the model")
@@ -403,7 +403,7 @@ def parser_of(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the data and the model, and prints a line of JSON that says what was written."""
+    """Writes the data and the model, and prints a summary as a line of JSON."""
     hasty = "warm-up answers without the carry"
     parser = parser_of("arithmetic", HERE, num_val=256, num_sft=38400, hasty_share=0.6, hasty=hasty)
     parser.add_argument("--num-pairs", type=int, default=38400)

@@ -1,8 +1,8 @@
-"""Scores each step of an answer, from outside the run: `python examples/arithmetic/steps.py HOST:PORT`.
+"""Scores each step of an answer as an attached client: `python examples/arithmetic/steps.py HOST:PORT`.
 
-The answer "units 12: 52" has two steps. The first earns a quarter if it is the sum of the units, at its
-last token; the second earns 1 if it is the sum, at the answer's end. An
-answer without a colon has the second alone.
+The answer "units 12: 52" has two steps. The first earns a quarter, at its last token, if it is the sum of
+the units; the second earns 1, at the answer's end, if it is the sum. An answer without a colon has only the
+second step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ UNITS_REWARD = 0.25
 
 
 def steps(response: str, ground_truth: str, prompt: str) -> dict[str, object]:
-    """The reward of an answer, its parts where they belong, and whether each step is right."""
+    """Returns an answer's reward, its parts with their places, and whether each step is right."""
     first, colon, _ = response.partition(":")
     operands = [int(number) for number in re.findall(r"\d+", prompt)]
     units = bool(colon) and re.findall(r"\d+", first) == [str(sum(number % 10 for number in operands))]

@@ -1,8 +1,8 @@
-"""Writes the calculator example's inputs: the arithmetic example's sums, and a model that may ask a tool.
+"""Writes the calculator example's inputs: the arithmetic example's sums, and a model that may call a tool.
 
-The warm-up answers come from two made-up pupils: a hasty one writes the sum at once and forgets the carry,
-one with a calculator writes a tool call, and then what the tool answered. Most answers are the hasty pupil's.
-Reinforcement learning sees true sums only through the reward and has to discover that the calculator pays.
+The warm-up answers come from two simulated pupils: a hasty one writes the sum at once and forgets the carry,
+one with a calculator writes a tool call, then the tool's answer. Most answers are the hasty pupil's.
+Reinforcement learning sees true sums only through the reward, and must discover that the calculator pays off.
 
 The seed determines everything: the same arguments write the same rows and the same weights.
 """
@@ -25,17 +25,17 @@ HERE = Path(__file__).resolve().parent
 arithmetic: Any = SimpleNamespace(**runpy.run_path(str(HERE.parent / "arithmetic" / "prepare.py")))
 
 TOOL = "<|tool|>"
-# What stands around the expression in a call: one token each, so that a tiny model has little to write.
+# The text around the expression in a call: one token each, so that a tiny model has little to write.
 CALL, CLOSE = '<tool_call>{"name": "calculator", "arguments": {"expression": "', '"}}</tool_call>'
 
 
 def call(operands: Sequence[int]) -> str:
-    """The calculator called with a sum."""
+    """Returns a call of the calculator with a sum."""
     return f"{CALL}{'+'.join(map(str, operands))}{CLOSE}"
 
 
 def build_tokenizer() -> Any:
-    """The arithmetic example's tokenizer with a role for tools and the two parts of a call."""
+    """Returns the arithmetic example's tokenizer with a role for tools and the two parts of a call."""
     tokenizer = arithmetic.build_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": [*arithmetic.ROLES, TOOL]})
     tokenizer.add_tokens([CALL, CLOSE])
@@ -43,7 +43,7 @@ def build_tokenizer() -> Any:
 
 
 def to_sft(problems: Sequence[Any], rng: np.random.Generator, hasty_share: float) -> pa.Table:
-    """Pairs of a conversation and its next answer; of a conversation with the tool both turns are pairs."""
+    """Makes pairs of a conversation and its next answer; a conversation with the tool gives two pairs."""
     prompts, answers = [], []
     for problem in problems:
         question = {"role": "user", "content": problem.question}
@@ -64,7 +64,7 @@ def to_sft(problems: Sequence[Any], rng: np.random.Generator, hasty_share: float
 def write_data(
     out: Path, *, seed: int, num_train: int, num_val: int, num_sft: int, hasty_share: float
 ) -> None:
-    """Writes `train.parquet`, `val.parquet`, `sft.parquet`; no multiset of `val` is in the other two."""
+    """Writes `train.parquet`, `val.parquet`, `sft.parquet`; the others share no multiset with `val`."""
     arithmetic.write_data(out, seed=seed, num_train=num_train, num_val=num_val, num_sft=1, hasty_share=1.0)
     val_rng, rng = np.random.default_rng([seed, 0]), np.random.default_rng([seed, 2])
     val = arithmetic.draw_problems(val_rng, num_val, avoid=set(), distinct=True)
@@ -73,7 +73,7 @@ def write_data(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the data and the model, and prints a line of JSON that says what was written."""
+    """Writes the data and the model, and prints a summary as a line of JSON."""
     parser = arithmetic.parser_of(
         "calculator",
         HERE,

@@ -2,10 +2,10 @@
 
 
 async def flow(step):
-    """Trains the right ones among the best, with the loss of supervised fine-tuning.
+    """Trains the right samples among the best, with the loss of supervised fine-tuning.
 
     A reward of 1 and a baseline of 0 make every advantage 1; with `actor.policy_loss: gpg` the loss is then
-    the negative log-likelihood of what was kept.
+    the negative log-likelihood of the kept samples.
     """
     answers = await step.sample(step.draw())
     best = [max(group, key=lambda answer: answer.reward) for group in answers.groups]

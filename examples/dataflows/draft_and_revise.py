@@ -4,7 +4,7 @@ from statistics import fmean
 
 
 async def flow(step):
-    """A revision answers the question once more, after a draft; its samples are a group of their own."""
+    """Trains drafts and revisions; a revision answers again after a draft, and its samples are a group."""
     drafts = await step.sample(step.draw(), "draft")
     shown = [group[0] for group in drafts.groups]
     questions = [step.reply(draft, draft.prompt.context.prompt_text) for draft in shown]

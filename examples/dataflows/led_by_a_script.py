@@ -1,4 +1,4 @@
-"""Draft and revise from a script that leads the loop: python examples/dataflows/led_by_a_script.py."""
+"""Draft and revise from a script that controls the loop: python examples/dataflows/led_by_a_script.py."""
 
 import asyncio
 import sys
@@ -8,7 +8,7 @@ from paceline.api import session
 
 
 async def main(*overrides):
-    """Ends the run where nine drafts of ten are right."""
+    """Trains until nine drafts of ten are right."""
     config = "examples/dataflows/draft_and_revise.yaml"
     async with session(config, "trainer.name=led-by-a-script", *overrides) as run:
         async for step in run:

@@ -1,6 +1,6 @@
-"""Two roles of one policy, with a reward each: a pupil answers, an examiner answers the same after it.
+"""Two roles of one policy, each with a reward: a pupil answers, then an examiner answers the same question.
 
-Whether both come to the same sum is the examiner's verdict on the pupil.
+The examiner's verdict on the pupil is whether both sums agree.
 """
 
 import re
@@ -8,12 +8,12 @@ from statistics import fmean
 
 
 def last_number(text):
-    """The last number of an answer; "" for none."""
+    """Returns the last number of an answer; "" for none."""
     return (re.findall(r"\d+", text) or [""])[-1]
 
 
 async def flow(step):
-    """The pupil's reward is the scorer's; the examiner's is 1 where its verdict is what the scorer says."""
+    """Trains both roles: the pupil's reward is the scorer's; the examiner's is 1 for a correct verdict."""
     answers = await step.sample(step.draw(), "pupil")
     shown = [group[step.number % len(group)] for group in answers.groups]
     asked = [(step.reply(a, a.prompt.context.prompt_text), a) for a in shown]

@@ -1,7 +1,7 @@
 """Converts GSM8K's own files (`train.jsonl`, `test.jsonl`: `question` and `answer`) to prompts in parquet.
 
-Each row holds the question as a chat message that asks for the form that the `gsm8k` reward reads, the final
-number as plain digits, and the origin of the row. Nothing is random: the rows keep their order.
+Each row holds the question as a chat message that asks for the answer format of the `gsm8k` reward, the final
+number in plain digits, and the row's origin. The rows keep their order.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SCHEMA = pa.schema(
 
 
 def convert_row(question: str, answer: str, split: str) -> dict[str, Any]:
-    """One row of the parquet file.
+    """Converts a question and its answer to a row of the parquet file.
 
     Raises:
         ValueError: the answer does not end in `#### <number>`.

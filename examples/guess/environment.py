@@ -14,15 +14,15 @@ from paceline.sdk import Environment, Message, Observation, Outcome, serve_envir
 
 
 class Guess(Environment):
-    """A digit is to be found; each guess is answered with "low" or "high" and costs some of the reward."""
+    """The policy must find a digit; each guess is answered with "low" or "high" and lowers the reward."""
 
     async def open(self, task: Mapping[str, Any], *, task_seed: int, episode_seed: int) -> Observation:
-        """The digit is the same for all episodes of a prompt group."""
+        """Draws the digit, which is equal in all episodes of a prompt group."""
         self.digit, self.guesses, self.won = task_seed % 10, 0, False
         return Observation()
 
     async def step(self, action: Message) -> Observation:
-        """The answer is the guess."""
+        """Takes the answer as a guess."""
         self.guesses += 1
         text = action.content.strip()
         if len(text) != 1 or not text.isdigit():
@@ -33,7 +33,7 @@ class Guess(Environment):
         return Observation(text="low" if int(text) < self.digit else "high")
 
     async def close(self, stop_reason: str) -> Outcome:
-        """1 for the first guess, 0.2 less for each further one, 0 for a lost game."""
+        """Grades: 1 for a hit at the first guess, 0.2 less for each further guess, 0 for a lost game."""
         reward = 1.2 - 0.2 * self.guesses if self.won else 0.0
         return Outcome(reward=reward, components={"won": float(self.won)})
 

@@ -1,8 +1,8 @@
 """Writes the guessing game's inputs: prompts, and a model that guesses half at random.
 
-The warm-up comes from two made-up players: one guesses any digit, whatever it was told; one heeds what it
-was told, and guesses any of the digits that are left. Half of the guesses are each player's. Reinforcement
-learning has to discover that heeding pays, and that the middle is a good start.
+The warm-up comes from two simulated players, with half of the guesses each: one ignores the answers and
+guesses any digit, one heeds them and guesses any remaining digit. Reinforcement learning must discover that
+heeding pays off, and that the middle is a good start.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_GUESSES = 4
 
 
 def to_sft(rng: np.random.Generator, num_games: int, heeding_share: float) -> pa.Table:
-    """Games, cut off at random: each is a conversation and the next guess."""
+    """Makes games, cut off at random: each is a conversation and the next guess."""
     prompts, answers = [], []
     for _ in range(num_games):
         messages, left, digit = [QUESTION], range(10), int(rng.integers(10))
@@ -49,13 +49,13 @@ def to_sft(rng: np.random.Generator, num_games: int, heeding_share: float) -> pa
 
 
 def next_guess(rng: np.random.Generator, left: range, heeding_share: float) -> int:
-    """A guess of one of the two players."""
+    """Returns a guess of one of the two players."""
     heeds = rng.random() < heeding_share
     return int(rng.choice(left)) if heeds else int(rng.integers(10))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the data and the model, and prints a line of JSON that says what was written."""
+    """Writes the data and the model, and prints a summary as a line of JSON."""
     parser = argparse.ArgumentParser(description="Prepare the guessing game's data and starting model.")
     parser.add_argument("--out", type=Path, default=HERE / "data", help="folder for the parquet files")
     parser.add_argument("--model-out", type=Path, default=HERE / "model", help="folder for the model")

@@ -1,7 +1,7 @@
 """Writes the programs example's inputs: the arithmetic example's sums, to be computed by a Python program.
 
-The warm-up answers come from two made-up pupils: a hasty one writes a program that leaves the last operand
-out, a careful one adds all of them. Most answers are the hasty pupil's. Reinforcement learning sees only
+The warm-up answers come from two simulated pupils: a hasty pupil's programs omit the last operand, a
+careful pupil's add all operands. Most answers are the hasty pupil's. Reinforcement learning sees only
 whether a program prints the sum.
 
 The seed determines everything: the same arguments write the same rows and the same weights.
@@ -29,19 +29,19 @@ OPENING, CLOSING = "print(", ")"
 
 
 def program(operands: Sequence[int]) -> str:
-    """A program that prints the sum."""
+    """Returns a program that prints the sum."""
     return f"{OPENING}{'+'.join(map(str, operands))}{CLOSING}"
 
 
 def build_tokenizer() -> Any:
-    """The arithmetic example's tokenizer with the parts of a program."""
+    """Returns the arithmetic example's tokenizer with the parts of a program."""
     tokenizer = arithmetic.build_tokenizer()
     tokenizer.add_tokens([OPENING, CLOSING])
     return tokenizer
 
 
 def to_prompts(problems: Sequence[Any]) -> pa.Table:
-    """A table of `prompt`, `ground_truth` (what `reward.code` reads) and `data_source`."""
+    """Returns a table of `prompt`, `ground_truth` (what `reward.code` reads) and `data_source`."""
     return pa.table(
         {
             "prompt": [[{"role": "user", "content": problem.question}] for problem in problems],
@@ -54,7 +54,7 @@ def to_prompts(problems: Sequence[Any]) -> pa.Table:
 
 
 def to_sft(problems: Sequence[Any], rng: np.random.Generator, hasty_share: float) -> pa.Table:
-    """Questions with the programs of the two pupils."""
+    """Makes questions with the programs of the two pupils."""
     is_hasty = rng.random(len(problems)) < hasty_share
     return pa.table(
         {
@@ -70,7 +70,7 @@ def to_sft(problems: Sequence[Any], rng: np.random.Generator, hasty_share: float
 def write_data(
     out: Path, *, seed: int, num_train: int, num_val: int, num_sft: int, hasty_share: float
 ) -> None:
-    """Writes `train.parquet`, `val.parquet`, `sft.parquet`; no multiset of `val` is in the other two."""
+    """Writes `train.parquet`, `val.parquet`, `sft.parquet`; the others share no multiset with `val`."""
     out.mkdir(parents=True, exist_ok=True)
     val_rng, train_rng, rng = (np.random.default_rng([seed, stream]) for stream in range(3))
     val = arithmetic.draw_problems(val_rng, num_val, avoid=set(), distinct=True)
@@ -83,7 +83,7 @@ def write_data(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the data and the model, and prints a line of JSON that says what was written."""
+    """Writes the data and the model, and prints a summary as a line of JSON."""
     parser = arithmetic.parser_of(
         "programs", HERE, num_val=64, num_sft=25600, hasty_share=0.7, hasty="the hasty pupil's programs"
     )

@@ -1,4 +1,4 @@
-"""A reward server in ten lines: right answers score, short ones more. Then name it in reward.services."""
+"""A reward server in ten lines: scores right answers, short ones higher. Name it in reward.services."""
 
 import os
 
@@ -6,7 +6,7 @@ from paceline.sdk import serve_reward
 
 
 def brevity(response: str, ground_truth: str, **extra: object) -> dict[str, float]:
-    """The share of a right answer's reward that its length leaves."""
+    """Returns a reward for right answers that falls with their length."""
     right = float(response.strip().endswith(ground_truth))
     return {"score": right / (1 + len(response) / 1000), "right": right}
 

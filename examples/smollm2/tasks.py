@@ -1,10 +1,10 @@
-"""Tasks of the library reasoning-gym: training and held-out rows, and their reward.
+"""Writes training and held-out rows of tasks of the library reasoning-gym, and scores answers.
 
     pip install reasoning-gym
     python examples/smollm2/tasks.py
 
-The library draws the rows and grades the answers: the last number of a response. Both files have the same
-number of rows of each task, and no question is in both.
+The library draws the rows and grades the last number of a response. Both files have equally many rows of each
+task, and share no question.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 Row = Mapping[str, Any]
-# Of the library's settings those that a model of 135 million parameters solves now and then.
+# Settings that a model of 135 million parameters solves sometimes.
 TASKS: dict[str, dict[str, int]] = {
     "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
     "gcd": {"min_numbers": 2, "max_numbers": 2, "min_value": 1, "max_value": 50},
@@ -35,7 +35,7 @@ _NUMBER = re.compile(r"-?\d+")
 
 
 def last_number(response: str, ground_truth: str, *, data_source: str, entry: str, **extra: object) -> float:
-    """What the library's grader gives the last number of the response; 0 where there is none."""
+    """Returns the library's grade for the last number of the response; 0 if there is none."""
     from paceline.sdk.adapters.reasoning_gym import score
 
     numbers = _NUMBER.findall(response)
@@ -47,7 +47,7 @@ def last_number(response: str, ground_truth: str, *, data_source: str, entry: st
 def split(
     drawn: Iterable[Row], others: Iterable[Row], num_training: int, num_held_out: int
 ) -> tuple[list[Row], list[Row]]:
-    """Training rows out of `drawn`, held-out rows out of `others`: each question once, in one of the two.
+    """Takes training rows from `drawn` and held-out rows from `others`, each question only once.
 
     Raises:
         SystemExit: there are too few different questions.
@@ -70,7 +70,7 @@ def split(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Writes both files."""
+    """Writes the training and the held-out file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, default=HERE / "data", help="folder for the two files")
     given = parser.parse_args(argv)

@@ -1,1 +1,1 @@
-"""What tools/generate_observability.py writes: alert rules, dashboards, tables of the documentation."""
+"""Alert rules, dashboards and tables that tools/generate_observability.py writes."""

@@ -1,4 +1,4 @@
-"""A dashboard as rows of panels, and its form as a file of Grafana."""
+"""Describes dashboards as rows of panels, and converts them to Grafana's files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SOURCE = {"type": "prometheus", "uid": "paceline-prometheus"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Panel:
-    """One time series panel: the question that it answers, and its expressions with their legends."""
+    """A time series panel: the question that it answers, and its expressions with legends."""
 
     title: str
     answers: str
@@ -25,7 +25,7 @@ class Panel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dashboard:
-    """A page of rows of panels."""
+    """A dashboard page: rows of panels."""
 
     uid: str
     title: str
