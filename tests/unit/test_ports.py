@@ -23,6 +23,7 @@ from paceline.launch.planning.hosts import Hosts
 from paceline.service import ports
 from paceline.service.grpc.server import start_server
 from paceline.service.member.bootstrap import MemberOptions
+from paceline.sizing import machine as machines
 from paceline.sizing.machine import Machine, free_port
 from support.cli_configs import config
 
@@ -33,6 +34,7 @@ def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[range]:
     with ExitStack() as stack:
         while True:
             first = free_port()
+            monkeypatch.setattr(machines, "_GIVEN", {first})  # earlier tests may have got the next ones
             try:
                 for port in (first, first + 1):
                     stack.enter_context(socket.create_server(("127.0.0.1", port)))
@@ -90,6 +92,11 @@ def test_processes_and_the_controller_get_ports_of_the_range(three: range) -> No
     plain = plan.members(config(), machine, controller_address="h:1", master_port=29)
     assert not any(ports.PORTS in spec.env for spec in plain)
     assert _with_ports(told).service.controller_port == three[-1]
+    # The next run of this process gets another one, or is told that there is none.
+    with pytest.raises(
+        EnvironmentLackError, match=r"no port of service.ports=\d+-\d+ is free"
+    ):
+        _with_ports(told)
 
 
 def test_a_rank_says_where_nccl_and_gloo_would_listen_outside(

@@ -83,11 +83,11 @@ async def test_what_was_aborted_goes_to_another_server_at_once() -> None:
 
 async def test_a_push_of_another_group_or_before_joining_is_refused() -> None:
     async with bench(joined=False) as b:
-        with pytest.raises(VersionMismatchError, match="weight group None, the push is for group 1"):
+        with pytest.raises(VersionMismatchError, match="weight group None, but the push is for group 1"):
             await b.server.receive(1, 0)
         assert b.server.standing.state is RolloutState.STALE
         await b.server.join(2, weight_group_spec(), 1)
-        with pytest.raises(VersionMismatchError, match="weight group 2, the push is for group 1"):
+        with pytest.raises(VersionMismatchError, match="weight group 2, but the push is for group 1"):
             await b.server.receive(1, 0)
         await b.push(V0, epoch=2)
         assert b.server.standing.policy == V0
@@ -199,7 +199,7 @@ async def test_who_is_described_leaves_the_group_of_a_controller_that_has_died()
         await b.server.describe()
         assert [name for name, _ in b.engine.events if name in ("join", "leave")] == ["join", "leave"]
         assert b.server.standing.state is RolloutState.SERVING
-        with pytest.raises(VersionMismatchError, match="weight group None, the push is for group 1"):
+        with pytest.raises(VersionMismatchError, match="weight group None, but the push is for group 1"):
             await b.server.receive(1, 1)
         await b.server.describe()
         assert len(b.engine.named("leave")) == 1

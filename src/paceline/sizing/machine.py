@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from paceline.core.cards import Card, card_of
+from paceline.core.errors import EnvironmentLackError
 from paceline.engines.registry import ENGINES
 from paceline.service import packages
 from paceline.service.observability.gpu_metrics import visible_gpus
@@ -91,17 +92,24 @@ def free_port(among: range | None = None) -> int:
 
     It is one of `among`, if given. Otherwise it lies outside the range that the system assigns to connections
     and to servers without a fixed port, because the receiver may take seconds to bind it.
+
+    Raises:
+        EnvironmentLackError: no port of `among` is free.
     """
     kernel = kernel_ports()
-    candidates = range(_FIRST_PORT, min(kernel[0] if kernel else 0, _LAST_PORT + 1))
-    candidates = among or candidates
-    for port in _RANDOM.sample(candidates, min(_PORT_TRIES, len(candidates))):
+    candidates = among or range(_FIRST_PORT, min(kernel[0] if kernel else 0, _LAST_PORT + 1))
+    tries = len(candidates) if among else min(_PORT_TRIES, len(candidates))
+    for port in _RANDOM.sample(candidates, tries):
         if port in _GIVEN:
             continue
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             _GIVEN.add(port)
             return port
+    if among:
+        raise EnvironmentLackError(
+            f"no port of service.ports={among[0]}-{among[-1]} is free; name a wider range"
+        )
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
