@@ -93,9 +93,7 @@ def test_processes_and_the_controller_get_ports_of_the_range(three: range) -> No
     assert not any(ports.PORTS in spec.env for spec in plain)
     assert _with_ports(told).service.controller_port == three[-1]
     # The next run of this process gets another one, or is told that there is none.
-    with pytest.raises(
-        EnvironmentLackError, match=r"no port of service.ports=\d+-\d+ is free"
-    ):
+    with pytest.raises(EnvironmentLackError, match=r"no port of service.ports=\d+-\d+ is free"):
         _with_ports(told)
 
 
