@@ -67,7 +67,7 @@ def test_a_head_size_that_the_engine_lacks_is_a_fault_with_its_reason(tmp_path: 
     run = config(model={"path": str(model), "load_format": "random"})
     service_checks.self_test(run, kept)
     with pytest.raises(
-        ModelError, match="vLLM does not run this model .*head_dim=24.*; take one of"
+        ModelError, match="vLLM does not run this model .*head_dim=24.*; use a model of"
     ) as caught:
         service_checks.engine_log_probs(run, kept)
     assert "\n" not in str(caught.value)

@@ -502,7 +502,7 @@ def test_a_spec_of_another_model_is_refused_before_anything_connects() -> None:
     other = fsdp_layout(dense(hidden=8).shapes(), rank=0, world_size=1, dtype="float32")
     with pytest.raises(WeightSyncError, match="learner rank 0: the group spec describes other slices"):
         fleet.publisher.join(fleet.spec(learner_layouts=(other,), rollout_layouts=(other,)))
-    with pytest.raises(WeightSyncError, match="group rank 0 is no rollout rank: those are 1..1"):
+    with pytest.raises(WeightSyncError, match="group rank 0 is no rollout rank: these are 1..1"):
         fleet.receivers[0].join(fleet.spec(), 0, 1.0)
 
 

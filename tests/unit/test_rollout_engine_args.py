@@ -192,9 +192,9 @@ def test_engine_kwargs_win_where_they_may() -> None:
         ("data_parallel_size", 2, r"write rollout.replicas for more servers \(allowed: 1\)"),
         ("pipeline_parallel_size", 2, r"tensor-parallel ranks.*\(allowed: 1\)"),
         ("enable_lora", True, "adapters are no part of a push"),
-        ("mm_device_do_normalize", True, "pixels come normalised"),
-        ("mm_processor_cache_gb", 4, r"sends an image once.*\(allowed: 0\)"),
-        ("mm_processor_cache_type", "shm", r"sends an image once.*\(allowed: lru\)"),
+        ("mm_device_do_normalize", True, "pixels are normalised already"),
+        ("mm_processor_cache_gb", 4, r"sends each image once.*\(allowed: 0\)"),
+        ("mm_processor_cache_type", "shm", r"sends each image once.*\(allowed: lru\)"),
         ("language_model_only", True, "the engine would run another model"),
         ("kv_cache_dtype", "fp8_e4m3", r"rounded keys and values.*another distribution.*\(allowed: auto\)"),
         ("speculative_config", {"method": "ngram"}, "draft model"),
@@ -208,7 +208,7 @@ def test_engine_kwargs_win_where_they_may() -> None:
 )
 def test_what_breaks_exactness_or_the_push_is_refused_by_name(name: str, value: object, reason: str) -> None:
     """`paceline check` finds it where no vLLM is installed: the check belongs to the engine's entry."""
-    with pytest.raises(ConfigError, match=rf"engine_kwargs may not set {name}=.*{reason}.*Take it out"):
+    with pytest.raises(ConfigError, match=rf"engine_kwargs may not set {name}=.*{reason}.*Remove it"):
         check_engine(config(engine_kwargs={name: value}))
 
 

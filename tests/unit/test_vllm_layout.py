@@ -67,7 +67,7 @@ def test_a_parameter_that_is_not_loaded_sends_the_model_the_general_way() -> Non
     assert trace is not None
     names = [f"model.layers.{layer}.mlp.experts.weight" for layer in range(2)]
     assert trace.reasons == dict.fromkeys(
-        names, "its loading leaves a part of it as it was, or writes one twice"
+        names, "its loading leaves a part of it unchanged, or writes a part twice"
     )
     layout = describe_model(fake)
     assert layout.full_tensors
@@ -271,7 +271,7 @@ def twice(model: Any, tensors: dict[str, Tensor]) -> None:
         (staged, (4, 6, 4), "computes it"),
         (in_place, (4, 6, 4), "computes it"),
         (padded_after, (4, 6, 4), "overwrites what it has loaded"),
-        (twice, (4, 6, 4), "writes one twice"),
+        (twice, (4, 6, 4), "writes a part twice"),
         (
             lambda m, t: m.weight.data.fill_(t["a"].sum().item()),
             (4, 6, 4),
@@ -307,8 +307,8 @@ def replaced(model: Any) -> None:
         (lambda m: setattr(m, "view", m.weight.data[0]), None),
         (lambda m: setattr(m, "workspace", torch.empty_like(m.weight)), None),
         (lambda m: torch.equal(m.weight, m.weight), None),
-        (lambda m: setattr(m, "absorbed", m.weight.data @ torch.ones(4)), "kernel's own form"),
-        (lambda m: m.weight.data.copy_(m.weight.data.flip(0)), "kernel's own form"),
+        (lambda m: setattr(m, "absorbed", m.weight.data @ torch.ones(4)), "kernel derives its own weights"),
+        (lambda m: m.weight.data.copy_(m.weight.data.flip(0)), "kernel derives its own weights"),
         (replaced, "it is replaced"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The processes that an engine has started, whether they are stopped, and their end."""
+"""Finds the processes that an engine has started, detects stopped ones, and kills them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from multiprocessing import forkserver
 
 import psutil
 
-# A process may be stopped together with this one and continued later. Of the time between two looks, at most
-# this much counts, because this process may have been stopped, too.
+# At most this much of the time between two checks counts, because this process may have been stopped and
+# continued together with the engine's.
 _STOPPED_S = 5.0
 _LONGEST_LOOK_S = 2.0
 _ROUNDS = 3
@@ -17,7 +17,7 @@ _WAIT_S = 1.0
 
 
 class EngineProcesses:
-    """The processes of one engine among the children of this process. Make it before the engine starts.
+    """The processes of one engine among the children of this process. Create it before the engine starts.
 
     Until `settle` is called, every new child counts as the engine's; later children do not.
     """
@@ -34,10 +34,11 @@ class EngineProcesses:
         self._watched = self._all()
 
     def stopped(self, now: float) -> str | None:
-        """Names a process that a signal has stopped for seconds, and nobody continues; None if there is none.
+        """Names a process that a signal stopped seconds ago and that was not continued; None if there is
+        none.
 
-        A process that SIGSTOP has stopped is certainly stopped; one that is silent may be at work. Debuggers
-        do not count. While the engine starts, all that it has started so far is looked at.
+        Unlike a process that is only silent, a process stopped by SIGSTOP is certainly not at work. Debuggers
+        do not count. While the engine starts, all its processes so far are checked.
         """
         elapsed_s, self._looked = min(now - self._looked, _LONGEST_LOOK_S), now
         before, self._stopped_s = self._stopped_s, {}
@@ -54,7 +55,7 @@ class EngineProcesses:
         return [*_fork_servers(), *self.children(), *self.descendants()]
 
     def children(self) -> list[psutil.Process]:
-        """The processes that the engine has started, themselves or through multiprocessing's fork server."""
+        """Returns the processes that the engine has started, directly or through the fork server."""
         if self._settled is not None:
             return self._settled
         return [child for child in _children() if child not in self._others]
@@ -87,7 +88,7 @@ def kill(processes: Sequence[psutil.Process]) -> None:
 
 
 def _fork_servers() -> list[psutil.Process]:
-    """multiprocessing's fork server in this process, if it runs."""
+    """Returns the process of multiprocessing's fork server, if it runs."""
     pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     return [child for child in psutil.Process().children() if child.pid == pid]
 
@@ -100,9 +101,9 @@ def _title(process: psutil.Process) -> str:
 
 
 def _children() -> list[psutil.Process]:
-    """Returns the children of this process, with those of multiprocessing's fork server in its place.
+    """Returns the children of this process, and in place of the fork server its children.
 
-    The server outlives an engine: the next one is forked from it, too.
+    The fork server outlives an engine, because the next one is also forked from it.
     """
     server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     children: list[psutil.Process] = []

@@ -1,4 +1,4 @@
-"""One rollout rank's part of weight pushes: describe, join, receive, digest, leave. Knows no engine.
+"""One rollout rank's part of weight pushes, for any engine: describe, join, receive, digest, leave.
 
 There are two paths into the model. The direct path scatters every slice into the live parameters, in place,
 so that captured CUDA graphs stay valid. The general path, for models that cannot be written in place,
@@ -33,7 +33,7 @@ LoadFull = Callable[[Iterator[tuple[str, torch.Tensor]]], None]
 
 
 class RankReceiver:
-    """The receiving end of pushes on one tensor-parallel rank.
+    """Receives pushes on one tensor-parallel rank.
 
     Args:
         model: the live model.
@@ -60,21 +60,21 @@ class RankReceiver:
         self._index = ParameterIndex(model)
 
     def describe(self) -> RankLayout:
-        """The slices that this rank needs, and where it runs."""
+        """Returns the slices that this rank needs, and where it runs."""
         if self._layout is None:
             self._layout = self._describe(self._model).at(place_of(self._device))
         return self._layout
 
     def join(self, spec: WeightGroupSpec, rank: int, timeout_s: float) -> None:
-        """Leaves the current group, if any, and joins the one described, as group rank `rank`."""
+        """Leaves the current group, if any, and joins the group of `spec` as group rank `rank`."""
         self.leave()
-        # An engine may repack its weights after the first describe: look again, once per group.
+        # An engine may repack its weights after the first describe, so describe again once per group.
         self._layout, self._places, self._index = None, None, ParameterIndex(self._model)
         self._scatter.clear()
         self._job.clear()
         if not spec.num_learners <= rank < spec.world_size:
             raise WeightSyncError(
-                f"group rank {rank} is no rollout rank: those are {spec.num_learners}..{spec.world_size - 1}"
+                f"group rank {rank} is no rollout rank: these are {spec.num_learners}..{spec.world_size - 1}"
             )
         self.rank_ref = spec.rank_ref(rank)
         self._group = form_group(
@@ -126,12 +126,12 @@ class RankReceiver:
 
     @torch.no_grad()
     def digest(self, version: int, rank_name: str) -> DigestReport:
-        """The digest of every slice in the live parameters; `version` and `rank_name` label the report."""
+        """Returns digests of all slices in the live parameters; `version` and `rank_name` label them."""
         slices = self.describe().slices
         if not slices:
             raise WeightSyncError(
                 f"{rank_name}: the model's weights are not pushed in place, so its parameters "
-                "cannot be compared with the checkpoint's tensors; digests are taken while they are received"
+                "cannot be compared with the checkpoint's tensors; digests are computed during the receive"
             )
         totals = self._digest_job(slices, self._index.current()).run()
         if self._places is None:
@@ -140,7 +140,7 @@ class RankReceiver:
         return DigestReport(rank=rank_name, version=version, places=self._places, values=values)
 
     def _digest_job(self, slices: tuple[TensorSlice, ...], params: dict[str, nn.Parameter]) -> DigestJob:
-        """Made once, and again when a parameter's storage has moved."""
+        """Returns the cached job; makes it again when a parameter's storage has moved."""
 
         def make() -> DigestJob:
             parts = [
@@ -172,7 +172,7 @@ class RankReceiver:
             copies[number].run()
 
     def _copies(self, group: WeightGroup, params: dict[str, nn.Parameter]) -> list[CopyJob]:
-        """Copies from staging into the live parameters, by round; cached as the digest job is."""
+        """Returns the copies from staging into the live parameters, by round; cached like the digest job."""
 
         def make() -> list[CopyJob]:
             return [
@@ -211,7 +211,7 @@ class RankReceiver:
         self._load_full(tensors())
         if len(totals) != len(parts):
             raise WeightSyncError(
-                f"the engine's loader took {len(totals)} of {len(parts)} tensors; the model is half loaded"
+                f"the engine's loader took {len(totals)} of {len(parts)} tensors; the model is partly loaded"
             )
         values = self._digester.finish([total for _, total in totals])
         return [_slice_digest(part, value) for (part, _), value in zip(totals, values, strict=True)]

@@ -1,4 +1,4 @@
-"""Rows with the learner's log-probs, which an engine's are compared with before a run."""
+"""Rows with the learner's log-probs, which are compared with an engine's before a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ScoredRow:
 
 
 def read_rows(folder: Path) -> list[ScoredRow]:
-    """Reads what the learner's self-test has left: `scored_rows.json`, and `images.npz` if need be."""
+    """Reads the files of the learner's self-test: `scored_rows.json` and, for images, `images.npz`."""
     rows = json.loads((folder / "scored_rows.json").read_text(encoding="utf-8"))
     path = folder / "images.npz"
     pixels = dict(np.load(path)) if path.exists() else {}

@@ -21,14 +21,14 @@ from paceline.rollout.engines.vllm.start import environment, model_class
 from paceline.rollout.engines.vllm.start.arguments import config_overrides, latent_attention_on_cpu
 
 TOLERANCE = 1e-3
-"""Largest difference of a log-prob in float32; another model is off by 0.1 and more."""
+"""Largest allowed difference of log-probs in float32; with another model they differ by 0.1 or more."""
 
 _KV_CACHE_BYTES = 1 << 26
 _MAX_LENGTH = 128
 
 
 def largest_difference(folder: Path, rows: Sequence[ScoredRow]) -> float:
-    """The largest difference between vLLM's log-probs and the rows' own.
+    """Returns the largest difference between vLLM's log-probs and those of the rows.
 
     Args:
         folder: the model, in the Hugging Face layout.
@@ -55,7 +55,7 @@ def largest_difference(folder: Path, rows: Sequence[ScoredRow]) -> float:
 
 
 def _score(engine: Any, rows: Sequence[ScoredRow]) -> dict[str, Any]:
-    """vLLM's output for each row, by its number."""
+    """Returns vLLM's output for each row, by its number."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
@@ -70,7 +70,7 @@ def _score(engine: Any, rows: Sequence[ScoredRow]) -> dict[str, Any]:
 
 
 def _prompt(row: ScoredRow, config: Any) -> Any:
-    """vLLM's input: the whole row, whose response's tokens are scored as part of the prompt."""
+    """Returns vLLM's input: the entire row as a prompt, so that the response's tokens are scored."""
     tokens = row.prompt + row.response
     if row.images:
         sampling = SamplingSpec(temperature=1.0, max_tokens=1)
@@ -122,13 +122,13 @@ def _refusals() -> Iterator[None]:
         yield
     except (ValueError, RuntimeError, OSError, TypeError, AssertionError, NotImplementedError) as error:
         raise ModelError(
-            f"vLLM does not run this model ({type(error).__name__}: {_reason(error)}); take one of "
-            "docs/models.md, with sizes like those that are published"
+            f"vLLM does not run this model ({type(error).__name__}: {_reason(error)}); use a model of "
+            "docs/models.md, with sizes like those of published models"
         ) from error
 
 
 def _max_length(folder: Path) -> int:
-    """The engine's longest row: vLLM refuses more positions than the model has."""
+    """Returns the engine's longest row, since vLLM refuses more positions than the model has."""
     tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     sections = (tree, tree.get("text_config") or {})
     limits = [section.get("max_position_embeddings") for section in sections]

@@ -1,7 +1,7 @@
 """Methods mixed into vLLM's workers (`worker_extension_cls`); `calls.py` calls them on every TP rank.
 
-Every reply is a dict of plain values; an error travels inside it. An exception would leave the replies of the
-other ranks in the executor's queues, and the next call would take them for its own.
+Every reply is a dict of plain values, also for an error. An exception would leave the replies of the other
+ranks in the executor's queues, and the next call would read them as its own.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ def _keep_plain_cpu_linears() -> None:
     """Stops vLLM from repacking linear weights on the CPU.
 
     The weight of a repacked layer is an empty tensor: a push into it would be lost. vLLM has no switch for
-    this, so the function that repacks is replaced before the model is built. On other platforms nothing is
-    replaced.
+    this, so the function that repacks is replaced before the model is built; only on the CPU.
     """
     from vllm.platforms import current_platform
 
@@ -59,10 +58,10 @@ def _keep_plain_cpu_linears() -> None:
 def _wait_without_spinning() -> None:
     """Lets an idle worker sleep after 2 ms instead of a second; for the CPU only.
 
-    vLLM's workers poll a queue in shared memory and yield the core in a loop for a second after each message.
-    That second is the beginning of the learner's turn, on the same cores.
+    vLLM's workers poll a queue in shared memory for a second after each message, yielding the core in a loop.
+    During that second the learner's turn begins on the same cores.
 
-    A notification wakes a sleeping worker, but it can be lost. vLLM then polls the queue only after 5 s,
+    A notification wakes a sleeping worker, but it can get lost. vLLM then polls the queue only after 5 s,
     which stalled an engine about once in 400 prompt groups.
     """
     from vllm.platforms import current_platform
@@ -79,9 +78,9 @@ def _wait_without_spinning() -> None:
 def _trace_loading() -> None:
     """Traces how every model that is built without weights would load them.
 
-    That is known only between the building of its parameters and their way into kernel format, for which vLLM
-    has no hook: so the function that does the latter is wrapped. A model that is built otherwise has no trace
-    and takes the general path.
+    This is possible only between creating the parameters and converting them to kernel format. vLLM has no
+    hook there, so the converting function is wrapped. A model that is built differently has no trace and
+    takes the general path.
     """
     from vllm.config import get_current_vllm_config
     from vllm.model_executor.model_loader import base_loader
@@ -91,7 +90,7 @@ def _trace_loading() -> None:
     @functools.wraps(process)
     def process_traced(model: nn.Module, model_config: Any, *args: Any, **kwargs: Any) -> Any:
         if get_current_vllm_config().load_config.load_format != "dummy":
-            # Tracing writes constants and may make parameters anew.
+            # Tracing writes constants and may create parameters again.
             return process(model, model_config, *args, **kwargs)
         config = model_config.hf_config
         use_factor_parameters(model)
@@ -117,8 +116,8 @@ def _keep_sinks_in_place() -> None:
     """Keeps attention sinks where they are while vLLM reloads layer by layer.
 
     gpt-oss's loader copies them into their parameter without a weight loader. vLLM (0.32) moves parameters
-    aside for a reload, except those that it knows are loaded in this way: the copy would be lost without an
-    error.
+    aside for a reload, except those that it knows to be loaded in this way, so the copy would be lost
+    silently.
     """
     from vllm.model_executor.model_loader.reload import meta
 
@@ -153,9 +152,9 @@ def _describe_error(error: Exception) -> Reply:
 
 
 class PacelineWorkerExtension:
-    """What Paceline adds to a worker; the prefix keeps its names apart from the worker's own."""
+    """Paceline's methods of a worker; their prefix separates them from the worker's own."""
 
-    # Of vLLM's worker, once mixed in:
+    # Attributes of vLLM's worker:
     rank: int
     device: torch.device
     model_runner: Any
@@ -164,7 +163,7 @@ class PacelineWorkerExtension:
 
     @_answering
     def paceline_describe(self) -> Reply:
-        """The layout of this rank, as bytes."""
+        """Returns the layout of this rank, as bytes."""
         return {"layout": self._paceline_receiver().describe().to_bytes()}
 
     @_answering
@@ -176,10 +175,10 @@ class PacelineWorkerExtension:
 
     @_answering
     def paceline_receive(self, version: int, timeout_s: float, is_paused: bool) -> Reply:
-        """Receives a push and digests what lies in the parameters afterwards.
+        """Receives a push and computes digests of the parameters.
 
         Args:
-            is_paused: whether requests are under way, which go on with these weights.
+            is_paused: whether requests are under way that go on with these weights.
         """
         receipt = self._paceline_receiver().receive(version, timeout_s)
         sampler = self.model_runner.sampler
@@ -189,7 +188,7 @@ class PacelineWorkerExtension:
 
     @_answering
     def paceline_digest(self, version: int) -> Reply:
-        """Digests what lies in the parameters now; `version` only labels the report."""
+        """Computes digests of the parameters; `version` only labels the report."""
         return {"digests": self._paceline_receiver().digest(version, f"TP rank {self.rank}").to_bytes()}
 
     @_answering
@@ -200,7 +199,7 @@ class PacelineWorkerExtension:
 
     @_answering
     def paceline_batch_draws(self) -> Reply:
-        """Draws a batch's tokens at once from now on; see `batched_sampler`."""
+        """Switches to drawing a batch's tokens at once; see `batched_sampler`."""
         replace_sampler(self.model_runner)
         return {}
 
@@ -208,7 +207,7 @@ class PacelineWorkerExtension:
     def paceline_take_log_probs(
         self, ids: list[str], starts: list[int], counts: list[int], aborted: list[str]
     ) -> Reply:
-        """The log-probabilities of samples that have ended, from TP rank 0; all ranks forget them."""
+        """Returns the log-probabilities of ended samples, from TP rank 0; all ranks forget them."""
         sampler = self.model_runner.sampler
         versions = sampler.versions(ids, starts, counts)
         values = sampler.take(ids, starts, counts)
@@ -217,9 +216,9 @@ class PacelineWorkerExtension:
 
     @_answering
     def paceline_read_log_probs(self, ids: list[str], starts: list[int], counts: list[int]) -> Reply:
-        """The log-probabilities and versions of requests under way, from TP rank 0.
+        """Returns the log-probabilities and versions of requests under way, from TP rank 0.
 
-        Those of requests that have ended and were taken meanwhile are left out: `known` says which.
+        Requests that have ended and were taken meanwhile are left out; `known` says which are not.
         """
         sampler = self.model_runner.sampler
         known = [sampler.knows(request_id) for request_id in ids]
@@ -233,7 +232,7 @@ class PacelineWorkerExtension:
 
     @_answering
     def paceline_free_bytes(self) -> Reply:
-        """Memory of this rank's GPU that no process has; 0 on a CPU."""
+        """Returns the unused memory of this rank's GPU; 0 on a CPU."""
         device = torch.device(self.device)
         return {"free_bytes": torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0}
 

@@ -1,1 +1,1 @@
-"""Gives vLLM prompts with images that are processed already."""
+"""Gives vLLM prompts with already processed images."""

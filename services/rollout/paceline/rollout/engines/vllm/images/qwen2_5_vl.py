@@ -8,7 +8,8 @@ from typing import Any
 from transformers import AutoImageProcessor
 from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl
 
-# vLLM imports a function of this module, which cannot be imported; its twin for Pillow has the same function.
+# vLLM imports a function of this module, which cannot be imported; the module for Pillow has the same
+# function.
 sys.modules.setdefault(
     "transformers.models.qwen2_vl.image_processing_qwen2_vl", image_processing_pil_qwen2_vl
 )
@@ -18,7 +19,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY  # noqa: E402
 
 
 class ImagesAlone:
-    """Says how many tokens an image may have; nothing is processed here, and videos are not taken."""
+    """Says how many tokens an image may have; processes nothing, and refuses videos."""
 
     ctx: Any
 
@@ -27,7 +28,7 @@ class ImagesAlone:
         return {"image": None}
 
     def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Any) -> dict[str, int]:
-        """Returns the tokens of the largest image: what the image processor makes, at most a sequence."""
+        """Returns the tokens of the image processor's largest image, at most the length of a sequence."""
         processor = AutoImageProcessor.from_pretrained(
             self.ctx.model_config.model, backend="pil", local_files_only=True
         )

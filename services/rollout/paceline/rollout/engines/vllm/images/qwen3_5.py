@@ -1,10 +1,10 @@
-"""vLLM's Qwen 3.5 where there is no torchvision; see `without_torchvision`."""
+"""vLLM's Qwen 3.5 without torchvision; see `without_torchvision`."""
 
 from __future__ import annotations
 
 from paceline.rollout.engines.vllm.images.qwen2_5_vl import ImagesAlone
 
-# After `qwen2_5_vl`, which has put another module in the place of one that cannot be imported.
+# Imported after `qwen2_5_vl`, which replaces a module that cannot be imported.
 from vllm.model_executor.models import qwen3_5, qwen3_vl  # isort: skip
 from vllm.multimodal import MULTIMODAL_REGISTRY  # isort: skip
 

@@ -1,7 +1,7 @@
 """Passes prompts with images to vLLM as processed inputs.
 
-vLLM's own processing would expand the placeholders a second time. What is passed on is what the learner sees,
-too: the tokens, and the patches of each image. An image's patches are sent to the engine's process once.
+vLLM's own processing would expand the placeholders a second time. vLLM gets the same as the learner: the
+tokens, and the patches of each image. An image's patches are sent to the engine's process once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LATER: Final = ("mm_device_do_normalize",)
 """Arguments that vLLM 0.24 lacks, together with the features that they switch off."""
 
 KEPT_GIB: Final = 0.25
-"""Patches of images that the engine's process keeps; a single image has at most a quarter of that."""
+"""Size of the patches that the engine's process keeps; a single image has at most a quarter of it."""
 
 
 def has_tower(folder: Path) -> bool:
@@ -35,11 +35,11 @@ def has_tower(folder: Path) -> bool:
 
 
 def arguments(*, on_cpu: bool) -> dict[str, Any]:
-    """Arguments of AsyncEngineArgs for a model with a vision tower."""
+    """Returns arguments of AsyncEngineArgs for a model with a vision tower."""
     chosen: dict[str, Any] = {
-        # vLLM makes its processor of images at the start, though nothing is given to it.
+        # vLLM creates its image processor at the start, although it is not used.
         "skip_tokenizer_init": False,
-        # Since 0.32 vLLM would normalise pixels that are normalised already.
+        # Since 0.32 vLLM would normalise the pixels, which are already normalised.
         "mm_device_do_normalize": False,
         "mm_processor_cache_gb": KEPT_GIB,
         "limit_mm_per_prompt": {"video": 0},
@@ -49,7 +49,7 @@ def arguments(*, on_cpu: bool) -> dict[str, Any]:
 
 
 def write_processor(folder: Path) -> None:
-    """Writes what vLLM loads beside a model that takes images; nothing is processed with it."""
+    """Writes the processor's files, which vLLM loads with a model that takes images but never uses."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -69,7 +69,7 @@ def write_processor(folder: Path) -> None:
 
 
 def prompt_with_images(request: SampleRequest, config: Any) -> Any:
-    """vLLM's input for a prompt with images.
+    """Returns vLLM's input for a prompt with images.
 
     Args:
         config: the model's Hugging Face configuration.
@@ -98,33 +98,33 @@ def prompt_with_images(request: SampleRequest, config: Any) -> Any:
 
 
 class ImageSender:
-    """Sends prompts with images to the engine's process, each image's patches once while they are kept there.
+    """Sends prompts with images to the engine's process; sends patches only if they are not cached there.
 
-    vLLM has a cache of patches in that process and a list of its contents in this one. Both drop what was
-    used least recently, so they agree as long as they see the same requests in the same order. A list that
-    lacks an image does no harm: the image is sent again.
+    vLLM has a cache of patches in that process and a list of its contents in this one. Both evict the least
+    recently used image, so they agree as long as they see the same requests in the same order. If the list
+    lacks an image, the image is only sent again.
     """
 
     def __init__(self) -> None:
         self._order = asyncio.Lock()
 
     async def send(self, llm: Any, request_id: str, prompt: Any, params: Any) -> Any:
-        """AsyncLLM's `add_request`; takes patches that the engine's process has out of the prompt."""
+        """Calls AsyncLLM's `add_request`, without the patches that the engine's process has."""
         async with self._order:
             listed = llm.renderer.mm_processor_cache
-            # Look up all before adding one, as on the other side, because adding one may drop another.
+            # Looks up all images before adding one, as the engine does, because adding may evict another.
             for image_hash in prompt["mm_hashes"]["image"] if listed is not None else ():
                 listed.touch_sender_cache_item(image_hash)
             llm.input_processor.inject_into_mm_cache(prompt["mm_hashes"], prompt["mm_kwargs"])
             return await llm.add_request(request_id, prompt, params)
 
     def forget(self, llm: Any) -> None:
-        """Has each image sent again from now on: after a failure it is not known what the other side has."""
+        """Makes all images be sent again, because after a failure the engine's cache is not known."""
         llm.renderer.clear_mm_cache()
 
 
 def _ranges(request: SampleRequest, config: Any) -> tuple[PlaceholderRange, ...]:
-    """Each image's placeholders; wrong shapes would end the engine, and not only the request.
+    """Returns each image's placeholders; checks shapes, because wrong ones would end the entire engine.
 
     Raises:
         InvalidMessageError: the images do not fit the prompt or the model.
@@ -145,7 +145,7 @@ def _refuse(request: SampleRequest, why: str, cause: Exception | None = None) ->
 
 @cache
 def _vllm() -> Any:
-    """The parts of vLLM that a prompt with images needs; imported where there is one."""
+    """Imports the parts of vLLM that prompts with images need."""
     import torch
     from vllm.inputs import mm_input
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange

@@ -1,7 +1,7 @@
 """Makes vLLM build Qwen2.5-VL and Qwen 3.5 without torchvision.
 
-The packages of torchvision on the index are built for CUDA and break the build for the CPU. vLLM needs it for
-two things that are not needed here: the processing of images, which come processed already, and videos.
+The index has torchvision only for CUDA, which breaks the build for the CPU. vLLM needs it for two things that
+are not needed here: videos, and the processing of images, which are processed already.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ MODELS: Final[Mapping[str, str]] = {
     "Qwen3_5MoeForCausalLM": f"{_HERE}.qwen3_5:MoeText",
     "Qwen3_5MoeForConditionalGeneration": f"{_HERE}.qwen3_5:Qwen35Moe",
 }
-"""Our classes, by the names of vLLM's."""
+"""Paceline's classes, by the names of vLLM's classes."""
 
 
 def register() -> None:
-    """Registers our classes in this process; does nothing where torchvision is installed."""
+    """Registers Paceline's classes in this process, unless torchvision is installed."""
     if importlib.util.find_spec("torchvision") is not None:
         return
     from vllm.model_executor.models.registry import ModelRegistry

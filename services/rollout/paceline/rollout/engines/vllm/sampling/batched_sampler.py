@@ -1,8 +1,8 @@
-"""Takes the place of vLLM's sampler in a worker (`rollout.sampler: batched`).
+"""Replaces vLLM's sampler in a worker (`rollout.sampler: batched`).
 
-vLLM's own hands a log-probability per token through two processes, and with its first model runner draws row
-by row where requests have seeds. Here a batch is drawn at once, and log-probabilities stay in the worker
-until their sample ends.
+vLLM's own sampler passes a log-probability per token through two processes, and with its first model runner
+it draws row by row if requests have seeds. This one draws a batch at once, and keeps log-probabilities in the
+worker until their sample ends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paceline.rollout.engines.vllm.sampling.draw import draw, truncated
 from paceline.rollout.engines.vllm.sampling.places import Places, to_device
 from paceline.rollout.engines.vllm.sampling.samples import SEED
 
-# Rows for running requests, and as many for samples that have ended and wait to be fetched.
+# Rows for running requests, and as many for ended samples that wait to be fetched.
 _ROWS_PER_SEQUENCE: Final = 2
 
 
@@ -55,14 +55,14 @@ def _is_second(sampler: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
-    """What is the same from one token to the next of a batch.
+    """What does not change between the tokens of a batch.
 
     Attributes:
         ids: ids of the requests, in the order of the logits.
         table_rows: (B,), int64, of the tables.
         divisors: (B,), float32: temperatures, and 1 for greedy rows.
         is_greedy: (B,), uint8.
-        truncation: (B,) top_p and (B,) top_k; None where every row draws from all tokens.
+        truncation: (B,) top_p and (B,) top_k; None if every row draws from all tokens.
     """
 
     ids: list[str]
@@ -73,7 +73,7 @@ class Rows:
 
 
 class BatchedSampler(abc.ABC):
-    """Draws a batch's tokens and writes down their log-probabilities.
+    """Draws a batch's tokens and records their log-probabilities.
 
     Args:
         runner: vLLM's model runner, whose sampler this replaces.
@@ -124,10 +124,10 @@ class BatchedSampler(abc.ABC):
 
     @abc.abstractmethod
     def _sampling_params(self, request_id: str) -> Any:
-        """vLLM's, of a request; None if it is unknown."""
+        """Returns vLLM's parameters of a request; None if it is unknown."""
 
     def _rows_of(self, ids: list[str]) -> Rows | None:
-        """The rows of a batch; None if one of its requests has no seed of ours."""
+        """Returns the rows of a batch; None if one of its requests has no seed of Paceline."""
         if self._rows is not None and self._rows.ids == ids:
             return self._rows
         self._rows = None
@@ -149,13 +149,13 @@ class BatchedSampler(abc.ABC):
         return self._rows
 
     def _draw(self, logits: Tensor, rows: Rows, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        """A token per row, (B, 1); its log-probability goes into the tables.
+        """Returns a token per row, (B, 1); records its log-probability in the tables.
 
         Args:
             positions: (B,): the number of tokens before each token.
         """
         numbers, log_probs = self._places.numbers, self._places.log_probs
-        # Only held-out prompts are answered from some of the tokens: the kernels need not know how.
+        # Only validation draws from a part of the tokens, so the kernels do not support it.
         if logits.is_cuda and rows.truncation is None:
             from paceline.rollout.engines.vllm.sampling.draw_kernels import draw_into
 
@@ -179,8 +179,8 @@ class BatchedSampler(abc.ABC):
 
 
 def _truncation(params: Sequence[Any], device: torch.device) -> tuple[Tensor, Tensor] | None:
-    """top_p and top_k of a batch's requests; None where they leave no token out."""
-    # For all tokens vLLM writes a top_k of 0 or -1.
+    """Returns top_p and top_k of a batch's requests; None if they leave no token out."""
+    # A top_k of 0 or -1 means all tokens in vLLM.
     if all(given.top_p == 1 and given.top_k <= 0 for given in params):
         return None
     top_p = torch.tensor([given.top_p for given in params], dtype=torch.float32)
@@ -192,7 +192,7 @@ class FirstRunnersSampler(BatchedSampler):
     """Serves vLLM's `v1.worker.gpu_model_runner`, and its runner for CPUs."""
 
     def __call__(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        """A token per row, as vLLM's sampler gives them, without log-probabilities."""
+        """Returns a token per row in the form of vLLM's sampler, without log-probabilities."""
         from vllm.v1.outputs import SamplerOutput
 
         rows = self._rows_of(self._runner.input_batch.req_ids)
@@ -210,9 +210,9 @@ class FirstRunnersSampler(BatchedSampler):
 
 
 class SecondRunnersSampler(BatchedSampler):
-    """Serves vLLM's `v1.worker.gpu.model_runner`, which it takes for some architectures.
+    """Serves vLLM's `v1.worker.gpu.model_runner`, which vLLM uses for some architectures.
 
-    That one forgets requests that give way to others, and adds them again.
+    That runner forgets preempted requests and adds them again.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -225,7 +225,7 @@ class SecondRunnersSampler(BatchedSampler):
         self._engines.add_request(req_idx, prompt_len, sampling_params)
 
     def __call__(self, logits: Tensor, input_batch: Any) -> Any:
-        """A token per row, as vLLM's sampler gives them, without log-probabilities."""
+        """Returns a token per row in the form of vLLM's sampler, without log-probabilities."""
         from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
         from vllm.v1.worker.gpu.sample.output import SamplerOutput
 

@@ -1,7 +1,7 @@
-"""Draws a token per row of a batch: each by one number that its seed and its position alone determine.
+"""Draws a token per row of a batch, each by a number that only its seed and position determine.
 
-A row's sample does not depend on the other rows, on their number, or on how often was drawn before. Only an
-effect of the batch's size on the row's logits (in bfloat16, kernels sum in another order) can change it.
+A row's sample does not depend on the other rows, on their number, or on earlier draws. It can change only if
+the batch's size changes the row's logits (in bfloat16, kernels may sum in another order).
 
 B rows, V tokens.
 """
@@ -24,11 +24,11 @@ SORTED_TOKENS = 1 << 22
 _GAMMA: Final = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST: Final = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND: Final = 0x94D049BB133111EB - (1 << 64)
-_BITS: Final = 48  # so that the product with a float64 sum is less than the sum
+_BITS: Final = 48  # makes the product with a float64 sum less than the sum
 
 
 def uniforms(seeds: Tensor, length: int) -> Tensor:
-    """Numbers in [0, 1) for positions 0 to length - 1 of each seed; (B, length), float64.
+    """Returns numbers in [0, 1) for positions 0 to length - 1 of each seed; (B, length), float64.
 
     Args:
         seeds: (B,), int64.
@@ -39,7 +39,7 @@ def uniforms(seeds: Tensor, length: int) -> Tensor:
 
 
 def draw(log_probs: Tensor, numbers: Tensor) -> Tensor:
-    """The token at which each row's cumulated probability passes the row's number; (B,), int64.
+    """Returns the token at which each row's cumulative probability passes its number; (B,), int64.
 
     Args:
         log_probs: (B, V), normalized.
@@ -53,19 +53,19 @@ def draw(log_probs: Tensor, numbers: Tensor) -> Tensor:
     starts = F.pad(ends, (1, 0)).gather(-1, slices)
     tokens = probs.gather(1, slices.unsqueeze(-1).expand(-1, 1, SLICE)).squeeze(1)
     within = (tokens.cumsum(-1, dtype=torch.float64) <= target - starts).sum(-1)
-    # Where rounding moved the last bit of a sum past the end of its slice, the next token follows.
+    # If rounding moves the last bit of a sum past the end of its slice, the next token is taken.
     return (slices.squeeze(-1) * SLICE + within).clamp_(max=vocab - 1)
 
 
 def truncated(log_probs: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
-    """The distributions over only each row's likeliest tokens; (B, V), normalized.
+    """Returns the distributions over only the likeliest tokens of each row; (B, V), normalized.
 
     Args:
         log_probs: (B, V), normalized.
-        top_p: (B,): tokens are kept, the likeliest first, until they have this share; 1 keeps all.
-        top_k: (B,), int64: at most so many are kept; 0: all.
+        top_p: (B,): the likeliest tokens are kept until they have this share; 1 keeps all.
+        top_k: (B,), int64: the largest number of tokens that are kept; 0: all.
     """
-    rows = max(1, SORTED_TOKENS // log_probs.shape[-1])  # an engine has left little memory
+    rows = max(1, SORTED_TOKENS // log_probs.shape[-1])  # because an engine leaves little memory
     parts = zip(*(torch.split(x, rows) for x in (log_probs, top_p, top_k)), strict=True)
     return torch.cat([_truncated(*part) for part in parts])
 
@@ -79,7 +79,7 @@ def _truncated(log_probs: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
     most = torch.where(top_k > 0, top_k, vocab).unsqueeze(-1)
     share = torch.where(top_p < 1, top_p.double(), torch.inf).unsqueeze(-1)
     left_out = torch.empty_like(tokens, dtype=torch.bool)
-    # The likeliest token stays however small the share is.
+    # The likeliest token is kept even if the share is smaller.
     left_out.scatter_(-1, tokens, ((before >= share) & (ranks > 0)) | (ranks >= most))
     return log_probs.masked_fill(left_out, -torch.inf).log_softmax(-1)
 

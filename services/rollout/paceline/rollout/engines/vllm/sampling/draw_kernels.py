@@ -1,12 +1,12 @@
-"""`draw.draw` and its log-probabilities as two kernels for GPUs, in place of some thirty of torch's.
+"""`draw.draw` and its log-probabilities as two GPU kernels, instead of about thirty of torch's.
 
-    sum_slices:   a row's logits, slice by slice -> the slice's largest logit, and its sum of exponentials
-    choose_token: slices' sums -> a slice -> a token in it, and its log-probability
+    sum_slices:   the logits of a row's slice -> the largest logit, and the sum of exponentials
+    choose_token: the slices' sums -> a slice -> a token in it, and its log-probability
 
 B rows, V tokens, S slices. A row's token depends on no other row.
 """
 
-# Triton reads the annotations of kernels and knows none of ours.
+# Triton reads the annotations of kernels, so they can have none for mypy.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 SLICE: Final = 1024
-"""Tokens of a slice"""
+"""Number of tokens of a slice"""
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def sum_slices(
     num_slices,
     SLICE: tl.constexpr,
 ):
-    """One program per row and slice."""
+    """Runs one program per row and slice."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tokens = part * SLICE + tl.arange(0, SLICE)
     lowest = -float("inf")
@@ -63,7 +63,7 @@ def choose_token(
     SLICE: tl.constexpr,
     PADDED_SLICES: tl.constexpr,
 ):
-    """One program per row; writes the token, and its log-probability into the row's table."""
+    """Runs one program per row; writes the token, and its log-probability into the row's table."""
     row = tl.program_id(0).to(tl.int64)
     lowest = -float("inf")
     parts = tl.arange(0, PADDED_SLICES)
@@ -77,7 +77,7 @@ def choose_token(
     total = tl.sum(part_sums, axis=0)
     target = tl.load(numbers + place) * total
     ends = tl.cumsum(part_sums, axis=0)
-    # A target that rounding moved past the last sum belongs to the last slice, or token, that has any.
+    # If rounding moves the target past the last sum, the last slice or token with a probability is taken.
     last = tl.max(tl.where(part_sums > 0.0, parts, 0), axis=0)
     drawn = tl.minimum(tl.sum((ends <= target).to(tl.int32), axis=0), last)
     best = tl.min(tl.where(part_tops == top, parts, PADDED_SLICES - 1), axis=0)
@@ -112,12 +112,12 @@ def draw_into(
     log_probs: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Draws a token per row and writes down its log-probability; (B, 1), of `dtype`.
+    """Draws a token per row and records its log-probability; (B, 1), of `dtype`.
 
     Args:
         logits: (B, V), any floating type, rows contiguous.
         positions: (B,), any integer type: the columns of `numbers` and `log_probs`.
-        table_rows: (B,), int64, their rows.
+        table_rows: (B,), int64: the rows of `numbers` and `log_probs`.
         divisors: (B,), float32: temperatures, and 1 for greedy rows.
         is_greedy: (B,), uint8.
         numbers: (R, L), float64, in [0, 1).

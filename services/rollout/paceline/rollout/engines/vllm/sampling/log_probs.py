@@ -1,4 +1,4 @@
-"""Fetches the log-probabilities of ended samples from the workers: many with one call."""
+"""Fetches the log-probabilities of ended samples from the workers, many with one call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Versions = Sequence[tuple[int, int]]
 """(First token, version) of each version that drew a sample."""
 
 Fetched = tuple[bytes, Sequence[Versions]]
-"""The float32 log-probabilities, sample after sample, and each one's versions."""
+"""The float32 log-probabilities, sample after sample, and each sample's versions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -31,12 +31,11 @@ class _Ended:
 
 
 Fetch = Callable[[list[str], list[int], list[int], list[str]], Awaitable[Fetched]]
-"""Takes requests, the position of the first value and the number of values of each, and requests whose values
-nobody wants."""
+"""Takes requests, the position of the first value and the number of values of each, and aborted requests."""
 
 
 class LogProbs:
-    """While a call is under way, the samples that end wait for the next one."""
+    """Makes one call at a time; samples that end meanwhile wait for the next call."""
 
     def __init__(self, fetch: Fetch) -> None:
         self._fetch = fetch
@@ -45,8 +44,8 @@ class LogProbs:
         self._fetching: asyncio.Task[None] | None = None
 
     async def take(self, request_id: str, start: int, count: int) -> tuple[Float32Array, Versions]:
-        """The log-probabilities of a sample's tokens and their versions; raises what the call raises."""
-        if not count:  # aborted, and perhaps before a worker knew of it
+        """Returns log-probabilities and versions of a sample's tokens; raises the call's errors."""
+        if not count:  # aborted, possibly before a worker knew of it
             return np.empty(0, np.float32), ()
         ended = _Ended(request_id=request_id, start=start, count=count)
         self._waiting.append(ended)
@@ -55,7 +54,7 @@ class LogProbs:
         return await ended.result
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Has the workers forget requests that were aborted; the next call tells them."""
+        """Makes the workers forget aborted requests with the next call."""
         self._aborted += request_ids
 
     async def close(self) -> None:
@@ -73,7 +72,7 @@ class LogProbs:
                 ids, starts = [s.request_id for s in samples], [s.start for s in samples]
                 packed, versions = await self._fetch(ids, starts, counts, aborted)
                 values = np.frombuffer(packed, dtype=np.float32)
-            except Exception as error:  # noqa: BLE001 - handed to those that wait
+            except Exception as error:  # noqa: BLE001 - passed on to the waiting samples
                 for sample in samples:
                     if not sample.result.done():
                         sample.result.set_exception(error)

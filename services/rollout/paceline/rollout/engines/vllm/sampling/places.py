@@ -19,7 +19,7 @@ class Places:
     When rows run out, those of requests that have ended are copied to the host until they are fetched.
 
     Args:
-        num_rows: more than requests run at a time.
+        num_rows: number of rows; more than the requests that run at a time.
         length: positions of a row.
         is_running: whether the worker still knows a request.
     """
@@ -43,7 +43,7 @@ class Places:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def rows_of(self, seeds: dict[str, int]) -> Tensor:
-        """The rows of requests, by their ids and seeds; those that are new get one; (B,), int64."""
+        """Returns the rows of requests, given ids and seeds; gives new requests a row; (B,), int64."""
         new = [request_id for request_id in seeds if request_id not in self._taken]
         if len(new) > len(self._free):
             self._free_ended()
@@ -65,8 +65,8 @@ class Places:
         """Notes that tokens are drawn from other weights from now on.
 
         Args:
-            mid_answer: whether requests are under way. Their log-probabilities so far are set aside: a
-                request whose keys and values are computed again writes over them.
+            mid_answer: whether requests are under way. Their log-probabilities are then set aside, because
+                computing keys and values again overwrites them.
         """
         self._version = version
         if not mid_answer:
@@ -86,7 +86,7 @@ class Places:
     def versions(
         self, request_ids: Sequence[str], starts: Sequence[int], counts: Sequence[int]
     ) -> list[list[tuple[int, int]]]:
-        """The (first token, version) of each version that drew `counts` tokens of requests."""
+        """Returns (first token, version) for each version that drew some of the `counts` tokens."""
         told = []
         for name, start, count in zip(request_ids, starts, counts, strict=True):
             begins: dict[int, int] = {}
@@ -97,7 +97,7 @@ class Places:
         return told
 
     def knows(self, request_id: str) -> bool:
-        """Whether the tables have log-probabilities of a request, which nobody has taken yet."""
+        """Whether the tables have log-probabilities of a request that were not taken yet."""
         return request_id in self._taken or request_id in self._ended
 
     def take(self, request_ids: Sequence[str], starts: Sequence[int], counts: Sequence[int]) -> Tensor:
@@ -111,10 +111,10 @@ class Places:
         return values
 
     def read(self, request_ids: Sequence[str], starts: Sequence[int], counts: Sequence[int]) -> Tensor:
-        """The log-probabilities of requests, one after the other.
+        """Returns the log-probabilities of requests, one after the other.
 
-        The last token that is asked for has been copied to the host already, and its log-probability was
-        written before that. So on a GPU this waits for nothing that is running.
+        The last requested token was already copied to the host, after its log-probability was written. So on
+        a GPU this does not wait for running kernels.
         """
         missing = [name for name in request_ids if not self.knows(name)]
         if missing:
@@ -151,7 +151,7 @@ class Places:
                 self._forgotten.add(name)
 
     def _free_ended(self) -> None:
-        """Frees the rows of all requests that have ended, after a copy of those that are still fetched."""
+        """Frees the rows of all ended requests; first copies those that will still be fetched."""
         ended = [name for name in self._taken if not self._is_running(name)]
         kept = [name for name in ended if name not in self._forgotten]
         if kept:
@@ -167,5 +167,5 @@ class Places:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on the device, without waiting for what runs there."""
+    """Copies the tensor to the device without waiting for running kernels."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -28,13 +28,13 @@ async def submit(
     Args:
         images: adds requests with images.
         keeps_log_probs: whether the worker draws by the seed itself and keeps the log-probs (see
-            `batched_sampler`), or vLLM does and sends one with every token.
+            `batched_sampler`); otherwise vLLM draws and sends a log-prob with every token.
 
     Raises:
         InvalidMessageError: vLLM refuses the request.
     """
     vllm, sampling = _vllm(), request.sampling
-    # Draws follow from seed and position: where the tokens before came from makes no difference.
+    # Draws follow from seed and position, wherever the earlier tokens came from.
     token_ids = [*request.prompt_token_ids, *request.drawn]
     seeded: dict[str, Any] = {"seed": request.seed, "logprobs": 0, "flat_logprobs": True}
     if keeps_log_probs:
@@ -58,7 +58,7 @@ async def submit(
         if request.images:
             return await images.send(llm, request.request_id, prompt, params)
         return await llm.add_request(request.request_id, prompt, params)
-    # In 0.24 the first is a subclass of the second, in 0.32 it is not.
+    # The first is a subclass of the second in 0.24, but not in 0.32.
     except (vllm.VLLMValidationError, ValueError) as error:
         raise InvalidMessageError(
             f"the engine refuses request {request.request_id}: {error}", reason="refused_by_engine"
@@ -67,7 +67,7 @@ async def submit(
 
 @cache
 def _vllm() -> Any:
-    """The parts of vLLM that a request needs; imported once, since a step makes thousands of requests."""
+    """Imports the parts of vLLM that a request needs, once, since a step makes thousands of requests."""
     from vllm.exceptions import VLLMValidationError
     from vllm.inputs import tokens_input
     from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -81,14 +81,14 @@ def _vllm() -> Any:
 
 
 async def to_sample(output: Any, request_id: str, kept: LogProbs | None) -> Sample:
-    """The one completion of a RequestOutput.
+    """Converts the only completion of a RequestOutput.
 
     Args:
         request_id: AsyncLLM's own name of the request.
-        kept: log-probs, where the workers keep them.
+        kept: fetches log-probs if the workers keep them.
 
     Raises:
-        PacelineError: the engine has ended the request for a reason that makes no sample.
+        PacelineError: the engine has ended the request without a complete sample.
     """
     completion = output.outputs[0]
     reason = _ENDS.get(completion.finish_reason)

@@ -1,4 +1,4 @@
-"""What requests have drawn that AsyncLLM has not answered yet."""
+"""Reads the drawn tokens of requests that AsyncLLM has not answered yet."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from paceline.rollout.engines.base import Sample
 from paceline.rollout.engines.vllm.sampling.log_probs import Versions
 
 Read = Callable[[list[str], list[int], list[int]], Awaitable[tuple[bytes, list[Versions], list[bool]]]]
-"""Takes requests by AsyncLLM's names, the position of the first value and the number of values of each.
+"""Takes requests by AsyncLLM's names, and the position of the first value and the number of values of each.
 
-It returns float32 log-probabilities and versions of those that the workers know, and which these are."""
+It returns float32 log-probabilities and versions of the requests that the workers know, and which these
+are."""
 
 
 class UnderWay:
-    """Requests from their submission until `generate` returns, by their own ids.
+    """Requests from their submission until `generate` returns, by Paceline's ids.
 
     Args:
-        state_of: what AsyncLLM's output processor knows of a request, by its own name; None if nothing. With
-            final outputs only, it collects the tokens there, in this process.
+        state_of: returns the state of a request in AsyncLLM's output processor, by AsyncLLM's name; None if
+            there is none. With final outputs only, the processor collects the tokens, in this process.
         read: fetches log-probabilities from the workers, which keep them.
     """
 
@@ -47,7 +48,7 @@ class UnderWay:
             self._ended.pop(request_id, None)
 
     async def drawn(self, wanted: Mapping[str, int]) -> dict[str, Sample]:
-        """Fetches what requests under way have drawn so far, by their own ids; see `Engine.drawn`."""
+        """Fetches what requests under way have drawn so far, by Paceline's ids; see `Engine.drawn`."""
         ended = {
             name: _after(self._ended[name], first) for name, first in wanted.items() if name in self._ended
         }
@@ -69,7 +70,7 @@ class UnderWay:
         packed, versions, known = await self._read(internal, starts, [len(part) for part in parts])
         values, told, first, samples = np.frombuffer(packed, dtype=np.float32), iter(versions), 0, {}
         for name, token_ids, is_known in zip(ids, parts, known, strict=True):
-            if not is_known:  # it has ended meanwhile, and its sample is on its way here
+            if not is_known:  # it has ended meanwhile, and its sample will arrive
                 continue
             samples[name] = Sample(
                 token_ids=token_ids,
@@ -82,13 +83,13 @@ class UnderWay:
 
 
 def _token_ids(state: Any, first: int) -> Int32Array:
-    """The tokens of a request that AsyncLLM knows; none of one that it does not know."""
+    """Returns the tokens of a request; none if AsyncLLM does not know it."""
     drawn = state.detokenizer.output_token_ids if state is not None and state.detokenizer is not None else []
     return np.asarray(drawn[first:], dtype=np.int32)
 
 
 def _after(sample: Sample, first: int) -> Sample:
-    """A sample without its first tokens."""
+    """Returns a sample without its first tokens."""
     begins: dict[int, int] = {}
     for begin, version in sample.versions:
         begins[max(0, begin - first)] = version

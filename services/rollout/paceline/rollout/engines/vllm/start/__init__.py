@@ -1,1 +1,1 @@
-"""Starts vLLM: its arguments, environment, processes, and the causes of their end."""
+"""Starts vLLM: arguments, environment, processes, and the causes of failed starts."""

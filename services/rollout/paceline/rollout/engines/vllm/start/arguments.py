@@ -1,4 +1,4 @@
-"""From the run's configuration to vLLM's arguments."""
+"""Derives vLLM's arguments from the run's configuration."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ WORKER_EXTENSION = "paceline.rollout.engines.vllm.worker.PacelineWorkerExtension
 """For `AsyncEngineArgs(worker_extension_cls=...)`"""
 
 GRAPHS_ALONE: Final[Mapping[str, object]] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-"""vLLM's compilation for small models: none, but whole CUDA graphs for decoding."""
+"""vLLM's compilation for small models: none, only full CUDA graphs for decoding."""
 
 _CPU_PREFILL_TOKENS = 4096
 # vLLM's block of the KV cache on a CPU, in tokens.
 _CPU_BLOCK = 128
 # Arguments with which the user sets the size of the KV cache.
 _OTHER_CACHE = {"block_size", "kv_cache_dtype", "kv_cache_memory_bytes", "num_gpu_blocks_override"}
-# Parameters of the layers of a dense model of that depth and width. Measured: 0.5B lies below, 7B above.
+# Parameters of the layers of a dense model with that depth and width. Of the measured models, 0.5B is below,
+# 7B above.
 _FEWEST_COMPILED = 1_000_000_000
 
 
@@ -56,7 +57,7 @@ def engine_arguments(
         "skip_tokenizer_init": True,
         "load_format": load_format,
         "dtype": model.dtype,
-        # Log-probabilities of the distribution that was sampled from: after the temperature.
+        # Log-probabilities of the distribution that is sampled from, that is, after the temperature.
         "logprobs_mode": "processed_logprobs",
         # With "auto", a model's generation_config.json would silently change the sampling.
         "generation_config": "vllm",
@@ -86,9 +87,9 @@ def engine_arguments(
 
 
 def is_small(folder: Path) -> bool:
-    """Whether the model in this folder is one that vLLM's own compilation makes slower.
+    """Whether vLLM's own compilation makes the model in this folder slower.
 
-    A step of a small model is bound by the host, which compiled layers keep busier: with 0.5B they take a
+    The host limits a small model's steps, and compiled layers need more of its time: with 0.5B they take a
     quarter more time, with 7B a twentieth less (benchmarks/journal/gpus.md).
     """
     try:
@@ -100,7 +101,7 @@ def is_small(folder: Path) -> bool:
 
 
 def latent_attention_on_cpu(folder: Path) -> dict[str, Any]:
-    """Arguments for a model whose keys and values come from a latent state (DeepSeek-V2, V3); {} for others.
+    """Returns arguments for models with latent attention (DeepSeek-V2, V3); {} for others.
 
     vLLM's own rotary kernel for the CPU treats (tokens, heads, size) as one head (seen in 0.32), so queries
     and keys would be wrong; torch's code replaces it. On a CPU with AMX, vLLM would choose an attention
@@ -119,11 +120,10 @@ def latent_attention_on_cpu(folder: Path) -> dict[str, Any]:
 
 
 def layers_with_states(folder: Path) -> dict[str, Any]:
-    """Arguments for a model some of whose layers have a state for each sequence; {} for others.
+    """Returns arguments for models whose layers have a state for each sequence; {} for others.
 
-    The state is in float32, as the learner has it: rounded at every token, it would give other log-probs. A
-    sequence that begins where another's tokens are cached would need the state after them, which vLLM keeps
-    only with chunked prompts.
+    The state is in float32, as in the learner, because rounding it at every token would change log-probs.
+    Prefix caching would need the state after the cached tokens, which vLLM keeps only with chunked prompts.
     """
     if not family_in(folder).has_states:
         return {}
@@ -131,10 +131,10 @@ def layers_with_states(folder: Path) -> dict[str, Any]:
 
 
 def cpu_cache(config: RunConfig) -> dict[str, int]:
-    """Bounds the KV cache by what samples can use; {} where rollout.kv_cache_gib is less, or with episodes.
+    """Bounds the KV cache by what samples can use; {} if rollout.kv_cache_gib is less, or with episodes.
 
-    vLLM writes zeros into all of the cache as it starts: with a small model that took longer than the rest of
-    the engine's start. For episodes the cache is not bounded, because it also keeps their earlier turns.
+    vLLM fills the cache with zeros at its start, which takes longer than the rest of a small model's start.
+    With episodes the cache is not bounded, because it also keeps their earlier turns.
     """
     if config.has_episodes or _OTHER_CACHE & config.rollout.engine_kwargs.keys():
         return {}
@@ -142,14 +142,14 @@ def cpu_cache(config: RunConfig) -> dict[str, int]:
         token_bytes = _cache_bytes_per_token(_text_config(Path(config.model.path)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
-    # One block is vLLM's own.
+    # vLLM uses one block itself.
     num_blocks = 1 + config.rollout.max_num_seqs * -(-config.engine_model_len // _CPU_BLOCK)
     fits = num_blocks * _CPU_BLOCK * token_bytes < config.rollout.kv_cache_gib << 30
     return {"num_gpu_blocks_override": num_blocks} if token_bytes and fits else {}
 
 
 def _cache_bytes_per_token(tree: Mapping[str, Any]) -> int:
-    """Bytes of keys and values per token in float32; 0 for a model whose layers differ in them."""
+    """Returns the bytes of keys and values per token in float32; 0 if layers differ in them."""
     kinds = set(tree.get("layer_types") or ()) - {"full_attention"}
     has_window = bool(tree.get("sliding_window")) and tree.get("use_sliding_window", True)
     is_uniform = family_of(tree["model_type"]).has_uniform_cache
@@ -162,8 +162,8 @@ def _cache_bytes_per_token(tree: Mapping[str, Any]) -> int:
 def config_overrides(folder: Path) -> dict[str, Any] | Callable[[Any], Any]:
     """Returns overrides of config.json for vLLM; {} for most models.
 
-    Keys that vLLM needs and that are not there. Of a model that the learner dequantises, the quantisation
-    goes: weights are pushed as they are trained.
+    They add keys that vLLM needs. For a model that the learner dequantises, they remove the quantisation,
+    because weights are pushed as they are trained.
     """
     try:
         tree = _text_config(folder)
@@ -175,10 +175,10 @@ def config_overrides(folder: Path) -> dict[str, Any] | Callable[[Any], Any]:
 
 
 def _sizes_of_full_attention(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Gemma 4's sizes by the names that vLLM 0.24 reads; {} for other models.
+    """Returns Gemma 4's sizes under the names that vLLM 0.24 reads; {} for other models.
 
-    transformers (seen in 5.17) takes them as sizes of single layers, and refuses to tell a size of the whole
-    model: vLLM 0.24 would not start. vLLM 0.32 reads those of layers.
+    transformers (seen in 5.17) treats them as sizes of single layers and raises an error for a size of the
+    entire model, so vLLM 0.24 would not start. vLLM 0.32 reads the sizes of layers.
     """
     if tree.get("model_type") != "gemma4_text":
         return {}

@@ -12,11 +12,11 @@ _MOST_BYTES: Final = 1_000_000
 _MOST_CHARACTERS: Final = 400
 _PROCESS: Final = r"^\((?:EngineCore|[A-Za-z]*Worker)\S* pid=\d+\) ERROR [^\]]*\] "
 _KILLED: Final = re.compile(r"core proc\(s\): \{.*'[^']*': -(9|15)\b")
-"""vLLM's words for processes that SIGKILL or SIGTERM ended, as the kernel does where memory runs out"""
+"""vLLM's message for processes that SIGKILL or SIGTERM ended, as the kernel does if memory runs out"""
 _UNKNOWN: Final = "core proc(s): {}"
-"""vLLM's words for a process whose pipe has closed and whose exit code is not there yet"""
+"""vLLM's message for a process whose pipe is closed but whose exit code is not known yet"""
 _PASSING: Final = (
-    # Another process on the GPU gave memory back while vLLM measured how much there is.
+    # Another process on the GPU freed memory while vLLM measured how much is free.
     "Error in memory profiling",
     # The core reports a killed worker; a worker that failed by itself would have logged its exception before.
     "WorkerProc initialization failed",
@@ -35,18 +35,18 @@ def may_pass(error: str, cause: str) -> bool:
         cause: as `ErrorOutput.root_cause` returns it.
     """
     if _UNKNOWN in error and not cause:
-        return True  # one that failed by itself would have logged why
+        return True  # a process that failed by itself would have logged why
     return bool(_KILLED.search(error)) or any(text in (cause or error) for text in _PASSING)
 
 
 class ErrorOutput:
-    """The standard error output from now on, if it is a file, as under `paceline train`."""
+    """Reads the further standard error output, if it is a file, as under `paceline train`."""
 
     def __init__(self) -> None:
         self._start = os.fstat(sys.stderr.fileno()).st_size if self._is_file() else 0
 
     def root_cause(self) -> str:
-        """The first exception that a process of the engine has logged, or "" where it cannot be known."""
+        """Returns the first exception that a process of the engine has logged, or "" if it is not known."""
         if not self._is_file():
             return ""
         with open(f"/proc/self/fd/{sys.stderr.fileno()}", "rb") as file:
@@ -59,17 +59,17 @@ class ErrorOutput:
 
 
 def watch() -> ErrorOutput:
-    """The error output from now on, which `of_death` looks through; called before an engine starts."""
+    """Begins to watch the error output for `of_death`; call it before an engine starts."""
     _watched[:] = [ErrorOutput()]
     return _watched[0]
 
 
 def of_death() -> str:
-    """The first exception that the engine's processes have logged lately, since `watch`; "" for none."""
+    """Returns the first exception that the engine's processes have logged since `watch`; "" for none."""
     return _watched[0].root_cause() if _watched else ""
 
 
 def first_exception(text: str) -> str:
-    """The first exception in log lines of the engine's processes; a worker's comes before the core's."""
+    """Returns the first exception in log lines of the engine's processes; workers go before the core."""
     match = _LINE.search(text)
     return match["text"][:_MOST_CHARACTERS].rstrip() if match else ""

@@ -1,7 +1,7 @@
 """Environment variables that vLLM reads on import and when it starts its processes.
 
-All of them are set here, before that. Values from the configuration are applied again in a process that
-imported vLLM before it knew the configuration. A variable that the user has set keeps its value.
+All of them are set here before that. A process that imported vLLM before it knew the configuration applies
+its values again. A variable that the user has set keeps its value.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ALWAYS = {
     "GLOO_SOCKET_IFNAME": "lo",
     # NVLink multicast memory is scarce, and a learner on the same host may need it.
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
-    # Without it, asking torch about GPUs creates a CUDA context in this process, which nothing uses.
+    # Without this, asking torch about GPUs creates an unused CUDA context in this process.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     # CPU: no warm-up passes at start and no inductor: without compilation they cost more time than they save.
     "VLLM_CPU_CI_ENV": "1",
@@ -76,9 +76,9 @@ def prepare(
 
 
 def prepare_import() -> None:
-    """Sets what is the same in every configuration, on a machine without a GPU; call it before an import.
+    """Sets the variables that no configuration changes, on a machine without a GPU; call it before an import.
 
-    The hub may still be asked: a server fetches its model itself if that is a name.
+    Access to the hub stays possible, because a server fetches a model that is given by name.
     """
     for name, value in _ALWAYS.items():
         if name != _OFFLINE:
@@ -96,7 +96,7 @@ def apply() -> None:
 
 
 def in_this_process() -> dict[str, str]:
-    """Variables of an engine that runs in the process that calls it."""
+    """Returns the variables of an engine that runs in the calling process."""
     variables = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     return _ALWAYS | variables | {"VLLM_LOGGING_LEVEL": "ERROR"}
 
@@ -117,6 +117,6 @@ def batches_draws(config: RunConfig) -> bool:
 
 
 def num_threads(config: RunConfig, num_cores: int) -> int:
-    """CPU threads of one engine rank: rollout.threads, else the cores divided by all replicas' ranks."""
+    """Returns the CPU threads of an engine rank: rollout.threads, else the cores divided by all ranks."""
     ranks = config.rollout.replicas * config.rollout.tensor_model_parallel_size
     return config.rollout.threads or max(1, num_cores // ranks)

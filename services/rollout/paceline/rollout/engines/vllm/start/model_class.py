@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def load(folder: Path) -> None:
-    """Loads the classes that config.json names; one that fails is left to vLLM, which says why."""
+    """Loads the classes that config.json names; leaves classes that fail to vLLM, which says why."""
     from vllm.model_executor.models.registry import ModelRegistry
 
     for architecture in _architectures(folder):

@@ -1,9 +1,8 @@
 """One import of vLLM for a rollout server and its engine's processes; for the CPU only.
 
 An import of vLLM takes eight seconds of CPU time. By default, the server, the engine core and each worker
-would import vLLM one after another. Here the server imports it before anything else, while it has no threads,
-and forks another process: multiprocessing's fork server. From that one the engine core is forked, and from
-the core its workers.
+import vLLM one after another. Here the server imports it first, while it has no threads, and forks
+multiprocessing's fork server, from which the engine core is forked, and from the core its workers.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ _has_begun = False
 def begin() -> None:
     """Imports vLLM and forks the fork server, if the installed vLLM is the one for the CPU.
 
-    Call it in a process that has no threads. Where vLLM cannot be imported it does nothing: the start of the
-    engine says why.
+    Call it in a process that has no threads. If vLLM cannot be imported, it does nothing: the engine's start
+    says why.
     """
     global _has_begun
     if not VLLM.has_cpu_build:
@@ -63,7 +62,7 @@ def begin() -> None:
 
 
 def start() -> BaseContext:
-    """Where to start the engine core; starts a fork server, without waiting for it, if there is none."""
+    """Returns the context for the engine core; starts a fork server, without waiting, if there is none."""
     if _has_begun:
         environment.apply()
     context = _Context()
@@ -80,10 +79,9 @@ def use(context: BaseContext) -> None:
 
 
 class _Context(ForkServerContext):
-    """Its processes get the environment variables that this process had when the context was made.
+    """A context whose processes get the environment variables of this process when the context was made.
 
-    Later variables must not be used, because in this process vLLM sets them so that workers become new
-    interpreters.
+    Later changes must not be passed on: vLLM sets variables so that workers would become new interpreters.
     """
 
     def __init__(self) -> None:
@@ -107,9 +105,9 @@ def _run(environ: Mapping[str, str], target: Callable[..., Any], arguments: Mapp
 
 
 def _can_be_titled() -> None:
-    """Has setproctitle find its room, which it does by the environment that the process was started with.
+    """Makes setproctitle find its buffer, for which it needs the environment of the process's start.
 
-    Without it vLLM's processes would have no titles of their own.
+    Without this, vLLM's processes would have no titles of their own.
     """
     with contextlib.suppress(ImportError):
         import setproctitle
@@ -118,7 +116,7 @@ def _can_be_titled() -> None:
 
 
 def _start_tracker() -> None:
-    """Starts multiprocessing's tracker, an interpreter that this environment's token does not concern."""
+    """Starts multiprocessing's tracker, an interpreter that needs no token in its environment."""
     token = os.environ.pop(TOKEN, None)
     try:
         resource_tracker.ensure_running()

@@ -11,7 +11,7 @@ from paceline.core.errors import ConfigError
 from paceline.models.facts import family_in
 
 MIN_TEMPERATURE: Final = 0.01
-"""vLLM silently raises smaller temperatures to this; the learner would divide by another number."""
+"""vLLM silently raises smaller temperatures to this value, but the learner would use the given one."""
 
 Refusals = Mapping[str, str]
 """Argument -> why it is refused"""
@@ -22,18 +22,18 @@ OWN: Final[Refusals] = {
     "load_format": "Paceline sets it: weights come only by push",
     "dtype": "Paceline sets it; write model.dtype",
     "logprobs_mode": "Paceline sets it: the loss needs the log-probabilities of what was sampled from",
-    "generation_config": "Paceline sets it: a model's own defaults would change the sampling unseen",
+    "generation_config": "Paceline sets it: a model's own defaults would silently change the sampling",
     "worker_extension_cls": "Paceline sets it: the push runs in it",
     "worker_cls": "the push is mixed into vLLM's own worker",
     "seed": "Paceline sets it; write trainer.seed",
     "tensor_parallel_size": "Paceline sets it; write rollout.tensor_model_parallel_size",
     "max_model_len": "Paceline sets it; write data.max_prompt_length and data.max_response_length",
-    "max_num_seqs": "Paceline sets it; write rollout.max_num_seqs, by which a server takes its prompts",
+    "max_num_seqs": "Paceline sets it; write rollout.max_num_seqs, which also limits the prompts taken",
     "enforce_eager": "Paceline sets it; write rollout.enforce_eager",
     "gpu_memory_utilization": "Paceline sets it; write rollout.gpu_memory_utilization",
     "enable_sleep_mode": "Paceline sets it; write rollout.sleep",
 }
-"""What the service sets itself"""
+"""Arguments that Paceline sets itself"""
 
 _OTHER_MODEL: Final = "the engine would run another model than the learner trains"
 _OTHER_POLICY: Final = (
@@ -42,7 +42,7 @@ _OTHER_POLICY: Final = (
 _STALE_KEYS: Final = "keys and values of older weights would outlive the reset of the prefix cache"
 _RANKS: Final = "a server's ranks are its tensor-parallel ranks; write rollout.replicas for more servers"
 _MOVED: Final = "parameters would not stay where a push writes them"
-_IMAGES: Final = "a server sends an image once, to a cache whose kind and size it knows"
+_IMAGES: Final = "a server sends each image once, to a cache whose kind and size must not change"
 _NOT_REPRODUCIBLE: Final = "the same request would not give the same sample again"
 
 REFUSED: Final[Refusals] = {
@@ -81,13 +81,13 @@ REFUSED: Final[Refusals] = {
     "enable_elastic_ep": _RANKS,
     "language_model_only": _OTHER_MODEL,
     "mm_encoder_only": "a rollout server generates",
-    "mm_device_do_normalize": "pixels come normalised: vLLM would do it again",
+    "mm_device_do_normalize": "pixels are normalised already: vLLM would do it again",
     "video_pruning_rate": _OTHER_POLICY,
     "enable_eplb": "experts would move between ranks, away from where a push loads them",
     "offload_params": _MOVED,
     "cpu_offload_params": _MOVED,
     "weight_transfer_config": "weights come only over Paceline's own weight group",
-    "enable_fault_tolerance": "vLLM would bring an engine back without the weights that were pushed into it",
+    "enable_fault_tolerance": "vLLM would restart an engine without the weights that were pushed into it",
     "enable_mamba_cache_stochastic_rounding": _NOT_REPRODUCIBLE,
 }
 """Refused, unless the value leaves the feature off (null, false, 0 or empty)"""
@@ -100,7 +100,7 @@ ALLOWED: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
     "pipeline_parallel_size": ((1,), _RANKS),
     "prefill_context_parallel_size": ((1,), _RANKS),
     "nnodes": ((1,), _RANKS),
-    "distributed_executor_backend": (("mp", "uni"), "the service ends the engine's processes: its children"),
+    "distributed_executor_backend": (("mp", "uni"), "the engine's processes must be children of the server"),
     "cpu_offload_gb": ((0,), _MOVED),
     "offload_backend": (("auto",), _MOVED),
     "offload_group_size": ((0,), _MOVED),
@@ -112,7 +112,7 @@ ALLOWED: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
     "mm_processor_cache_gb": ((0,), _IMAGES),
     "mm_processor_cache_type": (("lru",), _IMAGES),
 }
-"""Refused, but for these values"""
+"""Refused, except for these values"""
 
 ON_CPU: Final[Refusals] = {
     "enable_chunked_prefill": "on a CPU a chunked prompt's samples are not reproducible",
@@ -121,7 +121,7 @@ ON_CPU: Final[Refusals] = {
 
 
 def check(config: RunConfig) -> None:
-    """Checks `rollout.*` for what vLLM would do with it; imports nothing of vLLM.
+    """Checks `rollout.*` for settings that must not reach vLLM; imports nothing of vLLM.
 
     Raises:
         ConfigError: rollout.engine_kwargs sets an argument that breaks exactness, the push or the service, or
@@ -131,17 +131,17 @@ def check(config: RunConfig) -> None:
     if temperature < MIN_TEMPERATURE:
         raise ConfigError(
             f"rollout.temperature={temperature}: vLLM samples at {MIN_TEMPERATURE} or above, "
-            "the learner would divide its logits by another temperature; raise it"
+            "but the learner would divide its logits by the smaller value; raise it"
         )
     _refuse(config, {name: _reason(name, value) for name, value in config.rollout.engine_kwargs.items()})
 
 
 def check_on_cpu(config: RunConfig) -> None:
-    """Checks, like `check`, for what is refused on a CPU alone."""
+    """Checks, like `check`, for settings that are refused only on a CPU."""
     kwargs, model = config.rollout.engine_kwargs, config.model
     if model.dtype != "bfloat16" and family_in(Path(model.path)).has_states:
         raise ConfigError(
-            "vLLM's build for the CPU computes layers with a state only in bfloat16, and model.dtype is "
+            "vLLM's build for the CPU computes layers with a state only in bfloat16, but model.dtype is "
             f"{model.dtype}; set model.dtype: bfloat16"
         )
     _refuse(config, {name: reason for name, reason in ON_CPU.items() if kwargs.get(name)})
@@ -151,11 +151,11 @@ def _refuse(config: RunConfig, reasons: Mapping[str, str | None]) -> None:
     kwargs = config.rollout.engine_kwargs
     lines = [f"{name}={kwargs[name]!r}: {reason}" for name, reason in sorted(reasons.items()) if reason]
     if lines:
-        raise ConfigError(f"rollout.engine_kwargs may not set {'; '.join(lines)}. Take it out")
+        raise ConfigError(f"rollout.engine_kwargs may not set {'; '.join(lines)}. Remove it")
 
 
 def _reason(name: str, value: object) -> str | None:
-    """Why the argument may not have this value; None if it may."""
+    """Says why the argument may not have this value; None if it may."""
     if name in OWN:
         return OWN[name]
     if name in ALLOWED:

@@ -1,4 +1,4 @@
-"""Builds vLLM's AsyncLLM in a separate thread, which nothing waits for."""
+"""Builds vLLM's AsyncLLM in a separate thread, for which the process's end does not wait."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SHUTDOWN_S = 3
 
 
 def prepare(config: RunConfig) -> BaseContext | None:
-    """Sets vLLM's environment; returns where to start the engine core, or None: wherever vLLM starts it."""
+    """Sets vLLM's environment; returns the context for the engine core, or None for vLLM's default."""
     environment.prepare(config)
     if not VLLM.has_cpu_build:
         return None
@@ -36,7 +36,7 @@ def prepare(config: RunConfig) -> BaseContext | None:
 def build(
     config: RunConfig, load_format: str, worker_extension: str | None, context: BaseContext | None
 ) -> Any:
-    """The AsyncLLM, once its processes are up; blocks for as long as that takes.
+    """Returns the AsyncLLM; blocks until its processes are up.
 
     Raises:
         EnvironmentLackError: vLLM is not installed.
@@ -73,12 +73,12 @@ def build(
 async def built(building: asyncio.Future[None], processes: EngineProcesses) -> None:
     """Waits until the engine has started, and checks whether one of its processes is stopped.
 
-    Cancelled, or after its own error, the processes are killed: a thread cannot be cancelled, but fails at
-    once without them. Or it is still importing and has none: then this process ends while the thread runs
-    (see `paceline.rollout.__main__`).
+    If it is cancelled or fails, it kills the processes: the thread cannot be cancelled, but fails at once
+    without them. If the thread is still importing, and has no processes, this process ends while the thread
+    runs (see `paceline.rollout.__main__`).
 
     Raises:
-        FailedStartError: a process was stopped, as by SIGSTOP, and nobody continued it for seconds.
+        FailedStartError: a process was stopped, as by SIGSTOP, and not continued for seconds.
         PacelineError: what `build` raised.
     """
     try:
@@ -87,20 +87,20 @@ async def built(building: asyncio.Future[None], processes: EngineProcesses) -> N
             if not building.done() and (stopped := processes.stopped(time.monotonic())):
                 raise FailedStartError(
                     f"process {stopped} of the inference engine is stopped, as by SIGSTOP, while the engine "
-                    "starts, and nobody continues it; another start may succeed",
+                    "starts, and is not continued; another start may succeed",
                     peer="the engine core",
                 )
     except (asyncio.CancelledError, FailedStartError):
         kill([*processes.descendants(), *processes.children()])
         await asyncio.wait([building], timeout=_SHUTDOWN_S)
         if building.done():
-            building.exception()  # or asyncio would report it as one that nobody has seen
+            building.exception()  # or asyncio would report that it was never retrieved
         raise
     building.result()
 
 
 def failure(model: str, error: str, cause: str) -> PacelineError:
-    """What to raise for an engine that did not start, after vLLM's `error`."""
+    """Returns the error for an engine that did not start, after vLLM's `error`."""
     reason = cause or f"{error}; its own lines above say more"
     if may_pass(error, cause):
         return FailedStartError(
@@ -110,14 +110,14 @@ def failure(model: str, error: str, cause: str) -> PacelineError:
 
 
 def _drop_unknown(arguments: dict[str, Any], kind: Any) -> None:
-    """Drops arguments that switch off features which an earlier vLLM lacks."""
+    """Drops arguments that switch off features which an older vLLM lacks."""
     for name in vision.LATER:
         if name not in kind.__dataclass_fields__:
             arguments.pop(name, None)
 
 
 def in_daemon(work: Callable[[], None]) -> asyncio.Future[None]:
-    """Calls in a thread for which neither the end of the loop nor of the interpreter waits."""
+    """Calls `work` in a thread for which neither the loop's nor the interpreter's end waits."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
 
@@ -133,7 +133,7 @@ def in_daemon(work: Callable[[], None]) -> asyncio.Future[None]:
         error: BaseException | None = None
         try:
             work()
-        except BaseException as raised:  # noqa: BLE001  handed to the event loop, which raises it
+        except BaseException as raised:  # noqa: BLE001  passed on to the event loop, which raises it
             error = raised
         with contextlib.suppress(RuntimeError):  # the loop has ended already
             loop.call_soon_threadsafe(settle, error)

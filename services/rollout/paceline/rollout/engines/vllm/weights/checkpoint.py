@@ -45,11 +45,11 @@ def learner_shapes(config: Any) -> dict[str, tuple[int, ...]]:
 def checkpoint_tensors(
     tensors: Iterable[tuple[str, torch.Tensor]], *, model_type: str = "", keeps_stacks: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors as a checkpoint has them, one after another.
+    """Yields the tensors in the form of a checkpoint.
 
     Args:
         model_type: as in its config.json.
-        keeps_stacks: whether stacks of experts that also exist in checkpoints stay whole, named like
+        keeps_stacks: whether stacks of experts that also exist in checkpoints are not split, and named like
             parameters.
     """
     family = family_of(model_type)
@@ -66,7 +66,8 @@ def checkpoint_tensors(
 def _each_expert(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Names each expert of a stack, as vLLM's loader for gpt-oss has it: `...experts.0.gate_up_proj`.
 
-    That loader copies a whole stack into its parameter, bypassing the layer-by-layer collection of a reload.
+    That loader copies an entire stack into its parameter, bypassing the layer-by-layer collection of a
+    reload.
     """
     prefix, is_stack, kind = name.rpartition(".experts.")
     if not is_stack:
@@ -79,7 +80,7 @@ def _each_expert(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.T
 def _whole_stack(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Names a stack as vLLM names its parameter: `...experts.routed_experts.gate_up_proj`.
 
-    vLLM 0.24 accepts gpt-oss's stacks only under that name, and no single experts.
+    vLLM 0.24 accepts gpt-oss's experts only as stacks, and under that name.
     """
     yield name.replace(".experts.", ".experts.routed_experts."), tensor
 

@@ -14,10 +14,10 @@ logger = logging.getLogger(__name__)
 
 
 def describe_model(model: nn.Module) -> RankLayout:
-    """Which slices of the learner's tensors this rank's model needs, and where they land.
+    """Returns which slices of the learner's tensors this rank's model needs, and where they land.
 
     Args:
-        model: vLLM's; its loading was traced when it was built.
+        model: vLLM's model, whose loading was traced when it was built.
 
     Returns:
         The layout; without slices and with `full_tensors` set if some parameter cannot be pushed in place.
@@ -45,19 +45,19 @@ def describe_model(model: nn.Module) -> RankLayout:
 
 
 def _moved(before: Places, now: Places) -> dict[str, str]:
-    """Parameters that an engine has repacked since it was built."""
+    """Returns the parameters that an engine has repacked since it was built, with reasons."""
     return {
-        name: "it is not where it was loaded"
+        name: "it was moved after it was loaded"
         for name in before.keys() | now.keys()
         if before.get(name) != now.get(name)
     }
 
 
 def _sent_dtype(model: nn.Module) -> str:
-    """The type that weights are sent in: the model's shortest.
+    """Returns the type in which weights are sent: the model's shortest.
 
-    In a bfloat16 model vLLM keeps the gates of some routers in float32. The learner computes with gates that
-    are rounded to bfloat16: these arrive, and float32 holds them exactly.
+    In a bfloat16 model vLLM keeps the gates of some routers in float32. The learner rounds gates to bfloat16,
+    so float32 holds them exactly.
     """
     examples = {str(param.dtype).removeprefix("torch."): name for name, param in model.named_parameters()}
     short = [dtype for dtype in examples if dtype != "float32"] or list(examples)

@@ -1,7 +1,7 @@
-"""The general path into vLLM's model: full tensors through its own loader, and proof that all were loaded.
+"""The general path into vLLM's model: full tensors through its own loader, with a check that all were loaded.
 
-vLLM reloads layer by layer: it moves a layer's parameters aside, collects its weights, and when they are
-complete writes them into the parameters' old storage. An interrupted reload leaves layers half collected. The
+vLLM reloads layer by layer: it moves a layer's parameters aside, collects its weights, and writes them into
+the parameters' old storage when they are complete. An interrupted reload leaves layers incomplete, and the
 next reload would silently add its weights to them.
 """
 
@@ -55,7 +55,7 @@ class Reloader:
         if self._is_broken:
             raise _broken()
         _name_weight_loaders(self._model)
-        before = parameter_places(self._model)  # a reload writes into the old storage: this must not change
+        before = parameter_places(self._model)  # must not change, since a reload writes into the old storage
         with _recorded(self._model) as returned:
             try:
                 self._reload(checkpoint_tensors(tensors, model_type=self._model_type))
@@ -68,7 +68,7 @@ class Reloader:
         _check_complete(self._model, returned)
 
     def _restore(self, before: Places) -> None:
-        """Ends an interrupted reload; the values are then a mixture, but the next reload starts afresh."""
+        """Ends an interrupted reload: values are a mixture, but the next reload begins with clean layers."""
         self._is_broken = True
         with contextlib.suppress(Exception):
             self._finish()
@@ -77,7 +77,7 @@ class Reloader:
 
 @contextlib.contextmanager
 def _recorded(model: Any) -> Iterator[list[Iterable[str] | None]]:
-    """Records what `model.load_weights` returns: vLLM's reload only logs what is missing in it."""
+    """Records what `model.load_weights` returns, because vLLM's reload only logs what is missing."""
     load, returned = model.load_weights, list[Iterable[str] | None]()
 
     def recording(*args: Any, **kwargs: Any) -> Any:
@@ -92,7 +92,7 @@ def _recorded(model: Any) -> Iterator[list[Iterable[str] | None]]:
 
 
 def _name_weight_loaders(model: nn.Module) -> None:
-    """Gives weight loaders that are partial functions a name, which vLLM's reload (0.32) asks all for.
+    """Gives weight loaders that are partial functions a name, which vLLM's reload (0.32) requires.
 
     MiniMax-M2's norms of queries and keys have such loaders.
     """
@@ -120,6 +120,6 @@ def _check_complete(model: nn.Module, returned: list[Iterable[str] | None]) -> N
 
 def _broken() -> PeerLostError:
     return PeerLostError(
-        "a load of full tensors broke off and left the engine's loader in the middle; restart the engine",
+        "a load of full tensors was interrupted and left the engine's loader incomplete; restart the engine",
         peer=LocalPart.ENGINE,
     )

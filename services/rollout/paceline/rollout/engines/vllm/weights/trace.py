@@ -1,12 +1,13 @@
-"""Where each part of a learner's tensor lands in a live model: vLLM's own loading, traced on stand-ins.
+"""Traces vLLM's own loading on stand-ins, to find where each part of a learner's tensor lands in a live
+model.
 
 stand-ins of the learner's tensors -> checkpoint names -> the model's `load_weights` -> every copy, as boxes
-weights in kernel format -> which parameters a kernel has changed, or has made something from
+weights in kernel format -> which parameters a kernel has changed or derived something from
 
-A stand-in has a shape and no memory. A view of it knows by its strides which box of which tensor it is, so
-whatever a loader slices, splits, transposes and renames, its copies say where each box goes. A parameter
-cannot be pushed in place if it is no copy of boxes (a computed weight), or if its content changes later
-(repacked weights, matrices that a kernel derives from them). Such a model takes the general path.
+A stand-in has a shape but no memory. The strides of a view say which box of which tensor it is. So whatever a
+loader slices, splits, transposes or renames, its copies show where each box goes. A parameter cannot be
+pushed in place if it is not a copy of boxes (a computed weight), or if its content changes later (repacked
+weights, matrices that a kernel derives from them). A model with such a parameter takes the general path.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from paceline.weights.geometry.layout import TensorSlice
 from paceline.weights.geometry.parameters import TRANSPOSED
 
 Places = dict[str, tuple[int, torch.Size, torch.dtype]]
-"""Where every parameter lies, by name."""
+"""The storage of every parameter, by name."""
 
 _MADE = "it is made from loaded weights"
 _COPY = torch.ops.aten.copy_.default
@@ -46,12 +47,12 @@ _SHAPES_ONLY = ("aten.empty_like", "aten.new_empty", "aten.zeros_like", "aten.ne
 
 @dataclass(kw_only=True, slots=True)
 class LoadTrace:
-    """What loading does to a model's parameters.
+    """The effect of loading on a model's parameters.
 
     Attributes:
-        slices: the copies, as boxes; adjacent ones are merged.
-        reasons: why a parameter cannot be pushed in place, by its name. Empty: all of them can.
-        places: where the parameters lie in kernel format.
+        slices: the copies, as boxes; adjacent boxes are merged.
+        reasons: by name, why a parameter cannot be pushed in place; empty if all can.
+        places: the parameters' storages in kernel format.
     """
 
     slices: tuple[TensorSlice, ...] = ()
@@ -60,7 +61,7 @@ class LoadTrace:
 
     @property
     def made(self) -> set[str]:
-        """Parameters that no checkpoint has: vLLM makes them from others each time it has loaded."""
+        """Returns the parameters that no checkpoint has: vLLM computes them after each load."""
         return {name for name, reason in self.reasons.items() if reason == _MADE}
 
 
@@ -79,17 +80,17 @@ class _Copy:
 
     @property
     def place(self) -> Box:
-        """The target with the tensor's dimensions."""
+        """Returns the target with the tensor's dimensions."""
         return _swapped(self.target) if self.is_transposed else self.target
 
 
 def trace_load(model: Any, tensors: Mapping[str, tuple[int, ...]], *, model_type: str) -> LoadTrace:
-    """Lets the model load stand-ins, and records what it copies.
+    """Makes the model load stand-ins, and records what it copies.
 
     Constants that a loader writes (padding) are written; nothing else changes.
 
     Args:
-        model: vLLM's, before its weights are brought into kernel format.
+        model: vLLM's model, before its weights are converted to kernel format.
         tensors: shapes of the learner's tensors by name.
         model_type: as in the model's config.json.
     """
@@ -105,15 +106,15 @@ def trace_load(model: Any, tensors: Mapping[str, tuple[int, ...]], *, model_type
     except Exception as error:  # noqa: BLE001  a model's own loader may fail in any way on a stand-in
         reason = f"its loading cannot be traced ({type(error).__name__}: {error})"
         return LoadTrace(reasons=dict.fromkeys(_parameters(model), reason))
-    # Looked up now: some parameters are made while they are loaded.
+    # Looked up only now, because some parameters are created during loading.
     return _resolve(recorder, _parameters(model), stand_ins)
 
 
 def _write_unread(model: nn.Module) -> None:
-    """Writes zeros where no tensor goes, since nothing reads it.
+    """Writes zeros into parameters that get no tensor and are never read.
 
-    Gemma 4's last layers take keys and values of earlier ones. vLLM 0.24 has their own projections and norms
-    of keys all the same.
+    Gemma 4's last layers use the keys and values of earlier layers, but in vLLM 0.24 they still have
+    projections and norms for keys.
     """
     for module in model.modules():
         attention: Any = module
@@ -150,7 +151,7 @@ def _resolve(recorder: _Recorder, params: Mapping[str, Tensor], stand_ins: Mappi
     slices: list[TensorSlice] = []
     for name, param in params.items():
         if not _fill(param, [copy.target for copy in copies[name]], constants[name]):
-            reasons.setdefault(name, "its loading leaves a part of it as it was, or writes one twice")
+            reasons.setdefault(name, "its loading leaves a part of it unchanged, or writes a part twice")
         slices += _merged(name, copies[name], stand_ins)
     return LoadTrace(slices=tuple(slices), reasons=reasons)
 
@@ -158,7 +159,7 @@ def _resolve(recorder: _Recorder, params: Mapping[str, Tensor], stand_ins: Mappi
 def _copied(
     part: str, source: Tensor, stand_in: Tensor, target: Tensor, param: Tensor, number: int
 ) -> _Copy | None:
-    """The copy as boxes; None if it is none, of the tensor as it is or with its last dimensions swapped."""
+    """Returns the copy as boxes, possibly with the last dimensions swapped; None if that is impossible."""
     box, to, is_transposed = _box(source, stand_in), _box(target, param), False
     if box is None and source.ndim > 1 and target.stride()[-2:] == param.stride()[-2:]:
         box, is_transposed = _box(source.mT, stand_in), True
@@ -170,7 +171,7 @@ def _copied(
 
 @contextlib.contextmanager
 def watch_processing(model: nn.Module, trace: LoadTrace) -> Iterator[None]:
-    """Adds to the trace what vLLM does to the parameters while it brings weights into kernel format."""
+    """Adds to the trace what vLLM does to the parameters while it converts weights to kernel format."""
     before = _parameters(model)
     spy = _Spy(before)
     with spy:
@@ -178,15 +179,15 @@ def watch_processing(model: nn.Module, trace: LoadTrace) -> Iterator[None]:
     after = _parameters(model)
     for name, param in before.items():
         if name in spy.touched:
-            trace.reasons.setdefault(name, f"a kernel's own form is made from it ({spy.touched[name]})")
+            trace.reasons.setdefault(name, f"a kernel derives its own weights from it ({spy.touched[name]})")
         elif name not in after or not _same_place(param, after[name]):
-            trace.reasons.setdefault(name, "it is replaced once it has been loaded")
+            trace.reasons.setdefault(name, "it is replaced after it was loaded")
     for name in after.keys() - before.keys():
         trace.reasons.setdefault(name, _MADE)
 
 
 def parameter_places(model: nn.Module) -> Places:
-    """Where every parameter lies now."""
+    """Returns the current storage of every parameter."""
     return {name: (param.data_ptr(), param.shape, param.dtype) for name, param in model.named_parameters()}
 
 
@@ -194,13 +195,13 @@ _TRACES: WeakKeyDictionary[nn.Module, LoadTrace] = WeakKeyDictionary()
 
 
 def recall(model: nn.Module) -> LoadTrace | None:
-    """The trace of a model's loading; None if it was not traced."""
+    """Returns the trace of a model's loading; None if it was not traced."""
     return _TRACES.get(model)
 
 
 @contextlib.contextmanager
 def traced(model: nn.Module, tensors: Mapping[str, tuple[int, ...]], *, model_type: str) -> Iterator[None]:
-    """Traces a model's loading; in the context, its weights are brought into kernel format."""
+    """Traces a model's loading; the block converts its weights to kernel format."""
     trace = trace_load(model, tensors, model_type=model_type)
     with watch_processing(model, trace):
         yield
@@ -213,9 +214,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call,unused-ignor
 
     Attributes:
         copies: (target, source) of every copy from a stand-in.
-        constants: tensors that were written with something else, each after so many copies.
-        computed: storages that hold what was computed from stand-ins, with the operation and the tensor;
-            stand-ins among them that the loader has changed.
+        constants: tensors that were written with other values, each with the number of copies before it.
+        computed: storages with values computed from stand-ins, with the operation and the tensor; among them
+            are stand-ins that the loader has changed.
     """
 
     def __init__(self) -> None:
@@ -239,7 +240,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call,unused-ignor
         if func in _ALIASES and args[0].is_meta and _holds(kwargs.get("dtype"), args[0].dtype):
             return args[0].view_as(args[0])
         if func is _ZERO and args[0].is_meta and _is_whole(args[0]):
-            # Of two ranks that sum their results, the second adds no bias.
+            # If two ranks sum their results, the second adds no bias.
             self._zeros.add(_storage(args[0]))
             return args[0]
         written = list(_written(func, args, kwargs))
@@ -258,13 +259,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call,unused-ignor
         return any(tensor.is_meta or _storage(tensor) in self._loaded for tensor in tensors)
 
     def _note_computed(self, func: Any, tensors: list[Tensor]) -> None:
-        # A storage's number is its own for as long as the storage lives: the tensors are kept.
+        # Tensors are kept, because a storage's address is unique only while the storage exists.
         self.computed |= {_storage(tensor): (str(func), tensor) for tensor in tensors}
         self._loaded |= self.computed.keys()
 
 
 class _Spy(TorchDispatchMode):  # type: ignore[no-untyped-call,unused-ignore]
-    """Notes which parameters are changed, or something is computed from."""
+    """Notes which parameters are changed or used in a computation."""
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call,unused-ignore]
@@ -283,7 +284,7 @@ class _Spy(TorchDispatchMode):  # type: ignore[no-untyped-call,unused-ignore]
 
 
 def _holds(dtype: torch.dtype | None, own: torch.dtype) -> bool:
-    """Whether a cast to a type changes no value; None is no cast."""
+    """Whether a cast to a type keeps all values; None is no cast."""
     return dtype is None or torch.promote_types(dtype, own) == dtype
 
 
@@ -292,13 +293,13 @@ def _is_whole(tensor: Tensor) -> bool:
 
 
 def _swapped(box: Box) -> Box:
-    """The box with its last two dimensions swapped."""
+    """Returns the box with its last two dimensions swapped."""
     start, stop = box.start, box.stop
     return Box((*start[:-2], *start[:-3:-1]), (*stop[:-2], *stop[:-3:-1]))
 
 
 def _computes(func: Any) -> bool:
-    """Whether an operation changes a tensor or makes one of its values; a view or comparison does not."""
+    """Whether an operation changes a tensor or computes from its values; a view or comparison does not."""
     if str(func).startswith(_SHAPES_ONLY):
         return False
     if any(part.alias_info is not None and part.alias_info.is_write for part in func._schema.arguments):
@@ -314,7 +315,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ite
 
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Each parameter once, by its first name; references keep the storages apart."""
+    """Returns each parameter once, by its first name; the references keep the storages alive."""
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
@@ -333,7 +334,7 @@ def _same_place(a: Tensor, b: Tensor) -> bool:
 
 
 def _box(view: Tensor, base: Tensor) -> Box | None:
-    """Which box of a contiguous tensor a view of it is; None if it is no box, or its dimensions are moved."""
+    """Returns which box of a contiguous tensor a view is; None if it is no box or has moved dimensions."""
     if not base.is_contiguous() or view.storage_offset() < base.storage_offset():
         return None
     strides, rest = base.stride(), view.storage_offset() - base.storage_offset()
@@ -371,7 +372,7 @@ def _fill(param: Tensor, copied: list[Box], constants: Iterable[Box]) -> bool:
 
 
 def _merged(param: str, copies: list[_Copy], stand_ins: Mapping[str, Tensor]) -> list[TensorSlice]:
-    """The copies into one parameter as few slices."""
+    """Merges the copies into one parameter to few slices."""
 
     def shift(copy: _Copy) -> tuple[str, str, tuple[int, ...]]:
         by = tuple(to - start for to, start in zip(copy.place.start, copy.box.start, strict=True))
@@ -387,7 +388,7 @@ def _merged(param: str, copies: list[_Copy], stand_ins: Mapping[str, Tensor]) ->
 
 
 def _merged_boxes(boxes: list[Box]) -> list[Box]:
-    """The same elements in fewer boxes: neighbours along one dimension after another become one."""
+    """Merges boxes that are adjacent along one dimension, for each dimension in turn."""
     for dim in reversed(range(len(boxes[0].start) if boxes else 0)):
 
         def others(box: Box, dim: int = dim) -> tuple[Any, ...]:
