@@ -234,6 +234,9 @@ def test_the_rewards_of_sets_are_checked_with_rows_of_theirs(project: Path) -> N
     )
     with pytest.raises(ConfigError, match=r"^data\.val_sets\.a\.reward: .*mine.py has no 'gone'"):
         reward_checks.functions_line(with_set("mine.py:gone"))
+    ranked = {"functions": [{"name": "mine.py:own", "group": True}]}
+    with pytest.raises(ConfigError, match=r"^data\.val_sets\.a\.reward: .*mine\.py:own"):
+        reward_checks.functions_line(with_set(ranked))
     far = {"services": [{"name": "far", "address": "127.0.0.1:1"}]}
     with pytest.raises(PacelineError, match=r"at data\.val_sets\.a\.reward\.services\.0\.address=127"):
         reward_checks.services_line(with_set(far))
