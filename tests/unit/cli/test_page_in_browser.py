@@ -247,6 +247,7 @@ def test_evaluations_of_several_runs(tmp_path: Path) -> None:
         ["b: last, step 2", "0.625 [0.500, 0.750]"],
     ]
     assert easy[0][2:6] == ["avg@4", "maj@4", "pass@2", "pass@4"]
+    assert easy[3][2:] == ["0.750", "0.800", "0.850", "1.000", *rest]
     assert seen["best"] == ["0.920", "0.920", *["0.750 [0.625, 0.875]"] * 2]
     assert seen["heads"][4:6] == ["Validation reward", "Validation reward (hard)"]
 
