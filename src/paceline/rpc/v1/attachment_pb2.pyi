@@ -20,13 +20,13 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class AttachHello(_message.Message):
-    """What every stream of an attached client begins and ends with. A client opens the stream to Paceline, so it
-    needs no port of its own:
+    """The first and last messages of every attached client's stream. The client opens the stream to Paceline, so it
+    needs no port:
 
       client: hello             server: welcome
-      server: work              client: answers, one for each task, in any order
-      client: window            (now and then) it takes more, or fewer, tasks at a time
-      either: leave             no more work; the client answers what it has, then ends its side
+      server: work              client: answers, one per task, in any order
+      client: window            (at any time) changes its number of tasks at a time
+      either: leave             no more work; the client answers its open tasks, then closes its side
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -41,18 +41,18 @@ class AttachHello(_message.Message):
     contract: _builtins.int
     """version of this contract: 1"""
     name: _builtins.str
-    """what it attaches as: the name in the run's configuration"""
+    """name in the run's configuration under which it attaches"""
     client: _builtins.str
     """its own name, for logs"""
     window: _builtins.int
     """most tasks at a time"""
     groups: _builtins.bool
-    """a scorer: its tasks are groups, the samples of a prompt"""
+    """for scorers: tasks are groups, the samples of a prompt"""
     version: _builtins.str
-    """a scorer: of what it computes; scores of another one are not remembered"""
+    """for scorers: version of the scoring; a change invalidates cached scores"""
     @_builtins.property
     def data_sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """what it takes; empty: everything"""
+        """data sources that it takes; empty: all"""
 
     def __init__(
         self,

@@ -38,7 +38,7 @@ Global___MemberKind: _TypeAlias = MemberKind  # noqa: Y015
 
 @_typing.final
 class PolicyTag(_message.Message):
-    """Names weights: a version number and the weights' digest."""
+    """Identifies weights by a version number and their digest."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -32,7 +32,7 @@ class RegisterRequest(_message.Message):
     POLICY_FIELD_NUMBER: _builtins.int
     kind: _common_pb2.MemberKind.ValueType
     member_id: _builtins.str
-    """stable over restarts of the same slot, say "rollout-0" """
+    """the same after a restart, for example "rollout-0" """
     incarnation: _builtins.str
     """new at every start of the process"""
     address: _builtins.str
@@ -88,11 +88,11 @@ class RegisterResponse(_message.Message):
     term: _builtins.int
     """counts the starts of this run's controller, from 1"""
     checkpoint_root: _builtins.str
-    """folder or URL that the checkpoints are in"""
+    """folder or URL of the checkpoints"""
     hold: _builtins.bool
     """do not start the engine yet: the learner has the turn"""
     checkpoint_marker: _builtins.str
-    """what its marker file says; every learner rank must find it"""
+    """text of the marker file there; every learner rank must find it"""
     @_builtins.property
     def policy(self) -> _common_pb2.PolicyTag:
         """the committed policy; absent before the first commit"""
@@ -145,20 +145,20 @@ class HeartbeatRequest(_message.Message):
     in_flight: _builtins.int
     """requests or items under way"""
     failure: _builtins.str
-    """why it is about to end; empty otherwise"""
+    """why it will end; empty otherwise"""
     is_final: _builtins.bool
-    """it would fail in the same way if it were started again"""
+    """a restarted process would fail in the same way"""
     notice: _builtins.str
-    """what a person should read; sent once"""
+    """a message for the user; sent once"""
     stopping: _builtins.bool
-    """its process was told to end, and asks whether it may"""
+    """its process was told to end, and asks for permission"""
     @_builtins.property
     def policy(self) -> _common_pb2.PolicyTag:
         """the policy that it holds"""
 
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """what it takes of its machine; absent with a failure"""
+        """resources that it uses; absent with a failure"""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ Global___HeartbeatRequest: _TypeAlias = HeartbeatRequest  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):
-    """What a process and those that it has started take of their machine."""
+    """Resources that a process and its children use on their machine."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -192,9 +192,9 @@ class Usage(_message.Message):
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     GPUS_FIELD_NUMBER: _builtins.int
     cpu_seconds: _builtins.float
-    """since they began"""
+    """since their start"""
     memory_bytes: _builtins.int
-    """resident; shared pages count for each"""
+    """resident; shared pages count for each process"""
     @_builtins.property
     def gpus(self) -> _containers.RepeatedCompositeFieldContainer[Global___GpuUsage]: ...
     def __init__(
@@ -214,7 +214,7 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class GpuUsage(_message.Message):
-    """A GPU that the process may use, whoever uses it."""
+    """A GPU that the process may use; includes use by other processes."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -259,7 +259,7 @@ class HeartbeatResponse(_message.Message):
     hold: _builtins.bool
     """do not start the engine yet: the learner has the turn"""
     stay: _builtins.bool
-    """the answer to `stopping`: not yet, the step needs this member"""
+    """answer to `stopping`: not yet, the step needs this member"""
     def __init__(
         self,
         *,
@@ -329,7 +329,7 @@ class ReportEndRequest(_message.Message):
     """how they ended"""
     @_builtins.property
     def incarnations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """of the processes that ended; a later incarnation of the member is left alone"""
+        """of the processes that ended; does not affect later incarnations"""
 
     def __init__(
         self,
@@ -696,7 +696,7 @@ class StopRunRequest(_message.Message):
     AFTER_STEP_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     after_step: _builtins.bool
-    """not before the step in progress is finished, and saved"""
+    """only after the step in progress is finished and saved"""
     def __init__(
         self,
         *,
@@ -732,7 +732,7 @@ class SetRatesRequest(_message.Message):
 
     LR_SCALE_FIELD_NUMBER: _builtins.int
     lr_scale: _builtins.float
-    """of every configured learning rate; replaces the scale in force"""
+    """factor of every configured learning rate; replaces the current scale"""
     def __init__(
         self,
         *,
@@ -752,7 +752,7 @@ class SetRatesResponse(_message.Message):
 
     FROM_STEP_FIELD_NUMBER: _builtins.int
     from_step: _builtins.int
-    """the first step that is trained with it"""
+    """the first step trained with it"""
     def __init__(
         self,
         *,

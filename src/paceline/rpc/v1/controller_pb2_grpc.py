@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ControllerServiceStub(object):
-    """Served by the controller. Members register, report that they are alive and in what state, and leave.
+    """Served by the controller. Members register, report their state, and leave.
     """
 
     def __init__(self, channel):
@@ -83,7 +83,7 @@ class ControllerServiceStub(object):
 
 
 class ControllerServiceServicer(object):
-    """Served by the controller. Members register, report that they are alive and in what state, and leave.
+    """Served by the controller. Members register, report their state, and leave.
     """
 
     def Register(self, request, context):
@@ -106,7 +106,7 @@ class ControllerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReportEnd(self, request, context):
-        """Says that a member's processes have ended: it is dead at once, not after a silence. Idempotent.
+        """Reports that a member's processes have ended, so that it is declared dead at once. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -120,14 +120,14 @@ class ControllerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """What the run is doing now.
+        """Returns the current state of the run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Every phase change and every step's metrics, from `from_step` on, until the run ends.
+        """Streams phase changes and the metrics of steps, from `from_step` on, until the run ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -141,7 +141,7 @@ class ControllerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SetRates(self, request, context):
-        """Scales the learning rates of the steps that begin to learn from now on.
+        """Scales the learning rates of all steps whose training has not begun.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -204,7 +204,7 @@ def add_ControllerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ControllerService(object):
-    """Served by the controller. Members register, report that they are alive and in what state, and leave.
+    """Served by the controller. Members register, report their state, and leave.
     """
 
     @staticmethod

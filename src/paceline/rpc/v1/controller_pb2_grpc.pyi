@@ -13,7 +13,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ControllerServiceStub:
-    """Served by the controller. Members register, report that they are alive and in what state, and leave."""
+    """Served by the controller. Members register, report their state, and leave."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Register: _aio.UnaryUnaryMultiCallable[_controller_pb2.RegisterRequest, _controller_pb2.RegisterResponse]
@@ -21,20 +21,20 @@ class ControllerServiceStub:
     Heartbeat: _aio.UnaryUnaryMultiCallable[_controller_pb2.HeartbeatRequest, _controller_pb2.HeartbeatResponse]
     Leave: _aio.UnaryUnaryMultiCallable[_controller_pb2.LeaveRequest, _controller_pb2.LeaveResponse]
     ReportEnd: _aio.UnaryUnaryMultiCallable[_controller_pb2.ReportEndRequest, _controller_pb2.ReportEndResponse]
-    """Says that a member's processes have ended: it is dead at once, not after a silence. Idempotent."""
+    """Reports that a member's processes have ended, so that it is declared dead at once. Idempotent."""
     Drain: _aio.UnaryUnaryMultiCallable[_controller_pb2.DrainRequest, _controller_pb2.DrainResponse]
     """Tells a rollout or reward member to take no new work, to finish what it has, and to leave."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_controller_pb2.GetStatusRequest, _controller_pb2.GetStatusResponse]
-    """What the run is doing now."""
+    """Returns the current state of the run."""
     Watch: _aio.UnaryStreamMultiCallable[_controller_pb2.WatchRequest, _controller_pb2.WatchEvent]
-    """Every phase change and every step's metrics, from `from_step` on, until the run ends."""
+    """Streams phase changes and the metrics of steps, from `from_step` on, until the run ends."""
     StopRun: _aio.UnaryUnaryMultiCallable[_controller_pb2.StopRunRequest, _controller_pb2.StopRunResponse]
     """Ends the run in order after the current phase."""
     SetRates: _aio.UnaryUnaryMultiCallable[_controller_pb2.SetRatesRequest, _controller_pb2.SetRatesResponse]
-    """Scales the learning rates of the steps that begin to learn from now on."""
+    """Scales the learning rates of all steps whose training has not begun."""
 
 class ControllerServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Served by the controller. Members register, report that they are alive and in what state, and leave."""
+    """Served by the controller. Members register, report their state, and leave."""
 
     @_abc_1.abstractmethod
     def Register(
@@ -64,7 +64,7 @@ class ControllerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _controller_pb2.ReportEndRequest,
         context: _aio.ServicerContext[_controller_pb2.ReportEndRequest, _abc.Awaitable[_controller_pb2.ReportEndResponse]],
     ) -> _abc.Awaitable[_controller_pb2.ReportEndResponse]:
-        """Says that a member's processes have ended: it is dead at once, not after a silence. Idempotent."""
+        """Reports that a member's processes have ended, so that it is declared dead at once. Idempotent."""
 
     @_abc_1.abstractmethod
     def Drain(
@@ -80,7 +80,7 @@ class ControllerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _controller_pb2.GetStatusRequest,
         context: _aio.ServicerContext[_controller_pb2.GetStatusRequest, _abc.Awaitable[_controller_pb2.GetStatusResponse]],
     ) -> _abc.Awaitable[_controller_pb2.GetStatusResponse]:
-        """What the run is doing now."""
+        """Returns the current state of the run."""
 
     @_abc_1.abstractmethod
     def Watch(
@@ -88,7 +88,7 @@ class ControllerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _controller_pb2.WatchRequest,
         context: _aio.ServicerContext[_controller_pb2.WatchRequest, _abc.AsyncIterator[_controller_pb2.WatchEvent]],
     ) -> _abc.AsyncIterator[_controller_pb2.WatchEvent]:
-        """Every phase change and every step's metrics, from `from_step` on, until the run ends."""
+        """Streams phase changes and the metrics of steps, from `from_step` on, until the run ends."""
 
     @_abc_1.abstractmethod
     def StopRun(
@@ -104,6 +104,6 @@ class ControllerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _controller_pb2.SetRatesRequest,
         context: _aio.ServicerContext[_controller_pb2.SetRatesRequest, _abc.Awaitable[_controller_pb2.SetRatesResponse]],
     ) -> _abc.Awaitable[_controller_pb2.SetRatesResponse]:
-        """Scales the learning rates of the steps that begin to learn from now on."""
+        """Scales the learning rates of all steps whose training has not begun."""
 
 def add_ControllerServiceServicer_to_server(servicer: ControllerServiceServicer, server: _aio.Server) -> None: ...

@@ -44,10 +44,10 @@ class EnvironmentDescription(_message.Message):
     CONTRACT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     max_episodes: _builtins.int
-    """open at once"""
+    """most open at a time"""
     num_open: _builtins.int
     contract: _builtins.int
-    """The version of this contract that it speaks; 0 where that was written before versions were named: 1."""
+    """The version of this contract that it speaks; 0 means 1, from environments older than this field."""
     def __init__(
         self,
         *,
@@ -70,7 +70,7 @@ class EnvironmentTasksRequest(_message.Message):
 
     SPLIT_FIELD_NUMBER: _builtins.int
     split: _builtins.str
-    """train or val; an environment without rows for validation answers with none"""
+    """train or val; without rows for validation, the stream is empty"""
     def __init__(
         self,
         *,
@@ -90,7 +90,7 @@ class EnvironmentTask(_message.Message):
 
     TASK_JSON_FIELD_NUMBER: _builtins.int
     task_json: _builtins.str
-    """a JSON object: a row as in a data file, with the columns of data.*_key"""
+    """a JSON object: a row of a data file, with the columns of data.*_key"""
     def __init__(
         self,
         *,
@@ -142,7 +142,7 @@ class ChatToolCall(_message.Message):
     arguments_json: _builtins.str
     """a JSON object"""
     problem: _builtins.str
-    """why the call cannot be carried out; empty: it can"""
+    """why the call cannot be executed; empty: it can"""
     def __init__(
         self,
         *,
@@ -234,7 +234,7 @@ class OpenEpisodeRequest(_message.Message):
     episode_seed: _builtins.int
     """differs within a prompt group"""
     lease_s: _builtins.float
-    """without a call for so long, the environment frees the session"""
+    """after this time without a call, the environment frees the session"""
     @_builtins.property
     def episode(self) -> Global___EpisodeAttempt: ...
     def __init__(
@@ -294,11 +294,11 @@ class RunEpisodeRequest(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     base_url: _builtins.str
-    """say http://10.0.0.7:41234/v1"""
+    """for example http://10.0.0.7:41234/v1"""
     token: _builtins.str
-    """of this attempt alone"""
+    """valid only for this attempt"""
     model: _builtins.str
-    """the policy's name there"""
+    """the policy's name at that URL"""
     @_builtins.property
     def episode(self) -> Global___EpisodeAttempt: ...
     def __init__(
@@ -323,7 +323,7 @@ class EpisodeRun(_message.Message):
 
     STOP_REASON_FIELD_NUMBER: _builtins.int
     stop_reason: _builtins.str
-    """empty: none in particular"""
+    """empty: no particular reason"""
     def __init__(
         self,
         *,
@@ -346,7 +346,7 @@ class CloseEpisodeRequest(_message.Message):
     GRADED_FIELD_NUMBER: _builtins.int
     stop_reason: _builtins.str
     graded: _builtins.bool
-    """false: given up, only to be freed"""
+    """false: abandoned, only freed"""
     @_builtins.property
     def episode(self) -> Global___EpisodeAttempt: ...
     def __init__(
@@ -373,14 +373,14 @@ class EpisodeObservation(_message.Message):
     STOP_REASON_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     stop_reason: _builtins.str
-    """the environment ends the episode; empty: it goes on"""
+    """ends the episode; empty: it continues"""
     seconds: _builtins.float
-    """that the step took"""
+    """duration of the step"""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolDescription]:
-        """of Open"""
+        """only in the answer to Open"""
 
     def __init__(
         self,
@@ -425,7 +425,7 @@ class EpisodeGrade(_message.Message):
     REWARD_FIELD_NUMBER: _builtins.int
     COMPONENTS_FIELD_NUMBER: _builtins.int
     reward: _builtins.float
-    """absent: the environment gives none"""
+    """absent: no reward"""
     @_builtins.property
     def components(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
     def __init__(
@@ -502,7 +502,7 @@ class PlayAnswer(_message.Message):
     ticket: _builtins.int
     stop_reason: _builtins.str
     error: _builtins.str
-    """the episode could not be played; it begins again"""
+    """why the episode could not be played; it will be restarted"""
     @_builtins.property
     def grade(self) -> Global___EpisodeGrade: ...
     def __init__(

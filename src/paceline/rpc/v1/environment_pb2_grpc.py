@@ -26,9 +26,9 @@ if _version_not_supported:
 
 
 class EnvironmentServiceStub(object):
-    """The contract of an environment: it answers the policy's turns, and may grade what happened. Every call belongs
-    to one attempt at one episode. A higher attempt of the same trajectory closes a lower one; calls of a lower
-    attempt are refused (FAILED_PRECONDITION). A repeated Open, Step or Close gets the answer of the first one.
+    """The contract of an environment: it answers the policy's turns, and may grade the episode. Every call belongs to
+    an attempt at an episode. A higher attempt of the same trajectory closes lower ones, whose calls are then
+    refused (FAILED_PRECONDITION). A repeated Open, Step or Close gets the first answer.
     """
 
     def __init__(self, channel):
@@ -70,9 +70,9 @@ class EnvironmentServiceStub(object):
 
 
 class EnvironmentServiceServicer(object):
-    """The contract of an environment: it answers the policy's turns, and may grade what happened. Every call belongs
-    to one attempt at one episode. A higher attempt of the same trajectory closes a lower one; calls of a lower
-    attempt are refused (FAILED_PRECONDITION). A repeated Open, Step or Close gets the answer of the first one.
+    """The contract of an environment: it answers the policy's turns, and may grade the episode. Every call belongs to
+    an attempt at an episode. A higher attempt of the same trajectory closes lower ones, whose calls are then
+    refused (FAILED_PRECONDITION). A repeated Open, Step or Close gets the first answer.
     """
 
     def Describe(self, request, context):
@@ -82,7 +82,7 @@ class EnvironmentServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Tasks(self, request, context):
-        """The rows of a run that names no data files, in the same order each time; refused by an environment without any.
+        """The rows of a run without data files, always in the same order; refused by an environment without rows.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -101,15 +101,15 @@ class EnvironmentServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Run(self, request, context):
-        """In place of Step: the environment asks for the policy's answers itself, at an address that speaks OpenAI's
-        chat completions, and returns when it is done. It may be called once per attempt.
+        """Replaces Step: the environment requests the policy's answers from an OpenAI-compatible endpoint, and returns at
+        the end of the episode. It may be called once per attempt.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Close(self, request, context):
-        """Frees the session. Graded or not, it may be repeated.
+        """Frees the session, graded or not. May be repeated.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -157,9 +157,9 @@ def add_EnvironmentServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class EnvironmentService(object):
-    """The contract of an environment: it answers the policy's turns, and may grade what happened. Every call belongs
-    to one attempt at one episode. A higher attempt of the same trajectory closes a lower one; calls of a lower
-    attempt are refused (FAILED_PRECONDITION). A repeated Open, Step or Close gets the answer of the first one.
+    """The contract of an environment: it answers the policy's turns, and may grade the episode. Every call belongs to
+    an attempt at an episode. A higher attempt of the same trajectory closes lower ones, whose calls are then
+    refused (FAILED_PRECONDITION). A repeated Open, Step or Close gets the first answer.
     """
 
     @staticmethod
@@ -326,8 +326,8 @@ class EnvironmentService(object):
 
 
 class EnvironmentGatewayStub(object):
-    """Environments that open a stream to a rollout server, in place of listening. They play whole episodes and ask for
-    the policy's answers as in Run.
+    """For environments that open a stream to a rollout server instead of listening. They play complete episodes, and
+    request the policy's answers as in Run.
     """
 
     def __init__(self, channel):
@@ -344,8 +344,8 @@ class EnvironmentGatewayStub(object):
 
 
 class EnvironmentGatewayServicer(object):
-    """Environments that open a stream to a rollout server, in place of listening. They play whole episodes and ask for
-    the policy's answers as in Run.
+    """For environments that open a stream to a rollout server instead of listening. They play complete episodes, and
+    request the policy's answers as in Run.
     """
 
     def Attach(self, request_iterator, context):
@@ -371,8 +371,8 @@ def add_EnvironmentGatewayServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class EnvironmentGateway(object):
-    """Environments that open a stream to a rollout server, in place of listening. They play whole episodes and ask for
-    the policy's answers as in Run.
+    """For environments that open a stream to a rollout server instead of listening. They play complete episodes, and
+    request the policy's answers as in Run.
     """
 
     @staticmethod

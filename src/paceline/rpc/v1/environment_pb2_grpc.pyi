@@ -13,28 +13,28 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class EnvironmentServiceStub:
-    """The contract of an environment: it answers the policy's turns, and may grade what happened. Every call belongs
-    to one attempt at one episode. A higher attempt of the same trajectory closes a lower one; calls of a lower
-    attempt are refused (FAILED_PRECONDITION). A repeated Open, Step or Close gets the answer of the first one.
+    """The contract of an environment: it answers the policy's turns, and may grade the episode. Every call belongs to
+    an attempt at an episode. A higher attempt of the same trajectory closes lower ones, whose calls are then
+    refused (FAILED_PRECONDITION). A repeated Open, Step or Close gets the first answer.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Describe: _aio.UnaryUnaryMultiCallable[_environment_pb2.DescribeEnvironmentRequest, _environment_pb2.EnvironmentDescription]
     Tasks: _aio.UnaryStreamMultiCallable[_environment_pb2.EnvironmentTasksRequest, _environment_pb2.EnvironmentTask]
-    """The rows of a run that names no data files, in the same order each time; refused by an environment without any."""
+    """The rows of a run without data files, always in the same order; refused by an environment without rows."""
     Open: _aio.UnaryUnaryMultiCallable[_environment_pb2.OpenEpisodeRequest, _environment_pb2.EpisodeObservation]
     Step: _aio.UnaryUnaryMultiCallable[_environment_pb2.StepEpisodeRequest, _environment_pb2.EpisodeObservation]
     Run: _aio.UnaryUnaryMultiCallable[_environment_pb2.RunEpisodeRequest, _environment_pb2.EpisodeRun]
-    """In place of Step: the environment asks for the policy's answers itself, at an address that speaks OpenAI's
-    chat completions, and returns when it is done. It may be called once per attempt.
+    """Replaces Step: the environment requests the policy's answers from an OpenAI-compatible endpoint, and returns at
+    the end of the episode. It may be called once per attempt.
     """
     Close: _aio.UnaryUnaryMultiCallable[_environment_pb2.CloseEpisodeRequest, _environment_pb2.EpisodeGrade]
-    """Frees the session. Graded or not, it may be repeated."""
+    """Frees the session, graded or not. May be repeated."""
 
 class EnvironmentServiceServicer(metaclass=_abc_1.ABCMeta):
-    """The contract of an environment: it answers the policy's turns, and may grade what happened. Every call belongs
-    to one attempt at one episode. A higher attempt of the same trajectory closes a lower one; calls of a lower
-    attempt are refused (FAILED_PRECONDITION). A repeated Open, Step or Close gets the answer of the first one.
+    """The contract of an environment: it answers the policy's turns, and may grade the episode. Every call belongs to
+    an attempt at an episode. A higher attempt of the same trajectory closes lower ones, whose calls are then
+    refused (FAILED_PRECONDITION). A repeated Open, Step or Close gets the first answer.
     """
 
     @_abc_1.abstractmethod
@@ -50,7 +50,7 @@ class EnvironmentServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _environment_pb2.EnvironmentTasksRequest,
         context: _aio.ServicerContext[_environment_pb2.EnvironmentTasksRequest, _abc.AsyncIterator[_environment_pb2.EnvironmentTask]],
     ) -> _abc.AsyncIterator[_environment_pb2.EnvironmentTask]:
-        """The rows of a run that names no data files, in the same order each time; refused by an environment without any."""
+        """The rows of a run without data files, always in the same order; refused by an environment without rows."""
 
     @_abc_1.abstractmethod
     def Open(
@@ -72,8 +72,8 @@ class EnvironmentServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _environment_pb2.RunEpisodeRequest,
         context: _aio.ServicerContext[_environment_pb2.RunEpisodeRequest, _abc.Awaitable[_environment_pb2.EpisodeRun]],
     ) -> _abc.Awaitable[_environment_pb2.EpisodeRun]:
-        """In place of Step: the environment asks for the policy's answers itself, at an address that speaks OpenAI's
-        chat completions, and returns when it is done. It may be called once per attempt.
+        """Replaces Step: the environment requests the policy's answers from an OpenAI-compatible endpoint, and returns at
+        the end of the episode. It may be called once per attempt.
         """
 
     @_abc_1.abstractmethod
@@ -82,21 +82,21 @@ class EnvironmentServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _environment_pb2.CloseEpisodeRequest,
         context: _aio.ServicerContext[_environment_pb2.CloseEpisodeRequest, _abc.Awaitable[_environment_pb2.EpisodeGrade]],
     ) -> _abc.Awaitable[_environment_pb2.EpisodeGrade]:
-        """Frees the session. Graded or not, it may be repeated."""
+        """Frees the session, graded or not. May be repeated."""
 
 def add_EnvironmentServiceServicer_to_server(servicer: EnvironmentServiceServicer, server: _aio.Server) -> None: ...
 
 class EnvironmentGatewayStub:
-    """Environments that open a stream to a rollout server, in place of listening. They play whole episodes and ask for
-    the policy's answers as in Run.
+    """For environments that open a stream to a rollout server instead of listening. They play complete episodes, and
+    request the policy's answers as in Run.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Attach: _aio.StreamStreamMultiCallable[_environment_pb2.PlayerMessage, _environment_pb2.PlayGatewayMessage]
 
 class EnvironmentGatewayServicer(metaclass=_abc_1.ABCMeta):
-    """Environments that open a stream to a rollout server, in place of listening. They play whole episodes and ask for
-    the policy's answers as in Run.
+    """For environments that open a stream to a rollout server instead of listening. They play complete episodes, and
+    request the policy's answers as in Run.
     """
 
     @_abc_1.abstractmethod

@@ -43,7 +43,7 @@ class DescribeLearnerWeightsResponse(_message.Message):
     STORE_PORT_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     sharding: _builtins.bytes
-    """msgpack: what all learner ranks hold, each with its node and GPU"""
+    """msgpack: the layouts of all learner ranks, with node and GPU"""
     store_host: _builtins.str
     store_port: _builtins.int
     version: _builtins.int
@@ -108,11 +108,11 @@ class FreeMemoryRequest(_message.Message):
     PARTS_FIELD_NUMBER: _builtins.int
     ENGINE_BYTES_FIELD_NUMBER: _builtins.int
     engine_bytes: _builtins.int
-    """What an engine took of a GPU when it was last awake. 0: not measured, ranks judge by the configuration."""
+    """An engine's memory on a GPU when last awake. 0: not measured; ranks use the configuration."""
     @_builtins.property
     def parts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Parts of an engine, "weights" and "kv_cache": a rank gives memory back only if its GPU has no room for them. If the
-        list is empty, every rank gives back all of it.
+        """Parts of an engine, "weights" and "kv_cache": a rank frees memory only if its GPU lacks room for them. If the list
+        is empty, every rank frees all cached memory.
         """
 
     def __init__(
@@ -136,9 +136,9 @@ class FreeMemoryResponse(_message.Message):
     FREED_BYTES_FIELD_NUMBER: _builtins.int
     HAS_ROOM_FIELD_NUMBER: _builtins.int
     freed_bytes: _builtins.int
-    """Of all ranks."""
+    """Sum over all ranks."""
     has_room: _builtins.bool
-    """Every GPU has room for a whole engine now."""
+    """Every GPU now has room for a complete engine."""
     def __init__(
         self,
         *,
@@ -237,7 +237,7 @@ class AbandonPushRequest(_message.Message):
     LOST_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     lost: _builtins.str
-    """member that went away"""
+    """the lost member"""
     def __init__(
         self,
         *,
@@ -269,7 +269,7 @@ Global___AbandonPushResponse: _TypeAlias = AbandonPushResponse  # noqa: Y015
 
 @_typing.final
 class TokenReward(_message.Message):
-    """A part of a trajectory's reward that belongs to one token."""
+    """A part of a trajectory's reward that belongs to a token."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -315,18 +315,18 @@ class BatchRow(_message.Message):
     num_prompt_tokens: _builtins.int
     num_response_tokens: _builtins.int
     greedy_score: _builtins.float
-    """of the greedy answer to the same prompt, as a baseline"""
+    """score of the greedy answer to the same prompt, as a baseline"""
     blob_digest: _builtins.str
     """hexadecimal, of the blob's bytes"""
     num_sampled_tokens: _builtins.int
-    """response tokens that the policy sampled"""
+    """number of response tokens sampled by the policy"""
     num_patches: _builtins.int
     """of the prompt's images"""
     num_greedy_tokens: _builtins.int
-    """tokens that the policy sampled for the greedy answer; 0 without one"""
+    """tokens of the greedy answer sampled by the policy; 0 without one"""
     @_builtins.property
     def token_rewards(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenReward]:
-        """parts of `reward` that belong to tokens before the last"""
+        """parts of `reward` on tokens before the last"""
 
     def __init__(
         self,
@@ -391,7 +391,7 @@ Global___GuardAdjustments: _TypeAlias = GuardAdjustments  # noqa: Y015
 
 @_typing.final
 class GuardReading(_message.Message):
-    """A guard rule's value in a step, the worst of several."""
+    """A guard rule's worst value in a step."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -403,7 +403,7 @@ class GuardReading(_message.Message):
     rule: _builtins.str
     value: _builtins.float
     network: _builtins.str
-    """"actor", "critic"; "" for the step as a whole"""
+    """"actor", "critic"; "" for the step"""
     reference: _builtins.float
     """the running median, if the rule uses it"""
     num_skipped: _builtins.int
@@ -437,10 +437,10 @@ class TrainStepRequest(_message.Message):
     step: _builtins.int
     """1-based; trains version step-1 into version step"""
     digest: _builtins.str
-    """hexadecimal, of policy and rows; a repeated request is known by it"""
+    """hexadecimal digest of policy and rows, which identifies repeated requests"""
     @_builtins.property
     def policy(self) -> _common_pb2.PolicyTag:
-        """of every row"""
+        """the policy of every row"""
 
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___BatchRow]:
@@ -529,16 +529,16 @@ class WorkAheadRequest(_message.Message):
     FIRST_ROW_FIELD_NUMBER: _builtins.int
     WITH_GRADIENT_FIELD_NUMBER: _builtins.int
     step: _builtins.int
-    """as TrainStepRequest"""
+    """as in TrainStepRequest"""
     first_row: _builtins.int
     """the place of the first row in the step's batch"""
     with_gradient: _builtins.bool
-    """also forward and backward, if the chunks before it had theirs"""
+    """also forward and backward, if earlier chunks had theirs"""
     @_builtins.property
     def policy(self) -> _common_pb2.PolicyTag: ...
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___BatchRow]:
-        """of the chunk, ordered by (prompt id, sample index)"""
+        """the chunk's rows, ordered by (prompt id, sample index)"""
 
     @_builtins.property
     def adjustments(self) -> Global___GuardAdjustments: ...
@@ -608,7 +608,7 @@ class SaveCheckpointResponse(_message.Message):
 
     SECONDS_FIELD_NUMBER: _builtins.int
     seconds: _builtins.float
-    """that the learner was held up"""
+    """for which the learner was blocked"""
     def __init__(
         self,
         *,
@@ -628,7 +628,7 @@ class WaitCheckpointRequest(_message.Message):
 
     STEP_FIELD_NUMBER: _builtins.int
     step: _builtins.int
-    """of the checkpoint that was saved last"""
+    """step of the last saved checkpoint"""
     def __init__(
         self,
         *,
@@ -671,7 +671,7 @@ class LoadCheckpointRequest(_message.Message):
     folder: _builtins.str
     """absolute, as written by SaveCheckpoint"""
     version: _builtins.int
-    """the learner's version, which the loaded weights get"""
+    """the learner's version, which the loaded weights take on"""
     def __init__(
         self,
         *,

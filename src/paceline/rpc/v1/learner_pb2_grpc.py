@@ -102,7 +102,7 @@ class LearnerServiceServicer(object):
     """
 
     def DescribeWeights(self, request, context):
-        """The slices of tensors that each learner rank holds, and the rendezvous of the weight group.
+        """Returns the slices of tensors on each learner rank, and the rendezvous of the weight group.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -136,38 +136,38 @@ class LearnerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FreeMemory(self, request, context):
-        """Gives back the GPU memory that the ranks only cache, to the engines that share their GPUs. May be repeated.
+        """Frees the ranks' cached GPU memory for the engines that share their GPUs. May be repeated.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def TrainStep(self, request, context):
-        """One training step. Idempotent: a step asked for again with the same digest gets the first call's result; with
-        another digest it is refused.
+        """Trains a step. Idempotent: a repeated call with the same digest gets the first result; with another digest it is
+        refused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WorkAhead(self, request, context):
-        """Computes what a chunk of the next step needs, before the step's batch is complete. May be repeated, and left
-        out: TrainStep computes what is missing, and the same numbers.
+        """Computes ahead for a chunk of the next step, before its batch is complete. May be repeated or omitted: TrainStep
+        computes what is missing, with the same numbers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SaveCheckpoint(self, request, context):
-        """Copies the state to be written; the learner goes on while the copy is written. One checkpoint is written at a time:
-        the next one waits for it.
+        """Copies the state; the learner continues while the copy is written. Checkpoints are written one at a time, so a
+        call may wait for the previous one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WaitCheckpoint(self, request, context):
-        """Waits until the checkpoint that was saved last is complete: only then does it count. May be repeated.
+        """Waits until the last saved checkpoint is complete and therefore valid. May be repeated.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -182,8 +182,8 @@ class LearnerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Restart(self, request, context):
-        """Ends the group with an error, after the answer. Whoever started it starts it again, and it loads the newest
-        checkpoint: so a learner goes back to an earlier version.
+        """Ends the group with an error, after the answer. The launcher restarts it, and it loads the newest checkpoint: so a
+        learner goes back to an earlier version.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -17,7 +17,7 @@ class LearnerServiceStub:
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     DescribeWeights: _aio.UnaryUnaryMultiCallable[_learner_pb2.DescribeLearnerWeightsRequest, _learner_pb2.DescribeLearnerWeightsResponse]
-    """The slices of tensors that each learner rank holds, and the rendezvous of the weight group."""
+    """Returns the slices of tensors on each learner rank, and the rendezvous of the weight group."""
     JoinWeightGroup: _aio.UnaryUnaryMultiCallable[_learner_pb2.JoinLearnerGroupRequest, _learner_pb2.JoinLearnerGroupResponse]
     PublishWeights: _aio.UnaryUnaryMultiCallable[_learner_pb2.PublishWeightsRequest, _learner_pb2.PublishWeightsResponse]
     """Sends the current weights to the group. Idempotent in its effect: the same version sends the same bytes."""
@@ -27,28 +27,28 @@ class LearnerServiceStub:
     JoinWeightGroup or PublishWeights is under way.
     """
     FreeMemory: _aio.UnaryUnaryMultiCallable[_learner_pb2.FreeMemoryRequest, _learner_pb2.FreeMemoryResponse]
-    """Gives back the GPU memory that the ranks only cache, to the engines that share their GPUs. May be repeated."""
+    """Frees the ranks' cached GPU memory for the engines that share their GPUs. May be repeated."""
     TrainStep: _aio.UnaryUnaryMultiCallable[_learner_pb2.TrainStepRequest, _learner_pb2.TrainStepResponse]
-    """One training step. Idempotent: a step asked for again with the same digest gets the first call's result; with
-    another digest it is refused.
+    """Trains a step. Idempotent: a repeated call with the same digest gets the first result; with another digest it is
+    refused.
     """
     WorkAhead: _aio.UnaryUnaryMultiCallable[_learner_pb2.WorkAheadRequest, _learner_pb2.WorkAheadResponse]
-    """Computes what a chunk of the next step needs, before the step's batch is complete. May be repeated, and left
-    out: TrainStep computes what is missing, and the same numbers.
+    """Computes ahead for a chunk of the next step, before its batch is complete. May be repeated or omitted: TrainStep
+    computes what is missing, with the same numbers.
     """
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_learner_pb2.SaveCheckpointRequest, _learner_pb2.SaveCheckpointResponse]
-    """Copies the state to be written; the learner goes on while the copy is written. One checkpoint is written at a time:
-    the next one waits for it.
+    """Copies the state; the learner continues while the copy is written. Checkpoints are written one at a time, so a
+    call may wait for the previous one.
     """
     WaitCheckpoint: _aio.UnaryUnaryMultiCallable[_learner_pb2.WaitCheckpointRequest, _learner_pb2.WaitCheckpointResponse]
-    """Waits until the checkpoint that was saved last is complete: only then does it count. May be repeated."""
+    """Waits until the last saved checkpoint is complete and therefore valid. May be repeated."""
     LoadCheckpoint: _aio.UnaryUnaryMultiCallable[_learner_pb2.LoadCheckpointRequest, _learner_pb2.LoadCheckpointResponse]
     """Loads weights, optimizer and other training state from a checkpoint of this run. The learner's version
     does not change.
     """
     Restart: _aio.UnaryUnaryMultiCallable[_learner_pb2.RestartRequest, _learner_pb2.RestartResponse]
-    """Ends the group with an error, after the answer. Whoever started it starts it again, and it loads the newest
-    checkpoint: so a learner goes back to an earlier version.
+    """Ends the group with an error, after the answer. The launcher restarts it, and it loads the newest checkpoint: so a
+    learner goes back to an earlier version.
     """
 
 class LearnerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -60,7 +60,7 @@ class LearnerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _learner_pb2.DescribeLearnerWeightsRequest,
         context: _aio.ServicerContext[_learner_pb2.DescribeLearnerWeightsRequest, _abc.Awaitable[_learner_pb2.DescribeLearnerWeightsResponse]],
     ) -> _abc.Awaitable[_learner_pb2.DescribeLearnerWeightsResponse]:
-        """The slices of tensors that each learner rank holds, and the rendezvous of the weight group."""
+        """Returns the slices of tensors on each learner rank, and the rendezvous of the weight group."""
 
     @_abc_1.abstractmethod
     def JoinWeightGroup(
@@ -100,7 +100,7 @@ class LearnerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _learner_pb2.FreeMemoryRequest,
         context: _aio.ServicerContext[_learner_pb2.FreeMemoryRequest, _abc.Awaitable[_learner_pb2.FreeMemoryResponse]],
     ) -> _abc.Awaitable[_learner_pb2.FreeMemoryResponse]:
-        """Gives back the GPU memory that the ranks only cache, to the engines that share their GPUs. May be repeated."""
+        """Frees the ranks' cached GPU memory for the engines that share their GPUs. May be repeated."""
 
     @_abc_1.abstractmethod
     def TrainStep(
@@ -108,8 +108,8 @@ class LearnerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _learner_pb2.TrainStepRequest,
         context: _aio.ServicerContext[_learner_pb2.TrainStepRequest, _abc.Awaitable[_learner_pb2.TrainStepResponse]],
     ) -> _abc.Awaitable[_learner_pb2.TrainStepResponse]:
-        """One training step. Idempotent: a step asked for again with the same digest gets the first call's result; with
-        another digest it is refused.
+        """Trains a step. Idempotent: a repeated call with the same digest gets the first result; with another digest it is
+        refused.
         """
 
     @_abc_1.abstractmethod
@@ -118,8 +118,8 @@ class LearnerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _learner_pb2.WorkAheadRequest,
         context: _aio.ServicerContext[_learner_pb2.WorkAheadRequest, _abc.Awaitable[_learner_pb2.WorkAheadResponse]],
     ) -> _abc.Awaitable[_learner_pb2.WorkAheadResponse]:
-        """Computes what a chunk of the next step needs, before the step's batch is complete. May be repeated, and left
-        out: TrainStep computes what is missing, and the same numbers.
+        """Computes ahead for a chunk of the next step, before its batch is complete. May be repeated or omitted: TrainStep
+        computes what is missing, with the same numbers.
         """
 
     @_abc_1.abstractmethod
@@ -128,8 +128,8 @@ class LearnerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _learner_pb2.SaveCheckpointRequest,
         context: _aio.ServicerContext[_learner_pb2.SaveCheckpointRequest, _abc.Awaitable[_learner_pb2.SaveCheckpointResponse]],
     ) -> _abc.Awaitable[_learner_pb2.SaveCheckpointResponse]:
-        """Copies the state to be written; the learner goes on while the copy is written. One checkpoint is written at a time:
-        the next one waits for it.
+        """Copies the state; the learner continues while the copy is written. Checkpoints are written one at a time, so a
+        call may wait for the previous one.
         """
 
     @_abc_1.abstractmethod
@@ -138,7 +138,7 @@ class LearnerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _learner_pb2.WaitCheckpointRequest,
         context: _aio.ServicerContext[_learner_pb2.WaitCheckpointRequest, _abc.Awaitable[_learner_pb2.WaitCheckpointResponse]],
     ) -> _abc.Awaitable[_learner_pb2.WaitCheckpointResponse]:
-        """Waits until the checkpoint that was saved last is complete: only then does it count. May be repeated."""
+        """Waits until the last saved checkpoint is complete and therefore valid. May be repeated."""
 
     @_abc_1.abstractmethod
     def LoadCheckpoint(
@@ -156,8 +156,8 @@ class LearnerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _learner_pb2.RestartRequest,
         context: _aio.ServicerContext[_learner_pb2.RestartRequest, _abc.Awaitable[_learner_pb2.RestartResponse]],
     ) -> _abc.Awaitable[_learner_pb2.RestartResponse]:
-        """Ends the group with an error, after the answer. Whoever started it starts it again, and it loads the newest
-        checkpoint: so a learner goes back to an earlier version.
+        """Ends the group with an error, after the answer. The launcher restarts it, and it loads the newest checkpoint: so a
+        learner goes back to an earlier version.
         """
 
 def add_LearnerServiceServicer_to_server(servicer: LearnerServiceServicer, server: _aio.Server) -> None: ...

@@ -51,14 +51,14 @@ class RewardDescription(_message.Message):
     contract: _builtins.int
     """the version that the service speaks"""
     name: _builtins.str
-    """its own name, for logs"""
+    """the service's name, for logs"""
     groups: _builtins.bool
     """it scores the items of a group together"""
     version: _builtins.str
-    """of what it computes; scores of another one are not remembered"""
+    """version of the scoring; a change invalidates cached scores"""
     @_builtins.property
     def data_sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """what it scores; empty: everything"""
+        """data sources that it scores; empty: all"""
 
     def __init__(
         self,
@@ -95,12 +95,12 @@ class ScoreItem(_message.Message):
     ground_truth: _builtins.str
     data_source: _builtins.str
     extra_json: _builtins.str
-    """A JSON object, the extra columns of the prompt's row, or empty. At most 16 MiB, 8 levels and 2^20 values, and
-    2^20 values in all items of a call. An item beyond that is not sent and has an error.
+    """A JSON object with the extra columns of the prompt's row, or empty. At most 16 MiB, 8 levels and 2^20 values, and
+    2^20 values in all items of a call. An item beyond these limits is not sent and gets an error.
     """
     group: _builtins.str
-    """Version 2. Items of a call with the same group are all samples of one prompt: none is in another call. Empty:
-    the item is scored by itself.
+    """Version 2. Items with the same group are all the samples of a prompt, and are in the same call. Empty: the item is
+    scored alone.
     """
     val_set: _builtins.str
     """The set of data.val_sets that the prompt belongs to; empty: any other prompt. A run's own reward service scores
@@ -154,7 +154,7 @@ Global___ScoreRequest: _TypeAlias = ScoreRequest  # noqa: Y015
 
 @_typing.final
 class PlacedReward(_message.Message):
-    """A part of a reward that belongs to a step of the response, which ends before the character `end`."""
+    """A part of a reward that belongs to a step of the response; the step ends before the character `end`."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -210,8 +210,8 @@ class ScoreResult(_message.Message):
     reward: _builtins.float
     """finite; ignored if `error` is set"""
     error: _builtins.str
-    """Empty: scored. It may begin with a word for its kind and a colon ("timeout: the judge was slow"): timeout,
-    crashed, unavailable (these are scored again), raised, not_finite, wrong_type. Else it counts as raised.
+    """Empty: scored. May begin with a kind and a colon ("timeout: the judge was slow"): timeout, crashed, unavailable
+    (these are scored again), raised, not_finite, wrong_type. Without a kind, it counts as raised.
     """
     @_builtins.property
     def components(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
@@ -219,7 +219,7 @@ class ScoreResult(_message.Message):
 
     @_builtins.property
     def placed(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacedReward]:
-        """what these leave of `reward` belongs to the response's end"""
+        """the rest of `reward` belongs to the response's end"""
 
     def __init__(
         self,
@@ -270,7 +270,7 @@ class ScoreTask(_message.Message):
     def item(self) -> Global___ScoreItem: ...
     @_builtins.property
     def group(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoreItem]:
-        """in place of `item`, for a client that scores groups"""
+        """instead of `item`, for clients that score groups"""
 
     def __init__(
         self,
@@ -315,14 +315,14 @@ class ScoreAnswer(_message.Message):
     RESULT_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
     ticket: _builtins.int
-    """of the task"""
+    """the task's ticket"""
     @_builtins.property
     def result(self) -> Global___ScoreResult:
-        """with the item's trajectory_id"""
+        """has the item's trajectory_id"""
 
     @_builtins.property
     def group(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoreResult]:
-        """in place of `result`: one for each item of the group, in any order"""
+        """instead of `result`: one per item of the group, in any order"""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RewardServiceStub(object):
-    """The contract of every scorer: Paceline's own reward service and any other.
+    """The contract of every scorer: Paceline's reward service and any other.
     """
 
     def __init__(self, channel):
@@ -48,22 +48,22 @@ class RewardServiceStub(object):
 
 
 class RewardServiceServicer(object):
-    """The contract of every scorer: Paceline's own reward service and any other.
+    """The contract of every scorer: Paceline's reward service and any other.
     """
 
     def Score(self, request, context):
         """Scores up to 65,536 items. Returns exactly one result per item, with the item's trajectory_id, in any order;
-        anything else fails the whole call. The same item can come twice and should get the same score. Calls carry
-        `authorization: Bearer TOKEN` where a token is set, and a W3C `traceparent`.
+        anything else fails the call. An item may come twice and should get the same score. Calls carry a W3C
+        `traceparent`, and `authorization: Bearer TOKEN` if a token is set.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Describe(self, request, context):
-        """What it scores, and which version of this contract it speaks; asked before the first call on a connection,
-        with a deadline of 5 s. A service that answers UNIMPLEMENTED speaks version 1. The run does not start where
-        the version is later than its own, or the data sources do not agree.
+        """Says what it scores, and which version of this contract it speaks; called first on a connection, with a deadline
+        of 5 s. A service that answers UNIMPLEMENTED speaks version 1. The run does not start if the version is later
+        than its own, or the data sources do not match.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -91,7 +91,7 @@ def add_RewardServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RewardService(object):
-    """The contract of every scorer: Paceline's own reward service and any other.
+    """The contract of every scorer: Paceline's reward service and any other.
     """
 
     @staticmethod
@@ -150,7 +150,7 @@ class RewardService(object):
 
 
 class RewardGatewayStub(object):
-    """For a scorer that opens the connection itself, because nobody can reach it. See attachment.proto.
+    """For a scorer that opens the connection, because it cannot be reached. See attachment.proto.
     """
 
     def __init__(self, channel):
@@ -167,7 +167,7 @@ class RewardGatewayStub(object):
 
 
 class RewardGatewayServicer(object):
-    """For a scorer that opens the connection itself, because nobody can reach it. See attachment.proto.
+    """For a scorer that opens the connection, because it cannot be reached. See attachment.proto.
     """
 
     def Attach(self, request_iterator, context):
@@ -193,7 +193,7 @@ def add_RewardGatewayServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RewardGateway(object):
-    """For a scorer that opens the connection itself, because nobody can reach it. See attachment.proto.
+    """For a scorer that opens the connection, because it cannot be reached. See attachment.proto.
     """
 
     @staticmethod

@@ -13,22 +13,22 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RewardServiceStub:
-    """The contract of every scorer: Paceline's own reward service and any other."""
+    """The contract of every scorer: Paceline's reward service and any other."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Score: _aio.UnaryUnaryMultiCallable[_reward_pb2.ScoreRequest, _reward_pb2.ScoreResponse]
     """Scores up to 65,536 items. Returns exactly one result per item, with the item's trajectory_id, in any order;
-    anything else fails the whole call. The same item can come twice and should get the same score. Calls carry
-    `authorization: Bearer TOKEN` where a token is set, and a W3C `traceparent`.
+    anything else fails the call. An item may come twice and should get the same score. Calls carry a W3C
+    `traceparent`, and `authorization: Bearer TOKEN` if a token is set.
     """
     Describe: _aio.UnaryUnaryMultiCallable[_reward_pb2.DescribeRewardRequest, _reward_pb2.RewardDescription]
-    """What it scores, and which version of this contract it speaks; asked before the first call on a connection,
-    with a deadline of 5 s. A service that answers UNIMPLEMENTED speaks version 1. The run does not start where
-    the version is later than its own, or the data sources do not agree.
+    """Says what it scores, and which version of this contract it speaks; called first on a connection, with a deadline
+    of 5 s. A service that answers UNIMPLEMENTED speaks version 1. The run does not start if the version is later
+    than its own, or the data sources do not match.
     """
 
 class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
-    """The contract of every scorer: Paceline's own reward service and any other."""
+    """The contract of every scorer: Paceline's reward service and any other."""
 
     @_abc_1.abstractmethod
     def Score(
@@ -37,8 +37,8 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_reward_pb2.ScoreRequest, _abc.Awaitable[_reward_pb2.ScoreResponse]],
     ) -> _abc.Awaitable[_reward_pb2.ScoreResponse]:
         """Scores up to 65,536 items. Returns exactly one result per item, with the item's trajectory_id, in any order;
-        anything else fails the whole call. The same item can come twice and should get the same score. Calls carry
-        `authorization: Bearer TOKEN` where a token is set, and a W3C `traceparent`.
+        anything else fails the call. An item may come twice and should get the same score. Calls carry a W3C
+        `traceparent`, and `authorization: Bearer TOKEN` if a token is set.
         """
 
     @_abc_1.abstractmethod
@@ -47,21 +47,21 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _reward_pb2.DescribeRewardRequest,
         context: _aio.ServicerContext[_reward_pb2.DescribeRewardRequest, _abc.Awaitable[_reward_pb2.RewardDescription]],
     ) -> _abc.Awaitable[_reward_pb2.RewardDescription]:
-        """What it scores, and which version of this contract it speaks; asked before the first call on a connection,
-        with a deadline of 5 s. A service that answers UNIMPLEMENTED speaks version 1. The run does not start where
-        the version is later than its own, or the data sources do not agree.
+        """Says what it scores, and which version of this contract it speaks; called first on a connection, with a deadline
+        of 5 s. A service that answers UNIMPLEMENTED speaks version 1. The run does not start if the version is later
+        than its own, or the data sources do not match.
         """
 
 def add_RewardServiceServicer_to_server(servicer: RewardServiceServicer, server: _aio.Server) -> None: ...
 
 class RewardGatewayStub:
-    """For a scorer that opens the connection itself, because nobody can reach it. See attachment.proto."""
+    """For a scorer that opens the connection, because it cannot be reached. See attachment.proto."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Attach: _aio.StreamStreamMultiCallable[_reward_pb2.ScorerMessage, _reward_pb2.GatewayMessage]
 
 class RewardGatewayServicer(metaclass=_abc_1.ABCMeta):
-    """For a scorer that opens the connection itself, because nobody can reach it. See attachment.proto."""
+    """For a scorer that opens the connection, because it cannot be reached. See attachment.proto."""
 
     @_abc_1.abstractmethod
     def Attach(

@@ -196,7 +196,7 @@ class SleepResponse(_message.Message):
 
     FREED_BYTES_FIELD_NUMBER: _builtins.int
     freed_bytes: _builtins.int
-    """What the engine gave up, at most on one GPU since it started: it takes as much when it wakes. 0: not measured."""
+    """The most memory that the engine has freed on a GPU, which it needs to wake. 0: not measured."""
     def __init__(
         self,
         *,

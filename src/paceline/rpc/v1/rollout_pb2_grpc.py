@@ -77,7 +77,7 @@ class RolloutServiceServicer(object):
     """
 
     def DescribeWeights(self, request, context):
-        """Which slice of which tensor each rank of the engine needs.
+        """Returns the slices of tensors that each rank of the engine needs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -91,7 +91,7 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReceiveWeights(self, request, context):
-        """Stops taking prompts, aborts what is in flight, receives a version, resets caches. -> SYNCING.
+        """Stops taking prompts, aborts requests under way, receives a version, resets caches. -> SYNCING.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -105,14 +105,14 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Sleep(self, request, context):
-        """Closes the sampler, aborts what is in flight, gives the GPU memory of weights and KV cache up. -> ASLEEP.
+        """Closes the sampler, aborts requests under way, frees the GPU memory of weights and KV cache. -> ASLEEP.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Wake(self, request, context):
-        """Takes the memory of a part again: the weights for a push, the KV cache for the commit after it.
+        """Allocates the memory of a part again: the weights before a push, the KV cache before the commit after it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
