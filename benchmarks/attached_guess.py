@@ -1,6 +1,6 @@
-"""The guessing game as a client that attaches to a run: python benchmarks/attached_guess.py HOST:PORT ...
+"""Attaches the guessing game to a run: python benchmarks/attached_guess.py HOST:PORT ...
 
-Ends with the run, and prints how many games were opened and not released; `episode_faults.py` starts it.
+Ends with the run, and prints the number of games opened but not released; `episode_faults.py` starts it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NAME = "guess"
 
 
 def main() -> None:
-    """Plays until the run is over, or a signal comes."""
+    """Plays until the run is over or a signal comes."""
     spec = importlib.util.spec_from_file_location("guess", ROOT / "examples" / "guess" / "environment.py")
     assert spec is not None
     assert spec.loader is not None
@@ -33,7 +33,7 @@ def main() -> None:
             num_open += 1
 
         async def release(self) -> None:
-            """Called once for every instance."""
+            """Counts the game as released."""
             nonlocal num_open
             num_open -= 1
 

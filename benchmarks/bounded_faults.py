@@ -1,14 +1,13 @@
-"""Random faults in runs with a bound on staleness, until so many have struck.
+"""Injects a number of random faults into runs with a bound on staleness.
 
     python benchmarks/bounded_faults.py --faults 1000
     python benchmarks/bounded_faults.py --faults 100 --k 4 --in-flight keep --seed 5000
     python benchmarks/bounded_faults.py --faults 100 --replays
 
-Whole runs of the controller's loop, with journal, barrier, collector and `paceline verify`, over services
-that compute nothing, in one process: the controller is killed, servers and learner end, the broker loses its
-messages, samples come twice or from beyond the bound. Each run must end within its bound, with every step
-trained once. A run that does not is named with its seed and faults. Prints a row for each bound, and how
-often each fault struck.
+Runs the controller's loop with journal, barrier, collector and `paceline verify` over services that compute
+nothing, in one process. The controller is killed, servers and learner end, the broker loses its messages,
+samples come twice or from beyond the bound. Each run must end within its bound, with every step trained once;
+others are listed with seed and faults. Prints a row per bound, and the number of each kind of fault.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from support.bounded_faults import faulty_run, quick
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What became of the runs of one kind."""
+    """The outcomes of the runs of one kind."""
 
     runs: int = 0
     mixed: int = 0
@@ -43,7 +42,7 @@ class Outcome:
     failures: list[str] = field(default_factory=list)
 
     def run(self, k: int, in_flight: str, seed: int, *, replays: bool) -> None:
-        """One run; its failure is kept."""
+        """Makes one run and records its failure, if any."""
         cpu, began = time.process_time(), time.monotonic()
         try:
             with tempfile.TemporaryDirectory() as folder:
@@ -61,19 +60,15 @@ class Outcome:
 def main() -> int:
     """Injects the faults, and prints the tables; returns 1 if a run was not sound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument(
-        "--faults", type=int, default=100, help="how many are to strike, of all kinds of runs"
-    )
+    parser.add_argument("--faults", type=int, default=100, help="number of faults, over all kinds of runs")
     parser.add_argument("--k", type=int, nargs="+", default=[1, 4], help="bounds")
     parser.add_argument(
         "--in-flight", nargs="+", default=["wait", "keep"], help="values of rollout.in_flight"
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="of the first runs; later ones have the next seeds"
+        "--seed", type=int, default=0, help="seed of the first runs; later runs count on from it"
     )
-    parser.add_argument(
-        "--replays", action="store_true", help="steps also train groups of earlier ones again"
-    )
+    parser.add_argument("--replays", action="store_true", help="let steps replay groups of earlier steps")
     asked = parser.parse_args()
     outcomes = {kind: Outcome() for kind in itertools.product(asked.k, asked.in_flight)}
     with quick():

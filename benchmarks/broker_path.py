@@ -1,4 +1,4 @@
-"""The broker path alone: prompt out, trajectory in, header scored, over a real Redis that this script starts.
+"""Measures only the broker path: prompt out, trajectory in, header scored, over a real Redis that it starts.
 
     python benchmarks/broker_path.py [--groups 1000] [--samples 8] [--tokens 512] [--repeats 3]
 
@@ -52,14 +52,14 @@ STALL_S = 60.0
 
 
 class Timing(NamedTuple):
-    """One run: seconds on the clock, and CPU seconds of the services and the server together."""
+    """A run's wall seconds, and the CPU seconds of services and server together."""
 
     seconds: float
     cpu_s: float
 
 
 def prompt_group(prompt_id: int, num_samples: int, num_tokens: int) -> bytes:
-    """One order."""
+    """Returns an encoded prompt group."""
     return wire.encode_prompt_group(
         PromptGroup(
             run_id=RUN_ID,
@@ -121,7 +121,7 @@ def answer(group: PromptGroup) -> list[Outgoing]:
 
 
 async def rollout(broker: Broker, ready: asyncio.Event) -> None:
-    """Answers orders until it is cancelled, with one append per group as the rollout server."""
+    """Answers orders until cancelled, with one append per group like the rollout server."""
     stream = names.prompts(RUN_ID, POLICY.version)
     async with Mailbox(broker, stream, names.ROLLOUT_GROUP, "bench-0", max_entries=8) as box:
         ready.set()
@@ -157,7 +157,7 @@ def scored(header: TrajectoryHeader, trajectory: Trajectory) -> bytes:
 
 
 async def reward(broker: Broker, ready: asyncio.Event) -> None:
-    """Scores trajectories as they arrive until it is cancelled."""
+    """Scores trajectories as they arrive, until cancelled."""
     stream = names.trajectories(RUN_ID)
     async with Mailbox(broker, stream, names.REWARD_GROUP, "bench-0", max_entries=64) as box:
         ready.set()
@@ -199,7 +199,7 @@ async def control(broker: Broker, num_groups: int, num_samples: int, num_tokens:
 
 
 def cpu_seconds(pids: Sequence[int]) -> float:
-    """CPU time that the processes have used, which other work on the machine does not distort."""
+    """Returns the CPU time of processes, which other work on the machine does not distort."""
     ticks = 0
     for pid in pids:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -208,14 +208,14 @@ def cpu_seconds(pids: Sequence[int]) -> float:
 
 
 async def timed(broker: Broker, pids: Sequence[int], arguments: argparse.Namespace) -> Timing:
-    """Returns the controller's part, with the CPU time that all processes spend on it."""
+    """Runs the controller's part, and measures the CPU time of all processes."""
     before = cpu_seconds(pids)
     seconds = await control(broker, arguments.groups, arguments.samples, arguments.tokens)
     return Timing(seconds=seconds, cpu_s=cpu_seconds(pids) - before)
 
 
 async def in_one_process(server: RedisServer, arguments: argparse.Namespace) -> Timing:
-    """Rollout, reward and controller as tasks of one event loop."""
+    """Runs rollout, reward and controller as tasks of one event loop."""
     broker = open_broker(server.url)
     tasks = []
     for work in (rollout, reward):
@@ -232,7 +232,7 @@ async def in_one_process(server: RedisServer, arguments: argparse.Namespace) -> 
 
 
 async def in_processes(server: RedisServer, arguments: argparse.Namespace) -> Timing:
-    """Rollout and reward as processes; the controller runs in this process."""
+    """Runs rollout and reward as processes, and the controller in this process."""
     broker = open_broker(server.url)
     pids = [os.getpid(), server.pid]
     async with AsyncExitStack() as stack:
@@ -257,7 +257,7 @@ async def in_processes(server: RedisServer, arguments: argparse.Namespace) -> Ti
 
 
 async def run_role(role: str) -> None:
-    """The main function of a role's own process: prints "ready", and works until it is terminated."""
+    """Runs a role in its own process: prints "ready", then works until terminated."""
     ready = asyncio.Event()
     work = {"rollout": rollout, "reward": reward}[role]
     task = asyncio.create_task(work(open_broker(os.environ[URL_VARIABLE]), ready), name=role)
@@ -267,7 +267,7 @@ async def run_role(role: str) -> None:
 
 
 def machine(url: str) -> str:
-    """Returns the machine in a line."""
+    """Describes the machine in a line."""
     with redis.Redis.from_url(url) as client:
         info = client.info("server")
     parser = "with hiredis" if importlib.util.find_spec("hiredis") else "without hiredis"

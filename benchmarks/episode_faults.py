@@ -1,16 +1,17 @@
-"""A whole run of the guessing game under faults, while its environment is killed again and again.
+"""Runs the guessing game under faults while its environment is killed repeatedly.
 
     python benchmarks/episode_faults.py --seed 1 --faults 20
     python benchmarks/episode_faults.py --seed 2 --faults 40 --alive 3 8 learner.threads=1
     python benchmarks/episode_faults.py --seed 3 --kills --attached --limit-s 420
 
 `paceline chaos` kills, pauses and cuts off two rollout servers, the reward service, the learner, the
-controller and Redis; with --kills it kills rollout servers, their engines and the reward service, and nothing
-else. The environment is a process of its own that gets SIGKILL after a random time and is started again: one
-that serves, or with --attached one that attaches to the rollout servers. Steps of 16 games of up to 8 turns.
-Prints the faults, what `paceline verify` finds, how often which process was killed, how many games were
-trained, and how many the environment still has open. The starting model is that of `benchmarks/episodes.py`,
-made if it is not there.
+controller and Redis; with --kills it only kills rollout servers, their engines and the reward
+service. The environment is a separate process that gets SIGKILL after a random time and is restarted: a
+server, or with --attached a client of the rollout servers. Steps have 16 games of up to 8 turns.
+
+Prints the faults, the findings of `paceline verify`, the kills of each process, and the numbers of games
+trained and of games that the environment still has open. Makes the starting model of
+`benchmarks/episodes.py` if it is missing.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ SMALL = (
     "rollout.max_num_seqs=16",
     "rollout.episode.max_turns=8",
     "rollout.episode.retries=20",
-    # 64 tokens are all that the model has room for.
+    # The model has room for only 64 tokens.
     "data.max_prompt_length=8",
     "data.max_response_length=56",
     "data.train_batch_size=8",
@@ -69,11 +70,11 @@ CLOSING_S = 30.0
 
 @dataclass
 class Killed:
-    """The environment, killed and started again by a thread of its own.
+    """Runs the environment, and kills and restarts it from a separate thread.
 
     Attributes:
-        num_kills: since the run's first step was over.
-        num_open: episodes that the last one still has when the run is over; None: it did not say.
+        num_kills: number of kills after the run's first step.
+        num_open: open episodes of the last environment at the end of the run; None if unknown.
     """
 
     ports: tuple[int, ...]
@@ -86,7 +87,7 @@ class Killed:
     over: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
-        """Until it is over."""
+        """Kills and restarts the environment until the run is over."""
         while not self.over.is_set():
             process = self._start()
             if process is None:
@@ -104,7 +105,7 @@ class Killed:
                 process.wait()
 
     def overrides(self) -> list[str]:
-        """Returns what the configuration says of it."""
+        """Returns the environment's part of the configuration."""
         if self.is_attached:
             return [
                 "rollout.environment.address=null",
@@ -114,7 +115,7 @@ class Killed:
         return [f"rollout.environment.address=127.0.0.1:{self.ports[0]}"]
 
     def _start(self) -> subprocess.Popen[str] | None:
-        """Its process; None: the run that it attaches to is not there yet."""
+        """Starts its process; returns None if the run to attach to does not exist yet."""
         env = {**os.environ, "PORT": str(self.ports[0])}
         command = [sys.executable, str(EXAMPLES / "guess" / "environment.py")]
         if self.is_attached:
@@ -142,7 +143,7 @@ class Killed:
                 return
 
     def _ask(self, process: subprocess.Popen[str]) -> int | None:
-        """Returns how many episodes are open, when none is or it has had its time."""
+        """Waits, up to a limit, until no episode is open; returns the number of open ones."""
         if self.is_attached:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -156,7 +157,7 @@ class Killed:
 
 
 async def num_open_at(port: int) -> int:
-    """Episodes that an environment has open."""
+    """Returns the number of episodes that an environment has open."""
     channel = channels.connect(f"127.0.0.1:{port}", credentials=Credentials(), role="environment")
     try:
         describe = environment_pb2_grpc.EnvironmentServiceStub(channel).Describe
@@ -167,7 +168,7 @@ async def num_open_at(port: int) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs and prints; 0 if the run recovered from everything and is sound."""
+    """Runs and prints; returns 0 if the run recovered from every fault and is sound."""
     args = parse_args(argv)
     start = folder_of(args.start.resolve(), "guess", 0)
     prepare(start, "guess", 0, args.overrides)
@@ -206,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def chaos(command: Sequence[str], limit_s: float | None) -> int:
-    """Runs `paceline chaos`; after the limit it is told to end, and still prints what it has."""
+    """Runs `paceline chaos`, and ends it after the limit; it still prints its results."""
     process = subprocess.Popen(command, cwd=ROOT)
     try:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -223,14 +224,17 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="dotted.key=value")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--faults", type=int, default=20, help="of paceline chaos, beside the environment's kills"
+        "--faults",
+        type=int,
+        default=20,
+        help="faults of paceline chaos, in addition to the environment's kills",
     )
-    parser.add_argument("--rate", type=float, default=12.0, help="of them per minute")
+    parser.add_argument("--rate", type=float, default=12.0, help="faults per minute")
     parser.add_argument(
-        "--kills", action="store_true", help="of them kills of servers, engines and the reward service alone"
+        "--kills", action="store_true", help="only kill servers, engines and the reward service"
     )
     parser.add_argument(
-        "--attached", action="store_true", help="an environment that attaches to the rollout servers"
+        "--attached", action="store_true", help="use an environment that attaches to the rollout servers"
     )
     parser.add_argument(
         "--alive",
@@ -239,18 +243,20 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         default=(3.0, 8.0),
         help="seconds that the environment lives: from, to",
     )
-    parser.add_argument("--limit-s", type=float, help="end the run after so many seconds, faults or not")
-    parser.add_argument("--port", type=int, help="of the environment, or of the first server; default: free")
-    parser.add_argument("--start", type=Path, default=ROOT / "runs" / "episodes", help="where the model is")
+    parser.add_argument("--limit-s", type=float, help="end the run after this many seconds")
+    parser.add_argument(
+        "--port", type=int, help="port of the environment or the first server; default: a free one"
+    )
+    parser.add_argument("--start", type=Path, default=ROOT / "runs" / "episodes", help="folder of the model")
     parser.add_argument("--run-dir", type=Path, default=ROOT / "runs" / "episode-faults")
     return parser.parse_args(argv)
 
 
 def report(args: argparse.Namespace, run_dir: Path, killed: Killed, seconds: float) -> None:
-    """Prints what the run directory says, the last line as JSON."""
+    """Prints the results in the run directory, the last line as JSON."""
     metrics = [line for line in json_lines(run_dir / "metrics.jsonl") if "episode/turns/mean" in line]
     file = run_dir / "chaos.json"
-    if not file.is_file():  # it did not come to its end
+    if not file.is_file():  # the run did not reach its end
         subprocess.run([*paceline(), "verify", str(run_dir)], check=False, cwd=ROOT)
     told = json.loads(file.read_text()) if file.is_file() else {}
     faults = Counter(

@@ -1,12 +1,12 @@
-"""What the examples with several turns learn: each, with several seeds, as whole runs through the services.
+"""Measures what the multi-turn examples learn, each with several seeds, in complete runs.
 
     python benchmarks/episodes.py                                # both, seeds 0, 1, 2
     python benchmarks/episodes.py --examples guess --seeds 0
     python benchmarks/episodes.py --table-only                   # the table of the runs in --out
 
-A seed governs data, starting model, order of the prompts and sampling. Runs that are complete in --out are
-not run again. The calculator's reward is that of validation (256 held-out sums, greedy), the guessing game's
-the mean of the first five steps, 256 games each, and of the last five.
+A seed determines data, starting model, order of the prompts and sampling. Complete runs in --out are not
+repeated. The calculator's reward is that of validation (256 held-out sums, greedy), the guessing game's the
+mean of the first five steps, 256 games each, and of the last five.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ EXAMPLES = ROOT / "examples"
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """Its metrics that are shown, from the mean of the first `width` values to that of the last."""
+    """Shown metrics of an example, as means of the first and of the last `width` values."""
 
     reward: str
     success: str
@@ -58,7 +58,7 @@ SHOWN = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs what is missing and prints the table."""
+    """Makes missing runs and prints the table."""
     args = parse_args(argv)
     out: Path = args.out.resolve()
     wanted = [(example, seed) for example in args.examples for seed in args.seeds]
@@ -93,12 +93,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def folder_of(out: Path, example: str, seed: int) -> Path:
-    """Returns where a run and what it starts from lie."""
+    """Returns the folder of a run and its inputs."""
     return out / f"{example}-{seed}"
 
 
 def run(folder: Path, example: str, seed: int, overrides: Sequence[str]) -> None:
-    """A run of an example; leaves `finding.json`, after a failure too."""
+    """Runs an example; writes `finding.json`, also after a failure."""
     prepare(folder, example, seed, overrides)
     values = [
         f"trainer.run_dir={folder}/run",
@@ -122,7 +122,7 @@ def run(folder: Path, example: str, seed: int, overrides: Sequence[str]) -> None
 
 
 def prepare(folder: Path, example: str, seed: int, overrides: Sequence[str]) -> None:
-    """Data and the warmed-up model, if they are not there; of the overrides those of the learner count."""
+    """Makes missing data and the warmed-up model; applies only the learner's overrides."""
     source, data, model, start = EXAMPLES / example, folder / "data", folder / "model", folder / "start"
     if (start / "config.json").is_file():
         return
@@ -143,7 +143,7 @@ def prepare(folder: Path, example: str, seed: int, overrides: Sequence[str]) -> 
 
 @contextmanager
 def environment_of(example: str, folder: Path) -> Iterator[list[str]]:
-    """Serves the example's environment, if it has one; what the configuration says of it."""
+    """Serves the example's environment, if any; yields its part of the configuration."""
     if not SHOWN[example].has_environment:
         yield []
         return
@@ -164,13 +164,13 @@ def environment_of(example: str, folder: Path) -> Iterator[list[str]]:
 
 
 def failure_of(folder: Path) -> str | None:
-    """Empty for a run that came to its end; None for one that is not there."""
+    """Returns a run's failure; "" if it completed, None if it does not exist."""
     path = folder / "finding.json"
     return str(json.loads(path.read_text())["failure"]) if path.is_file() else None
 
 
 def table(out: Path, wanted: Sequence[tuple[str, int]]) -> str:
-    """Markdown: one line per run, and the mean over the seeds of each example."""
+    """Returns Markdown with a line per run, and each example's mean over the seeds."""
     lines = [
         "| example | seed | reward before | after | right before | after | calls | after | steps | seconds |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -199,7 +199,7 @@ def table(out: Path, wanted: Sequence[tuple[str, int]]) -> str:
 
 
 def read(path: Path, example: str) -> tuple[list[float], int]:
-    """Beginning and end of each metric that is shown, and the number of steps."""
+    """Returns first and last value of each shown metric, and the number of steps."""
     metrics = json_lines(path)
     values: list[float] = []
     for name in (SHOWN[example].reward, SHOWN[example].success, SHOWN[example].calls):

@@ -1,11 +1,12 @@
-"""Programs that try to harm a run, drawn from a grammar and scored by the reward service's own work.
+"""Scores programs that try to harm a run, drawn from a grammar, with the reward service's own code.
 
     python benchmarks/hostile_programs.py --count 200 --seed 0
 
-Each is one response: a few hostile acts, mostly followed by the right answer, in some form of fences. They
-run only in the project's confinement. A consumer takes them from a mailbox, `reward.code` scores them, and
-what it writes is read as the controller reads it. Prints what became of each kind of act. The service must
-still work, each response must have a reward or a typed error, and that reward where the grammar knows it.
+Each program is a response: a few hostile acts, mostly followed by the right answer, in some form of code
+fences. They run only in the project's confinement. A consumer takes them from a mailbox, `reward.code` scores
+them, and the results are read like the controller reads them. Prints the outcomes of each kind of act. The
+service must still work, and each response must have a typed error or a reward, namely the grammar's if it
+knows one.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ RUN = "hostile"
 PRINTS = '{"inputs": ["3 4\\n"], "outputs": ["7"]}'
 CALLS = '{"calls": ["add(3, 4)"], "results": [7]}'
 
-# Acts by kind: those after which the right answer can still be given, those after which it cannot, and those
-# of which nobody can say. N is a number of the draw.
+# Acts by kind: those after which the right answer still counts, those after which it does not, and uncertain
+# ones. N is a number of the draw.
 HARMLESS: Mapping[str, Sequence[str]] = {
     "descriptors": ["for n in range(3, 1024):\n    try: os.write(n, b'+broken')\n    except OSError: pass"],
     "memory": ["x = bytearray(1 << 40)", "x = [bytearray(N << 20) for _ in range(1000)]"],
@@ -134,7 +135,7 @@ FENCES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hostile:
-    """A response: its acts' kinds, its text and its tests; `reward` is None where nobody can say."""
+    """A response: its acts' kinds, its text and its tests; `reward` is None if uncertain."""
 
     kinds: tuple[str, ...]
     fence: str
@@ -145,9 +146,9 @@ class Hostile:
 
 @dataclass(kw_only=True, slots=True)
 class Record:
-    """What became of the responses.
+    """The outcomes of the responses.
 
-    `headers` are by prompt id, `endings` the ends of each one's program. `left` names what is still there.
+    `headers` are by prompt id, `endings` the ends of each program. `left` names processes that are left.
     """
 
     headers: dict[int, ScoredHeader] = field(default_factory=dict)
@@ -157,7 +158,7 @@ class Record:
     left: list[str] = field(default_factory=list)
 
     def wrong(self, drawn: Sequence[Hostile]) -> list[str]:
-        """Returns what should not have happened."""
+        """Returns violations."""
         faults = ["the service ended"] if self.has_ended else []
         for number, hostile in enumerate(drawn):
             header = self.headers.get(number)
@@ -179,7 +180,7 @@ def draw(source: random.Random) -> Hostile:
         act = source.choice(sort[kind]).replace("N", str(source.randint(1, 99)))
         kinds.append(kind)
         body = "".join(f"    {line}\n" for line in act.split("\n"))
-        # What follows a certain end does not count, nor what comes before it.
+        # Acts before or after a certain end do not count.
         reward = weight if weight == 0.0 or (reward != 0.0 and weight != 1.0) else reward
         lines.append(f"try:\n{body}except BaseException: pass\n")
     ground_truth = source.choice([PRINTS, PRINTS, CALLS])
@@ -198,7 +199,7 @@ def draw(source: random.Random) -> Hostile:
 
 
 class _CodePoints:
-    """Token n is the character n - 1."""
+    """Decodes token n as the character n - 1."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return "".join(chr(token - 1) for token in token_ids)
@@ -250,7 +251,7 @@ def _programs() -> list[psutil.Process]:
     """Returns the confined programs that run below this process."""
     running = []
     for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since, and may wait for its parent
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended, and may be a zombie
             running += [child] * ("inside.py" in str(child.cmdline()))
     return running
 
@@ -273,7 +274,7 @@ async def _watch(record: Record) -> None:
 
 
 def table(drawn: Sequence[Hostile], record: Record) -> Table:
-    """By kind of act: how many responses have it, their rewards, their errors, how their programs ended."""
+    """Makes a table by kind of act: responses, their rewards, errors and ends of programs."""
     shown = Table("act", "responses", "reward 1", "reward 0", "error", "how programs ended")
     for kind in sorted({kind for hostile in drawn for kind in hostile.kinds}):
         numbers = [number for number, hostile in enumerate(drawn) if kind in hostile.kinds]
@@ -288,7 +289,7 @@ def table(drawn: Sequence[Hostile], record: Record) -> Table:
 
 
 def main() -> int:
-    """Returns 1 if anything happened that should not have."""
+    """Runs the benchmark; returns 1 if there were violations."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)

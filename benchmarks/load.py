@@ -1,15 +1,15 @@
-"""Load on controller, reward service and Redis, with only the engines and the learner simulated.
+"""Measures the load on controller, reward service and Redis; only engines and learner are simulated.
 
     python benchmarks/load.py [--servers 10 50 200] [--trajectories 1000 10000 100000] [--tokens 16]
 
-For each size a run of a few steps: real controller, real reward service with a trivial function, real Redis,
-real rollout servers (apps, samplers, mailboxes; a few processes share them) over engines that draw at once.
-The learner reads its orders and answers. What is left of a step is what the services and the broker cost.
+Makes a run of a few steps per size: real controller, reward service with a trivial function, Redis, and
+rollout servers (apps, samplers, mailboxes; in a few processes) over engines that answer at once. The learner
+reads its orders and answers. The rest of a step is the cost of services and broker.
 
-Per step, the median without the first: seconds from dispatch to commit, CPU seconds of the controller, of the
-reward service and of Redis, the most memory that Redis used, and the bytes of the journal. Before the first
-step: seconds from the controller's start to the first dispatch, when all members are registered and form a
-group, and the controller's CPU seconds until then, its own start included.
+Prints medians of the steps after the first: seconds from dispatch to commit, CPU seconds of controller,
+reward service and Redis, peak memory of Redis, and bytes of the journal. For the time before the first step:
+seconds from the controller's start to the first dispatch, when all members have registered and formed a
+group, and the controller's CPU seconds until then.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ POLL_S = 0.02
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """One line of the table."""
+    """The size of a run: a line of the table."""
 
     servers: int
     trajectories: int
@@ -61,7 +61,7 @@ class Size:
 
 @dataclass(kw_only=True, slots=True)
 class Step:
-    """What one step took."""
+    """The costs of one step."""
 
     seconds: float
     controller_s: float
@@ -73,7 +73,7 @@ class Step:
 
 @dataclass(kw_only=True, slots=True)
 class Watched:
-    """The processes whose CPU time is measured, and what was last seen of them."""
+    """The processes whose CPU time is measured, and their last readings."""
 
     controller: psutil.Process
     reward: psutil.Process
@@ -86,12 +86,12 @@ class Watched:
     _before: tuple[float, float, float, int] = (0.0, 0.0, 0.0, 0)
 
     def look(self) -> None:
-        """Notes the memory that Redis uses now."""
+        """Records the memory that Redis uses now."""
         used = self.client.info("memory")["used_memory"] / 2**20
         self.peak_mib = max(self.peak_mib, used)
 
     def note_start(self, journal: Path) -> None:
-        """Takes the time of the first dispatch, once there is one."""
+        """Records the time of the first dispatch, once there is one."""
         if self.start_s or not journal.exists():
             return
         events = [json.loads(line) for line in journal.read_text(encoding="utf-8").splitlines()[:5000]]
@@ -101,7 +101,7 @@ class Watched:
             self.start_cpu_s = _cpu_s(self.controller)
 
     def note(self, metrics: Mapping[str, float], journal: Path) -> None:
-        """A step has ended: takes the differences since the one before."""
+        """Records the costs of a step that has ended."""
         now = (
             *(_cpu_s(process) for process in (self.controller, self.reward, self.redis)),
             journal.stat().st_size,
@@ -121,7 +121,7 @@ class Watched:
 
 
 def _cpu_s(process: psutil.Process) -> float:
-    """CPU seconds of a process and its children."""
+    """Returns the CPU seconds of a process and its children."""
     total = 0.0
     for part in (process, *process.children(recursive=True)):
         times = part.cpu_times()
@@ -130,7 +130,7 @@ def _cpu_s(process: psutil.Process) -> float:
 
 
 def make_config(size: Size, inputs: Path, run_dir: Path, num_steps: int, texts: bool) -> RunConfig:
-    """Returns a run of this size."""
+    """Returns the configuration of a run of this size."""
     length = PROMPT_TOKENS + size.tokens
     return parse(
         RunConfig,
@@ -160,7 +160,7 @@ def make_config(size: Size, inputs: Path, run_dir: Path, num_steps: int, texts: 
 
 
 def prepare(folder: Path, num_prompts: int) -> Path:
-    """Returns the arithmetic example's rows and tokenizer."""
+    """Makes the arithmetic example's rows and tokenizer; returns their folder."""
     command = [sys.executable, str(ROOT / "examples/arithmetic/prepare.py")]
     command += ["--out", str(folder / "data"), "--model-out", str(folder / "model")]
     command += ["--num-train", str(num_prompts), "--num-val", "1", "--num-sft", "1"]
@@ -169,7 +169,7 @@ def prepare(folder: Path, num_prompts: int) -> Path:
 
 
 def measure(size: Size, folder: Path, args: argparse.Namespace) -> Watched:
-    """Runs the services at one size."""
+    """Runs the services at one size and measures them."""
     inputs = prepare(folder / "inputs", size.prompts)
     run_dir = folder / "run"
     (run_dir / "logs").mkdir(parents=True)
@@ -235,7 +235,7 @@ def _wait_for_address(file: Path, controller: psutil.Process, log: Path) -> str:
 
 
 def follow(watched: Watched, run_dir: Path, num_steps: int, timeout_s: float) -> None:
-    """Notes each step as its line of metrics appears, until the last."""
+    """Records each step as its line of metrics appears, until the last."""
     deadline, num_lines = time.monotonic() + timeout_s, 0
     path = run_dir / "metrics.jsonl"
     while num_lines <= num_steps:
@@ -286,8 +286,8 @@ def main() -> int:
     parser.add_argument("--trajectories", type=int, nargs="+", default=[10_000], help="per step")
     parser.add_argument("--tokens", type=int, nargs="+", default=[16], help="per response")
     parser.add_argument("--samples", type=int, default=8, help="per prompt")
-    parser.add_argument("--steps", type=int, default=4, help="of each run; the first warms up")
-    parser.add_argument("--processes", type=int, default=4, help="that the rollout servers share")
+    parser.add_argument("--steps", type=int, default=4, help="steps of each run; the first warms up")
+    parser.add_argument("--processes", type=int, default=4, help="processes that the rollout servers share")
     parser.add_argument("--train-s", type=float, default=0.0, help="how long the learner takes to answer")
     parser.add_argument("--no-texts", action="store_true", help="trainer.save_trajectories: false")
     parser.add_argument("--verify", action="store_true", help="check each run with `paceline verify`")

@@ -1,10 +1,10 @@
-"""Members of a run without a model, for benchmarks/load.py: everything is real but engine and learner.
+"""Members of a run without a model, for benchmarks/load.py: only engine and learner are simulated.
 
 python benchmarks/load_members.py rollout --controller HOST:PORT --first 0 --count 5
 python benchmarks/load_members.py learner --controller HOST:PORT
 
-A process holds any number of rollout servers, each with the service's own app, sampler and mailboxes; the
-engine draws random tokens at once and takes weights that are never sent.
+A process holds any number of rollout servers, each with the service's app, sampler and mailboxes; the engine
+draws random tokens at once and pretends to receive weights.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ SHAPE = (2,)
 
 
 def layout() -> RankLayout:
-    """One rank with the one tensor there is."""
+    """Returns a rank's layout with a single tensor."""
     part = TensorSlice(name="w", global_shape=SHAPE, box=Box.full(SHAPE), param="w", offset=(0,))
     return RankLayout(dtype="float32", slices=(part,))
 
 
 def receipt(rank: str, version: int) -> PushReceipt:
-    """Returns a push that took no time; the weights are the version's number."""
+    """Returns the receipt of a push that took no time, of weights equal to the version."""
     part = SliceDigest(name="w", global_shape=SHAPE, box=Box.full(SHAPE), value=version + 1)
     return PushReceipt(
         version=version,
@@ -77,22 +77,22 @@ class PaperEngine(Engine):
 
     @property
     def kv_cache_tokens(self) -> int:
-        """It keeps none."""
+        """Returns 0: there is no KV cache."""
         return 0
 
     async def describe(self) -> tuple[RankLayout, ...]:
-        """One rank."""
+        """Returns one rank."""
         return (layout(),)
 
     async def join(self, spec: WeightGroupSpec, rank_offset: int, timeout_s: float) -> None:
         """Nothing to connect."""
 
     async def receive(self, version: int, timeout_s: float) -> PushReceipt:
-        """Done at once."""
+        """Returns a receipt at once."""
         return receipt("rollout", version)
 
     async def digest(self, version: int) -> tuple[DigestReport, ...]:
-        """As reported by the push."""
+        """Returns the digests that the push reported."""
         return receipt("rollout", version).reports
 
     async def leave(self) -> None:
@@ -101,7 +101,7 @@ class PaperEngine(Engine):
     async def generate(
         self, requests: Sequence[SampleRequest], ended: Callable[[], None] = do_nothing
     ) -> list[Sample]:
-        """Full-length responses that follow from the seeds."""
+        """Returns full-length responses drawn from the seeds."""
         await asyncio.sleep(0)
         samples = []
         for request in requests:
@@ -119,17 +119,17 @@ class PaperEngine(Engine):
         return samples
 
     async def sleep(self) -> int:
-        """No memory to give up."""
+        """Frees nothing."""
         return 0
 
     async def wake(self, part: EnginePart) -> None:
-        """No memory to take."""
+        """Allocates nothing."""
 
     async def check_health(self) -> None:
-        """Always well."""
+        """Passes always."""
 
     async def shutdown(self) -> None:
-        """Nothing to end."""
+        """Ends nothing."""
 
 
 class PaperLearner(learner_pb2_grpc.LearnerServiceServicer):
@@ -162,27 +162,27 @@ class PaperLearner(learner_pb2_grpc.LearnerServiceServicer):
         return learner_pb2.LeaveLearnerGroupResponse()
 
     async def AbandonPush(self, request: Any, context: Any) -> Any:
-        """Nobody waits."""
+        """Releases nobody."""
         return learner_pb2.AbandonPushResponse()
 
     async def TrainStep(self, request: Any, context: Any) -> Any:
-        """Reads the order, as the real one does, and answers."""
+        """Reads the order, as the real learner does, and answers."""
         order = order_from_proto(request)
         await asyncio.sleep(float(os.environ.get("PACELINE_PAPER_TRAIN_S", "0")))
         self.policy = PolicyTag(version=order.step, digest="")
         return result_to_proto(TrainResult(step=order.step, metrics={"actor/ppo_kl": 0.0}))
 
     async def SaveCheckpoint(self, request: Any, context: Any) -> Any:
-        """Returns a manifest alone."""
+        """Writes only a manifest."""
         await asyncio.to_thread(_write_manifest, Path(request.folder), request)
         return learner_pb2.SaveCheckpointResponse(seconds=0.0)
 
     async def WaitCheckpoint(self, request: Any, context: Any) -> Any:
-        """It is complete."""
+        """Answers at once."""
         return learner_pb2.WaitCheckpointResponse(seconds=0.0)
 
     def report(self) -> MemberReport:
-        """Always ready."""
+        """Reports ready."""
         return MemberReport(state=LearnerState.READY, policy=self.policy)
 
 
@@ -196,7 +196,7 @@ def _write_manifest(folder: Path, request: Any) -> None:
 
 async def serve_rollouts(context: ServiceContext, controller: str, first: int, count: int) -> None:
     """Runs rollout servers until the run is over."""
-    # A span per group and server would be measured instead of the services.
+    # Spans per group and server would dominate the measurement.
     telemetry.setup = lambda *_, **__: None  # type: ignore[assignment]
     rollout_app.start_engine = start_engine
     async with asyncio.TaskGroup() as tasks:
@@ -209,7 +209,7 @@ async def serve_rollouts(context: ServiceContext, controller: str, first: int, c
 
 
 async def start_engine(config: RunConfig) -> Engine:
-    """Returns the engine of each server; the vocabulary is that of the model's configuration."""
+    """Makes a server's engine, with the vocabulary of the model's configuration."""
     model = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
     return PaperEngine(int(model["vocab_size"]))
 
@@ -224,7 +224,7 @@ async def serve_learner(context: ServiceContext, controller: str) -> None:
 
 
 def main() -> int:
-    """Serves; returns the exit code."""
+    """Serves the members; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kind", choices=("rollout", "learner"))
     parser.add_argument("--controller", required=True, metavar="HOST:PORT")

@@ -2,5 +2,5 @@
 
 
 def length(response: str, ground_truth: str, **_: object) -> float:
-    """Something that differs between samples and costs nothing."""
+    """Returns a cheap number that differs between samples."""
     return float(len(response) % 2)

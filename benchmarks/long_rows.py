@@ -1,9 +1,9 @@
-"""Where the time of a long trajectory goes between engine and batch: processor time of each thing done to it.
+"""Measures the CPU time of each operation on a long trajectory between engine and batch.
 
     python benchmarks/long_rows.py [--tokens 32768] [--repeats 100]
 
-One process, a real Redis and the tokenizer of the arithmetic example. The server's own time is a row of its
-own. What no row names (headers, mailboxes, a reward function's work) is in benchmarks/load.py.
+Uses one process, a real Redis and the tokenizer of the arithmetic example. Redis' own time has separate rows.
+benchmarks/load.py measures the rest (headers, mailboxes, reward functions).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def print_row(part: str, act: Callable[[], object], repeats: int) -> None:
 
 
 async def print_awaited(part: str, act: Callable[[], Awaitable[object]], repeats: int, pid: int) -> None:
-    """Prints the milliseconds of an awaited call, and those of the server meanwhile."""
+    """Prints the milliseconds of an awaited call, and those of Redis meanwhile."""
     await act()
     began, server = time.process_time(), cpu_seconds([pid])
     for _ in range(repeats):
@@ -51,7 +51,7 @@ async def print_awaited(part: str, act: Callable[[], Awaitable[object]], repeats
 
 
 async def broker_rows(folder: Path, tokens: int, repeats: int) -> None:
-    """What the broker costs."""
+    """Prints the rows of the broker."""
     message = answer(wire.decode_prompt_group(prompt_group(1, 1, tokens)))[0]
     ((key, _),) = message.blobs.items()
     with RedisServer.start(folder / "redis") as server:

@@ -1,12 +1,11 @@
-"""What a long run costs afterwards: draws its folder, then verifies it, reports it, and opens its page.
+"""Measures verifying, reporting and showing a long run, whose folder it generates.
 
     python benchmarks/long_run.py --steps 20000
     python benchmarks/long_run.py --steps 2000,20000 --files
 
-Journal, metrics and spans are those of a run without validations, of drawn numbers; with --files, so are
-the files of its trajectories, of four tokens each. `paceline verify` must find the run sound. Each command
-is a process of its own; RSS is its largest. The page draws its head and its curves before it asks for the
-journal.
+Journal, metrics and spans are those of a run without validations, with random numbers; with --files also the
+files of its trajectories, of four tokens each. `paceline verify` must find the run sound. Each command is a
+separate process; RSS is its peak. The page shows its head and curves before it requests the journal.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ PHASES = ("dispatch", "collect", "learn", "publish", "commit")
 GUARD = {"adjustments": {"lr_scale": 1.0}, "histories": {"throughput": [5000.0 + i for i in range(50)]}}
 SAMPLING = SamplingSpec(temperature=1.0, max_tokens=4)
 
-# The page asks for these when it opens.
+# The page requests these when it opens.
 OPEN_PAGE = """
 from paceline.show.report.content import RunContent
 from paceline.show.report.page import page, to_json
@@ -74,7 +73,7 @@ COMMANDS = {
     "page, curves": OPEN_PAGE.format(answers=CURVES),
     "page, all": OPEN_PAGE.format(answers=f"{CURVES}, content.journal()"),
 }
-# A child's getrusage begins with what its parent has; the kernel's own mark begins with the program.
+# A child's getrusage includes its parent's peak; the kernel's VmHWM begins with the program.
 PROGRAM = """
 import re, sys
 from pathlib import Path
@@ -87,26 +86,26 @@ sys.exit(status)
 
 
 class Stored:
-    """What a broker would hold of one step's samples."""
+    """Stands for the broker's data of one step's samples."""
 
     def __init__(self, trajectories: Sequence[Trajectory]) -> None:
         self._by_id = {trajectory.trajectory_id: trajectory for trajectory in trajectories}
 
     async def texts(self, headers: Sequence[ScoredHeader]) -> list[str]:
-        """As text, the ids."""
+        """Returns ids as texts."""
         return [str(header.trajectory_id) for header in headers]
 
     async def trajectories(self, headers: Sequence[ScoredHeader]) -> list[Trajectory]:
-        """Returns the samples'."""
+        """Returns the samples' trajectories."""
         return [self._by_id[header.trajectory_id] for header in headers]
 
     async def learner_log_probs(self, headers: Sequence[ScoredHeader]) -> list[None]:
-        """None: a run without them."""
+        """Returns None for each: a run without them."""
         return [None] * len(headers)
 
 
 class DrawnRun:
-    """A run's folder as it is drawn: a step at a time, so that a long one fits into memory."""
+    """Generates a run's folder step by step, so that a long run fits into memory."""
 
     def __init__(self, folder: Path, options: argparse.Namespace, num_steps: int) -> None:
         self._folder, self._options, self._num_steps = folder, options, num_steps
@@ -133,7 +132,7 @@ class DrawnRun:
         }
 
     async def write(self) -> None:
-        """Writes all of it."""
+        """Writes the folder."""
         self._folder.mkdir(parents=True)
         (self._folder / "config.resolved.yaml").write_text(dump_yaml(self.config))
         with ExitStack() as files:
@@ -266,10 +265,10 @@ def _weights(version: int) -> str:
 
 
 def measured(command: str, folder: Path) -> tuple[float, float, int]:
-    """Seconds, those of CPU, and the largest RSS in bytes of a command, which must end well.
+    """Runs a command; returns its seconds, CPU seconds and peak RSS in bytes.
 
     Raises:
-        SystemExit: it ended otherwise.
+        SystemExit: the command failed.
     """
     began, cpu_s = time.perf_counter(), _children_cpu_s()
     program = [sys.executable, "-c", PROGRAM.format(command=command), str(folder)]
@@ -296,12 +295,12 @@ def lines_of(folder: Path, num_steps: int) -> Iterator[str]:
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the command's arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", default="2000,20000", help="lengths of runs, with commas between")
+    parser.add_argument("--steps", default="2000,20000", help="lengths of runs, comma-separated")
     parser.add_argument("--prompts", type=int, default=4, help="per step")
     parser.add_argument("--samples", type=int, default=4, help="per prompt")
-    parser.add_argument("--files", action="store_true", help="also draw the files of trajectories")
+    parser.add_argument("--files", action="store_true", help="also generate the files of trajectories")
     parser.add_argument(
-        "--keep", type=Path, help="folder for the runs, which stay; left out: a temporary one"
+        "--keep", type=Path, help="folder in which to keep the runs; default: a temporary one"
     )
     return parser.parse_args(given)
 

@@ -1,16 +1,16 @@
-"""Time and memory of log-probs, entropy and policy loss: with logits in chunks, and all at once.
+"""Measures time and memory of log-probs, entropy and policy loss, with chunked and with full logits.
 
     python benchmarks/losses.py                                   # a GPU: 16,384 tokens, Qwen2.5-7B's head
     python benchmarks/losses.py --hidden 896 --vocab 151936       # Qwen2.5-0.5B's head
     python benchmarks/losses.py --device cpu --tokens 512 --vocab 8192 --hidden 256 --repeats 3
 
-One line per form. `plain` makes all logits at once, casts them to float32 and leaves the rest to autograd;
-`chunked` is what the learner runs (`paceline.learner.logits.log_probs`), by rows of logits in memory at
-once. `forward` computes log-probs without a graph, as for old log-probs. `update` computes log-probs and
-entropy, the clipped loss with an entropy bonus, and its gradients by hidden states and head. Times are
-medians in milliseconds; `extra` is the peak memory beyond inputs and gradients. `share of matrix products` is
-the time of the head's products alone, three in the plain form and four in chunks, timed in the same run, over
-that of the update. Errors are against a float64 computation of some rows.
+Prints a line per form. `plain` makes all logits at once, casts them to float32 and leaves the rest to
+autograd; `chunked` is the learner's form (`paceline.learner.logits.log_probs`), by rows of logits in memory
+at a time. `forward` computes log-probs without a graph, as for old log-probs. `update` computes log-probs and
+entropy, the clipped loss with an entropy bonus, and its gradients with respect to hidden states and head.
+Times are medians in milliseconds; `extra` is the peak memory beyond inputs and gradients. `share of matrix
+products` is the time of the head's products alone, three in the plain form and four in chunks, timed in the
+same run, over that of the update. Errors are against a float64 computation of some rows.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Form = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Batch:
-    """hidden (N, H) and head (V, H) of one type; targets, old log-probs and advantages (N,)."""
+    """Inputs: hidden (N, H) and head (V, H) of one type; targets, old log-probs and advantages (N,)."""
 
     hidden: Tensor
     head: Tensor
@@ -49,7 +49,7 @@ class Batch:
 
     @classmethod
     def random(cls, tokens: int, hidden: int, vocab: int, device: torch.device) -> Batch:
-        """Draws a batch whose logits spread by about 3, like a trained model's."""
+        """Draws a batch whose logits have a spread of about 3, like a trained model's."""
         kind = torch.bfloat16 if device.type == "cuda" else torch.float32
         generator = torch.Generator(device).manual_seed(0)
 
@@ -116,7 +116,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--chunks",
         type=lambda text: [int(word) for word in text.split(",")],
         default=[441, 882, 1765, 3531],
-        help="rows of logits at once",
+        help="rows of logits at a time",
     )
     return parser.parse_args(argv)
 
@@ -133,7 +133,7 @@ def chunked(rows: int) -> Form:
 
 
 def plain(hidden: Tensor, head: Tensor, targets: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
-    """Returns all logits at once."""
+    """Computes log-probs and entropy from all logits at once."""
     return token_log_probs(hidden @ head.t(), targets, 1.0, with_entropy)
 
 
@@ -163,14 +163,14 @@ def update(form: Form, batch: Batch) -> None:
 
 
 def product(batch: Batch) -> None:
-    """Computes the head's product by parts, so the result needs little memory."""
+    """Computes the head's product in parts, so that the result needs little memory."""
     with torch.no_grad():
         for part in batch.hidden.split(4096):
             part @ batch.head.t()
 
 
 def measure(work: Callable[[], None], batch: Batch, repeats: int) -> tuple[float, float]:
-    """Median milliseconds, and peak GiB beyond inputs and gradients (0 on a CPU)."""
+    """Returns median milliseconds, and peak GiB beyond inputs and gradients (0 on a CPU)."""
     device = batch.hidden.device
     milliseconds = median_ms(work, device, repeats)
     if device.type != "cuda":
@@ -185,7 +185,7 @@ def measure(work: Callable[[], None], batch: Batch, repeats: int) -> tuple[float
 
 
 def median_ms(work: Callable[[], None], device: torch.device, repeats: int) -> float:
-    """Median milliseconds, after two warm-ups."""
+    """Returns median milliseconds, after two warm-up calls."""
 
     def wait() -> None:
         if device.type == "cuda":

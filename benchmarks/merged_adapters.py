@@ -1,9 +1,8 @@
-"""How much of an adapter's movement is left once it is merged into weights in bfloat16.
+"""Measures how much of an adapter's change remains after merging into bfloat16 weights.
 
-A weight in bfloat16 moves once its change is more than half of the distance to its neighbour, 0.2 to 0.4 %
-of its size; below that lies a dead zone. A is drawn as at the start of a run, and each number of B is what so
-many AdamW steps in one direction make of it: their number times the rate. Weights are drawn with a standard
-deviation of 0.02.
+A bfloat16 weight changes only by more than half of the distance to its neighbour, 0.2 to 0.4 % of its size. A
+is drawn as at the start of a run; each number of B is the result of AdamW steps in one direction: their
+number times the rate. Weights have a standard deviation of 0.02.
 
     python benchmarks/merged_adapters.py
 """
@@ -23,7 +22,7 @@ STEPS = (1, 10, 100, 1000)
 
 
 def moved_share(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> float:
-    """Returns the merged change along the wanted one, as a share of it."""
+    """Returns the merged change projected on the exact one, as a share of it."""
     wanted = scale * b.double() @ a.double()
     moved = merge(weight, a, b, scale).double() - weight.double()
     return float((moved * wanted).sum() / wanted.square().sum())

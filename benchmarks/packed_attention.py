@@ -1,10 +1,10 @@
-"""Attention of packed sequences where no kernel takes them as they are: float32, and CPUs.
+"""Measures attention of packed sequences where no kernel supports them: in float32, and on CPUs.
 
     python benchmarks/packed_attention.py                    # one thread
     python benchmarks/packed_attention.py --device cuda
 
-Forward and backward of one layer's attention, in milliseconds, the least of `--rounds`. `by run` calls the
-kernel for every run of neighbours of equal length and prefix; `padded` is what the learner does.
+Prints milliseconds of forward and backward of one layer's attention, the minimum of `--rounds`. `by run`
+calls the kernel for every run of neighbours of equal length and prefix; `padded` is the learner's form.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Attention = Callable[[Tensor, Tensor, Tensor, PackedSequences], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """Prompts with some responses each; lengths are drawn from the first to below the second number."""
+    """Prompts with some responses each; lengths are drawn from half-open ranges."""
 
     name: str
     prompts: int
@@ -41,7 +41,7 @@ class Case:
     heads: tuple[int, int, int]
 
     def draw(self, device: torch.device) -> PackedSequences:
-        """Returns the sequences, the same every time."""
+        """Returns the sequences, always the same."""
         rng = np.random.default_rng(0)
         lengths: list[int] = []
         prefixes: list[int | None] = []
@@ -129,13 +129,13 @@ def measured(case: Case, packed: PackedSequences, attention: Attention, rounds: 
 
 
 def in_batches(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences) -> Tensor:
-    """As the learner does it."""
+    """Computes attention as the learner does."""
     rows = (x.transpose(0, 1)[None] for x in (q, k, v))
     return packed_attention(torch.nn.Identity(), *rows, None, packed=packed)[0]
 
 
 def run_by_run(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences) -> Tensor:
-    """Returns a call and a slice for each run."""
+    """Computes attention by a call and a slice per run."""
     outputs = []
     for run in packed.blocks:
         own_q, own_k, own_v = (

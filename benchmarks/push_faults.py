@@ -1,25 +1,24 @@
-"""Kills rollout servers before, during and after a weight push: how long the learner waits for the rest.
+"""Kills rollout servers before, during and after a weight push, and measures the learner's waits.
 
     python benchmarks/push_faults.py --shape 0.5B --learners 1 --engines 3x1 --kill before,during    # 4 GPUs
     python benchmarks/push_faults.py --shape 0.5B --learners 1 --engines 3x1 --kill during,after
     python benchmarks/push_faults.py --shape tiny --learners 1 --engines 3x1 --kill before,during --device cpu
 
-A run of `paceline train` with random weights. In every second step all processes of the last live server are
-killed at once, without warning: before the push (the learner is training), during it (rounds are small, so
-that the transfer takes a while) or after it (the version is committed, the server already samples). `free
-after` is the time from the kill until the next commit or, for kills after a push, until the step's batch is
-complete. The run must succeed, every commit must have one digest on all remaining servers, and `paceline
-verify` must find nothing.
+Runs `paceline train` with random weights. In every second step all processes of the last live server are
+killed at once: before the push (the learner is training), during it (with small rounds, to make it longer) or
+after it (the version is committed, the server already samples). `free after` is the time from the kill until
+the next commit or, for kills after a push, until the step's batch is complete. The run must succeed, every
+commit must have one digest on all remaining servers, and `paceline verify` must find nothing.
 
     python benchmarks/push_faults.py --shape 0.5B --learners 1 --engines 3x1 --kill hang             # 4 GPUs
 
     python benchmarks/push_faults.py --shape 0.5B --engines 1x1 --kill after --steps-after 20        # 2 GPUs
 
-Where every server is killed, the run waits until the launcher has started it again: `free after` contains the
+If every server is killed, the run waits until the launcher has restarted one: `free after` then includes the
 start of an engine, and the server gets its weights as a newcomer.
 
-`hang` stops the victim's engine processes (SIGSTOP) at the beginning of a push and leaves the server's own
-process alone: its heartbeats go on. Only this server may be put out.
+`hang` stops the victim's engine processes (SIGSTOP) at the beginning of a push, but not the server's own
+process, whose heartbeats go on. Only this server may be excluded.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ from rich.table import Table
 from step import ROOT, write_inputs
 
 MOMENTS = {"before": (0, "learn"), "during": (0, "publish"), "after": (1, "dispatch"), "hang": (0, "publish")}
-"""The phase whose beginning is the moment, in the kill's step or in the next"""
+"""Moments of kills: the beginning of a phase, in the kill's step (0) or the next (1)"""
 
 PUSH_TIMEOUT_S = 10.0
-"""With a hang: a push's deadline; the hung engine's server answers 10 s after it"""
+"""Deadline of a push with a hang; the hung engine's server answers 10 s after it"""
 
 LIMIT_S = 15.0
 RESTART_LIMIT_S = 150.0
-"""Where no server is left: with the start of an engine, its compilation and its graphs"""
+"""Limit if no server is left: includes the start of an engine, its compilation and its graphs"""
 
 _PUT_OUT = ("dead", "expelled")
 RUN_TIMEOUT_S = 540.0
@@ -101,13 +100,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--kill", type=lambda text: text.split(","), default=["before", "during"])
     parser.add_argument(
-        "--delay-ms", type=float, default=20.0, help="from the beginning of a push to a kill during it"
+        "--delay-ms", type=float, default=20.0, help="time from the beginning of a push to a kill during it"
     )
     parser.add_argument(
         "--steps-after",
         type=int,
         default=2,
-        help="of the run after the last kill's; with 60 or so the servers come back and get weights in it",
+        help="steps after the last kill; with about 60 the servers return and get weights",
     )
     parser.add_argument("--shape", default="0.5B")
     parser.add_argument("--learners", type=int, default=1)
@@ -142,7 +141,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 async def follow_and_kill(
     path: Path, kills: Sequence[Kill], run: asyncio.subprocess.Process, delay_s: float
 ) -> None:
-    """Follows the journal, kills servers at their moments, and notes when the run went on."""
+    """Follows the journal, kills servers at their moments, and records when the run continued."""
     waiting: Kill | None = None
     pending, family = list(kills), list[psutil.Process]()
     async for event in follow(path, run):
@@ -182,7 +181,7 @@ async def follow(path: Path, run: asyncio.subprocess.Process) -> AsyncIterator[d
 
 
 def processes_of(member: str, run_dir: Path) -> list[psutil.Process]:
-    """Returns a member's process, as the launcher notes it, and all its descendants."""
+    """Returns a member's process, as recorded by the launcher, and all its descendants."""
     from paceline.runs.run_dir import read_note
 
     note = read_note(run_dir)
@@ -193,7 +192,7 @@ def processes_of(member: str, run_dir: Path) -> list[psutil.Process]:
 
 
 def report(args: argparse.Namespace, kills: Sequence[Kill], run_dir: Path, code: int) -> int:
-    """Prints the table; returns 0 if everything that must hold does."""
+    """Prints the table; returns 0 if all requirements hold."""
     from paceline.controller.verify.check import verify
 
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""What the recipes learn: every recipe, with several seeds, as whole runs through the four services.
+"""Measures what the recipes learn, each with several seeds, in complete runs.
 
     python benchmarks/recipes.py                               # all, seeds 0, 1, 2: 90 minutes on two cores
     python benchmarks/recipes.py --recipes grpo,dapo --seeds 0
@@ -6,8 +6,8 @@
     python benchmarks/recipes.py --jobs 8 learner.world_size=1 learner.devices=[0] rollout.devices=[0] \\
         model.dtype=bfloat16                                   # all on one GPU
 
-A seed governs data, starting model, order of the prompts and sampling. Runs that are complete in --out are
-not run again. One line per run: validation reward (held-out prompts, greedy) before and after, training
+A seed determines data, starting model, order of the prompts and sampling. Complete runs in --out are not
+repeated. Prints a line per run: validation reward (held-out prompts, greedy) before and after, training
 steps, wall seconds of the command (start-up of the services and validation included), the largest
 `actor/ppo_kl` of a step, and the guard's actions.
 """
@@ -36,7 +36,7 @@ RUN_TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One run. Rewards are means over the validation prompts; `failure` is empty if the run was completed."""
+    """A run's results. Rewards are means over validation prompts; `failure` is empty for a complete run."""
 
     recipe: str
     seed: int
@@ -50,7 +50,7 @@ class Finding:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs what is missing and prints the table."""
+    """Makes missing runs and prints the table."""
     args = parse_args(argv)
     out: Path = args.out.resolve()
     wanted = [(recipe, seed) for seed in args.seeds for recipe in args.recipes]
@@ -95,9 +95,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def starting_model(out: Path, seed: int, overrides: Sequence[str]) -> Path:
-    """The seed's data, tokenizer and warmed-up model; the folder that holds `data`, `model` and `start`.
+    """Makes the seed's data, tokenizer and warmed-up model; returns their folder.
 
-    Of the overrides those of the learner count.
+    It contains `data`, `model` and `start`. Applies only the learner's overrides.
     """
     folder = out / f"seed-{seed}" / "start-model"
     if (folder / "start" / "config.json").is_file():
@@ -123,7 +123,7 @@ def starting_model(out: Path, seed: int, overrides: Sequence[str]) -> Path:
 
 
 def run(out: Path, start: Path, recipe: str, seed: int, overrides: Sequence[str]) -> None:
-    """One run of `paceline train`; leaves `finding.json` in its directory, after a failure too."""
+    """Runs `paceline train`; writes `finding.json` into its directory, also after a failure."""
     folder = run_folder(out, recipe, seed)
     folder.mkdir(parents=True, exist_ok=True)
     values = [
@@ -153,7 +153,7 @@ def run(out: Path, start: Path, recipe: str, seed: int, overrides: Sequence[str]
 
 
 def read_finding(out: Path, recipe: str, seed: int) -> Finding | None:
-    """Returns what a run left; None where it is not there or did not come to its end."""
+    """Returns a run's finding; None if the run is missing or incomplete."""
     folder = run_folder(out, recipe, seed)
     if not (folder / "finding.json").is_file():
         return None
@@ -176,7 +176,7 @@ def read_finding(out: Path, recipe: str, seed: int) -> Finding | None:
 
 
 def table(findings: Sequence[Finding]) -> str:
-    """Markdown: one line per run, and the mean over the seeds of each recipe."""
+    """Returns Markdown with a line per run, and each recipe's mean over the seeds."""
     lines = [
         "| recipe | seed | reward before | after | steps | seconds | ppo_kl max | guard firings |",
         "|---|---|---|---|---|---|---|---|",
@@ -205,24 +205,24 @@ def row(finding: Finding) -> str:
 
 
 def run_folder(out: Path, recipe: str, seed: int) -> Path:
-    """Returns where a run's directory lies."""
+    """Returns the path of a run's directory."""
     return out / f"seed-{seed}" / recipe
 
 
 def paceline() -> list[str]:
-    """Returns the command of this interpreter's installation."""
+    """Returns the `paceline` command of this interpreter."""
     return [sys.executable, "-m", "paceline.cli.main"]
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the objects of a JSONL file; [] where there is none."""
+    """Returns the objects of a JSONL file; [] if it is missing."""
     return (
         [json.loads(line) for line in path.read_text().splitlines() if line.strip()] if path.is_file() else []
     )
 
 
 def last_line(path: Path) -> str:
-    """Returns what a command said last."""
+    """Returns the last line of a command's output."""
     lines = path.read_text(errors="replace").splitlines()
     return lines[-1] if lines else "no output"
 

@@ -1,4 +1,4 @@
-"""Rows of docs/measurements.md: `--record WHAT` keeps one in results/, which has a file for each section."""
+"""Records rows of docs/measurements.md: `--record WHAT` writes one to results/, a file per section."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 def add_option(parser: argparse.ArgumentParser) -> None:
     """Adds `--record`."""
     parser.add_argument(
-        "--record", metavar="WHAT", help="keep the result as the row of this name of docs/measurements.md"
+        "--record", metavar="WHAT", help="record the result as this row of docs/measurements.md"
     )
 
 
@@ -32,15 +32,15 @@ def keep(
     ratio: float | None = None,
     gpus: Sequence[str] = (),
 ) -> None:
-    """Writes a row into `results/SECTION.json`, in place of the one that measured the same before.
+    """Writes a row into `results/SECTION.json`, and replaces an earlier row of the same name.
 
     Args:
-        section: a file that is there.
-        what: was measured; None keeps nothing.
-        number: in the section's unit.
-        beside: what was measured in the same run to compare with, and its number.
-        ratio: of both, where it is not that of these two numbers, such as the median of several.
-        gpus: the name of each that the run used; none for a run on CPUs.
+        section: name of an existing file.
+        what: name of the row; None records nothing.
+        number: the result in the section's unit.
+        beside: name and number of a baseline in the same run.
+        ratio: the ratio, if it is not that of these two numbers, for example a median of ratios.
+        gpus: the names of the GPUs that the run used; empty on CPUs.
     """
     if what is None:
         return
@@ -63,7 +63,7 @@ def keep(
 
 
 def machine(gpus: Sequence[str]) -> str:
-    """Words for what a run used."""
+    """Describes the hardware of a run."""
     cards = [f"{number} x {name.removeprefix('NVIDIA ')}" for name, number in Counter(gpus).items()]
     return ", ".join([*cards, f"{os.cpu_count()} cores"])
 

@@ -1,10 +1,10 @@
-"""Items per second that a reward service scores, by kind of scorer, and what its first answer takes.
+"""Measures the items per second that a reward service scores, and its latency, by kind of scorer.
 
     python benchmarks/rewards.py [--items 4096] [--model examples/arithmetic/judge]
 
-The function is trivial, so what is measured is the way there and back: a child process, a gRPC service, a
-client that attaches, with one function call per item and with batches. A reward model is measured if one is
-given; `paceline rm examples/arithmetic/rm.yaml` trains one.
+The function is trivial, so this measures the overhead of a child process, a gRPC service, and an attached
+client, with one function call per item and with batches. A given reward model is measured, too; `paceline rm
+examples/arithmetic/rm.yaml` trains one.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from paceline.sdk import attach_reward, serve_reward
 from paceline.service.grpc.server import start_server
 
 HERE = Path(__file__).resolve()
-CALL_ITEMS = 128  # what the mailbox delivers at a time
+CALL_ITEMS = 128  # entries that the mailbox delivers at a time
 WAIT_S = 60.0
 
 
 def length(response: str, ground_truth: str, **_: object) -> float:
-    """Returns the trivial reward."""
+    """Returns a trivial reward."""
     return float(len(response) % 2)
 
 
 def lengths(items: Sequence[ScoreItem]) -> list[float]:
-    """Returns the same for a batch."""
+    """Returns trivial rewards for a batch."""
     return [float(len(item.response) % 2) for item in items]
 
 
@@ -51,7 +51,7 @@ FORMS: dict[str, tuple[Callable[..., Any], bool]] = {"each": (length, False), "b
 
 
 def free_port() -> int:
-    """Returns a port that nobody has now."""
+    """Returns a port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -59,7 +59,7 @@ def free_port() -> int:
 
 @asynccontextmanager
 async def scorer(config: dict[str, Any], port: int, command: Sequence[str]) -> AsyncIterator[WeightedSum]:
-    """The run's reward with the other side's process, if it has one."""
+    """Yields the run's scorer, with the process of the other side, if any."""
     process = None
     total = WeightedSum.configured(ScorerSettings(config=RewardConfig.model_validate(config)))
     gateways = GatewayServicer()
@@ -70,7 +70,7 @@ async def scorer(config: dict[str, Any], port: int, command: Sequence[str]) -> A
     )
     try:
         if command:
-            # One thread for a model, as `paceline train` gives it: two on busy cores wait for each other.
+            # One thread for a model, as in `paceline train`: two on busy cores wait for each other.
             env = os.environ | {"OMP_NUM_THREADS": "1"}
             process = await asyncio.create_subprocess_exec(*command, stderr=subprocess.DEVNULL, env=env)
         await total.start()
@@ -85,8 +85,8 @@ async def scorer(config: dict[str, Any], port: int, command: Sequence[str]) -> A
 
 
 async def rate(total: WeightedSum, items: Sequence[ScoreItem]) -> tuple[float, float]:
-    """Items per second with several calls at a time, and the median seconds of a call alone."""
-    for _ in range(3):  # the first waits for whoever attaches
+    """Returns items per second with concurrent calls, and the median seconds of single calls."""
+    for _ in range(3):  # the first waits for the client to attach
         await total.score(items[:1])
     alone = []
     for _ in range(10):
@@ -107,7 +107,7 @@ async def rate(total: WeightedSum, items: Sequence[ScoreItem]) -> tuple[float, f
 
 
 def cases(model: str | None) -> list[tuple[str, dict[str, Any], int, list[str]]]:
-    """Name, configuration, port and the other side's command."""
+    """Returns name, configuration, port and the other side's command of each case."""
     me = [sys.executable, str(HERE)]
     function = {"name": f"{HERE}:length"}
     rows = [
@@ -151,7 +151,7 @@ async def measure(num_items: int, model: str | None) -> None:
 
 
 def main() -> None:
-    """Measures, or is the other side."""
+    """Measures, or runs the other side."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""Tokens per second of a rollout server against plain `vllm.LLM.generate`, on the same samples in one run.
+"""Compares a rollout server's tokens per second with `vllm.LLM.generate`, on the same samples.
 
     python benchmarks/rollout_server.py [--model examples/arithmetic/model] [--redis] [--response-tokens 8 64]
     python benchmarks/rollout_server.py --samplers engine batched
@@ -11,7 +11,7 @@ same prompts and sampling parameters (seeds, log-probabilities, end tokens). Ano
 group with `n` and neither seeds nor log-probabilities. `--samplers` names the measured values of
 `rollout.sampler`; only with `engine` do server and baseline draw the same samples.
 
-Each side has a process and an engine of its own. The sides take turns, so that a busy machine slows them
+Each side has its own process and engine. The sides alternate, so that a busy machine slows them
 alike. The model may have random weights: responses then run to their full length. With `--shape` it has, and
 no token ends a response. On a GPU all sides share it, each with a KV cache of `--kv-gib`; with `--lock FILE`
 benchmarks that are started together measure one after the other.
@@ -64,7 +64,7 @@ IDLE_S = 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """What is drawn in one round; `round_index` gives every round seeds of its own."""
+    """The samples of a round; seeds depend on `round_index`."""
 
     num_prompts: int
     num_samples: int
@@ -80,7 +80,7 @@ class Load:
         return ids
 
     def seeds(self, prompt_id: int) -> tuple[int, ...]:
-        """One per sample."""
+        """Returns a seed per sample."""
         return tuple(
             sample_seed(run_seed=0, step=self.round_index, prompt_id=prompt_id, sample_index=i)
             for i in range(self.num_samples)
@@ -89,14 +89,14 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """Tokens drawn, and the seconds they took."""
+    """The number of tokens drawn, and the seconds."""
 
     tokens: int
     seconds: float
 
 
 def make_config(arguments: argparse.Namespace, sampler: str) -> RunConfig:
-    """Returns what a run with this model would have."""
+    """Returns the configuration of a run with this model."""
     rollout: dict[str, Any] = {
         "max_num_seqs": arguments.max_num_seqs,
         "threads": arguments.threads,
@@ -130,7 +130,7 @@ def make_config(arguments: argparse.Namespace, sampler: str) -> RunConfig:
 
 
 def baseline_side(pipe: Connection, config: RunConfig, load_format: str) -> None:
-    """A process with an LLM; answers (grouped, Load) with Outcome until None comes."""
+    """Runs a process with an LLM that answers (grouped, Load) with Outcome until None comes."""
     environment.prepare(config)
     on_cpu = VLLM.has_cpu_build
     if on_cpu:
@@ -173,7 +173,7 @@ def baseline_side(pipe: Connection, config: RunConfig, load_format: str) -> None
         seconds = time.perf_counter() - started
         tokens = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
         pipe.send(Outcome(tokens=tokens, seconds=seconds))
-    # A spawned process ends without finalizers; the engine's own processes would stay.
+    # A spawned process ends without finalizers, so the engine's processes would stay.
     llm.llm_engine.engine_core.shutdown(timeout=3)
 
 
@@ -181,7 +181,7 @@ def baseline_side(pipe: Connection, config: RunConfig, load_format: str) -> None
 
 
 def server_side(pipe: Connection, config: RunConfig, load_format: str, broker_url: str) -> None:
-    """A process with a sampler; answers Load with Outcome until None comes."""
+    """Runs a process with a sampler that answers Load with Outcome until None comes."""
     asyncio.run(_serve(pipe, config, load_format, broker_url))
 
 
@@ -228,7 +228,7 @@ async def _round(broker: Broker, load: Load) -> Outcome:
         await broker.ack(results, names.REWARD_GROUP, [entry.entry_id for entry in entries])
         payloads += [entry.payload for entry in entries]
     seconds = time.perf_counter() - started
-    # What a scorer does with them is not this server's time.
+    # A scorer's work on them is not part of the server's time.
     headers = [decode_trajectory_header(payload) for payload in payloads]
     keys = [header.blob_key for header in headers]
     tokens = sum(header.num_response_tokens for header in headers)
@@ -261,7 +261,7 @@ Ask = Callable[[Any], Any]
 
 @contextlib.contextmanager
 def side(work: Callable[..., None], *arguments: Any) -> Iterator[Callable[[], Ask]]:
-    """A process that loads its engine; the result waits for that and returns what gives it orders."""
+    """Starts a side's process; the yielded function waits for its engine and returns its `Ask`."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=work, args=(theirs, *arguments))
@@ -291,7 +291,7 @@ def side(work: Callable[..., None], *arguments: Any) -> Iterator[Callable[[], As
 
 
 def compare(arguments: argparse.Namespace, broker_url: str) -> dict[int, dict[str, list[Outcome]]]:
-    """Rounds by turns: outcomes by response length and side."""
+    """Runs alternating rounds; returns outcomes by response length and side."""
     load_format = "dummy" if arguments.shape else "auto"
     with contextlib.ExitStack() as stack:
         starting: dict[str, Callable[[], Ask]] = {}
@@ -308,7 +308,7 @@ def compare(arguments: argparse.Namespace, broker_url: str) -> dict[int, dict[st
 
 
 def measure(arguments: argparse.Namespace, sides: dict[str, Ask], length: int) -> dict[str, list[Outcome]]:
-    """One response length; the first round warms up."""
+    """Measures one response length; the first round warms up."""
     outcomes: dict[str, list[Outcome]] = {}
     for index in range(arguments.rounds + 1):
         load = Load(
@@ -339,7 +339,7 @@ def measure(arguments: argparse.Namespace, sides: dict[str, Ask], length: int) -
 
 
 def rate(outcomes: list[Outcome]) -> float:
-    """Median tokens per second."""
+    """Returns median tokens per second."""
     return statistics.median(outcome.tokens / outcome.seconds for outcome in outcomes)
 
 
@@ -373,7 +373,7 @@ def report(results: dict[int, dict[str, list[Outcome]]]) -> None:
 
 
 def keep(results: dict[int, dict[str, list[Outcome]]], arguments: argparse.Namespace) -> None:
-    """Keeps the last sampler's rate beside the plain call's, of the first length."""
+    """Records the last sampler's rate for the first length, with the plain call's as baseline."""
     outcomes = next(iter(results.values()))
     pairs = zip(outcomes[arguments.samplers[-1]], outcomes["plain"], strict=True)
     records.keep(
@@ -401,7 +401,7 @@ def main() -> int:
     parser.add_argument("--response-tokens", type=int, nargs="+", default=[8, 40])
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds; one more warms up")
     parser.add_argument("--max-num-seqs", type=int, default=512)
-    parser.add_argument("--threads", type=int, default=None, help="of the engine; default: all cores")
+    parser.add_argument("--threads", type=int, default=None, help="threads of the engine; default: all cores")
     parser.add_argument("--kv-gib", type=float, default=4.0, help="GPU: KV cache of each side")
     parser.add_argument("--compiled", action="store_true", help="GPU: vLLM's own compilation on both sides")
     parser.add_argument("--lock", help="file that is locked while this measures")

@@ -1,11 +1,11 @@
-"""What a step of many rows and a checkpoint of many ranks cost those that see all of it.
+"""Measures the central costs of a step with many rows, and of a checkpoint with many ranks.
 
     python benchmarks/scale.py [--prompts 4096] [--samples 8 32 128] [--ranks 8 32 128 512]
 
-No model is loaded, no process started. Seconds are of this process's CPU time. Of a step: the order that the
-controller sends the learner, its bytes, what writing and reading it takes, and the plan of micro-batches,
-which every rank computes. Of a checkpoint: the manifest, and what rank 0 does with the plans of all ranks for
-torch's own metadata; tensors are those of a 72B model with AdamW's averages, a shard of each on every rank.
+Loads no model and starts no process. Seconds are CPU time of this process. For a step: the bytes of the
+controller's order to the learner, the time to write and read it, and the plan of micro-batches, which every
+rank computes. For a checkpoint: the manifest, and rank 0's work on the plans of all ranks for torch's
+metadata; tensors are those of a 72B model with AdamW's averages, with a shard of each on every rank.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ T = TypeVar("T")
 DATA_RANKS = 128
 BUDGET = 32_768
 PER_CHUNK = 512
-"""Prompts of a mini-batch"""
+"""Prompts per mini-batch"""
 ARITHMETIC = Arithmetic(
     per_token=6 * 72_000_000_000, per_response_token=6 * 1_245_708_288, per_pair=3_932_160
 )
 
 
 def timed(act: Callable[[], T]) -> tuple[T, float]:
-    """Returns what a call returns, and its seconds of CPU time."""
+    """Returns a call's result and CPU seconds."""
     began = time.process_time()
     result = act()
     return result, time.process_time() - began
 
 
 def rows_of(prompts: int, samples: int) -> tuple[BatchRow, ...]:
-    """Rows with prompts of 200 to 1,000 tokens and responses of up to 8,192."""
+    """Makes rows with prompts of 200 to 1,000 tokens and responses of up to 8,192."""
     draw = np.random.default_rng(0)
     prompt_tokens = draw.integers(200, 1000, prompts).tolist()
     response_tokens = draw.integers(100, 8193, prompts * samples).tolist()
@@ -82,7 +82,7 @@ def rows_of(prompts: int, samples: int) -> tuple[BatchRow, ...]:
 
 
 def print_step(prompts: int, samples: int) -> None:
-    """A line of the table of steps."""
+    """Prints a line of the table of steps."""
     rows = rows_of(prompts, samples)
     policy = PolicyTag(version=0, digest="0" * 16)
     order, digested = timed(lambda: TrainOrder(step=1, policy=policy, rows=rows))
@@ -104,7 +104,7 @@ def print_step(prompts: int, samples: int) -> None:
 
 
 def save_plan(rank: int, num_ranks: int) -> planner.SavePlan:
-    """Returns what a rank tells rank 0 of its shards: of each tensor and its two averages, some rows."""
+    """Returns a rank's save plan: some rows of each tensor and of its two averages."""
     items = []
     for tensor in qwen_72b():
         length = -(-tensor.shape[0] // num_ranks)
@@ -130,7 +130,7 @@ def save_plan(rank: int, num_ranks: int) -> planner.SavePlan:
 
 
 def print_checkpoint(ranks: int) -> None:
-    """A line of the table of checkpoints."""
+    """Prints a line of the table of checkpoints."""
     files = {f"__{rank}_0.distcp": FileRecord(size=2**33, digest="0" * 32) for rank in range(ranks)}
     manifest = Manifest(
         step=1,
@@ -145,7 +145,7 @@ def print_checkpoint(ranks: int) -> None:
     text, written = timed(manifest.to_json)
     _, read = timed(lambda: manifest_fields(text, origin="manifest"))
     plans = [save_plan(rank, ranks) for rank in range(ranks)]
-    # As torch sends plans and writes its metadata.
+    # torch pickles plans and metadata.
     sent = len(pickle.dumps(plans[0]))
     (_, metadata), merged = timed(lambda: create_default_global_save_plan(plans))
     data, pickled = timed(lambda: pickle.dumps(metadata))

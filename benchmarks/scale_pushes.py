@@ -1,11 +1,11 @@
-"""What planning a push of a large model costs one rank, from the tensors' shapes alone.
+"""Measures what planning a push of a large model costs a rank, using only the tensors' shapes.
 
     python benchmarks/scale_pushes.py 72B --learners 32 --servers 4 --size 8 [--relay auto]
     python benchmarks/scale_pushes.py 671B --learners 128 --servers 16 --size 16
 
-Learner ranks hold rows as FSDP2 deals them; the ranks of a rollout server hold what vLLM's tensor parallelism
-gives them. No parameter is allocated. Seconds are of the processor: `plan` is what every rank computes of all
-ranks, `own` the pieces that learner rank 0 and rollout rank 0 move.
+Learner ranks hold rows as FSDP2 shards them, rollout ranks the slices of vLLM's tensor parallelism. No
+parameter is allocated. Times are CPU seconds: `plan` is every rank's computation for all ranks, `own` the
+pieces that learner rank 0 and rollout rank 0 move.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DTYPE = "bfloat16"
 
 Shape = tuple[int, ...]
 Cut = tuple[int, int, int, str, int]
-"""Dimension that is cut, its first index and the one after its last, the parameter, the offset in it"""
+"""Cut dimension, its index range [start, stop), the parameter, and the offset in it"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,11 +39,11 @@ class Tensor:
     """A tensor of the checkpoint, and how a server's ranks hold it.
 
     Attributes:
-        dim: dimension that tensor parallelism cuts; None: every rank has all of it.
+        dim: dimension cut by tensor parallelism; None: every rank has the complete tensor.
         param: the engine's parameter that contains it.
-        at: elements of `dim` that come before it there, on one of `size` ranks: in all / size.
-        parts: tensors of equal size that lie behind each other along `dim` and are cut one by one.
-        heads: least units that a rank holds, as key heads; fewer heads than ranks are repeated.
+        at: its offset along `dim` in that parameter over all ranks; a rank's is at / size.
+        parts: number of equal tensors that are concatenated along `dim` and cut separately.
+        heads: indivisible units, such as key heads; fewer heads than ranks are replicated.
     """
 
     name: str
@@ -134,7 +134,7 @@ MODELS = {"72B": qwen_72b, "671B": deepseek_671b}
 
 
 def learner_layouts(model: str, num_ranks: int) -> list[RankLayout]:
-    """FSDP2 shards, eight ranks to a node."""
+    """Returns layouts of FSDP2 shards, eight ranks per node."""
     tensors = list(MODELS[model]())
     layouts = []
     for rank in range(num_ranks):
@@ -150,7 +150,7 @@ def learner_layouts(model: str, num_ranks: int) -> list[RankLayout]:
 
 
 def server_layouts(model: str, num_servers: int, size: int) -> list[RankLayout]:
-    """Servers of `size` ranks each; ranks of equal numbers share their slices."""
+    """Returns layouts of servers with `size` ranks each; equal rank numbers share slices."""
     tensors = list(MODELS[model]())
     ranks = [
         RankLayout(dtype=DTYPE, slices=tuple(part for tensor in tensors for part in _cut(tensor, rank, size)))
@@ -164,7 +164,7 @@ def server_layouts(model: str, num_servers: int, size: int) -> list[RankLayout]:
 
 
 def _cut(tensor: Tensor, rank: int, size: int) -> Iterator[TensorSlice]:
-    """Yields what a rank has of a tensor."""
+    """Yields a rank's slices of a tensor."""
     zeros, param = (0,) * len(tensor.shape), tensor.param or tensor.name
     if tensor.dim is None:
         yield _slice(tensor, Box.full(tensor.shape), param, (tensor.at, *zeros[1:]))
@@ -190,7 +190,7 @@ def _place(kind: str, rank: int) -> RankPlace:
 
 
 def timed(name: str, act: Callable[[], T]) -> T:
-    """Prints the processor seconds of a part and the most memory so far."""
+    """Prints the CPU seconds of a part and the peak memory so far."""
     began = time.process_time()
     result = act()
     seconds = time.process_time() - began

@@ -1,12 +1,12 @@
-"""The job of examples/smollm2/tasks.yaml by TRL: the same model, rows, reward, batch, steps and rate.
+"""Runs the job of examples/smollm2/tasks.yaml in TRL: same model, rows, reward, batch, steps and rate.
 
     python -m venv /tmp/trl && /tmp/trl/bin/pip install torch trl==1.16.0 vllm reasoning-gym
     PYTHONPATH=src /tmp/trl/bin/python benchmarks/smollm2_trl.py --vllm 0.3 --out runs/trl-0
     paceline eval examples/smollm2/tasks.yaml model.path=runs/trl-0 --n 8 --temperature 1
 
-TRL is no dependency of Paceline: it has an environment of its own. Numbers come from the configuration. As in
-Paceline the loss is GRPO's mean over tokens without KL, weights and AdamW's averages are float32, and a
-forward pass computes in `model.dtype`; vLLM generates in TRL's process. Prints the seconds from the command
+TRL is not a dependency of Paceline and needs a separate environment. Numbers come from the configuration. As
+in Paceline, the loss is GRPO's mean over tokens without KL, weights and AdamW's averages are float32, and
+forward passes compute in `model.dtype`; vLLM generates in TRL's process. Prints the seconds from the command
 to the first step, the median of a step from the second on, sampled tokens/s of whole steps, and the rewards.
 """
 
@@ -93,18 +93,18 @@ def parse_args() -> argparse.Namespace:
 
 
 class Times(TrainerCallback):  # type: ignore[misc]
-    """When training and each generation batch, of so many updates, ended."""
+    """Records the beginning of training and the end of each generation batch of `updates` updates."""
 
     def __init__(self, updates: int) -> None:
         self.ends: list[float] = []
         self._updates = updates
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Notes when training begins."""
+        """Records when training begins."""
         self.ends.append(time.time())
 
     def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
-        """Notes when the updates of a generation batch are done."""
+        """Records when the updates of a generation batch are done."""
         if state.global_step % self._updates == 0:
             self.ends.append(time.time())
 
@@ -120,7 +120,7 @@ def rows(data: dict[str, Any]) -> list[dict[str, Any]]:
 def settings(
     args: argparse.Namespace, config: dict[str, Any], steps: int, batch: int, updates: int
 ) -> GRPOConfig:
-    """TRL's configuration of the job."""
+    """Returns TRL's configuration of the job."""
     data, rows_at_once = config["data"], min(args.rows_at_once, batch)
     longest = data["max_prompt_length"] + data["max_response_length"]
     vllm_options = {"vllm_gpu_memory_utilization": args.vllm, "vllm_max_model_length": longest}

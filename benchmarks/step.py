@@ -1,24 +1,24 @@
-"""A training step through the four services, phase by phase, with random weights; and what limits it.
+"""Measures a training step through the four services, phase by phase, with random weights.
 
     python benchmarks/step.py --shape 7B --learners 4 --engines 4x1      # 8 GPUs
     python benchmarks/step.py --shape 7B --learners 2 --engines 2x1      # 4 GPUs
     python benchmarks/step.py --shape 7B --learners 4 --engines 4x1 --placement colocated   # 4 GPUs
-    python benchmarks/step.py --shape 3B --placement auto    # as a file of a few lines runs, on all GPUs
+    python benchmarks/step.py --shape 3B --placement auto    # like a short user file, on all GPUs
     python benchmarks/step.py --shape tiny --learners 1 --engines 1x1 --device cpu \\
         --prompts 8 --prompt-tokens 32 --response-tokens 16
 
 Runs GRPO without a reference model by `paceline train`. All prompts have the given number of random tokens,
-responses end at the limit, and the reward is a cheap function of the text. With `--lengths mixed` prompts are
-between a quarter of that and all of it, and responses are log-normal with a median of three eighths of the
-limit. `--engines 2x1` means two rollout servers of tensor-parallel size 1. Learner ranks take the first GPUs
-that are visible, engines the next; with `--placement colocated` both are on the same ones and take turns.
-With `--placement auto` the file names data, model, lengths, batch and reward, and `paceline train` chooses
-the rest.
+responses end at the limit, and the reward is a cheap function of the text. With `--lengths mixed` prompts
+have a quarter of that up to all of it, and responses are log-normal with a median of three eighths of the
+limit. `--engines 2x1` means two rollout servers of tensor-parallel size 1. Learner ranks take the first
+visible GPUs, engines the next; with `--placement colocated` both take turns on the same GPUs. With
+`--placement auto` the file names data, model, lengths, batch and reward, and `paceline train` chooses the
+rest.
 
 Prints medians from the second step on. tokens/s count prompts and responses over the step. MFU is the
 update's arithmetic, without activation recomputation, as a share of the measured rate of an 8,192 x 8,192 x
-8,192 bfloat16 product and of the vendor's peak. Generation is per GPU of the engines, the update per GPU of
-the learner. The last lines show how long each side waits.
+8,192 bfloat16 product and of the vendor's peak. Generation is per engine GPU, the update per learner GPU.
+The last lines show how long each side waits.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument(
-        "--recompute", default="auto", help="actor.memory.recompute: none, full, or the share that is kept"
+        "--recompute", default="auto", help="actor.memory.recompute: none, full, or the kept share"
     )
     parser.add_argument("--work", help="folder for inputs and the run; default: a temporary one")
     records.add_option(parser)
@@ -123,7 +123,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def take_layout(args: argparse.Namespace, resolved: Path) -> None:
-    """Sets ranks and engines as `paceline train` chose them, and prints its choices."""
+    """Sets ranks and engines as chosen by `paceline train`, and prints the choices."""
     config = yaml.safe_load(resolved.read_text())
     rollout, actor = config["rollout"], config["actor"]
     args.learners = config["learner"]["world_size"]
@@ -136,7 +136,7 @@ def take_layout(args: argparse.Namespace, resolved: Path) -> None:
 def train(args: argparse.Namespace, config: Path, path: Path) -> list[dict[str, Any]]:
     """Runs `paceline train` until the steps are done, and returns their metrics from `path`.
 
-    The run has a step more and is stopped after the last: its end would write a checkpoint, 85 GiB for 7B.
+    The run has one more step and is stopped before it: its end would write a checkpoint, 85 GiB for 7B.
     """
     more = f"trainer.total_steps={args.steps + 1}"
     command = [
@@ -159,7 +159,7 @@ def train(args: argparse.Namespace, config: Path, path: Path) -> list[dict[str, 
 
 
 def steps_in(path: Path) -> list[dict[str, Any]]:
-    """Returns the steps' lines of a metrics file, but a last one that is being written."""
+    """Returns the steps' lines of a metrics file, without an incomplete last line."""
     if not path.exists():
         return []
     lines = [json.loads(line) for line in path.read_text().rpartition("\n")[0].splitlines()]
@@ -221,7 +221,7 @@ def configuration(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     ranks = list(gpus[: args.learners])
     begin = 0 if args.placement == "colocated" else args.learners
     engines = list(gpus[begin : begin + num_engines * parallel_size])
-    # Side by side an engine has its GPU to itself; in turns, `paceline train` chooses its share.
+    # In a split layout an engine has its own GPU; otherwise `paceline train` chooses its share.
     share = {"gpu_memory_utilization": 0.85} if args.placement == "split" else {}
     run = _given(args, work)
     if args.placement == "auto":
@@ -246,7 +246,7 @@ def configuration(args: argparse.Namespace, work: Path) -> dict[str, Any]:
 
 
 def _given(args: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """Returns what a user would write: no layout, no memory."""
+    """Returns a user's configuration, without layout and memory settings."""
     return {
         "data": {
             "train_files": str(work / "prompts.jsonl"),
@@ -284,7 +284,7 @@ def _given(args: argparse.Namespace, work: Path) -> dict[str, Any]:
 
 
 def measured_rates() -> tuple[float, float]:
-    """Operations per second of a large bfloat16 product, in a subprocess, and the vendor's peak."""
+    """Measures a large bfloat16 product in a subprocess; returns its rate and the vendor's peak."""
     code = """
 import torch, time
 from paceline.learner.model.flops import peak_flops
@@ -343,7 +343,7 @@ def phases(args: argparse.Namespace, metrics: Mapping[str, float], num_steps: in
 
 
 def throughput(args: argparse.Namespace, metrics: Mapping[str, float]) -> dict[str, str]:
-    """Tokens per second of the step and its phases, and who waits for how long."""
+    """Returns tokens per second of the step and its phases, and the waits of each side."""
     num_engines, parallel_size = args.engines
     rollout_gpus = num_engines * parallel_size
     step_s = metrics["timing_s/step"]
@@ -352,7 +352,7 @@ def throughput(args: argparse.Namespace, metrics: Mapping[str, float]) -> dict[s
     all_tokens = metrics["perf/tokens_per_s"] * step_s
     taken_ahead = metrics.get("ahead/gradient_share", 0.0)
     learn_rate = all_tokens * (1 - taken_ahead) / metrics["timing_s/update_actor"]
-    # The first mini-batch's come from its own forward pass, but in the steps that audit them.
+    # The first mini-batch's come from its own forward pass, except in audited steps.
     scored = max(0.0, 1 - 1 / args.mini_batches - metrics.get("ahead/scored_share", 0.0) + taken_ahead)
     score_rate = scored * all_tokens / metrics["timing_s/old_log_prob"]
     generation_rate = response_tokens / metrics["timing_s/gen"]
@@ -373,7 +373,7 @@ def throughput(args: argparse.Namespace, metrics: Mapping[str, float]) -> dict[s
 
 
 def num_gpus(args: argparse.Namespace) -> int:
-    """Returns how many GPUs a run has; on a CPU, how many it would have."""
+    """Returns the number of GPUs of a run; on a CPU, the number that it would have."""
     num_engines, parallel_size = args.engines
     sides = (args.learners, num_engines * parallel_size)
     return sum(sides) if args.placement == "split" else max(sides)
@@ -385,7 +385,7 @@ def gpu_names(number: int) -> list[str]:
 
 
 def utilisation(metrics: Mapping[str, float], rates: tuple[float, float] | None) -> dict[str, str]:
-    """MFU of the update; nothing on a CPU."""
+    """Returns the MFU of the update; nothing on a CPU."""
     if rates is None or "perf/mfu" not in metrics:
         return {}
     rate, peak = rates
@@ -393,13 +393,13 @@ def utilisation(metrics: Mapping[str, float], rates: tuple[float, float] | None)
         name: f"{mfu * peak / rate:.3f} of {rate / 1e12:.0f} TFLOP/s measured; {mfu:.3f} of the vendor's peak"
         for name, mfu in (
             ("MFU of the update, on the batch's tokens", metrics["perf/mfu"]),
-            ("on those really computed", metrics["perf/mfu"] * metrics["perf/computed_share"]),
+            ("on the tokens computed", metrics["perf/mfu"] * metrics["perf/computed_share"]),
         )
     }
 
 
 def weights(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Returns whether engine and learner agree, and what a push takes."""
+    """Returns the mismatch of engine and learner, and the times of a push."""
     names = (
         "rollout/mismatch_kl",
         "rollout/logprob_diff_max",
@@ -414,7 +414,7 @@ def weights(metrics: Mapping[str, float]) -> dict[str, str]:
 
 
 def memory(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Returns the most memory that tensors of a learner rank took, by phase; nothing on a CPU."""
+    """Returns the peak memory of a learner rank's tensors, by phase; nothing on a CPU."""
     peaks = {
         name.removeprefix(MEMORY): f"{gib:.1f}" for name, gib in metrics.items() if name.startswith(MEMORY)
     }

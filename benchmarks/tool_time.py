@@ -1,13 +1,13 @@
-"""What the time of tools costs a rollout server: tokens per second, slots in use, the tail of a step.
+"""Measures what slow tools cost a rollout server: tokens per second, slots in use, the tail of a step.
 
     python examples/calculator/prepare.py
     python benchmarks/tool_time.py [--tool-seconds 0 0.1 2] [--max-num-seqs 64]
     python benchmarks/tool_time.py --device cuda --shape 0.5B --prompts 64 --max-num-seqs 128
 
-Episodes of 1 to 8 turns, their number log-normal; a turn is about 30 tokens long (the weights are random, and
-one token in 32 ends a turn); between two turns the environment waits, log-normal with the given mean. The
-baseline draws single answers with as many tokens in all. Slots: requests in the engine and episodes that are
-open, on average over the time until nine tenths of the episodes have ended. The tail is the time after that.
+Episodes have 1 to 8 turns (log-normal) of about 30 tokens each (the weights are random, and one token in 32
+ends a turn); between turns the environment waits, log-normal with the given mean. The baseline draws single
+answers with the same number of tokens. Slots are the average numbers of requests in the engine and of open
+episodes until nine tenths of the episodes have ended. The tail is the time after that.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ LONGEST, TURN_TOKENS, SPREAD = 8, 32, 1.0
 
 @dataclass
 class Watched:
-    """An engine that knows how many requests it has."""
+    """Counts the requests of an engine."""
 
     engine: Any
     under_way: int = 0
@@ -63,7 +63,7 @@ class Watched:
     async def generate(
         self, requests: Sequence[SampleRequest], ended: Callable[[], None] = do_nothing
     ) -> list[Sample]:
-        """Draws."""
+        """Draws and counts samples."""
         self.under_way += len(requests)
         try:
             samples: list[Sample] = await self.engine.generate(requests, ended)
@@ -77,7 +77,7 @@ class Watched:
 
 @dataclass
 class Waits:
-    """An environment that takes its time, and ends after a log-normal number of turns."""
+    """An environment that waits before it answers, and ends after a log-normal number of turns."""
 
     mean_s: float
     num_open: int = 0
@@ -85,18 +85,18 @@ class Waits:
     call_names: Sequence[str] = ()
 
     async def start(self) -> None:
-        """Nothing is needed."""
+        """Starts nothing."""
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Closes nothing."""
 
     def session(self, task: EpisodeTask) -> WaitsSession:
-        """Returns a session."""
+        """Returns the session of an episode."""
         return WaitsSession(self, np.random.default_rng(task.episode_seed))
 
 
 class WaitsSession:
-    """One episode."""
+    """Plays one episode."""
 
     def __init__(self, environment: Waits, rng: np.random.Generator) -> None:
         self._environment, self._rng = environment, rng
@@ -129,7 +129,7 @@ class WaitsSession:
 
 
 def make_config(arguments: argparse.Namespace, folder: str) -> RunConfig:
-    """Returns what a run with this model would have."""
+    """Returns the configuration of a run with this model."""
     rollout: dict[str, Any] = {"max_num_seqs": arguments.max_num_seqs, "tools": ["unused:unused"]}
     rollout["episode"] = {"show_tools": False, "max_turns": LONGEST, "tool_s": 600.0}
     if arguments.device == "cuda":
@@ -154,19 +154,19 @@ def make_config(arguments: argparse.Namespace, folder: str) -> RunConfig:
 
 
 class Bench:
-    """An engine, and rounds on it."""
+    """Runs rounds on an engine."""
 
     def __init__(self, arguments: argparse.Namespace, config: RunConfig, engine: Watched) -> None:
         self._arguments, self._config, self._engine = arguments, config, engine
         self._tokenizer = load_tokenizer(str(MODEL))
         end = self._tokenizer.convert_tokens_to_ids("<|end|>")
         size = len(self._tokenizer)
-        # Any of these ends a turn; the template's own is the one that is rendered.
+        # Any of these ends a turn; only the template's own is rendered.
         self._ends = tuple(sorted({end, *range(3, size, TURN_TOKENS)}))
         self._rules = rules_of(config, self._tokenizer, (end,))
 
     async def round(self, mean_s: float | None, number: int) -> dict[str, float]:
-        """Draws a step's groups; None: single answers."""
+        """Draws a step's groups; with a mean of None, single answers."""
         broker, waits = MemoryBroker(), Waits(mean_s or 0.0)
         episodes = Episodes(
             engine=self._engine, environment=waits, rules=self._rules, retries=0, check=check_samples
@@ -273,12 +273,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", default="tiny", help=f"of the random weights: {', '.join(SHAPES)}")
+    parser.add_argument("--shape", default="tiny", help=f"shape of the random weights: {', '.join(SHAPES)}")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--tool-seconds", type=float, nargs="+", default=[0.0, 0.1, 2.0])
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--samples", type=int, default=8, help="per prompt")
-    parser.add_argument("--single-tokens", type=int, default=96, help="of a single answer")
+    parser.add_argument("--single-tokens", type=int, default=96, help="tokens of a single answer")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--kv-gib", type=float, default=4.0, help="GPU: KV cache")

@@ -1,12 +1,12 @@
-"""Twenty colocated steps with a rollout server killed in one and a learner rank killed in another.
+"""Runs twenty colocated steps, and kills a rollout server in one and a learner rank in another.
 
     python benchmarks/turn_faults.py --shape 0.5B --learners 2 --engines 2x1      # 2 GPUs
     python benchmarks/turn_faults.py --shape tiny --learners 2 --engines 2x1 --device cpu
 
-A run of `paceline train` with random weights, in turns. All processes of the last server are killed while the
-engines sleep and the learner trains, and later all processes of the last learner rank; the launcher starts
-them again. `free after` is the time from the kill to the next commit. The run must succeed, each step must be
-committed with one digest on all servers, audits must find the ratio 1, and `paceline verify` nothing.
+Runs `paceline train` with random weights on shared GPUs. Kills all processes of the last server while the
+engines sleep and the learner trains, and later all processes of the last learner rank; the launcher restarts
+them. `free after` is the time from the kill to the next commit. The run must succeed, each step must be
+committed with equal digests on all servers, audits must find the ratio 1, and `paceline verify` nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SHOWN = ("rollout/mismatch_kl", "actor/first_ppo_kl")
 
 @dataclass(kw_only=True)
 class Kill:
-    """Whom to kill in which step, and the journal's seconds of the kill and of the next commit."""
+    """The victim and step of a kill, and the journal's times of the kill and of the next commit."""
 
     victim: str
     step: int
@@ -96,7 +96,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 async def kill_in_turns(path: Path, kills: Sequence[Kill], run: asyncio.subprocess.Process) -> None:
-    """Follows the journal, kills each victim while the learner has its turn, and notes the next commit."""
+    """Follows the journal, kills each victim during the learner's turn, and records the next commit."""
     pending, waiting = list(kills), list[Kill]()
     async for event in follow(path, run):
         if event["event"] == "commit":
@@ -114,7 +114,7 @@ async def kill_in_turns(path: Path, kills: Sequence[Kill], run: asyncio.subproce
 
 
 def report(args: argparse.Namespace, kills: Sequence[Kill], run_dir: Path, code: int) -> int:
-    """Prints the table; returns 0 if everything that must hold does."""
+    """Prints the table; returns 0 if all requirements hold."""
     from paceline.controller.verify.check import verify
 
     console = Console(width=110)
@@ -141,7 +141,7 @@ def report(args: argparse.Namespace, kills: Sequence[Kill], run_dir: Path, code:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Returns the lines of a JSON file, but those of validation alone."""
+    """Returns the lines of a JSON file, without those that only report a validation."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return [line for line in lines if "event" in line or "timing_s/step" in line]
 

@@ -1,14 +1,14 @@
-"""What it costs when learner ranks and engines take turns on the same GPUs: sleep, wake, push, first token.
+"""Measures turns of learner ranks and engines on the same GPUs: sleep, wake, push, first token.
 
     python benchmarks/turns.py --shape 0.5B --learners 1 --engines 1x1      # 1 GPU
     python benchmarks/turns.py --shape 7B --learners 4 --engines 4x1,2x2    # 4 GPUs
     python benchmarks/turns.py --shape tiny --learners 2 --engines 2x1 --device cpu
 
-Each turn: all engines sleep; the weights change; engines wake their weights; the push, through memory that
-learner ranks and engines share; engines wake their KV caches; one token, then 16 more. Digests of all ranks
-are compared in every push. At the end the weights of the last push go over gloo as well, and over shared
-memory once more: the tokens drawn after the three must be equal. Medians in milliseconds over all turns but
-the first; `free GiB` is what is free on the first GPU while the engines sleep and while they are awake.
+In each turn, all engines sleep; the weights change; engines wake their weights; a push goes through shared
+memory; engines wake their KV caches, and draw one token, then 16 more. Every push compares the digests of all
+ranks. At the end the last weights are also pushed over gloo, and again over shared memory: the tokens drawn
+after the three pushes must be equal. Prints medians in milliseconds without the first turn; `free GiB` is the
+free memory of the first GPU while the engines sleep and while they are awake.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NUM_TOKENS = 16
 
 
 def turn(fleet: Fleet, version: int) -> dict[str, float]:
-    """One turn of the learner and one of the engines; milliseconds."""
+    """Makes one turn of the learner and one of the engines; returns milliseconds."""
 
     def slowest(method: str, *args: Any) -> float:
         began = time.perf_counter()
@@ -54,7 +54,7 @@ def turn(fleet: Fleet, version: int) -> dict[str, float]:
 
 
 def free_gib(fleet: Fleet) -> float:
-    """Free memory of the first learner rank's GPU."""
+    """Returns the free memory of the first learner rank's GPU."""
     order(fleet.learners[:1], "free")
     return float(answers(fleet.learners[:1])[0]) / 2**30
 
@@ -66,7 +66,7 @@ def tokens(fleet: Fleet) -> list[list[int]]:
 
 
 def measure(fleet: Fleet, round_bytes: int, turns: int) -> dict[str, float]:
-    """Medians of one case."""
+    """Returns the medians of one case."""
     fleet.describe(round_bytes, "never", "shared")
     joined_ms = fleet.form()
     fleet.push(1, HEAD_START_S)
@@ -95,7 +95,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", default="0.5B", choices=sorted(SHAPES))
     parser.add_argument("--learners", type=int, default=1)
-    parser.add_argument("--engines", default="1x1", help="engines x tensor-parallel size, say 4x1,2x2")
+    parser.add_argument(
+        "--engines", default="1x1", help="engines x tensor-parallel size, for example 4x1,2x2"
+    )
     parser.add_argument("--staging-mib", type=int, default=1024, help="as weights.staging_mib")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))

@@ -1,4 +1,4 @@
-"""The learner's update in several forms, in one run: seconds, MFU, memory, and whether they compute the same.
+"""Compares forms of the learner's update in one run: seconds, MFU, memory, and equality of results.
 
     torchrun --nproc-per-node 4 benchmarks/update.py                  # 4 GPUs: Qwen2.5-7B's shape
     python benchmarks/update.py --layers 8                            # one GPU: 8 of its layers
@@ -6,17 +6,17 @@
     torchrun --nproc-per-node 2 benchmarks/update.py --shape 3B --forms 0 --context 2 --sequences 2 \\
         --samples 2 --prompt 1024 --response 130048 --micro-batch-tokens 65536    # 2 GPUs: each row on both
 
-Groups of --samples samples, random weights, GRPO with one mini-batch per step: the learner's own training
-step, from the plan to the optimizer's. Each form takes a step on a quarter of the rows, in which it is
-compiled, then a whole one to fill the allocator, and one that is timed; the last two again with shared
-prompts for --shared.
+Runs the learner's own training step, from the plan to the optimizer step, with random weights, groups of
+--samples samples, and GRPO with one mini-batch. Each form takes a step on a quarter of the rows, which
+compiles it, a full step to fill the allocator, and a timed step; with --shared, the last two again with
+shared prompts.
 
-MFU counts the operations of the tokens that went through the model, without recomputation, against the
-vendor's peak; tokens/s count the tokens of the batch, per rank. `GiB` is the most that tensors took in the
-update. `scoring` is old log-probs. `gradient` is the norm's difference from the first form's, `ratio` the
-mean log-ratio of the first mini-batch, which must be 0 unless memory ran out and micro-batches were halved:
-old log-probs were computed before, in whole ones, and rounding differs with an expert's tokens. `compiling`
-is what the first step spent on it, and later ones after the sign +.
+MFU counts the operations of the tokens that went through the model, without recomputation, relative to the
+vendor's peak; tokens/s count the tokens of the batch, per rank. `GiB` is the peak memory of tensors in the
+update. `scoring` is the time of old log-probs. `gradient` is the norm's difference from the first form's,
+`ratio` the mean log-ratio of the first mini-batch. It must be 0, unless memory ran out and micro-batches were
+halved: old log-probs were computed in unhalved ones, and rounding depends on an expert's tokens. `compiling`
+is the time of the first step's compilations, and of later ones after the sign +.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ SAID = ("timing_s/", "perf/", "actor/grad_norm", "actor/first_ppo_kl")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Form:
-    """A row of the table; `sequences` of a micro-batch."""
+    """A form of the update: a row of the table; `sequences` is per micro-batch."""
 
     sequences: int = 8
     compiled: bool = True
@@ -69,7 +69,7 @@ class Form:
     reduce_dtype: str = "float32"
 
     def actor(self, row_tokens: int, micro_batch_tokens: int | None = None) -> dict[str, Any]:
-        """`actor.*`."""
+        """Returns the section `actor`."""
         return {
             "compile": self.compiled,
             "reduce_dtype": self.reduce_dtype,
@@ -139,19 +139,21 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=list(SHAPES), default="7B")
     parser.add_argument("--layers", type=int)
     parser.add_argument(
-        "--sequences", type=int, default=32, help="per group of ranks, a multiple of --samples"
+        "--sequences", type=int, default=32, help="sequences per group of ranks, a multiple of --samples"
     )
     records.add_option(parser)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--response", type=int, default=1024)
-    parser.add_argument("--micro-batch-tokens", type=int, help="per rank, instead of the form's sequences")
+    parser.add_argument(
+        "--micro-batch-tokens", type=int, help="tokens per rank, instead of the form's sequences"
+    )
     parser.add_argument("--context", type=int, default=1, help="ranks that share each row, in eager forms")
     parser.add_argument("--fsdp-size", type=int, help="ranks that share a copy of the weights; default: all")
     parser.add_argument(
-        "--kernels", type=int, default=0, help="list so many kernels of a last step of rank 0"
+        "--kernels", type=int, default=0, help="list this many kernels of a last step of rank 0"
     )
-    parser.add_argument("--shared", action="store_true", help="each form with shared prompts, too")
+    parser.add_argument("--shared", action="store_true", help="also run each form with shared prompts")
     parser.add_argument(
         "--forms",
         type=lambda text: [int(word) for word in text.split(",")],
@@ -165,8 +167,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def measure(
     folder: Path, form: Form, args: argparse.Namespace, ranks: Ranks
 ) -> dict[SharingMode, dict[str, float]]:
-    """Metrics of the timed steps, by whether prompts are shared."""
-    torch.compiler.reset()  # another form of the same layers would find this one's kernels
+    """Returns metrics of the timed steps, by whether prompts are shared."""
+    torch.compiler.reset()  # another form of the same layers would use this form's kernels
     config = configuration(folder, form, args, ranks)
     learner = build(config, ranks)
     num_prompts = args.sequences * ranks.data.size // args.samples
@@ -193,7 +195,7 @@ def measure(
 
 
 def configuration(folder: Path, form: Form, args: argparse.Namespace, ranks: Ranks) -> RunConfig:
-    """Returns the run's, with the ratio measured in every step."""
+    """Returns the run's configuration, with the ratio measured in every step."""
     tree = {
         "data": {
             "train_files": "none.jsonl",
@@ -222,7 +224,7 @@ def configuration(folder: Path, form: Form, args: argparse.Namespace, ranks: Ran
 
 
 def build(config: RunConfig, ranks: Ranks) -> Learner:
-    """Returns a learner with drawn weights and averages."""
+    """Returns a learner with random weights and averages."""
     precision = Precision(compute=DTYPES[config.model.dtype], reduce=DTYPES[config.actor.reduce_dtype])
     options = LayerOptions.of_actor(config.actor)
     policy = unfilled_policy(
@@ -236,7 +238,7 @@ def build(config: RunConfig, ranks: Ranks) -> Learner:
 
 @torch.no_grad()
 def fill(policy: torch.nn.Module, ranks: Ranks) -> None:
-    """Draws the weights on the device; the same in every form and on every mesh."""
+    """Draws the weights on the device, equally for every form and mesh."""
     generator = torch.Generator(ranks.device).manual_seed(0)
     for name, parameter in hugging_face_names(policy):
         local, start, stop = local_rows(parameter)
@@ -248,7 +250,7 @@ def fill(policy: torch.nn.Module, ranks: Ranks) -> None:
 
 
 def step(learner: Learner, num_prompts: int, args: argparse.Namespace) -> dict[str, float]:
-    """One training step on drawn rows; its metrics."""
+    """Takes a training step on random rows; returns its metrics."""
     rng = np.random.default_rng(0)
     vocab = learner.vocab_size
     packed: dict[int, PackedRow] = {}

@@ -1,11 +1,11 @@
-"""Faults of a weight group of two processes, one per GPU: what the healthy one notices, and when.
+"""Injects faults into a weight group of two processes, and measures when the healthy one notices.
 
     python benchmarks/weight_faults.py                       # two GPUs, about four minutes
     python benchmarks/weight_faults.py --device cpu          # the same over gloo, without the network part
 
-`network` switches P2P and shared memory off, so that NCCL uses sockets as between machines, and kills the
-receiver in a push. The learner also has a group of its own, as for FSDP. torch's watchdog and monitor
-would end the healthy process; with our group they must not (`docs/decisions/0015`). After every fault the
+`network` disables P2P and shared memory, so that NCCL uses sockets as between machines, and kills the
+receiver in a push. The learner also has its own group, as for FSDP. torch's watchdog and monitor would end
+the healthy process; with Paceline's group they must not (`docs/decisions/0015`). After every fault the
 learner forms a new group with a fresh receiver and pushes again; after `network` it does so once more when
 torch's threads would have ended it.
 """
@@ -40,7 +40,7 @@ NETWORK = {
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is pushed, and over what."""
+    """The size of a push, and its transport."""
 
     device: str
     layers: int
@@ -48,12 +48,12 @@ class Options:
 
     @property
     def backend(self) -> str:
-        """Of the weight group."""
+        """Returns the backend of the weight group."""
         return "nccl" if self.device == "cuda" else "gloo"
 
     @property
     def deadline_s(self) -> float:
-        """Of a join and of a push; NCCL takes seconds to connect, and to push over sockets."""
+        """Returns the deadline of a join or push; NCCL needs seconds to connect, and to push over sockets."""
         return 20.0 if self.device == "cuda" else 8.0
 
 
@@ -61,7 +61,7 @@ class Options:
 
 
 class Member:
-    """The calls that a rank answers; its own process."""
+    """Answers a rank's calls in its own process."""
 
     def __init__(self, options: Options, kind: str, gpu: int) -> None:
         import torch
@@ -81,15 +81,15 @@ class Member:
         self._receiver = RankReceiver(model, self._device, lambda _: self._publisher.layout(), refuse)
 
     def layout(self) -> bytes:
-        """Returns what the rank holds or needs."""
+        """Returns the rank's layout."""
         return self._publisher.layout().to_bytes()
 
     def store(self) -> tuple[str, int]:
-        """Returns where the group meets."""
+        """Returns the address of the rendezvous."""
         return self._publisher.open_store()
 
     def join(self, spec: bytes, fault: str = "") -> None:
-        """Joins a group, with a fault if there is one."""
+        """Joins a group, with a fault if one is given."""
         from paceline.weights.plan.spec import WeightGroupSpec
         from paceline.weights.transport import group
 
@@ -118,7 +118,7 @@ class Member:
         self.use_own_group()
 
     def use_own_group(self) -> None:
-        """A message in it, waited for."""
+        """Sends a message in the default group, and waits for it."""
         import torch
         import torch.distributed as dist
 
@@ -126,7 +126,7 @@ class Member:
         torch.cuda.synchronize()
 
     def plain(self, rank: int, port: int) -> None:
-        """A bare ProcessGroupNCCL, as torch makes it: rank 0 sends for ever, rank 1 receives."""
+        """Uses torch's plain ProcessGroupNCCL: rank 0 sends for ever, rank 1 receives."""
         import torch
         from torch.distributed import ProcessGroupNCCL, TCPStore
 
@@ -145,7 +145,7 @@ class Member:
 
 
 def refuse(*args: object) -> Any:
-    """Stands for whatever fails."""
+    """Stands for a call that fails."""
     from paceline.core.errors import WeightSyncError
 
     raise WeightSyncError("no memory for staging")
@@ -173,7 +173,7 @@ def rank_main(pipe: Any, options: Options, kind: str, gpu: int) -> None:
 
 
 class Rank:
-    """A rank's process, seen from outside."""
+    """Controls a rank's process from outside."""
 
     def __init__(self, options: Options, kind: str, gpu: int) -> None:
         context = get_context("spawn")
@@ -189,7 +189,7 @@ class Rank:
         self._pipe.send((method, args))
 
     def result(self, timeout_s: float = 60.0) -> tuple[str, Any, float]:
-        """("ok", value, seconds), or the error's class, its text and the seconds; "dead" where it died."""
+        """Returns ("ok", value, seconds), or the error's class, text and seconds; "dead" if it died."""
         try:
             if self._pipe.poll(timeout_s):
                 answer: tuple[str, Any, float] = self._pipe.recv()
@@ -203,7 +203,7 @@ class Rank:
         return "no answer", None, timeout_s
 
     def call(self, method: str, *args: Any) -> Any:
-        """Returns the answer of a call that must succeed."""
+        """Makes a call that must succeed; returns its answer."""
         self.begin(method, *args)
         kind, value, _ = self.result()
         if kind != "ok":
@@ -217,7 +217,7 @@ class Rank:
 
 
 class Pair:
-    """A learner on GPU 0; receivers come and go on GPU 1."""
+    """A learner on GPU 0, and changing receivers on GPU 1."""
 
     def __init__(self, options: Options) -> None:
         self.options, self.epoch, self.version = options, 0, 0
@@ -225,7 +225,7 @@ class Pair:
         self.host, self.port = self.learner.call("store")
 
     def begin_join(self, fault: str = "") -> None:
-        """Forms the next group; the receiver has a fault."""
+        """Begins to form the next group, with a fault in the receiver."""
         from paceline.weights.geometry.layout import RankLayout
         from paceline.weights.plan.spec import WeightGroupSpec
 
@@ -246,19 +246,19 @@ class Pair:
         self.receiver.begin("join", spec, fault)
 
     def begin_push(self) -> None:
-        """Pushes the next version."""
+        """Begins to push the next version."""
         self.version += 1
         self.learner.begin("push", self.version)
         self.receiver.begin("push", self.version)
 
     def must(self) -> None:
-        """Both ranks must have succeeded."""
+        """Requires that both ranks succeeded."""
         answers = [rank.result()[:2] for rank in (self.learner, self.receiver)]
         if any(kind != "ok" for kind, _ in answers):
             raise RuntimeError("; ".join(f"{kind}: {value}" for kind, value in answers))
 
     def recover(self) -> str:
-        """Returns a fresh receiver, a new group, a push: the words for the table."""
+        """Starts a receiver, forms a group and pushes; returns the text for the table."""
         began = time.monotonic()
         self.receiver.kill()
         self.receiver = Rank(self.options, "rollout", 1)
@@ -270,7 +270,7 @@ class Pair:
         return f"new group and push {time.monotonic() - started:.1f} s (process {started - began:.0f} s)"
 
     def close(self) -> None:
-        """Ends both."""
+        """Ends both processes."""
         self.learner.kill()
         self.receiver.kill()
 
@@ -279,7 +279,7 @@ Row = tuple[str, bool, str]
 
 
 def memory(pair: Pair) -> Row:
-    """Returns the receiver has no memory for staging: the learner hears of it at once."""
+    """Lets the receiver lack memory for staging; the learner must notice at once."""
     pair.begin_join("no memory")
     kind, text, seconds = pair.learner.result()
     own = pair.receiver.result()[0]
@@ -288,7 +288,7 @@ def memory(pair: Pair) -> Row:
 
 
 def between(pair: Pair) -> Row:
-    """Returns the receiver dies between roll call and connection, and nobody calls the join off."""
+    """Lets the receiver die between roll call and connection, without a cancellation."""
     pair.begin_join("dies")
     kind, text, seconds = pair.learner.result()
     good = kind in ("DeadlineError", "PeerLostError") and seconds < pair.options.deadline_s + 3
@@ -296,7 +296,7 @@ def between(pair: Pair) -> Row:
 
 
 def called_off(pair: Pair) -> Row:
-    """Returns the same, and the controller calls the join off after a second."""
+    """Does the same, but cancels the join after a second, as the controller does."""
     from paceline.weights.transport.rendezvous import abandon
 
     pair.begin_join("dies")
@@ -308,7 +308,7 @@ def called_off(pair: Pair) -> Row:
 
 
 def hung(pair: Pair) -> Row:
-    """Returns the receiver is stopped in a push: the learner's deadline ends it."""
+    """Stops the receiver in a push; the learner's deadline must end it."""
     pair.begin_join()
     pair.must()
     pid = pair.receiver.process.pid
@@ -321,7 +321,7 @@ def hung(pair: Pair) -> Row:
 
 
 def network(options: Options) -> list[tuple[str, Row]]:
-    """The receiver is killed in a push over sockets; torch's default group beside ours, on the same GPUs."""
+    """Kills the receiver in a push over sockets, with torch's default group on the same GPUs."""
     with environment(NETWORK):
         pair, plain = Pair(options), [Rank(options, "plain", gpu) for gpu in range(2)]
         pair.learner.call("own_group", free_port())
@@ -358,7 +358,7 @@ def network(options: Options) -> list[tuple[str, Row]]:
 
 @contextmanager
 def environment(variables: dict[str, str]) -> Iterator[None]:
-    """Variables that processes started meanwhile inherit."""
+    """Sets variables for processes that are started within the block."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -369,7 +369,7 @@ def environment(variables: dict[str, str]) -> Iterator[None]:
 
 
 def free_port() -> int:
-    """Returns a port that nobody listens on."""
+    """Returns a port that is free now."""
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -386,12 +386,10 @@ PARTS: dict[str, Callable[[Pair], Row]] = {
 
 
 def main() -> int:
-    """Runs the parts and prints the table; 1 if one is not as it must be."""
+    """Runs the parts and prints the table; returns 1 if a result is wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument(
-        "--only-network", action="store_true", help="of the parts, the one over sockets alone"
-    )
+    parser.add_argument("--only-network", action="store_true", help="run only the part over sockets")
     args = parser.parse_args()
     cuda = args.device == "cuda"
     options = Options(device=args.device, layers=256 if cuda else 8, width=4096 if cuda else 64)

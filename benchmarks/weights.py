@@ -1,22 +1,22 @@
-"""How long a weight push takes from FSDP2 ranks to vLLM engines, beside the links' limit and a broadcast.
+"""Measures weight pushes from FSDP2 ranks to vLLM engines, against the links' limit and a broadcast.
 
     python benchmarks/weights.py --shapes 0.5B,7B --learners 4 --engines 1x4,2x2,4x1          # 8 GPUs
     python benchmarks/weights.py --shapes 0.5B,7B --learners 2 --engines 1x2,2x1 --at-once    # 4 GPUs
     python benchmarks/weights.py --shapes 7B --learners 1 --engines 3x1                    # 4 GPUs, relaying
     python benchmarks/weights.py --shapes tiny --learners 2 --engines 2x1 --device cpu          # anywhere
 
-`--engines 2x1` means two engines of tensor-parallel size 1. Learner ranks take the first GPUs, engines those
-after them. The weights are random and change before every push; the digests of every rank are compared after
-every push. If rollout ranks would relay weights to each other with `weights.relay: auto`, there is a row
-without relaying and a row with it.
+`--engines 2x1` means two engines of tensor-parallel size 1. Learner ranks take the first GPUs, engines the
+next. The weights are random and change before every push; digests of all ranks are compared after every push.
+If `weights.relay: auto` would relay weights between rollout ranks, there is a row without relaying and one
+with it.
 
 Columns, medians in milliseconds:
   transfer        from the learners' first cast until the last receiver has scattered everything; receivers
                   already wait when the learners begin
-  pause           from the order to both sides until digests agree and prefix caches are reset
-  digest          of the slowest rank on each side
+  pause           from the orders to both sides until digests agree and prefix caches are reset
+  digest          the digest of the slowest rank on each side
   join            forming the group, and forming it again
-  first           the first transfer after each of the two
+  first           the first transfer after each of these
   plain           the links' limit: the same bytes per pair as one message in one grouped call, nothing else
   out GB l/r      bytes that the busiest learner rank and the busiest rollout rank send
   usual           the usual way: every tensor gathered in full on all learner ranks in the wire's type, packed
@@ -56,7 +56,7 @@ from paceline.service.observability.gpu_metrics import visible_gpus
 def measure(
     fleet: Fleet, round_bytes: int, relay: str, repeats: int, *, usual: bool
 ) -> dict[str, float] | None:
-    """Returns all numbers of one case; None if `auto` would relay nothing."""
+    """Measures one case; returns None if `auto` would relay nothing."""
     plan = fleet.describe(round_bytes, relay)
     if relay == "auto" and plan.num_channels == 1:
         return None
@@ -116,7 +116,7 @@ HEADINGS = (
 
 
 def cells(case: Case, relay: str, row: dict[str, float]) -> list[str]:
-    """One row of the table."""
+    """Returns the cells of a row."""
     gb = row["rank_bytes"] / 1e9
     return [
         case.name,
@@ -141,7 +141,7 @@ def cells(case: Case, relay: str, row: dict[str, float]) -> list[str]:
 
 @contextlib.contextmanager
 def running(cases: list[Case], gpus: Sequence[str], folder: Path) -> Iterator[list[Fleet]]:
-    """The fleets of these cases, all started together."""
+    """Yields the fleets of these cases, all started together."""
     fleets = [Fleet(case) for case in cases]
     try:
         for fleet in fleets:
@@ -165,9 +165,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--shapes", default="0.5B,7B", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--learners", type=int, default=4, help="FSDP2 ranks")
     parser.add_argument("--engines", default="1x4,2x2,4x1", help="engines x tensor-parallel size, a row each")
-    parser.add_argument("--staging-mib", default="1024", help="most extra memory of a rank; a row each")
+    parser.add_argument("--staging-mib", default="1024", help="staging memory of a rank; a row each")
     parser.add_argument(
-        "--relay", default="never,auto", help="of never, auto, always; a row each, auto if it relays"
+        "--relay", default="never,auto", help="never, auto or always; a row each, auto only if it relays"
     )
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

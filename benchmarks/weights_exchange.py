@@ -1,4 +1,4 @@
-"""The baselines of `weights.py`: the same bytes as plain messages, and the usual gather and broadcast."""
+"""Baselines of `weights.py`: the same bytes as plain messages, and the usual gather and broadcast."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _EPOCHS_ASIDE = 1_000_000
 
 
 def plain_messages(group: WeightGroup, repeats: int) -> list[float]:
-    """Returns milliseconds of each of `repeats` rounds, back to back.
+    """Returns milliseconds of each of `repeats` rounds, without pauses.
 
-    In a round each pair exchanges one message of as many bytes as a push moves between the two.
+    In a round each pair exchanges one message with the bytes that a push moves between the two.
     """
     sizes: tuple[dict[int, int], dict[int, int]] = ({}, {})
     for key, parts in group.plan.messages_of(group.rank).items():
@@ -45,12 +45,12 @@ def plain_messages(group: WeightGroup, repeats: int) -> list[float]:
         group._post(ends[0], ends[1], deadline).wait(deadline)
         marks.append(mark(group.device))
     group._finish(deadline)
-    # The first round includes waiting for the others to begin.
+    # The first round includes the wait for the others.
     return [milliseconds(a, b) for a, b in itertools.pairwise(marks[1:])]
 
 
 def mark(device: torch.device) -> Any:
-    """Returns a point on the device's queue, or the time now on the CPU."""
+    """Returns an event in the device's queue, or the current time on the CPU."""
     if device.type != "cuda":
         return time.perf_counter()
     event: Any = torch.cuda.Event(enable_timing=True)
@@ -66,7 +66,7 @@ def milliseconds(begin: Any, end: Any) -> float:
 class Trace:
     """A profile of the process on CPU and GPU from `begin` to `end`, for a trace viewer.
 
-    A process's first profile is slow: take another before.
+    A process's first profile is slow, so take one to warm up.
     """
 
     def __init__(self) -> None:
@@ -102,11 +102,11 @@ class Broadcast:
         self._dtype = DTYPES[spec.wire_dtype]
         self._room = BUFFER_BYTES // self._dtype.itemsize
         self._buffers: list[torch.Tensor] = []
-        # Connections are made by the first message.
+        # The first message makes the connections.
         self._group.broadcast([torch.zeros(1, device=device)]).wait()
 
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Learner rank 0's part; the tensors, which are full, need not outlive the call."""
+        """Sends full tensors from learner rank 0; they need not outlive the call."""
         filled, number, works = 0, 0, list[Any]()
         for _, tensor in tensors:
             if filled and filled + tensor.numel() > self._room:
@@ -123,7 +123,7 @@ class Broadcast:
     def receive(
         self, tensors: list[tuple[str, list[int]]], load: Callable[[Iterator[tuple[str, torch.Tensor]]], Any]
     ) -> None:
-        """A rollout rank's part; `load` gets every full tensor."""
+        """Receives on a rollout rank; `load` gets every full tensor."""
         batches: list[list[tuple[str, list[int], int]]] = [[]]
         filled = 0
         for name, shape in tensors:
@@ -147,7 +147,7 @@ class Broadcast:
         return self._group.broadcast([self._buffer(number, size)[:size]])
 
     def _buffer(self, number: int, size: int = 0) -> torch.Tensor:
-        """One of two buffers; larger than usual if a single tensor requires it."""
+        """Returns one of two buffers, larger than usual if a tensor needs that."""
         while len(self._buffers) < 2:
             self._buffers.append(torch.empty(self._room, dtype=self._dtype, device=self._device))
         if self._buffers[number % 2].numel() < size:

@@ -1,4 +1,4 @@
-"""The processes of one case of `weights.py`, driven over pipes: start them, form a group, push."""
+"""Controls the processes of a case of `weights.py` over pipes: starts them, forms groups, pushes."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class Fleet:
             self.all("trace", "paceline_trace", keep)
 
     def usual(self, repeats: int) -> float:
-        """Median milliseconds of the usual way."""
+        """Returns the median milliseconds of the usual way."""
         order(self.learners, "usual_join", self.spec)
         self._order_servers("paceline_usual_join")
         answers([*self.learners, *self.servers])
@@ -180,13 +180,13 @@ class Fleet:
 
 
 def order(pipes: list[Connection], method: str, *args: Any) -> None:
-    """Orders a method of all processes."""
+    """Sends a call to all processes."""
     for pipe in pipes:
         pipe.send((method, args))
 
 
 def answers(pipes: list[Connection], timeout_s: float = 3 * TIMEOUT_S) -> list[Any]:
-    """One answer of each process; exits if one failed."""
+    """Returns an answer of each process; exits if one failed."""
     received = []
     for pipe in pipes:
         if not pipe.poll(timeout_s):

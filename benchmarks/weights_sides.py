@@ -31,7 +31,7 @@ TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One table row: a model, learner ranks, engines and their tensor-parallel size."""
+    """A row of the table: a model, learner ranks, engines and their tensor-parallel size."""
 
     shape: str
     num_learners: int
@@ -47,7 +47,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The case as in the arguments."""
+        """The case in the form of the arguments."""
         return f"{self.shape} {self.num_learners} -> {self.num_engines}x{self.parallel_size}"
 
 
@@ -85,7 +85,7 @@ class Learner:
         self.publisher = WeightPublisher(model, self.device)
 
     def layout(self) -> tuple[bytes, tuple[str, int] | None]:
-        """Its layout and, from rank 0, the rendezvous address."""
+        """Returns its layout and, from rank 0, the rendezvous address."""
         return self.publisher.layout().to_bytes(), self.publisher.open_store() if self.rank == 0 else None
 
     def join(self, spec: bytes) -> None:
@@ -100,12 +100,12 @@ class Learner:
         self._synchronize()
 
     def push(self, version: int) -> dict[str, Any]:
-        """Sends its part; the answer has the time at which it began."""
+        """Sends its part; returns when it began, among others."""
         began = time.perf_counter()
         return {"began": began, "receipt": self.publisher.publish(version).to_bytes()}
 
     def plain(self, repeats: int) -> list[float]:
-        """Plain messages of as many bytes."""
+        """Exchanges plain messages with the same bytes."""
         from weights_exchange import plain_messages
 
         group = self.publisher._group
@@ -158,7 +158,7 @@ class Learner:
         return memory
 
     def free(self) -> int:
-        """Free bytes of its GPU."""
+        """Returns the free bytes of its GPU."""
         return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
 
     def trace(self, folder: str | None) -> None:
@@ -226,13 +226,13 @@ class Server:
         self.replies = replies
 
     def call(self, method: str, *args: Any) -> Any:
-        """Runs a coroutine of this class, or a worker method of that name on every rank."""
+        """Runs a coroutine of this class, or the worker method of that name on every rank."""
         own = getattr(self, method, None)
         work = own(*args) if own is not None else self._everywhere(method, args)
         return self.loop.run_until_complete(work)
 
     async def layout(self) -> list[bytes]:
-        """Returns what each rank needs."""
+        """Returns the layout of each rank."""
         return [layout.to_bytes() for layout in await self.engine.describe()]
 
     async def join(self, spec: bytes, offset: int) -> None:
@@ -240,7 +240,7 @@ class Server:
         await self.engine.join(WeightGroupSpec.from_bytes(spec), offset, TIMEOUT_S)
 
     async def push(self, version: int) -> dict[str, Any]:
-        """Receives as a server does; the answer has the ranks' own times."""
+        """Receives as a server does; returns the ranks' own times, too."""
         ordered = time.perf_counter()
         receipt = await self.engine.receive(version, TIMEOUT_S)
         ended = time.perf_counter()
@@ -257,19 +257,19 @@ class Server:
         }
 
     async def sleep(self) -> float:
-        """Returns milliseconds to give weights and KV cache up."""
+        """Frees weights and KV cache; returns milliseconds."""
         began = time.perf_counter()
         await self.engine.sleep()
         return 1e3 * (time.perf_counter() - began)
 
     async def wake(self, part: str) -> float:
-        """Returns milliseconds to take a part again."""
+        """Allocates a part again; returns milliseconds."""
         began = time.perf_counter()
         await self.engine.wake(EnginePart(part))
         return 1e3 * (time.perf_counter() - began)
 
     async def draw(self, num_tokens: int) -> tuple[float, list[int]]:
-        """Milliseconds, and greedy tokens."""
+        """Draws greedy tokens; returns milliseconds and the tokens."""
         spec = SamplingSpec(temperature=0.0, max_tokens=num_tokens)
         request = SampleRequest(
             request_id=f"draw {time.perf_counter()}",

@@ -1,4 +1,4 @@
-"""The worker extension of `weights.py`: the real one, with times in its answers, and the two comparisons."""
+"""The worker extension of `weights.py`: the real one with times in its answers, and two baselines."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class TimedExtension(PacelineWorkerExtension):
     """Paceline's extension; all methods are called through `collective_rpc`."""
 
     def paceline_receive(self, version: int, timeout_s: float) -> dict[str, Any]:
-        """Receives, and says when it began and ended."""
+        """Receives a push; returns when it began and ended."""
         began = time.perf_counter()
         reply = super().paceline_receive(version, timeout_s)
         return reply | {"began": began, "ended": time.perf_counter()}
 
     def paceline_plain(self, repeats: int) -> dict[str, Any]:
-        """Returns milliseconds of plain messages of as many bytes."""
+        """Exchanges plain messages with the same bytes; returns milliseconds."""
         group = self._paceline_receiver()._group
         assert group is not None
         return {"ms": plain_messages(group, repeats)}

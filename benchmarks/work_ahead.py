@@ -1,16 +1,16 @@
-"""A step with work ahead of the barrier against one without: a real learner beside a simulated generation.
+"""Compares steps with and without work ahead: a real learner, and simulated generation.
 
     python benchmarks/work_ahead.py                                            # one GPU: Qwen2.5-0.5B's shape
     python benchmarks/work_ahead.py --device cpu --shape tiny --prompts 32 --median 48 --longest 256
 
-Random weights, GRPO with 8 samples per prompt, log-normal response lengths. Servers are simulated: each of
-`--places` sequences that decode at once takes as long as it has tokens, and the time per token is such that
-generation takes `--generation` times the learner's part of a step. Nothing else computes, as where servers
-have GPUs of their own. The learner gets chunks as a controller gives them (`barrier.work_ahead`). A step
-lasts from the first token to the end of the update; medians of `--rounds` after one to warm up, in one run.
+Uses random weights, GRPO with 8 samples per prompt, and log-normal response lengths. Servers are simulated:
+`--places` sequences decode at a time, each in proportion to its length, and the time per token is chosen so
+that generation takes `--generation` times the learner's part of a step. Nothing else computes, as if servers
+had their own GPUs. The learner gets chunks as from a controller (`barrier.work_ahead`). A step lasts from the
+first token to the end of the update; times are medians of `--rounds` after a warm-up.
 
-`after` is what of it comes after the last response; `ahead` is the share of rows that were scored, and whose
-gradient was taken, before.
+`after` is the part of a step after the last response; `ahead` is the share of rows that were scored, and of
+those whose gradient was taken, before it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ MODES = ("off", "scores", "gradients")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """A response and when its last token comes, in tokens after the first one's begin."""
+    """A response, and the time of its last token, in tokens since the start of the first response."""
 
     header: ScoredHeader
     packed: PackedRow
@@ -61,7 +61,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """Seconds of a step, those of it after the last response, and the shares done ahead."""
+    """Seconds of a step, seconds after the last response, and the shares done ahead."""
 
     step_s: float
     after_s: float
@@ -121,9 +121,16 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--median", type=int, default=384, help="tokens of a response")
     parser.add_argument("--longest", type=int, default=4096)
-    parser.add_argument("--sigma", type=float, default=1.0, help="of the lengths' logarithm")
-    parser.add_argument("--places", type=int, default=256, help="sequences that decode at once")
-    parser.add_argument("--generation", type=float, default=2.0, help="in the learner's time for a step")
+    parser.add_argument(
+        "--sigma", type=float, default=1.0, help="standard deviation of the lengths' logarithm"
+    )
+    parser.add_argument("--places", type=int, default=256, help="sequences that decode at a time")
+    parser.add_argument(
+        "--generation",
+        type=float,
+        default=2.0,
+        help="time of generation, in multiples of the learner's time for a step",
+    )
     parser.add_argument("--chunk", type=int, default=4, help="prompts")
     parser.add_argument("--budget", type=int, default=16384, help="tokens of a micro-batch")
     parser.add_argument("--rounds", type=int, default=3)
@@ -131,7 +138,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def configuration(folder: Path, mode: str, num_mini_batches: int, args: argparse.Namespace) -> RunConfig:
-    """Returns the run's, without a reference."""
+    """Returns the run's configuration, without a reference."""
     tree = {
         "data": {
             "train_files": "none.jsonl",
@@ -180,7 +187,7 @@ def sample(
     vocab_size: int,
     rng: np.random.Generator,
 ) -> Sample:
-    """One of them."""
+    """Returns one sample of a step."""
     name = TrajectoryId(step=step, purpose="train", prompt_id=prompt_id, sample_index=index)
     header = ScoredHeader(
         run_id="r",
@@ -211,14 +218,14 @@ def sample(
 
 
 def time_per_token(learner: Learner, args: argparse.Namespace) -> float:
-    """Such that generation takes `--generation` times a step of the learner, which is measured."""
+    """Returns seconds per token such that generation takes `--generation` measured learner steps."""
     measure(learner, 0.0, args)
     samples = draw(1, learner.vocab_size, args)
     return float(args.generation * measure(learner, 0.0, args).step_s / max(s.ends for s in samples))
 
 
 def measure(learner: Learner, token_s: float, args: argparse.Namespace) -> Measured:
-    """One step beside a generation."""
+    """Measures one step during a simulated generation."""
     config, step = learner.config, learner.version + 1
     samples = draw(step, learner.vocab_size, args)
     policy = replace(POLICY, version=step - 1)

@@ -1,7 +1,7 @@
 """Ends each response at a length drawn from a log-normal by the sample's seed: for `step.py --lengths mixed`.
 
-Python imports a module of this name at its start when the folder is on PYTHONPATH. Random weights hardly ever
-draw the end token, so that all responses would be equally long. Only the rollout servers are changed.
+Python imports a module of this name at its start if the folder is on PYTHONPATH. Random weights hardly ever
+draw the end token, so all responses would be equally long. Only rollout servers are changed.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import replace
 from typing import Any
 
 MEDIAN = "PACELINE_BENCHMARK_MEDIAN_LENGTH"
-"""The environment's variable with the median length in tokens"""
+"""Environment variable with the median length in tokens"""
 
 _SHORTEST = 64
 _SIGMA = 0.7
 
 
 def length(seed: int, median: float, longest: int) -> int:
-    """Tokens of the sample with this seed, between 64 and `longest`."""
+    """Returns the length of the sample with this seed, between 64 and `longest` tokens."""
     drawn = median * random.Random(seed).lognormvariate(0.0, _SIGMA)  # noqa: S311
     return min(longest, max(_SHORTEST, round(drawn)))
 
