@@ -51,7 +51,7 @@ def layout() -> RankLayout:
 
 
 def receipt(rank: str, version: int) -> PushReceipt:
-    """Returns the receipt of a push that took no time, of weights equal to the version."""
+    """Returns the receipt of an instant push; all weights have the version as value."""
     part = SliceDigest(name="w", global_shape=SHAPE, box=Box.full(SHAPE), value=version + 1)
     return PushReceipt(
         version=version,

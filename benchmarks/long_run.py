@@ -86,7 +86,7 @@ sys.exit(status)
 
 
 class Stored:
-    """Stands for the broker's data of one step's samples."""
+    """Serves one step's samples in place of a broker."""
 
     def __init__(self, trajectories: Sequence[Trajectory]) -> None:
         self._by_id = {trajectory.trajectory_id: trajectory for trajectory in trajectories}
@@ -100,7 +100,7 @@ class Stored:
         return [self._by_id[header.trajectory_id] for header in headers]
 
     async def learner_log_probs(self, headers: Sequence[ScoredHeader]) -> list[None]:
-        """Returns None for each: a run without them."""
+        """Returns None per sample: the run has no learner log-probs."""
         return [None] * len(headers)
 
 

@@ -1,8 +1,8 @@
 """Measures how much of an adapter's change remains after merging into bfloat16 weights.
 
 A bfloat16 weight changes only by more than half of the distance to its neighbour, 0.2 to 0.4 % of its size. A
-is drawn as at the start of a run; each number of B is the result of AdamW steps in one direction: their
-number times the rate. Weights have a standard deviation of 0.02.
+is drawn as at the start of a run; each number of B is the rate times the
+number of steps, as after AdamW steps in one direction. Weights have a standard deviation of 0.02.
 
     python benchmarks/merged_adapters.py
 """
@@ -22,7 +22,7 @@ STEPS = (1, 10, 100, 1000)
 
 
 def moved_share(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> float:
-    """Returns the merged change projected on the exact one, as a share of it."""
+    """Projects the merged change on the exact change; returns the ratio of their lengths."""
     wanted = scale * b.double() @ a.double()
     moved = merge(weight, a, b, scale).double() - weight.double()
     return float((moved * wanted).sum() / wanted.square().sum())

@@ -39,7 +39,7 @@ def keep(
         what: name of the row; None records nothing.
         number: the result in the section's unit.
         beside: name and number of a baseline in the same run.
-        ratio: the ratio, if it is not that of these two numbers, for example a median of ratios.
+        ratio: ratio to print; default: the quotient of `number` and the baseline.
         gpus: the names of the GPUs that the run used; empty on CPUs.
     """
     if what is None:

@@ -4,8 +4,8 @@
     python benchmarks/scale_pushes.py 671B --learners 128 --servers 16 --size 16
 
 Learner ranks hold rows as FSDP2 shards them, rollout ranks the slices of vLLM's tensor parallelism. No
-parameter is allocated. Times are CPU seconds: `plan` is every rank's computation for all ranks, `own` the
-pieces that learner rank 0 and rollout rank 0 move.
+parameter is allocated. Times are CPU seconds: `plan` is the plan for all ranks, which every rank
+computes; `own` is the layout of the rank's own messages, for learner rank 0 and rollout rank 0.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Tensor:
     Attributes:
         dim: dimension cut by tensor parallelism; None: every rank has the complete tensor.
         param: the engine's parameter that contains it.
-        at: its offset along `dim` in that parameter over all ranks; a rank's is at / size.
+        at: its offset along `dim` in the complete parameter; each rank's shard has it at `at` / size.
         parts: number of equal tensors that are concatenated along `dim` and cut separately.
         heads: indivisible units, such as key heads; fewer heads than ranks are replicated.
     """

@@ -33,16 +33,16 @@ HEAD = """# Configuration
 *Generated from `src/paceline/config` by `tools/generate_config_docs.py`; do not edit.*
 
 A configuration is a YAML file. Unknown keys are errors. Any value can be given on the command line as
-`dotted.key=value` (`paceline train examples/arithmetic/ppo.yaml algorithm.kl_ctrl.target_kl=0.02`); members
-of a list go by number (`reward.functions.0.weight=2`). `paceline train CONFIG --dry-run` prints the values in
+`dotted.key=value` (`paceline train examples/arithmetic/ppo.yaml algorithm.kl_ctrl.target_kl=0.02`); list
+items have numbers (`reward.functions.0.weight=2`). `paceline train CONFIG --dry-run` prints the values in
 force; every run keeps them as `config.resolved.yaml`.
 
 A file may begin with `extends: other.yaml`, a path relative to itself. It then holds only what differs: its
 values replace those of the other file, key by key, and a list replaces the whole list. The other file
 may extend a third one. All other paths in a file are relative to the working directory.
 
-Required are `data.train_files` or `data.train_sets`, `model.path`, `trainer.total_steps` or
-`trainer.total_epochs`, and a scorer in `reward` where no `rollout.environment` gives rewards.
+A file needs `data.train_files` or `data.train_sets`, `model.path`, `trainer.total_steps` or
+`trainer.total_epochs`, and a scorer in `reward` unless a `rollout.environment` gives rewards.
 """
 WIDTH = 120
 SCORERS = {
@@ -127,8 +127,8 @@ def sections(
     """Lists the model's own values, then its sections; refers to models that were listed before.
 
     Args:
-        values: an instance with the defaults, if the section that holds it gives one.
-        shown: lists so far: the path of each model. Those of scorers are in `reward`.
+        values: an instance with the defaults, if the parent section has one.
+        shown: the path of each model listed so far; models of scorers are listed in `reward`.
     """
     shown = dict(SCORERS) if shown is None else shown
     if shown.get(model, prefix.removesuffix(".")) != prefix.removesuffix("."):

@@ -64,7 +64,7 @@ def to_sft(problems: Sequence[Any], rng: np.random.Generator, hasty_share: float
 def write_data(
     out: Path, *, seed: int, num_train: int, num_val: int, num_sft: int, hasty_share: float
 ) -> None:
-    """Writes `train.parquet`, `val.parquet`, `sft.parquet`; the others share no multiset with `val`."""
+    """Writes `train.parquet`, `val.parquet`, `sft.parquet`; `val` shares no problem with the other two."""
     arithmetic.write_data(out, seed=seed, num_train=num_train, num_val=num_val, num_sft=1, hasty_share=1.0)
     val_rng, rng = np.random.default_rng([seed, 0]), np.random.default_rng([seed, 2])
     val = arithmetic.draw_problems(val_rng, num_val, avoid=set(), distinct=True)

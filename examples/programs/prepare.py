@@ -70,7 +70,7 @@ def to_sft(problems: Sequence[Any], rng: np.random.Generator, hasty_share: float
 def write_data(
     out: Path, *, seed: int, num_train: int, num_val: int, num_sft: int, hasty_share: float
 ) -> None:
-    """Writes `train.parquet`, `val.parquet`, `sft.parquet`; the others share no multiset with `val`."""
+    """Writes `train.parquet`, `val.parquet`, `sft.parquet`; `val` shares no problem with the other two."""
     out.mkdir(parents=True, exist_ok=True)
     val_rng, train_rng, rng = (np.random.default_rng([seed, stream]) for stream in range(3))
     val = arithmetic.draw_problems(val_rng, num_val, avoid=set(), distinct=True)

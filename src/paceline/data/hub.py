@@ -22,7 +22,7 @@ def local_files(places: Iterable[str], split: str) -> list[Path]:
 
     Args:
         places: paths, or names of data sets on the hub.
-        split: split for names without one: "train", or "val", for which data sets use several names.
+        split: "train" or "val", for names without a split; "val" also finds "validation", "test" and others.
 
     Raises:
         DataError: there is no such data set, configuration or split, or it cannot be fetched.
@@ -116,7 +116,7 @@ def _card(folder: Path) -> dict[str, Any]:
 
 
 def _chosen(name: HubName, card: dict[str, Any]) -> tuple[str, dict[str, tuple[str, ...]] | None]:
-    """Returns a configuration and the patterns of its files by split; None without README entries.
+    """Returns a configuration and its file patterns by split, None if the README lists none.
 
     Raises:
         DataError: there are several configurations, and neither the name nor the README selects one.

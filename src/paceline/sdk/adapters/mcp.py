@@ -65,7 +65,7 @@ class _Mcp(Environment):
             await asyncio.wait([self._connection], timeout=_START_S)
 
     async def _connect(self, ready: asyncio.Future[Any]) -> None:
-        """Holds the connection: the library requires that the task that opened it closes it."""
+        """Opens and closes the connection in one task, as the library requires."""
         try:
             from mcp import Client
         except ImportError as error:

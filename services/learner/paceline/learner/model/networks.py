@@ -130,9 +130,9 @@ class OwnStates:
 
     Attributes:
         states: (m, H).
-        places: (m,), index of the response token that each state predicts, of the micro-batch's n; n for
-            none. None if m = n and they are in order.
-        num_targets: n.
+        places: (m,), index in 0..n-1 of the response token that each state predicts, n if it predicts
+            none; None if the states predict all n tokens in order.
+        num_targets: n, the number of response tokens of the micro-batch.
         group: the ranks that compute the other states.
     """
 
@@ -210,7 +210,7 @@ def _own_states(body: nn.Module, batch: MicroBatch, multiple: int, context: Rank
 
 
 def _places_within(positions: Tensor, length: int) -> Tensor:
-    """Returns which of the n positions are in 0..length-1; [n] if none, as kernels need an entry."""
+    """Returns the indices of positions within 0..length-1; [n] if there are none: kernels need an entry."""
     places = ((positions >= 0) & (positions < length)).nonzero().squeeze(1)
     return places if len(places) else places.new_tensor([len(positions)])
 
@@ -298,7 +298,7 @@ def _parts(layer: nn.Module) -> Iterator[tuple[object, ...]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class OutputHead:
-    """Computes the logits of states h: scale c tanh((h weight^T + bias) / c), or without a softcap, no tanh.
+    """Computes logits scale c tanh(x / c) with x = h weight^T + bias; without a softcap, scale x.
 
     Attributes:
         weight: (V, H).

@@ -38,7 +38,7 @@ class Stopwatch:
         self.seconds[f"timing_s/{name}"] = before + time.monotonic() - began
 
     def memory(self, ranks: Ranks) -> dict[str, float]:
-        """Returns `perf/memory_gib/*`: the largest of all ranks by phase; every rank calls it."""
+        """Returns `perf/memory_gib/*`, each phase's maximum over ranks; every rank calls it."""
         metrics: dict[str, float] = {}
         if self.peaks:
             numbers = {**self.peaks, "reserved": torch.cuda.memory_reserved(self.device)}

@@ -36,9 +36,9 @@ log = logging.getLogger(__name__)
 def load_warm(config: RunConfig, ranks: Ranks, notify: Callable[[str], None]) -> Learner:
     """Returns a learner that can train; every rank calls it. Raises as `Learner.load`.
 
-    An engine may be starting on this GPU. So layers are compiled before AdamW's averages are made, and the
-    memory for that is freed first. If `actor.compile` is unset and the compiler fails, or the model has no
-    compiled form, the learner is loaded again without it.
+    An engine may be starting on this GPU. So layers are compiled before AdamW's averages exist, and
+    compilation's memory is freed before they are made. If `actor.compile` is auto and the compiler fails, or
+    the model has no compiled form, the learner is loaded again without it.
     """
     reason = ""
     chosen = config.with_compile(on_gpu=ranks.device.type == "cuda")
@@ -50,8 +50,8 @@ def load_warm(config: RunConfig, ranks: Ranks, notify: Callable[[str], None]) ->
         reason = _first_line(error)
     if reason:  # outside of the except clause, because the error's traceback holds the first learner
         notify(
-            f"layers cannot be compiled here ({reason}); the learner goes on without, more slowly: "
-            "actor.compile: false leaves out the try"
+            f"layers cannot be compiled here ({reason}); the learner runs them uncompiled, more slowly: "
+            "actor.compile: false skips this attempt"
         )
         GpuMemory(ranks.device).give_back()
         plain = config.actor.model_copy(update={"compile": False})

@@ -90,7 +90,7 @@ class Learner:
 
     @classmethod
     def load(cls, config: RunConfig, ranks: Ranks, notify: Callable[[str], None] = log.warning) -> Learner:
-        """Loads the networks of a run at version 0; every rank calls it. `notify` tells a person.
+        """Loads the networks of a run at version 0; every rank calls it. `notify` notifies the user.
 
         Its optimizers have no averages yet.
 
