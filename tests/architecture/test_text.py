@@ -62,6 +62,24 @@ def test_a_page_is_read_in_one_sitting(page: Path) -> None:
     assert len(re.findall(r"\S*[A-Za-z0-9]\S*", text)) <= MOST_WORDS
 
 
+def test_the_readme_says_what_matters_in_sixty_lines() -> None:
+    """What it is, how to begin, a picture, a run of the reader's own, what was measured with links to it."""
+    lines = (source.ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    fold = "\n".join(lines[:60])
+    assert all(
+        part in fold for part in ("make demo", "page-desktop.png", "paceline train run.yaml", "## Measured")
+    )
+    anchors = re.findall(r"\]\(docs/measurements\.md#([\w-]+)\)", fold)
+    titles = (source.ROOT / "docs" / "measurements.md").read_text(encoding="utf-8").lower().splitlines()
+    known = {
+        re.sub(r"[^\w -]", "", title.lstrip("# ")).replace(" ", "-") for title in titles if title[:1] == "#"
+    }
+    assert len(anchors) >= 4
+    assert set(anchors) <= known
+    cells = [cell for line in lines if line[:1] == "|" for cell in line.split("|")]
+    assert max(len(cell.split()) for cell in cells) <= 40
+
+
 def test_the_way_of_the_data_is_written_down() -> None:
     """Without pointers in the architecture page the test above would prove nothing."""
     assert len(_POINTER.findall((source.ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))) >= 20
