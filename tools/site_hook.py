@@ -8,6 +8,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+_CELL = re.compile(r"<td.*?</td>", re.DOTALL)
+_CODE = re.compile(r"<code>([^<]*)</code>")
+_PART_OF_KEY = re.compile(r"[./_-](?=\w)")
 _BOOSTS = {"Look up": 0.3, "Understand": 0.3, "Change": 0.3, "Decisions": 0.1}
 _PICTURE = re.compile(r"!\[([^\]]*)\]\((\S+)\.png\)")
 _LINK = re.compile(r"\[([^\]]+)\]\(([^):#\s]+)(#[^)]*)?\)")
@@ -47,6 +50,15 @@ def on_page_markdown(markdown: str, *, page: Any, **_: object) -> str:
         return f"![{words}]({name}.png#only-light)![{words}]({name}-dark.png#only-dark)"
 
     return _PICTURE.sub(both, _LINK.sub(plain, markdown))
+
+
+def on_post_page(output: str, **_: object) -> str:
+    """Called by mkdocs with each page's HTML: keys in tables break after a dot or slash."""
+
+    def breakable(code: re.Match[str]) -> str:
+        return "<code>" + _PART_OF_KEY.sub(lambda sign: f"{sign[0]}<wbr>", code[1]) + "</code>"
+
+    return _CELL.sub(lambda cell: _CODE.sub(breakable, cell[0]), output)
 
 
 def on_post_build(config: Any) -> None:

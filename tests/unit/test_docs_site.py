@@ -28,6 +28,8 @@ def test_the_site_is_built_and_no_link_is_broken(tmp_path: Path) -> None:
     assert "fonts.googleapis" not in start, "a page asks nobody but its own server"
     assert 'page-desktop.png#only-light"' in start
     assert 'page-desktop-dark.png#only-dark"' in start
+    assert "<code>critic/<wbr>score/<wbr>mean</code>" in (tmp_path / "metrics.html").read_text()
+    assert "<wbr>" not in (tmp_path / "search" / "search_index.json").read_text()
     boosts = {
         entry["location"]: entry.get("boost", 1.0)
         for entry in json.loads((tmp_path / "search" / "search_index.json").read_text())["docs"]
