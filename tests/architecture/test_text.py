@@ -19,6 +19,7 @@ PAGES = sorted(
     & set(path.relative_to(source.ROOT).parts)
 )
 _TABLE = re.compile(r"<!-- (.*?): generated -->.*?<!-- \1: end -->", re.DOTALL)
+_NAMING = {".py", ".yaml", ".yml", ".sh", ".proto", ".tpl"}
 _WRITERS = [*source.ROOT.glob("tools/*.py"), source.ROOT / "tests" / "support" / "architectures.py"]
 # `path/to/...` stands for a user's own file.
 _POINTER = re.compile(r"`(?!path/to/)([\w/]+\.py):([\w.]+)`")
@@ -48,6 +49,18 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
     local = [link for link in links if "://" not in link and not link.startswith("mailto:")]
     assert [link for link in local if not (page.parent / link).exists()] == []
+
+
+def test_pages_that_code_and_messages_name_exist() -> None:
+    roots = ("src", "services", "deploy", "tools", "proto", "examples", "tests/support")
+    files = [path for root in roots for path in (source.ROOT / root).rglob("*.*") if path.suffix in _NAMING]
+    named = {
+        (name, str(path.relative_to(source.ROOT)))
+        for path in files
+        for name in re.findall(r"\bdocs/[\w/-]+\.md", path.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 30
+    assert [pair for pair in sorted(named) if not (source.ROOT / pair[0]).exists()] == []
 
 
 @pytest.mark.parametrize("page", sorted((source.ROOT / "docs").rglob("*.md")), ids=lambda path: path.stem)
