@@ -424,7 +424,7 @@ PLANTED: dict[str, tuple[Callable[[Record], object], str]] = {
     "the learner's log-probs changed": (in_row("learner_log_probs", lambda _: [-1.0], sealed=False), WRITTEN),
     "an answer's components that do not make the reward of its set": (
         in_table(lambda rows: rows[-1].update(components='{"exact_match": 9.0}'), "val_000004"),
-        "val_000004.parquet has components of validate:4:3:2 that make a reward of 18; it is",
+        "val_000004.parquet has components of validate:4:3:2 that make a reward of 18; the reward is",
     ),
     # the journal, with batches and files mended
     "one rollout under two ids": (two_ids, "train:3:"),

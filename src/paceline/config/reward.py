@@ -283,7 +283,7 @@ class RewardModelConfig(OutsideConfig):
     def attached(self) -> AttachedConfig:
         """The name under which its replicas attach."""
         shared = {name: getattr(self, name) for name in OutsideConfig.model_fields}
-        return AttachedConfig(name=self.name, timeout_s=self.timeout_s, wait_for_s=self.wait_for_s, **shared)
+        return AttachedConfig(timeout_s=self.timeout_s, wait_for_s=self.wait_for_s, **shared)
 
 
 class JudgeConfig(OutsideConfig):
