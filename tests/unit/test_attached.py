@@ -640,7 +640,7 @@ async def test_who_may_attach() -> None:
                 "wrong",
                 r"refused the token \(wrong[^)]*scope\); give .* in PACELINE_REWARD_TOKEN, one of",
             ),
-            ("other", "secret", "nothing attaches as 'other' to this run: reward.attached names judge"),
+            ("other", "secret", "no client can attach as 'other' to this run: reward.attached names judge"),
         ):
             attachment = RewardAttachment(length, address=service.address, name=name, token=token)
             with pytest.raises(ConfigError, match=words):

@@ -161,7 +161,7 @@ def test_an_answer_without_a_grade_is_the_items_error() -> None:
     assert error.value.kind is RewardErrorKind.WRONG_TYPE
     with pytest.raises(ConfigError, match="no group"):
         GradePattern(r"\d+", {})
-    with pytest.raises(ConfigError, match="no regular expression"):
+    with pytest.raises(ConfigError, match="not a regular expression"):
         GradePattern(r"(", {})
 
 

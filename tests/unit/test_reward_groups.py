@@ -146,7 +146,7 @@ async def test_the_example_ranks_right_answers_by_length() -> None:
 @pytest.mark.parametrize(
     ("reference", "arguments", "sentence"),
     [
-        ("gsm8k", {}, "the built-in 'gsm8k' scores responses by themselves: remove group: true"),
+        ("gsm8k", {}, "the built-in 'gsm8k' scores single responses: remove group: true"),
         (f"{FUNCTIONS}:scaled", {}, "needs factor: name them under kwargs"),
         (f"{FUNCTIONS}:scaled", {"factr": 1}, "has no argument 'factr'; it has factor"),
         (f"{FUNCTIONS}:without_items", {"factor": 1}, "must take the items of a group by position"),

@@ -89,7 +89,7 @@ def test_reward_scores_the_samples_of_a_prompt_together(
         (["mine.py:rank", "x", "", *others, "facto=2"], 2, "has no argument 'facto'; it has factor"),
         (["mine.py:rank", "x", ""], 2, "(paceline reward: --group) for a function of all samples"),
         (["mine.py:rank", "x", "", "--sample", "y"], 2, "add --group"),
-        (["gsm8k", "x", "", "--group"], 2, "scores responses by themselves: remove group: true"),
+        (["gsm8k", "x", "", "--group"], 2, "scores single responses: remove group: true"),
     ):
         assert main(["reward", *words]) == code
         captured = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""A scorer: items for clients that have attached to this service under its name."""
+"""A scorer whose items go to the clients that have attached to this service under its name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.wire.calls.protobuf import check_score_item
 
 
 class AttachedScorer:
-    """A `Scorer` whose items go to attached clients. Whatever the clients do, every item gets a score."""
+    """Sends items to attached clients, as a `Scorer`. Whatever the clients do, every item gets a score."""
 
     def __init__(self, config: AttachedConfig, *, timeout_s: float, run_id: str = "") -> None:
         self._name, self._shape = config.name, Shape.configured(config)
@@ -39,7 +39,7 @@ class AttachedScorer:
 
     @classmethod
     def configured(cls, settings: ScorerSettings) -> list[Shaped]:
-        """One scorer for each configured name under which clients attach; reward models do, too."""
+        """Returns one scorer for each name under which clients attach, including reward models."""
         config = settings.config
         return [
             Shaped(
@@ -50,12 +50,12 @@ class AttachedScorer:
 
     @property
     def names(self) -> Sequence[str]:
-        """The name of its component."""
+        """Returns the name of its component."""
         return [self._name]
 
     @property
     def version(self) -> str | None:
-        """The version that its clients report; None if they differ."""
+        """Returns the version that its clients report; None if they differ."""
         return self.gateway.version
 
     async def start(self) -> None:
@@ -63,7 +63,7 @@ class AttachedScorer:
         self._is_open = True
 
     async def score(self, items: Sequence[ScoreItem], *, run_id: str = "", step: int = 0) -> list[Score]:
-        """One score per item, in the order of the items, with the weight applied.
+        """Returns one score per item, in the order of the items, with the weight applied.
 
         Raises:
             RewardError: UNAVAILABLE, when it was closed or not started.
@@ -102,8 +102,8 @@ class AttachedScorer:
         results = dict(rows)
         if len(rows) != len(items) or results.keys() != {item.trajectory_id for item in items}:
             error = RewardError(
-                "a client must answer a group with one result for each item, under its trajectory_id, and an "
-                "item with one",
+                "a client must answer a group with one result per item, under its trajectory_id, and a "
+                "single item with one result",
                 kind=RewardErrorKind.WRONG_COUNT,
             )
             return [self._score(item, error, seconds) for item in items]

@@ -1,4 +1,4 @@
-"""`RewardGateway.Attach`: the streams of attached clients, protobuf on one side, the gateway on the other."""
+"""Serves `RewardGateway.Attach`: connects the streams of attached clients with the gateways."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.wire.calls.attachment import (
 
 
 class GatewayServicer(reward_pb2_grpc.RewardGatewayServicer):
-    """Lets clients attach once `gateways`, by the name that clients attach as, is set."""
+    """Lets clients attach once `gateways`, by the clients' names, is set."""
 
     def __init__(self) -> None:
         self.gateways: Mapping[str, Gateway[Task, GroupResult]] | None = None
@@ -30,7 +30,7 @@ class GatewayServicer(reward_pb2_grpc.RewardGatewayServicer):
         Raises:
             EnvironmentLackError: the service is still starting.
             ConfigError: the configuration has no such name.
-            ProtocolError, InvalidMessageError, DeadlineError: what the client sends has no place here.
+            ProtocolError, InvalidMessageError, DeadlineError: the client's messages break the protocol.
         """
         read = (scorer_message_from_proto(message) async for message in messages)
         hello = await first_hello(read)
@@ -40,7 +40,7 @@ class GatewayServicer(reward_pb2_grpc.RewardGatewayServicer):
         if gateway is None:
             names = ", ".join(sorted(self.gateways)) or "none"
             raise ConfigError(
-                f"nothing attaches as {one_line(hello.name)!r} to this run: reward.attached names {names}"
+                f"no client can attach as {one_line(hello.name)!r} to this run: reward.attached names {names}"
             )
         async for message in gateway.serve(hello, read):
             yield gateway_message_to_proto(message)

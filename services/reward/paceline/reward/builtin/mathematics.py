@@ -26,10 +26,10 @@ def math_verify(
 
     Args:
         response: the decoded response, its answer in `\\boxed{}`, in LaTeX or plain.
-        ground_truth: the answer; without LaTeX delimiters it is read as if it stood in `\\boxed{}`.
-        timeout_s: whole seconds, for parsing and for comparing each.
-        timeout_reward: the score of a response that takes longer, such as a tower of powers. With None it is
-            a timeout error, so that an undecided answer does not count as wrong.
+        ground_truth: the answer; without LaTeX delimiters it is read as if it were in `\\boxed{}`.
+        timeout_s: whole seconds, separately for parsing and for comparing.
+        timeout_reward: the score of a response that takes longer, such as a tower of powers. None: a timeout
+            error, so that an undecided answer does not count as wrong.
         extra: the item's other fields, unused.
 
     Raises:
@@ -78,7 +78,7 @@ def _parse_ground_truth(text: str, timeout_s: int) -> list[object]:
 
 
 def _parse(text: str, timeout_s: int) -> list[object] | None:
-    """The expressions that a text can be read as, best first, possibly none; None when the time ran out."""
+    """Returns the possible expressions of a text, the best first; None when the time ran out."""
     library = load_library()
     try:
         parsed: list[object] = library.parse(text, parsing_timeout=timeout_s, raise_on_error=True)

@@ -1,4 +1,4 @@
-"""A scorer: runs the program in a response against the tests in its row's ground truth, confined."""
+"""A scorer that runs the program in a response, confined, against the tests in the row's ground truth."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from paceline.service.threads import in_thread
 
 
 class CodeScorer:
-    """A `Scorer` whose value is 1 for a program that passes all tests, else 0; `NAME/passed` is the share."""
+    """Scores 1 for a program that passes all tests, else 0; `NAME/passed` is the share of passed tests."""
 
     def __init__(self, config: CodeConfig) -> None:
         self._config, self._shape = config, Shape.configured(config)
@@ -40,19 +40,19 @@ class CodeScorer:
 
     @classmethod
     def configured(cls, settings: ScorerSettings) -> list[Shaped]:
-        """One scorer for each entry of `reward.code`."""
+        """Returns one scorer for each entry of `reward.code`."""
         return [Shaped(cls(code), Shape.configured(code)) for code in settings.config.code]
 
     @property
     def names(self) -> Sequence[str]:
-        """The name of its component."""
+        """Returns the name of its component."""
         return [self._config.name]
 
     async def start(self) -> None:
         """Checks whether programs can be confined here.
 
         Raises:
-            ConfigError: they cannot; nothing is run without.
+            ConfigError: they cannot; programs never run without confinement.
         """
         problem = await why_not_confined()
         if not problem:
@@ -68,7 +68,7 @@ class CodeScorer:
         self._is_open = False
 
     async def score(self, items: Sequence[ScoreItem], *, run_id: str = "", step: int = 0) -> list[Score]:
-        """One score per item, in the order of the items.
+        """Returns one score per item, in the order of the items.
 
         Raises:
             RewardError: UNAVAILABLE, when it was closed or not started.
@@ -81,7 +81,7 @@ class CodeScorer:
         return await answered(item, self._result(item), name=self._config.name, shape=self._shape)
 
     async def _result(self, item: ScoreItem) -> ScoreResult:
-        # In a thread: a ground truth, a response and an output may be large.
+        # In a thread, because ground truth, response and output may be large.
         tests = await in_thread(tests_of, item.ground_truth)
         program = program_of(await in_thread(code_of, item.response), tests)
         passed = [await self._passes(program, test) for test in tests]
@@ -92,7 +92,7 @@ class CodeScorer:
         )
 
     async def _passes(self, program: str, test: CodeTest) -> bool:
-        async with self._slots:  # whoever has a slot has a deadline
+        async with self._slots:  # each program with a slot has a deadline
             outcome = await self._outcome(program, test.stdin)
         if outcome.ending is not Ending.EXITED or outcome.code != 0:
             return False
@@ -102,7 +102,7 @@ class CodeScorer:
         try:
             outcome = await run_confined(self._command(program, stdin))
         except EnvironmentLackError as error:
-            # Confinement worked at the start, so it may work again.
+            # Confinement worked at the start, so another attempt may succeed.
             raise RewardError(str(error), kind=RewardErrorKind.UNAVAILABLE) from error
         if outcome.ending is Ending.NOT_STARTED:
             raise RewardError(self._not_started(outcome), kind=RewardErrorKind.RAISED)

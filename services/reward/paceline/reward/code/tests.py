@@ -1,6 +1,6 @@
 """The tests in a row's ground truth, and the check of a program's outputs against them.
 
-The expected outputs are compared here: the program, which may try to cheat, never sees them.
+The expected outputs are compared in this process: the program, which may try to cheat, never sees them.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ _FENCE = "```"
 _LANGUAGE = re.compile(r"[\w+-]*")
 _CALLER = "\nimport json as _json, sys as _sys\nprint(_json.dumps(eval(_sys.stdin.read())))\n"
 _FORM = (
-    'the ground truth must be a JSON object: {"inputs": ["1 2"], "outputs": ["3"]} for what a program reads '
-    'and prints, or {"calls": ["add(1, 2)"], "results": [3]} for what a function returns'
+    'the ground truth must be a JSON object: {"inputs": ["1 2"], "outputs": ["3"]} for a program that reads '
+    'and prints, or {"calls": ["add(1, 2)"], "results": [3]} for a function'
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CodeTest:
-    """One test: what the program reads, and what it must print; `is_json`: as JSON in its last line."""
+    """One test: the program's input and expected output; `is_json`: as JSON in its last line."""
 
     stdin: str
     expected: object
     is_json: bool = False
 
     def passes(self, stdout: str) -> bool:
-        """Whether a program that ended well passes."""
+        """Whether the output of a program that ended without error passes."""
         if not self.is_json:
             return _lines(stdout) == _lines(str(self.expected))
         try:
@@ -40,7 +40,7 @@ class CodeTest:
 
 
 def code_of(response: str) -> str:
-    """The program in a response: its last fenced block, or all of it. Takes linear time."""
+    """Returns the program in a response: its last fenced block, or all of it. Takes linear time."""
     code, at = response, 0
     while (end_of_line := response.find("\n", at)) >= 0:
         opening = response.rfind(_FENCE, at, end_of_line)
@@ -57,12 +57,12 @@ def code_of(response: str) -> str:
 
 
 def program_of(code: str, tests: Sequence[CodeTest]) -> str:
-    """The program to run for these tests."""
+    """Returns the program to run for these tests."""
     return code + _CALLER if any(test.is_json for test in tests) else code
 
 
 def tests_of(ground_truth: str) -> list[CodeTest]:
-    """The tests that a ground truth holds.
+    """Returns the tests of a ground truth.
 
     Raises:
         RewardError: WRONG_TYPE, if it holds none.

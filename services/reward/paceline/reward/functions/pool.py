@@ -1,4 +1,4 @@
-"""A pool of child processes that score by functions: one score per item, whatever the functions do."""
+"""A pool of child processes that score with functions: one score per item, whatever the functions do."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from paceline.service.children.process import ChildLimits, ChildProcess
 _log = logging.getLogger(__name__)
 
 CHILD_MODULE = "paceline.reward.functions.child"
-_BATCH_TARGET_S = 0.05  # long against the few hundred microseconds that a batch costs, short against a step
+_BATCH_TARGET_S = 0.05  # long compared with a batch's overhead of a few 100 us, short compared with a step
 _MAX_BATCH_ITEMS = 256
 _MAX_BATCH_CHARS = 4 * 1024 * 1024
 _GUESSED_ITEM_S = 0.01
@@ -43,7 +43,7 @@ class _Loss(enum.Enum):
     ENDED = enum.auto()
     TOO_SLOW = enum.auto()
     UNREADABLE = enum.auto()
-    """It sent an invalid result. It may by now be at a later item than the one at fault."""
+    """It sent an invalid result. It may already be at a later item than the one at fault."""
 
 
 class FunctionPool:
@@ -52,17 +52,17 @@ class FunctionPool:
     Further processes start one by one while the queue is long, and end after a time without work.
 
     When an item takes longer than `timeout_s`, its process is killed and replaced; a process that crashes is
-    replaced as well. Only the item at fault gets the error; the others of its batch go to another process.
-    An item gets one attempt; the caller decides whether to ask again. What ends a call for a group is the
-    error of all its items.
+    replaced as well. Only the item at fault gets the error; the others of its batch go to another process. An
+    item gets one attempt; the caller decides whether to ask again. If a call for a group fails, all its items
+    get the error.
 
     Args:
-        functions: what is computed; see `FunctionSpec`. All of them score items, or all of them groups.
+        functions: the functions; see `FunctionSpec`. Either all of them score items, or all of them groups.
         num_processes: child processes that always run.
-        max_processes: largest number of them; None: `num_processes`.
-        timeout_s: how long all functions together may take for one item, or one group.
+        max_processes: largest number of processes; None: `num_processes`.
+        timeout_s: how long all functions together may take for an item or a group.
         idle_s: time without work after which a further process ends.
-        limits: what a process may use.
+        limits: resource limits of a process.
         seed: determines the processes' random numbers, which differ between processes; None: not fixed.
 
     Raises:
@@ -81,7 +81,9 @@ class FunctionPool:
         seed: str | None = None,
     ) -> None:
         if not functions:
-            raise ConfigError("reward.functions is empty: name at least one function, say exact_match")
+            raise ConfigError(
+                "reward.functions is empty: name at least one function, for example exact_match"
+            )
         if num_processes < 1:
             raise ConfigError(f"reward.num_processes is {num_processes}: at least one process is needed")
         if not (timeout_s > 0 and math.isfinite(timeout_s)):
@@ -105,7 +107,7 @@ class FunctionPool:
 
     @classmethod
     def configured(cls, settings: ScorerSettings) -> list[Self]:
-        """A pool of the configured functions, and one of those that score groups, where there are any."""
+        """Returns a pool of the configured functions, and one of those that score groups, if any."""
         config = settings.config
         specs = function_specs(config)
         forms = [[spec for spec in specs if spec.shape.group is group] for group in (False, True)]
@@ -126,17 +128,17 @@ class FunctionPool:
 
     @property
     def names(self) -> Sequence[str]:
-        """The names of the functions' components."""
+        """Returns the names of the functions' components."""
         return [spec.name for spec in self._functions]
 
     @property
     def queue_name(self) -> str:
-        """What its queue is called: that of functions, or of functions that score groups."""
+        """Returns its queue's name: that of functions, or of functions that score groups."""
         return "group functions" if self._scores_groups else "functions"
 
     @property
     def num_unscored(self) -> int:
-        """How many items wait for a process or are in one. Any thread may ask."""
+        """Returns how many items wait or are being scored; may be called from any thread."""
         return sum(request.num_open for request in tuple(self._requests.values()))
 
     async def __aenter__(self) -> Self:
@@ -182,9 +184,9 @@ class FunctionPool:
         )
 
     async def score(self, items: Sequence[ScoreItem], *, run_id: str = "", step: int = 0) -> list[Score]:
-        """One score per item, in the order of the items; functions do not see `run_id` and `step`.
+        """Returns one score per item, in the order of the items; functions do not see `run_id` and `step`.
 
-        There is no deadline here because every item has its own; the wait cannot outlast all of them.
+        There is no deadline here because every item has its own.
 
         Raises:
             RewardError: UNAVAILABLE, when a process cannot be replaced or the pool is closed meanwhile.
@@ -228,7 +230,7 @@ class FunctionPool:
         self._tasks, self._children = set(), {}
 
     def _grow_if_behind(self) -> None:
-        """Starts another process where those that run need long for the queue."""
+        """Starts another process if the running ones need long for the queue."""
         is_growing = self._growing is not None and not self._growing.done()
         if is_growing or self._broken is not None or len(self._children) >= self._max_processes:
             return
@@ -247,7 +249,7 @@ class FunctionPool:
         _log.info("%d reward processes, with %d items in the queue", len(self._children), len(self._queue))
 
     async def _serve_slot(self, slot: int, idle_s: float | None) -> None:
-        """Gives a process its work; ends it after `idle_s` seconds without any, unless that is None."""
+        """Gives a process its work; ends it after `idle_s` seconds without work, unless that is None."""
         while True:
             try:
                 async with asyncio.timeout(idle_s):
@@ -308,7 +310,7 @@ class FunctionPool:
                     if jobs:
                         reading = asyncio.create_task(child.receive(), name="reward-read")
                     continue
-                # Otherwise a descendant that outlived the process would hold its pipe.
+                # Otherwise a descendant that outlives the process would keep its pipe open.
                 if loss is _Loss.TOO_SLOW or child.exited:
                     break
                 deadline = self._deadline(child, jobs, sent)
@@ -334,7 +336,7 @@ class FunctionPool:
 
     def _settle_rows(self, jobs: dict[int, Job], rows: Any) -> None:
         if not isinstance(rows, list):
-            raise ProtocolError(f"a reward process sent a {type(rows).__name__} where rows belong")
+            raise ProtocolError(f"a reward process sent a {type(rows).__name__} instead of rows")
         seconds = 0.0
         for row in rows:
             number, scores = parse_row(row, jobs)
@@ -343,9 +345,9 @@ class FunctionPool:
         self._item_s += 0.5 * (seconds / max(len(rows), 1) - self._item_s)
 
     async def _settle_lost(self, child: ChildProcess, jobs: dict[int, Job], loss: _Loss) -> None:
-        """Blames the item that the lost process was at, and puts the rest back at the head of the queue.
+        """Blames the item that the lost process was scoring, and puts the others back at the queue's head.
 
-        If one of several items made the process unreadable, each of them gets a separate process.
+        If any of several items may have caused unreadable output, each of them gets a separate process.
         """
         if loss is not _Loss.UNREADABLE:
             self._blame(child, jobs, loss)
@@ -404,7 +406,7 @@ class FunctionPool:
 
 
 def function_specs(config: RewardConfig) -> list[FunctionSpec]:
-    """The configured functions with names for their components."""
+    """Returns the configured functions with names for their components."""
     return [
         FunctionSpec(
             name=name,
@@ -417,7 +419,7 @@ def function_specs(config: RewardConfig) -> list[FunctionSpec]:
 
 
 def _process_seed(seed: str, form: str, number: int) -> int:
-    """That of the process that a pool starts as its `number`-th: 63 bits."""
+    """Returns the seed (63 bits) of the `number`-th process that a pool starts."""
     text = f"{seed}/{form}/{number}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 

@@ -19,24 +19,24 @@ BUILTIN_NAMES = tuple(builtin.__all__)
 
 
 def resolve(reference: str, *, group: bool = False) -> RewardFunction:
-    """Finds a reward function and checks that it can be called as one. Runs the module that it lives in.
+    """Finds a reward function and checks that it can be called as one. Imports its module.
 
     Args:
         reference: a built-in's name, `module:function` or `path/to/file.py:function`.
-        group: it scores the samples of a prompt together.
+        group: whether it scores the samples of a prompt together.
 
     Raises:
         ConfigError: there is no such built-in, file, module or function; the module fails to import; or the
             function cannot be called with a response and a ground truth, or with a list of items.
     """
     if group and reference in BUILTIN_NAMES:
-        raise ConfigError(f"the built-in {reference!r} scores responses by themselves: remove group: true")
+        raise ConfigError(f"the built-in {reference!r} scores single responses: remove group: true")
     target = getattr(builtin, reference) if reference in BUILTIN_NAMES else _import_target(reference)
     function = (inspect_group_function if group else inspect_function)(reference, target)
     if function.is_async:
         raise ConfigError(
             f"reward function {reference!r} is async: write a plain def (each reward process scores one item "
-            "at a time), or run it as a reward service of its own (paceline.sdk.serve_reward)"
+            "at a time), or run it as a separate reward service (paceline.sdk.serve_reward)"
         )
     return function
 

@@ -1,4 +1,4 @@
-"""A reward function as it is configured, and the weighted sum of the values of several for one item."""
+"""A reward function as configured, and the weighted sum of several functions' values for an item."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class FunctionSpec:
 def combine(
     functions: Sequence[FunctionSpec], returned: Sequence[object], item: ScoreItem
 ) -> tuple[float, dict[str, float]]:
-    """The weighted sum over the functions, and all components.
+    """Returns the weighted sum over the functions, and all components.
 
     Args:
         functions: the functions, in order.
-        returned: what each of them returned.
-        item: what they scored.
+        returned: the value that each function returned.
+        item: the scored item.
 
     Raises:
         RewardError: a returned value is refused (see `check_value`), or the weighted sum overflows.

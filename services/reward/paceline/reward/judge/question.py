@@ -1,4 +1,4 @@
-"""What a judge is asked about an item, and how its answer is read. Pure."""
+"""Builds a judge's prompt for an item, and reads the grade in its answer. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SHOWN_CHARS = 200
 
 
 class JudgePrompt:
-    """A text with places, {response} and others, that an item's fields fill.
+    """A text with placeholders, {response} and others, that an item's fields fill.
 
     Args:
         text: the contents of the prompt file.
@@ -30,9 +30,9 @@ class JudgePrompt:
         self._text = text
 
     def about(self, item: ScoreItem) -> str:
-        """The text for an item. Text in braces that is no field stays unchanged.
+        """Returns the text for an item. Text in braces that is no field stays unchanged.
 
-        A response that holds {ground_truth} does not get it: what was filled in is not searched again.
+        Filled-in text is not searched again, so a response with {ground_truth} does not get the ground truth.
         """
         fields = {
             **{key: _text(value) for key, value in item.extra.items()},
@@ -48,18 +48,20 @@ class GradePattern:
     """Finds the grade in a judge's answer.
 
     Args:
-        pattern: its last match counts; its first group is the grade, a number, or a word.
-        words: the numbers that words stand for.
+        pattern: a regular expression. The first group of its last match is the grade, a number or a word.
+        words: the number for each word.
 
     Raises:
-        ConfigError: the pattern is no regular expression, or has no group.
+        ConfigError: the pattern is not a regular expression, or has no group.
     """
 
     def __init__(self, pattern: str, words: dict[str, float]) -> None:
         try:
             self._pattern = re.compile(pattern)
         except re.error as error:
-            raise ConfigError(f"the judge's pattern {pattern!r} is no regular expression: {error}") from error
+            raise ConfigError(
+                f"the judge's pattern {pattern!r} is not a regular expression: {error}"
+            ) from error
         if not self._pattern.groups:
             raise ConfigError(f"the judge's pattern {pattern!r} has no group (...) around the grade")
         self._words = {word.lower(): value for word, value in words.items()}
@@ -84,7 +86,7 @@ class GradePattern:
 
 
 def read_prompt_file(path: str) -> str:
-    """The text of a judge's prompt file.
+    """Reads a judge's prompt file.
 
     Raises:
         ConfigError: it cannot be read.
@@ -93,8 +95,8 @@ def read_prompt_file(path: str) -> str:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"prompt_file={path} of a judge cannot be read ({error}); it must be on the host of the process "
-            "that asks: the run's reward service, or the model's own"
+            f"prompt_file={path} of a judge cannot be read ({error}); it must be on the host of the run's "
+            "reward service, or of the reward model"
         ) from error
 
 

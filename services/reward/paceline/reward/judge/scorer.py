@@ -1,4 +1,4 @@
-"""A scorer: a language model behind an OpenAI-compatible address is asked about each item."""
+"""A scorer that asks a language model behind an OpenAI-compatible address about each item."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _LONGEST_PAUSE_S = 8.0
 class JudgeScorer:
     """A `Scorer` whose value is the grade in a judge's answer.
 
-    A call that may succeed later is made again, at most `attempts` times in all.
+    A call that may succeed later is repeated, up to `attempts` calls in total.
 
     Raises:
-        ConfigError: prompt file, pattern or the variable with the key are unusable.
+        ConfigError: the prompt file, the pattern or the variable with the key is unusable.
     """
 
     def __init__(self, config: JudgeConfig) -> None:
@@ -42,12 +42,12 @@ class JudgeScorer:
 
     @classmethod
     def configured(cls, settings: ScorerSettings) -> list[Shaped]:
-        """One scorer for each entry of `reward.judges`."""
+        """Returns one scorer for each entry of `reward.judges`."""
         return [Shaped(cls(judge), Shape.configured(judge)) for judge in settings.config.judges]
 
     @property
     def names(self) -> Sequence[str]:
-        """The name of its component."""
+        """Returns the name of its component."""
         return [self._config.name]
 
     async def start(self) -> None:
@@ -71,7 +71,7 @@ class JudgeScorer:
             await client.close()
 
     async def score(self, items: Sequence[ScoreItem], *, run_id: str = "", step: int = 0) -> list[Score]:
-        """One score per item, in the order of the items.
+        """Returns one score per item, in the order of the items.
 
         Raises:
             RewardError: UNAVAILABLE, when it was closed or not started.
@@ -92,7 +92,7 @@ class JudgeScorer:
         pause_s = _FIRST_PAUSE_S
         for attempt in range(1, self._config.attempts + 1):
             try:
-                async with self._slots:  # whoever has a slot has a deadline
+                async with self._slots:  # each call with a slot has a deadline
                     await self._wait_for_turn()
                     return await client.ask(question)
             except RewardError as error:
@@ -103,7 +103,7 @@ class JudgeScorer:
         raise AssertionError("attempts is at least 1")
 
     async def _wait_for_turn(self) -> None:
-        """Calls begin `per_minute` times a minute at most, evenly."""
+        """Spaces the calls evenly, with at most `per_minute` per minute."""
         now = time.monotonic()
         at = self._next_at = max(now, self._next_at)
         self._next_at += self._interval_s
@@ -117,7 +117,7 @@ def _key(config: JudgeConfig) -> str:
     key = os.environ.get(config.key_env, "")
     if not key:
         raise ConfigError(
-            f"the judge {config.name!r} takes its key from {config.key_env}, which is not set where the "
-            "reward service runs: set it there, or leave key_env out"
+            f"the judge {config.name!r} takes its key from {config.key_env}, which is not set in the reward "
+            "service's environment: set it there, or leave key_env out"
         )
     return key

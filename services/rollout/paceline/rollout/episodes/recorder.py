@@ -1,4 +1,4 @@
-"""The tokens of an episode as they come: what was sampled with its log-probs, what the environment said."""
+"""Records the tokens of an episode: sampled tokens with their log-probs, and the environment's answers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from paceline.rollout.engines.base import Sample
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Draw:
-    """A finished sample or episode, as its trajectory holds it; arrays (R,) but for the prompt's.
+    """A finished sample or episode in the form of its trajectory; all arrays but the prompt's are (R,).
 
-    `versions` are those of a single answer's `Sample`.
+    `versions` is from the `Sample` of a single answer.
     """
 
     prompt_token_ids: Int32Array
@@ -30,7 +30,7 @@ class Draw:
 
     @classmethod
     def joined(cls, draws: Sequence[Draw]) -> Draw:
-        """The segments of an episode as one: the prompts of all but the first are part of the response."""
+        """Joins the segments of an episode: only the first prompt stays one, the others join the response."""
         first, *others = draws
         token_ids, log_probs, mask = [first.token_ids], [first.log_probs], [first.mask]
         starts, num_tokens = [], len(first.token_ids)
@@ -64,7 +64,7 @@ class Draw:
 
 
 class Recorder:
-    """Appends only: a token that is recorded is never changed, moved or made again."""
+    """Only appends: a recorded token is never changed, moved or encoded again."""
 
     def __init__(self, prompt_token_ids: Sequence[int]) -> None:
         self._prompt = np.asarray(prompt_token_ids, dtype=np.int32)
@@ -75,7 +75,7 @@ class Recorder:
 
     @property
     def context(self) -> list[int]:
-        """All tokens so far: what the engine is asked to go on from."""
+        """Returns all tokens so far, from which the engine continues."""
         return [int(token) for part in (self._prompt, *self._token_ids) for token in part.tolist()]
 
     def sampled(self, sample: Sample) -> None:
@@ -84,7 +84,7 @@ class Recorder:
         self._finish_reason = sample.finish_reason
 
     def observed(self, token_ids: Sequence[int]) -> None:
-        """Records what the environment has said."""
+        """Records an answer of the environment."""
         ids = np.asarray(token_ids, dtype=np.int32)
         self._append(ids, np.zeros(len(ids), dtype=np.float32), 0)
 

@@ -1,11 +1,11 @@
-"""Where an episode stands: a state machine. Nothing here waits or speaks to anybody.
+"""The state machine of an episode. Pure: it neither waits nor communicates.
 
     OPENING -> DECODING <-> ACTING -> CLOSING -> ENDED
-                   `------------------^  a limit of the policy's own
+                   `------------------^  a limit of the policy's turn
 
-Limits are checked in one order, so that an episode that reaches several ends for the same reason each time.
-What the policy caused ends the episode, which is then trained on; what the machines caused is not an event
-here: such an episode is begun again from OPENING.
+Limits are checked in a fixed order, so that an episode that reaches several always ends for the same reason.
+An episode that ends because of the policy is trained on. Failures of machines are no events here: the episode
+begins again from OPENING.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class EpisodeLimits:
 
     @classmethod
     def of(cls, config: RolloutConfig, max_response_tokens: int) -> EpisodeLimits:
-        """The limits that the configuration sets."""
+        """Returns the limits that the configuration sets."""
         episode = config.episode
         return cls(
             max_turns=episode.max_turns,
@@ -65,7 +65,7 @@ class EpisodeProgress:
     stop_reason: str = ""
 
     def turn_tokens(self, limits: EpisodeLimits) -> int:
-        """Most tokens that the next turn may have."""
+        """Returns the most tokens that the next turn may have."""
         return min(
             limits.max_turn_tokens,
             limits.max_sampled_tokens - self.num_sampled,
@@ -89,9 +89,9 @@ class TurnSampled:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observed:
-    """The environment has answered after `seconds`, in `num_tokens`, the next turn's opening included.
+    """The environment has answered after `seconds` with `num_tokens`, including the next turn's opening.
 
-    `stop_reason`: the environment has ended the episode, say "answered"; "" if it goes on.
+    `stop_reason`: why the environment has ended the episode, for example "answered"; "" if it goes on.
     """
 
     seconds: float
@@ -101,14 +101,14 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """The environment has graded the episode and let it go."""
+    """The environment has graded and freed the episode."""
 
 
 Event = Opened | TurnSampled | Observed | Closed
 
 
 def advance(standing: EpisodeProgress, event: Event, limits: EpisodeLimits) -> EpisodeProgress:
-    """The standing after an event.
+    """Returns the standing after an event.
 
     Raises:
         ProtocolError: the event cannot happen in this phase.

@@ -1,7 +1,7 @@
-"""Plays one episode before a run: the environment as it is configured, and a policy that is a script.
+"""Plays one episode before a run, with the configured environment and a scripted policy.
 
 The script calls each tool of the episode once, with arguments made from its schema, then answers with the
-ground truth. No model is loaded: what is seen is whether the environment can be played, not how well.
+ground truth. No model is loaded: this shows whether the environment can be played, not how well.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MADE_UP: Mapping[str, object] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlayedEpisode:
-    """What became of it; `first_answer` is what the environment said to the first turn, "" for nothing."""
+    """The played episode; `first_answer` is the environment's answer to the first turn, "" for none."""
 
     outcome: EpisodeOutcome
     first_answer: str
@@ -57,11 +57,11 @@ async def play_episode(
     """Plays an episode of at most 8 turns.
 
     Args:
-        prompt: with messages.
-        environment: started.
+        prompt: a prompt with messages.
+        environment: an environment that was started.
         rules: rules of the run.
-        stop_token_ids: those that end a turn.
-        drives: the environment leads.
+        stop_token_ids: tokens that end a turn.
+        drives: whether the environment drives the episode.
 
     Raises:
         EnvironmentLostError: the environment failed.
@@ -90,7 +90,7 @@ async def play_episode(
 
 
 def _group(prompt: Prompt, rules: EpisodeRules, stop_token_ids: tuple[int, ...]) -> PromptGroup:
-    """One sample of a prompt, in no run."""
+    """Returns a group with one sample of a prompt, outside of any run."""
     return PromptGroup(
         run_id=f"check-{time.time_ns()}",
         step=1,
@@ -108,7 +108,7 @@ def _group(prompt: Prompt, rules: EpisodeRules, stop_token_ids: tuple[int, ...])
 
 
 class _Watched:
-    """A session that notes the episode's tools, and what the environment says to the first turn."""
+    """A session that notes the episode's tools, and the environment's answer to the first turn."""
 
     def __init__(self, session: DrivenSession) -> None:
         self._session = session
@@ -137,14 +137,14 @@ class _Watched:
 
 
 class _Script:
-    """What stands for the policy: calls each tool of the episode, then gives the same answer in each turn."""
+    """Replaces the policy: calls each tool of the episode, then gives the same answer in each turn."""
 
     def __init__(self, session: _Watched, rules: EpisodeRules, answer: str, end: int) -> None:
         self._session, self._rules, self._answer, self._end = session, rules, answer, end
         self._num_turns = 0
 
     async def generate(self, request: SampleRequest) -> Sample:
-        """The next turn, cut to the tokens that it may have."""
+        """Returns the next turn, cut to the tokens that it may have."""
         tools, text = self._session.tools, self._answer
         if self._num_turns < len(tools):
             tool = tools[self._num_turns]
@@ -160,7 +160,7 @@ class _Script:
 
 
 def made_up_arguments(tool: ToolSpec) -> dict[str, object]:
-    """Values for the arguments that a tool needs, of the types that its schema names."""
+    """Returns values for the arguments that a tool requires, of the types in its schema."""
     properties: Any = tool.parameters.get("properties", {})
     needed: Any = tool.parameters.get("required", [])
     return {name: _made_up(properties.get(name, {})) for name in needed}

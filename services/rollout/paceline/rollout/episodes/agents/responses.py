@@ -1,7 +1,6 @@
-"""OpenAI's Responses form of requests and answers: the conversation of chat completions in other words.
+"""Converts requests and answers of OpenAI's Responses API from and to chat completions.
 
-A request becomes the body of a chat completion, and is read as such. Nothing is stored here between requests:
-each one carries its conversation.
+Nothing is stored here between requests, because each request carries its conversation.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ _OF_A_TOOL = ("name", "description", "parameters")
 
 
 def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The request as the body of a chat completion.
+    """Converts the request to the body of a chat completion.
 
     Raises:
-        RefusedRequestError: it relies on what a server keeps, or holds items that are no text and no call.
+        RefusedRequestError: it relies on stored answers, or has items other than text and calls.
     """
     for name in _STORED:
         if body.get(name):
             raise RefusedRequestError(
-                400, "unsupported_parameter", f"{name!r} needs stored answers: send the whole conversation"
+                400, "unsupported_parameter", f"{name!r} needs stored answers: send the entire conversation"
             )
     chat = {name: value for name, value in body.items() if name not in _CONSUMED}
     given = body.get("input")
@@ -48,7 +47,7 @@ def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _messages(items: list[Any]) -> list[dict[str, Any]]:
-    """An answer's text and its calls, which are items of their own here, become one message."""
+    """Joins an answer's text and its calls, which are separate items here, in one message."""
     messages: list[dict[str, Any]] = []
     for item in items:
         message = _message(item)
@@ -88,7 +87,7 @@ def _bad(message: str) -> RefusedRequestError:
 
 
 def response(answer: ChatAnswer) -> dict[str, object]:
-    """The answer as one object."""
+    """Returns the answer as one object."""
     is_cut = answer.finish_reason == "length"
     return {
         **_begun(answer),
@@ -106,7 +105,7 @@ def response(answer: ChatAnswer) -> dict[str, object]:
 
 
 def response_events(answer: ChatAnswer) -> Iterator[str]:
-    """The answer as the events of a stream."""
+    """Yields the answer as the events of a stream."""
     number = 0
 
     def event(kind: str, /, **fields: object) -> str:

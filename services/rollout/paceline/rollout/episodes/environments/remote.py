@@ -1,7 +1,7 @@
-"""An environment that somebody serves over gRPC: `EnvironmentService`.
+"""An environment that is served over gRPC as an `EnvironmentService`.
 
-Each call is made again, with the same attempt and turn, while the service cannot be reached for a moment: it
-answers a repeated call as it answered the first one. What fails for longer, or is refused, loses the attempt.
+While the service cannot be reached, a call is repeated for a short time, with the same attempt and turn; the
+service gives a repeated call the same answer. A call that fails for longer, or is refused, loses the attempt.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class RemoteEnvironmentOptions:
         address: host:port.
         call_s: deadline of each call.
         lease_s: silence after which the service frees an episode; longer than any turn takes.
-        credentials: the token that it asks for, and the files for TLS.
-        run_s: deadline of an episode that the service leads.
+        credentials: the token that it requires, and the files for TLS.
+        run_s: deadline of an episode that the service drives.
     """
 
     address: str
@@ -68,7 +68,7 @@ class RemoteEnvironmentOptions:
     def of(
         cls, config: EnvironmentConfig, *, turn_s: float, credentials: Credentials
     ) -> RemoteEnvironmentOptions:
-        """Returns the options that the configuration asks for.
+        """Returns the options of the configuration.
 
         Args:
             turn_s: longest time that a group may be under way.
@@ -109,7 +109,7 @@ class RemoteEnvironment:
             log.info("%s: %s, up to %d episodes", self._peer, description.name, description.max_episodes)
 
     async def describe(self) -> pb.EnvironmentDescription:
-        """What the service says of itself, within a few seconds.
+        """Asks for the service's description, with a deadline of a few seconds.
 
         Raises:
             PacelineError: as `channels.call`.
@@ -128,10 +128,10 @@ class RemoteEnvironment:
         )
 
     async def first_tasks(self, at_most: int) -> list[dict[str, object]]:
-        """The first rows for training of an environment that has rows; it has been started.
+        """Returns the first training rows of an environment that serves rows and was started.
 
         Raises:
-            PacelineError: as `channels.stream`; it serves no rows, for one.
+            PacelineError: as `channels.stream`, for example because it serves no rows.
         """
         assert self._channel is not None, "the environment has been started"
         rows: list[dict[str, object]] = []
@@ -155,7 +155,7 @@ class RemoteEnvironment:
             await self._channel.close()
 
     def session(self, task: EpisodeTask) -> RemoteSession:
-        """A session for one attempt."""
+        """Returns a session for one attempt."""
         assert self._channel is not None, "the environment has been started"
         stub = environment_pb2_grpc.EnvironmentServiceStub(self._channel)
         return RemoteSession(stub, self._options, self._peer, task)
@@ -171,7 +171,7 @@ class RemoteSession:
         )
 
     async def open(self) -> Opening:
-        """Begins the episode; what the service wants said comes after the prompt's messages."""
+        """Begins the episode; the service's messages follow the prompt's."""
         request = pb.OpenEpisodeRequest(
             episode=self._episode,
             task_json=write_json_object(self._task.task, "task"),
@@ -189,7 +189,7 @@ class RemoteSession:
     async def step(self, turn: int, action: Message) -> TurnResult:
         """Sends a turn and returns the environment's answer.
 
-        A service that neither says anything nor ends the episode breaks the contract.
+        A service that returns no message and does not end the episode breaks the contract.
         """
         request = pb.StepEpisodeRequest(
             episode=self._episode,
@@ -202,7 +202,7 @@ class RemoteSession:
             messages = messages_from_proto(answer.messages)
         if not messages and not answer.stop_reason:
             raise EnvironmentLostError(
-                f"{self._peer} answered turn {turn} with nothing: it must say something, or end the episode",
+                f"{self._peer} answered turn {turn} with nothing: it must send a message, or end the episode",
                 peer=self._peer,
             )
         return TurnResult(
@@ -212,7 +212,7 @@ class RemoteSession:
         )
 
     async def run(self, base_url: str, token: str, model: str) -> str:
-        """Has the service lead the episode. A call that breaks is not repeated: it would ask again."""
+        """Makes the service drive the episode. A broken call is not repeated, as it would begin again."""
         request = pb.RunEpisodeRequest(episode=self._episode, base_url=base_url, token=token, model=model)
         with self._losses("Run"):
             answer = await channels.call(
@@ -232,7 +232,7 @@ class RemoteSession:
         return Grade(reward=reward, components=components)
 
     async def abandon(self) -> None:
-        """Frees the episode, if the service can be reached at once; otherwise its lease does."""
+        """Frees the episode if the service can be reached at once; otherwise the lease's end frees it."""
         request = pb.CloseEpisodeRequest(episode=self._episode, graded=False)
         try:
             await channels.call(

@@ -1,1 +1,1 @@
-"""Reads tool calls from answers and runs the tools in processes of their own."""
+"""Reads tool calls from answers and runs the tools in child processes."""

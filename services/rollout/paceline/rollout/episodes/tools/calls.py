@@ -1,4 +1,4 @@
-"""Reads the tool calls in what the policy wrote. A call that cannot be read is a call with a problem."""
+"""Reads the tool calls in the policy's answers. An unreadable call becomes a call with a problem."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ _MAX_CALLS = 64
 
 
 def read_action(text: str, call_format: str, turn: int) -> Message:
-    """The policy's message: its text with the calls in it."""
+    """Returns the policy's message: its text, and the calls in it."""
     calls = FORMATS[call_format](text)[:_MAX_CALLS]
     numbered = tuple(_call(value, f"call_{turn}_{place}") for place, value in enumerate(calls))
     return Message(role="assistant", content=text, tool_calls=numbered)
 
 
 def without_calls(text: str, call_format: str) -> str:
-    """What the policy wrote beside its calls."""
+    """Returns the policy's text without its calls."""
     return _TAGGED.sub("", text).strip() if call_format == "tagged" else ""
 
 
 def write_call(name: str, arguments: Mapping[str, object], call_format: str) -> str:
-    """A call as a policy writes it."""
+    """Returns a call as a policy writes it."""
     if call_format == "json":
         return json.dumps({"name": name, "parameters": arguments})
     return f"{_OPEN}{json.dumps({'name': name, 'arguments': arguments})}{_CLOSE}"
 
 
 def format_of(template: str) -> str:
-    """The format that a chat template teaches; `tagged` where it teaches none."""
+    """Returns the format of calls in a chat template; `tagged` if it has none."""
     if _OPEN in template:
         return "tagged"
     return "json" if '"parameters"' in template and "ipython" in template else "tagged"
 
 
 def _tagged(text: str) -> list[object]:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, each with one call or a list of calls."""
+    """Reads `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, each with one call or a list."""
     values: list[object] = []
     for body in _TAGGED.findall(text):
         value = _json(body)
@@ -51,7 +51,7 @@ def _tagged(text: str) -> list[object]:
 
 
 def _bare(text: str) -> list[object]:
-    """The text is `{"name": ..., "parameters": {...}}` and nothing else."""
+    """Reads a text that is only `{"name": ..., "parameters": {...}}`."""
     body = text.strip()
     if not body.startswith(("{", "[")):
         return []

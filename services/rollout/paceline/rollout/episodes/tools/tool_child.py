@@ -1,4 +1,4 @@
-"""A tool process, `python -m paceline.rollout.episodes.tools.tool_child`: a tool pool starts it and feeds it.
+"""A child process of a tool pool, `python -m paceline.rollout.episodes.tools.tool_child`.
 
 In:  the references of the functions, then calls: [name, arguments].
 Out: "ready" with the tools' descriptions, or "refused", once; then [is ok, text] per call.
@@ -53,7 +53,7 @@ def _serve(requests: BinaryIO, results: BinaryIO, progress: ItemProgress) -> Non
         try:
             pipes.write(results, _answer(functions[name], specs[name], arguments))
         except MemoryError:
-            os._exit(frames.OUT_OF_MEMORY_EXIT)  # the rest of the process cannot be relied on
+            os._exit(frames.OUT_OF_MEMORY_EXIT)  # the state of the process is unknown
 
 
 def _answer(function: Callable[..., object], spec: ToolSpec, arguments: Mapping[str, object]) -> list[object]:

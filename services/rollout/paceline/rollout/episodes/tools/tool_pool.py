@@ -1,7 +1,7 @@
-"""Plain Python functions as tools: called in child processes, with a deadline and a limit of memory per call.
+"""Calls plain Python functions as tools in child processes, with limits of time and memory per call.
 
-A call that hangs, raises, dies or cannot be made is answered with a sentence that begins with "error:", for
-the policy to read: what it calls a tool with is its own doing. A process that cannot be replaced is not.
+If a call hangs, raises an error, crashes or cannot be made, the policy gets a sentence that begins with
+"error:", because its arguments may be the cause. Only a process that cannot be replaced loses the episode.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CHILD_MODULE = "paceline.rollout.episodes.tools.tool_child"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolLimits:
-    """Holds the limits of every call, and how many processes there are."""
+    """The limits of every call, and the number of processes."""
 
     call_s: float
     memory_bytes: int
@@ -58,7 +58,7 @@ class ToolPool:
         return [spec.name for spec in self._specs]
 
     async def start(self) -> None:
-        """Starts one process, which tells what the tools are; the others start when they are needed.
+        """Starts one process, which describes the tools; the others start when they are needed.
 
         Raises:
             ConfigError: a function cannot be found, imported or described.
@@ -81,7 +81,7 @@ class ToolPool:
         return ToolSession(self, self._specs)
 
     async def call(self, call: ToolCall) -> tuple[str, float]:
-        """What a tool answers, or "error:" and why it does not; the seconds that it took, without waiting.
+        """Returns a tool's answer, or "error:" and the reason; and the seconds of the call, without waiting.
 
         Raises:
             EnvironmentLostError: a process cannot be started.
@@ -92,12 +92,12 @@ class ToolPool:
         try:
             frame = frames.encode([call.name, dict(call.arguments)])
         except (TypeError, ValueError, OverflowError) as error:
-            return f"error: the arguments cannot be handed over: {error}", 0.0
+            return f"error: the arguments cannot be passed on: {error}", 0.0
         child = await self._idle.get()
         try:
             child = child or await self._replacement()
         except BaseException as error:
-            # The place stays, also where the episode was given up meanwhile.
+            # Frees the slot, even if the episode was given up meanwhile.
             self._idle.put_nowait(None)
             if not isinstance(error, PacelineError):
                 raise
@@ -117,7 +117,7 @@ class ToolPool:
             await self._end(child)
             answer = f"error: the tool's process ended: {child.describe_exit()}"
         finally:
-            # A process that did not answer, also because the episode was given up, is in an unknown state.
+            # A process that has not answered is in an unknown state, even if only the episode was given up.
             if not is_sound:
                 child.kill()
             self._idle.put_nowait(child if is_sound else None)
@@ -136,7 +136,7 @@ class ToolPool:
         return child
 
     async def _replacement(self) -> ChildProcess:
-        """A new process; those that were killed since the last one are buried first."""
+        """Starts a new process; first waits for the end of killed ones."""
         for child in [child for child in self._children if child.exited]:
             await self._end(child)
         return await self._start_child()
@@ -162,11 +162,11 @@ class ToolSession:
         self._pool, self._specs = pool, specs
 
     async def open(self) -> Opening:
-        """The tools; the prompt is the data's."""
+        """Returns the tools; the prompt comes from the data."""
         return Opening(tools=self._specs)
 
     async def step(self, turn: int, action: Message) -> TurnResult:
-        """Makes the turn's calls, one after the other; a turn without any is the answer."""
+        """Makes the turn's calls one after the other; a turn without calls is the answer."""
         messages, seconds = [], 0.0
         for call in action.tool_calls:
             text, call_s = await self._pool.call(call)
@@ -177,7 +177,7 @@ class ToolSession:
         )
 
     async def close(self, stop_reason: str) -> Grade:
-        """Gives no reward: tools have none."""
+        """Returns no reward, because tools give none."""
         return Grade()
 
     async def abandon(self) -> None:
