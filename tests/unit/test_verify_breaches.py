@@ -186,7 +186,7 @@ BREACHES: dict[str, tuple[Spoil, str]] = {
     ),
     "set aside and dropped": (
         lambda r: r.insert_after(r.find("group_dropped"), {**r.find("group_dropped"), "prompt": 1}),
-        "I2: prompt 1 of step 1 was dropped, although it was out already",
+        "I2: prompt 1 of step 1 was dropped, but was already left out",
     ),
     "trained and dropped": (
         lambda r: r.insert_after(r.find("group_dropped"), {**r.find("group_dropped"), "prompt": 3}),

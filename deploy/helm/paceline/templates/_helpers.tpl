@@ -28,7 +28,7 @@ annotations:
 {{/* `pods` of the values with the component's own `pod`, as JSON: maps are merged, lists are joined. */}}
 {{- define "paceline.settings" -}}
 {{- $all := deepCopy .root.Values.pods }}
-{{- /* Redis runs nothing of the user's. */}}
+{{- /* Redis gets variables and volumes only from its own `pod`. */}}
 {{- if eq .component "redis" }}
 {{- range list "envFrom" "volumes" "volumeMounts" }}{{ $_ := set $all . list }}{{ end }}
 {{- $_ := set $all "env" dict }}
@@ -70,8 +70,8 @@ spec:
 {{- include "paceline.workload" (merge (dict "annotations" (dict "paceline/replicas" (toString .replicas))) .) }}
 {{- end }}
 
-{{/* The number of a Deployment's pods: that of the values, or, while this is unchanged, the number that `kubectl scale`
-or an autoscaler has set. */}}
+{{/* The number of a Deployment's pods. While its number in the values is unchanged, `kubectl scale` or an autoscaler
+decides. */}}
 {{- define "paceline.replicas" -}}
 {{- $live := lookup "apps/v1" "Deployment" .root.Release.Namespace (printf "%s-%s" .root.Release.Name (.name | default .component)) | default dict }}
 {{- $said := dig "metadata" "annotations" "paceline/replicas" "" $live }}

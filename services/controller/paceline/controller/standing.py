@@ -69,7 +69,7 @@ class Standing:
         current: the step in progress, or the next step if it was dispatched ahead; None if there is neither.
         ahead: the steps after it that were dispatched, by number (`barrier.mode`: bounded).
         ended: whether the controller of the last term ended in order.
-        after_end: whether the controller before it ended in order.
+        after_end: whether the controller of the term before that one ended in order.
         saved: the file of each step's trajectories, by step.
         turn: who may use the memory of shared GPUs (`fleet/turns`); "" before the first turn.
     """

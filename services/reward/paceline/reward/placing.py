@@ -28,7 +28,7 @@ def token_rewards(
 
     rewards: dict[int, float] = {}
     for end, part in placed:
-        # The fewest tokens whose text reaches `end`; logarithmically many texts are decoded.
+        # Binary search for the fewest tokens whose text reaches `end`.
         count = bisect.bisect_left(range(len(token_ids) + 1), end, lo=1, key=num_chars)
         position = first + min(count, len(token_ids)) - 1
         rewards[position] = rewards.get(position, 0.0) + part

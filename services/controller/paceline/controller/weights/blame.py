@@ -31,8 +31,8 @@ def at_fault(
 ) -> list[Failure]:
     """Returns the failures of the servers that must be expelled.
 
-    These are the servers that failed by themselves. If there are none, it is the one server to which the
-    others' errors lead; if the errors lead to no failed server, the result is empty.
+    These are the servers that failed by themselves. If no server did, the result is the one failed server to
+    which the others' errors lead, or empty if they lead to none.
 
     Args:
         failures: every rollout server whose call failed.

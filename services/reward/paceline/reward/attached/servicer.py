@@ -17,7 +17,7 @@ from paceline.wire.calls.attachment import (
 
 
 class GatewayServicer(reward_pb2_grpc.RewardGatewayServicer):
-    """Lets clients attach once `gateways`, by the clients' names, is set."""
+    """Lets clients attach after `gateways` is set, which has the gateway for each name of clients."""
 
     def __init__(self) -> None:
         self.gateways: Mapping[str, Gateway[Task, GroupResult]] | None = None

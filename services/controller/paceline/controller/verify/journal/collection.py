@@ -28,7 +28,7 @@ class Wanted:
 
     @classmethod
     def of(cls, entry: JournalEntry, num_samples: int) -> Wanted:
-        """Reads an event `dispatch` or `sampling`; `num_samples` per prompt if the event names none."""
+        """Reads an event `dispatch` or `sampling`; `num_samples` applies if the event names no number."""
         older = {_TRAIN: num_samples} | ({_GREEDY: 1} if entry.get("greedy") else {})
         return cls(
             entry=entry,
@@ -196,7 +196,7 @@ class Collection:
         if prompt in self._left_out:
             self._findings.add(
                 Invariant.I2,
-                f"prompt {prompt} of step {step} was {how}, although it was out already",
+                f"prompt {prompt} of step {step} was {how}, but was already left out",
                 self._left_out[prompt],
                 entry,
             )

@@ -1,4 +1,4 @@
-"""I1 by token range: which policies sampled the tokens of an admitted trajectory, and how old they were."""
+"""Checks I1 by token range: which policies sampled an admitted trajectory's tokens, and how old they were."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check_policies(
     oldest, ranges = oldest_of(entry), ranges_of(entry)
     fault = range_fault(ranges) if ranges else ""
     if fault or (ranges and ranges[0].policy != oldest):
-        breach(f"was admitted as of {oldest}, but {fault or f'its ranges begin with {ranges[0].policy}'}")
+        breach(f"was admitted with {oldest}, but {fault or f'its ranges begin with {ranges[0].policy}'}")
     for policy in [part.policy for part in ranges] or [oldest]:
         age, bound = policy.staleness_in(wanted.step), term.max_staleness
         if not 0 <= age <= bound:

@@ -1,7 +1,7 @@
 """A child process of a tool pool, `python -m paceline.rollout.episodes.tools.tool_child`.
 
 In:  the references of the functions, then calls: [name, arguments].
-Out: "ready" with the tools' descriptions, or "refused", once; then [is ok, text] per call.
+Out: first "ready" with the tools' descriptions, or "refused"; then [is ok, text] per call.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def arguments(*, on_cpu: bool) -> dict[str, Any]:
 
 
 def write_processor(folder: Path) -> None:
-    """Writes the processor's files, which vLLM loads with a model that takes images but never uses."""
+    """Writes the processor's files: vLLM loads them with models that take images, but never uses them."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -119,7 +119,7 @@ class ImageSender:
             return await llm.add_request(request_id, prompt, params)
 
     def forget(self, llm: Any) -> None:
-        """Makes all images be sent again, because after a failure the engine's cache is not known."""
+        """Forgets which images were sent, because after a failure the engine's cache is not known."""
         llm.renderer.clear_mm_cache()
 
 
@@ -130,7 +130,7 @@ def _ranges(request: SampleRequest, config: Any) -> tuple[PlaceholderRange, ...]
         InvalidMessageError: the images do not fit the prompt or the model.
     """
     if getattr(config, "vision_config", None) is None:
-        _refuse(request, f"its prompt has images, and a model of type {config.model_type} takes none")
+        _refuse(request, f"its prompt has images, but a model of type {config.model_type} takes none")
     try:
         return placeholder_ranges(request.prompt_token_ids, request.images, ImageSpec.of(config))
     except DataError as error:
