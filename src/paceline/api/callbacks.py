@@ -58,13 +58,13 @@ class Training:
 
 
 class Callback:
-    """Is told about the run's steps: override what you need. The run does not wait for callbacks."""
+    """Receives the run's steps: override the methods you need. The run does not wait for callbacks."""
 
     def before_step(self, number: int, training: Training) -> None:
-        """Is called when a step has begun."""
+        """Handles the beginning of a step."""
 
     def after_step(self, step: Step, training: Training) -> None:
-        """Is called when a step is finished, before the loop gets it; step 0 is the starting model."""
+        """Handles a finished step, before the loop gets it; step 0 is the starting model."""
 
 
 @dataclass(kw_only=True)

@@ -33,7 +33,7 @@ class TrainProcess:
     Args:
         config: a file, or the same tree as a mapping.
         overrides: "dotted.key=value", as on the command line.
-        environment: variables beside those of this process.
+        environment: variables in addition to those of this process.
 
     Attributes:
         run_dir: its folder.

@@ -34,7 +34,7 @@ class LoadedRun:
     events: Iterable[Mapping[str, Any]]
 
     def samples(self, step: int, *, validation: bool = False) -> Any:
-        """The trajectories of a step, or those of the validation after it, as a pyarrow.Table.
+        """Returns the trajectories of a step, or those of the validation after it, as a pyarrow.Table.
 
         Raises:
             DataError: none were saved for it (trainer.save_trajectories), or no validation followed it.
@@ -80,7 +80,7 @@ class _Events:
 
 
 def _table(path: Path) -> Any:
-    """The lines of a file as a table, with a column for each name in any of them."""
+    """Returns the lines of a file as a table, with a column for each name in any of them."""
     import pyarrow
 
     lines, parts = read_jsonl(path), []
@@ -94,5 +94,5 @@ def _table(path: Path) -> Any:
 
 
 def samples_file(run_dir: Path, step: int, *, validation: bool = False) -> Path:
-    """The file with the trajectories of a step."""
+    """Returns the file with the trajectories of a step."""
     return run_dir / "trajectories" / f"{'val' if validation else 'step'}_{step:06d}.parquet"

@@ -115,7 +115,7 @@ class Mailbox:
             await self._broker.append(messages, ack=ack)
 
     async def save_progress(self, parts: Sequence[SavedPart]) -> list[str]:
-        """Saves beside entries what is done of them: whoever takes them next can go on from there.
+        """Saves beside entries what is done of them: the next consumer can continue from there.
 
         Returns the ids of the entries for which it did: the others have gone to another consumer.
 
@@ -129,7 +129,7 @@ class Mailbox:
         return await self._broker.progress(self._stream, self._group, entry.entry_id)
 
     async def give_back(self, entries: Iterable[Entry]) -> None:
-        """Releases entries that could not be served: they are delivered again, to whoever asks first.
+        """Releases entries that could not be served: the first consumer that asks gets them again.
 
         The next delivery counts: see `Entry.deliveries`. Where the broker cannot be reached, the entries are
         delivered again when their leases lapse.

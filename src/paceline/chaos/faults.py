@@ -72,7 +72,7 @@ class Fault:
 
 
 def all_faults(config: RunConfig) -> list[tuple[FaultKind, str]]:
-    """Every kind with every target that it fits."""
+    """Returns every kind with every target that it fits."""
     servers = [f"rollout-{i}" for i in range(config.rollout.replicas)]
     processes = [CONTROLLER, *servers, *(f"learner-{i}" for i in range(config.learner.world_size)), "reward"]
     if engine_facts(config.rollout.name).process_word:
@@ -87,7 +87,7 @@ def all_faults(config: RunConfig) -> list[tuple[FaultKind, str]]:
 
 
 def deck(config: RunConfig, only: Sequence[str] = ()) -> list[tuple[FaultKind, str]]:
-    """All of `all_faults`, or those that match one of the patterns; the cheap ones several times.
+    """Returns all of `all_faults`, or those that match one of the patterns; the cheap ones several times.
 
     Raises:
         ConfigError: a pattern matches no fault.

@@ -44,14 +44,14 @@ class Injector:
         self._redis_url = ""
 
     def broker_url(self, url: str) -> str:
-        """The address by which the services reach the Redis server at `url`."""
+        """Returns the address by which the services reach the Redis server at `url`."""
         self._redis_url, parts = url, urlsplit(url)
         self.links[REDIS].target = (str(parts.hostname), int(parts.port or 0))
         user = f"{parts.netloc.rpartition('@')[0]}@" if "@" in parts.netloc else ""
         return urlunsplit(parts._replace(netloc=f"{user}127.0.0.1:{self.links[REDIS].port}"))
 
     def controller_address(self, address: str) -> str:
-        """The address by which members reach the controller at `address`."""
+        """Returns the address by which members reach the controller at `address`."""
         host, _, port = address.rpartition(":")
         self.links[CONTROLLER].target = (host, int(port))
         return f"127.0.0.1:{self.links[CONTROLLER].port}"
@@ -76,7 +76,7 @@ class Injector:
         return act
 
     def pid_of(self, target: str) -> int | None:
-        """The process id of the service that a target belongs to, as the launcher notes it."""
+        """Returns the process id of a target's service, as recorded by the launcher."""
         note = run_dirs.read_note(self._run_dir)
         return note.pids.get(target.partition("/")[0]) if note is not None else None
 

@@ -104,7 +104,7 @@ class RecoveryTally:
 
 
 def by_kind(outages: Sequence[FaultRecovery]) -> dict[str, RecoveryTally]:
-    """A tally per kind and kind of target: "kill rollout"."""
+    """Returns a tally per kind and kind of target: "kill rollout"."""
     rows: dict[str, list[FaultRecovery]] = {}
     for outage in outages:
         service, _, part = outage.fault.target.partition("/")
@@ -126,7 +126,7 @@ def table(outages: Sequence[FaultRecovery]) -> Table:
 
 
 def summary(record: Record, verified: Mapping[str, Mapping[str, int]]) -> dict[str, object]:
-    """What chaos.json holds; `verified` are the counts and breaches that `paceline verify` writes."""
+    """Returns what chaos.json holds; `verified` are the counts and breaches that `paceline verify` writes."""
     counts, breaches = verified.get("counts", {}), verified.get("breaches", {})
     return {
         "all": asdict(RecoveryTally.of(record.outages)),

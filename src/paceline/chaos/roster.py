@@ -73,7 +73,7 @@ class Roster:
             await asyncio.sleep(_POLL_S)
 
     def affected_by(self, fault: Fault) -> frozenset[str]:
-        """The members that must work again before a fault is over, if it comes now."""
+        """Returns the members that must work again before a fault is over, if it comes now."""
         service = fault.target.partition("/")[0]
         if fault.place.startswith("link") and service == CONTROLLER:
             # A member that is restarting because of another fault is not affected by this one.
@@ -101,12 +101,12 @@ class Roster:
 
 
 def ends_its_process(fault: Fault) -> bool:
-    """Whether a service that is hit is replaced by a new process."""
+    """Returns whether a new process replaces a service that is hit."""
     return fault.kind is FaultKind.KILL and not fault.target.endswith("/child")
 
 
 def controller_of(note: RunNote) -> ControllerClient:
-    """A client of a run's controller, past the proxies."""
+    """Returns a client of a run's controller, past the proxies."""
     return ControllerClient(note.controller, Credentials.from_env().for_own_machine().with_token(note.token))
 
 

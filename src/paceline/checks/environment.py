@@ -94,7 +94,7 @@ def _is_for_cpus(facts: EngineFacts) -> bool:
 
 
 def _build(package: str) -> str:
-    """A package and its version."""
+    """Returns a package and its version."""
     return f"{package} {packages.version(package)}"
 
 
@@ -162,7 +162,7 @@ _DRIVERS = {"12": 525, "13": 580}
 
 
 def _driver(driver: str) -> Finding:
-    """Whether the driver is new enough for the CUDA that torch brings."""
+    """Returns whether the driver is new enough for the CUDA that torch brings."""
     cuda = next((name for name in _DRIVERS if _nccl_wheel(name)), None)
     if cuda is None or not driver.split(".")[0].isdigit():
         return Finding(part="driver", state=driver)
@@ -185,7 +185,7 @@ def _nccl() -> Iterable[Finding]:
 
 
 def _attention() -> Finding:
-    """Whether the learner has the faster of its attention kernels."""
+    """Returns whether the learner has the faster of its attention kernels."""
     if number := packages.version("flash-attn-4"):
         return Finding(part="attention", state=f"flash-attn-4 {number}, on Hopper and Blackwell")
     hint = "on Hopper and Blackwell an update is faster with it: make venv-cuda, or paceline[cuda], brings it"

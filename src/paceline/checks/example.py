@@ -66,7 +66,7 @@ def example_reward(config: RunConfig, val_set: str = "") -> str:
 
 
 def _item(config: RunConfig, row: Row, val_set: str) -> ScoreItem | None:
-    """The row's ground truth as a response to its prompt; None where it has no prompt or no ground truth."""
+    """Returns the row's ground truth as a response to its prompt; None if either is missing."""
     data = config.data
     prompt, truth = value_at(row, data.prompt_key), value_at(row, data.ground_truth_key)
     if not isinstance(prompt, str | list) or not prompt or truth is None:

@@ -53,7 +53,7 @@ def devices_line(config: RunConfig) -> str:
 
 
 def _require_gpus(config: RunConfig, machine: Machine) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-    """The learner's GPUs and those of each rollout server, all of which exist."""
+    """Returns the learner's and each rollout server's GPUs; raises EnvironmentLackError if any is absent."""
     learner, rollout = share_gpus(config, machine.gpus)
     wanted = {*learner, *(gpu for gpus in rollout for gpu in gpus), *config.reward.model_gpus}
     absent = sorted(wanted - set(machine.gpus))
@@ -71,7 +71,7 @@ def _trackers_line(config: RunConfig) -> str:
 
 
 def _memory_line(config: RunConfig) -> str:
-    """The memory plan of this machine's GPUs."""
+    """Returns the memory plan of this machine's GPUs."""
     machine = Machine.here()
     try:
         learner, rollout = share_gpus(config, machine.gpus)

@@ -23,7 +23,7 @@ _WEIGHTS = ("*.safetensors", "model.safetensors.index.json")
 
 
 def has_chat_template(model: ModelConfig) -> bool:
-    """Whether the model's tokenizer comes with a chat template; loads no tokenizer."""
+    """Returns whether the model's tokenizer comes with a chat template; loads no tokenizer."""
     model = local_model(model, "controller")
     folder = Path(model.tokenizer_path or model.path)
     if (folder / "chat_template.jinja").is_file():

@@ -179,7 +179,7 @@ class Authority:
 
 
 def is_fresh(authority: Authority, folder: Path, hosts: Sequence[str]) -> bool:
-    """Whether a folder has the authority's certificate for these hosts, with half of its lifetime left."""
+    """Returns whether a folder has a certificate for these hosts with over half of its lifetime left."""
     try:
         certificate = x509.load_pem_x509_certificate((folder / CERTIFICATE_FILE).read_bytes())
         if not any(_has_signed(issuer, certificate) for issuer in authority.trusted):
@@ -233,7 +233,7 @@ def write_users(folder: Path, *lines: str) -> None:
 
 
 def role_of(name: str) -> str:
-    """The role that a name begins with: rollout-0 is a rollout server.
+    """Returns the role that a name begins with: rollout-0 is a rollout server.
 
     Raises:
         ConfigError: the name begins with none.
@@ -271,7 +271,7 @@ def _new_authority(days: datetime.timedelta) -> tuple[ec.EllipticCurvePrivateKey
 
 
 def _key_in(path: Path) -> ec.EllipticCurvePrivateKey | None:
-    """The key in a file; None if there is none."""
+    """Returns the key in a file; None if there is none."""
     try:
         key = serialization.load_pem_private_key(path.read_bytes(), password=None)
     except (OSError, ValueError):
@@ -282,7 +282,7 @@ def _key_in(path: Path) -> ec.EllipticCurvePrivateKey | None:
 def _of_key(
     key: ec.EllipticCurvePrivateKey | None, certificates: Sequence[x509.Certificate]
 ) -> x509.Certificate | None:
-    """The certificate of a key."""
+    """Returns the certificate of a key."""
     public = key and key.public_key()
     return next((each for each in certificates if each.public_key() == public), None)
 

@@ -146,7 +146,7 @@ class RunConfig(Section):
         return any(reward.has_groups for reward in self.rewards.values())
 
     def validated_after(self, step: int) -> tuple[HeldOutSet, ...]:
-        """The sets that are answered after a step; 0 is the start."""
+        """Returns the sets that are answered after a step; 0 is the start."""
         return tuple(s for s in self.held_out_sets if self.trainer.validates_after(step, every=s.every))
 
     @property

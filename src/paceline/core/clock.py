@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """`monotonic` seconds for durations and deadlines, `wall` seconds for records that people read."""
+    """`monotonic` seconds for durations and deadlines, `wall` seconds for records."""
 
     def monotonic(self) -> float:
         """Returns the seconds since some fixed moment, never going back."""

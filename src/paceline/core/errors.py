@@ -98,8 +98,8 @@ class DeadlineError(PacelineError, TimeoutError):
     """A wait ran out of time.
 
     Args:
-        phase: what was being done, say "COLLECT".
-        peer: what was waited for, say "rollout-0", "redis" or a rank of a weight group.
+        phase: the phase in progress, for example "COLLECT".
+        peer: the peer waited for, for example "rollout-0", "redis" or a rank of a weight group.
         seconds: how long the wait was allowed to take.
         hint: what to look at or change.
     """

@@ -78,7 +78,7 @@ class EvaluationResult:
     cut: Estimate
 
     def as_json(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """Returns the same as plain data."""
         return asdict(self)
 
     def of_rewards(self) -> dict[str, float]:
@@ -181,7 +181,7 @@ class _Group:
 
 
 def pass_at_k(n: int, right: int, k: int) -> float:
-    """The probability that k of n answers, drawn without replacement, have one of the `right` ones."""
+    """Returns the probability that k of n answers, drawn without replacement, include a right one."""
     if n - right < k:
         return 1.0
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)

@@ -73,7 +73,7 @@ def range_fault(ranges: Iterable[PolicyRange], num_tokens: int | None = None) ->
 
 
 def token_ages(ranges: Iterable[PolicyRange], step: int) -> tuple[float, float]:
-    """The mean and the greatest age of tokens, in versions behind the one that `step` trains."""
+    """Returns the mean and the greatest age of tokens, in versions behind the one that `step` trains."""
     counted = [(part.end - part.first, part.policy.staleness_in(step)) for part in ranges]
     num_tokens = sum(count for count, _ in counted)
     return sum(count * age for count, age in counted) / num_tokens, float(max(age for _, age in counted))

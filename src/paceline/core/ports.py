@@ -21,5 +21,5 @@ def read_ports(words: str) -> range:
 
 
 def in_words(ports: range) -> str:
-    """The range as `read_ports` reads it."""
+    """Returns the range as `read_ports` reads it."""
     return f"{ports[0]}-{ports[-1]}"

@@ -25,7 +25,7 @@ class EngineFacts:
     (`paceline.rollout.engines.loading`).
 
     Attributes:
-        title: its name for people.
+        title: its name in messages.
         package: the package that Python imports.
         gpu_build: the distribution that has it for GPUs; "" where there is none.
         cpu_build: the distribution that has it for CPUs, under the same import name; "" where there is none.

@@ -79,7 +79,7 @@ class EngineMemory:
 
     @staticmethod
     def _of_images(config: RunConfig, shape: ModelShape, bytes_per_number: int) -> int:
-        """The tower's activations for the images of a batch of prompts, and their states, which are kept."""
+        """Returns the bytes of the tower's activations for a batch's images, and of their kept states."""
         if shape.tower is None or config.data.image_key is None:
             return 0
         num_tokens = max(engine_facts(config.rollout.name).prefill_tokens, config.data.max_prompt_length)
@@ -114,7 +114,7 @@ class EngineMemory:
         return weights + cache + (MEASURED_MARGIN if measured else MARGIN)
 
     def _woken_cache(self, config: RunConfig, total: int, measured: int) -> int:
-        """Bytes of the cache and activations, which wake together: without a cache nothing is computed."""
+        """Returns the bytes of cache and activations, which wake together."""
         if measured:
             return max(0, measured - self.weights)
         fixed = fixed_cache(config)
@@ -130,12 +130,12 @@ def fixed_cache(config: RunConfig) -> int | None:
 
 
 def engine_budget(config: RunConfig, total: int) -> int:
-    """Bytes of a GPU with `total` that an engine takes."""
+    """Returns the bytes that an engine takes of a GPU with `total` bytes."""
     return int(config.rollout.gpu_memory_utilization * total)
 
 
 def engine_while_training(config: RunConfig, total: int) -> int:
-    """Bytes that an engine keeps while the learner trains on its GPU."""
+    """Returns the bytes that an engine keeps while the learner trains on its GPU."""
     if config.rollout.sleep == "always":
         return engine_facts(config.rollout.name).asleep_bytes
     return engine_budget(config, total)

@@ -285,7 +285,7 @@ class _Launcher:
         return end.where
 
     def _has_worked(self, role: Role) -> bool:
-        """Whether a step was finished or a prompt answered; True for reward models, as it is unknown."""
+        """Returns whether a step was finished or a prompt answered; True for reward models (unknown)."""
         answered = role is Role.ROLLOUT and self._view.has_answers
         return answered or role is Role.REWARD_MODEL or self._view.finished >= 0
 
@@ -355,7 +355,7 @@ class _Launcher:
         self._view.milestone(f"the controller answers on {self._address}")
 
     def _member_units(self) -> list[Unit]:
-        """The members; specs with the same member id are one unit."""
+        """Returns the members; specs with the same member id are one unit."""
         by_member: dict[str, list[ProcessSpec]] = {}
         for spec in self._plan_members():
             by_member.setdefault(spec.member_id or spec.name, []).append(spec)
@@ -371,7 +371,7 @@ class _Launcher:
         ]
 
     def _plan_members(self, member_id: str | None = None) -> list[ProcessSpec]:
-        """The specs of one member or of all, with a new port for the learner's ranks."""
+        """Returns the specs of one member or of all, with a new port for the learner's ranks."""
         specs = self._planner.members(
             self._config, Machine.here(), controller_address=self._address, master_port=free_port()
         )
@@ -419,7 +419,7 @@ class _Launcher:
             await asyncio.gather(*tending, return_exceptions=True)
 
     async def _explain(self, outcome: LaunchOutcome) -> LaunchOutcome:
-        """The controller's outcome, with the death of the process that may have caused it.
+        """Returns the controller's outcome, with the death of the process that may have caused it.
 
         A killed process loses its connections before its end is seen here, so the controller's error may
         arrive first.
@@ -431,7 +431,7 @@ class _Launcher:
         return failed(f"{outcome.message} ({loss})") if loss else outcome
 
     def _with_full_disk(self, outcome: LaunchOutcome) -> LaunchOutcome:
-        """The outcome with the full disk that may have caused it: there a process cannot log why it ended."""
+        """Adds a full disk to the outcome as its possible cause, which a process could not log."""
         full = "" if outcome.ok or DISK_IS_FULL in outcome.message else full_disk(self._run_dir)
         return replace(outcome, message=f"{outcome.message} ({full})") if full else outcome
 

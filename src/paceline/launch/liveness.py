@@ -27,7 +27,7 @@ class Liveness:
     """Kills hung processes of `services`, which then starts them again.
 
     Args:
-        say: shows a sentence to people.
+        say: shows a message to the user.
         milestone: shows, as a part of the start-up, that a member is ready for the first time.
     """
 

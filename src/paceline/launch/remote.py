@@ -23,7 +23,7 @@ SIGNALLED = 128
 
 
 def order(command: Sequence[str], env: Mapping[str, str]) -> bytes:
-    """Returns the line that tells a remote process what to run."""
+    """Returns the line with a remote process's command."""
     return json.dumps({"command": list(command), "env": dict(env)}).encode() + b"\n"
 
 

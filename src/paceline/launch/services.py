@@ -79,12 +79,12 @@ class Services:
     """The units of a run.
 
     Args:
-        say: shows a sentence to people.
+        say: shows a message to the user.
         changed: called after every start, with new process ids.
         note_end: writes down that a process ended: its name, how, and whether it is started again; returns
             when and in which step, in words.
         report_end: tells the controller which incarnations of a member have ended, and how.
-        has_worked: whether units of a role have done in this run what they are for.
+        has_worked: whether units of a role have done useful work in this run.
     """
 
     def __init__(

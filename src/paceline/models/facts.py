@@ -24,7 +24,7 @@ class ModelFamily:
     """What learner, engine, sizing and checks know about a family in addition to its config.json.
 
     Attributes:
-        name: for people.
+        name: name in messages.
         is_tested: whether the learner trains the family without `model.trust_architecture`.
         takes_images: a vision tower turns the prompt's images into states of tokens.
         has_projection_bias: the projections to queries, keys and values have a bias.

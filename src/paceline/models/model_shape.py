@@ -59,7 +59,7 @@ class TowerShape:
         return self.merge_size**2
 
     def activations(self, num_patches: int, bytes_per_number: int) -> int:
-        """Bytes of the forward pass over `num_patches` patches, which keeps nothing for a backward pass.
+        """Returns the bytes of a forward pass over `num_patches` patches without a backward pass.
 
         They are the largest need of three parts: the patch embedding, which copies the pixels; rotary
         embedding and attention; the MLP. The float32 pixels themselves stay on the GPU.
@@ -267,7 +267,7 @@ class ModelShape:
         return self.hidden * max(self.intermediate, self.dense, self.attention_width, self.hidden)
 
     def activations(self, *, compiled: bool) -> int:
-        """Numbers per token that a layer keeps for the backward pass.
+        """Returns numbers per token that a layer keeps for the backward pass.
 
         Four times the width of the MLP (seven if it clamps), and thirteen times that of the states, three of
         them in attention. Compiled, it is three and nine, because products that need no matrix product are
@@ -285,7 +285,7 @@ class ModelShape:
         return inner * width + (states + copies) * self.hidden + attention
 
     def cached(self, num_ranks: int) -> int:
-        """Numbers per token and layer in an engine's KV cache, which `num_ranks` GPUs share by heads.
+        """Returns numbers per token and layer in an engine's KV cache, which `num_ranks` GPUs share by heads.
 
         With latent attention, every GPU keeps the whole latent vector.
         """
@@ -333,15 +333,15 @@ class ModelShape:
         return 0 if self.tower is None else self.tower.num_parameters
 
     def num_patches(self, num_tokens: int) -> int:
-        """The most patches of the images in a prompt of so many tokens."""
+        """Returns the most patches of the images in a prompt of so many tokens."""
         return 0 if self.tower is None else num_tokens * self.tower.patches_per_token
 
     def num_adapted(self, targets: Sequence[str]) -> int:
-        """Numbers of the matrices that `model.lora.targets` name."""
+        """Returns the size of the matrices that `model.lora.targets` name."""
         return self.num_layers * sum(inner * outer for _, inner, outer in self.matrices(targets))
 
     def num_adapters(self, targets: Sequence[str], rank: int) -> int:
-        """Numbers of their adapters: A and B of each."""
+        """Returns the size of their adapters, A and B."""
         return self.num_layers * rank * sum(inner + outer for _, inner, outer in self.matrices(targets))
 
     def matrices(self, targets: Sequence[str]) -> list[tuple[str, int, int]]:
@@ -366,7 +366,7 @@ class ModelShape:
 
 
 def _number(tree: Mapping[str, Any], *names: str) -> int:
-    """The first of these sizes that config.json has; 0 if it has none."""
+    """Returns the first of these sizes that config.json has; 0 if it has none."""
     return int(next((tree[name] for name in names if tree.get(name)), 0))
 
 

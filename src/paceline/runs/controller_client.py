@@ -1,4 +1,4 @@
-"""The command line's client of a controller: its status, its events, and the order to stop the run."""
+"""Asks a controller for the run's status and events, and tells it to stop, for the command line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class MemberStatus:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStatus:
-    """Where a run is; `metrics` are those of the last finished step."""
+    """The state of a run; `metrics` are those of the last finished step."""
 
     run_id: str
     run_dir: str
@@ -59,7 +59,7 @@ class ControllerClient:
         await self._channel.close()
 
     async def status(self) -> RunStatus:
-        """Asks where the run is."""
+        """Asks for the state of the run."""
         request = controller_pb2.GetStatusRequest()
         reply = await channels.call(
             self._stub.GetStatus, request, timeout_s=5.0, phase="STATUS", peer=self._peer
@@ -96,7 +96,7 @@ class ControllerClient:
     async def report_end(
         self, member_id: str, incarnations: Sequence[str], reason: str, *, timeout_s: float
     ) -> None:
-        """Says that these incarnations of a member have ended; waits for a controller that is away."""
+        """Reports that these incarnations of a member have ended; waits if the controller is unreachable."""
         request = controller_pb2.ReportEndRequest(
             member_id=member_id, incarnations=incarnations, reason=reason
         )
@@ -110,7 +110,7 @@ class ControllerClient:
         )
 
     async def set_rates(self, lr_scale: float) -> int:
-        """Scales the configured learning rates; returns the first step that is trained with it."""
+        """Scales the configured learning rates; returns the first step trained with them."""
         request = controller_pb2.SetRatesRequest(lr_scale=lr_scale)
         reply = await channels.call(
             self._stub.SetRates, request, timeout_s=5.0, phase="RATES", peer=self._peer
@@ -118,7 +118,7 @@ class ControllerClient:
         return reply.from_step
 
     async def drain(self, member_id: str) -> None:
-        """Has a member finish its work and leave; raises ConfigError if it cannot be spared."""
+        """Makes a member finish its work and leave; raises ConfigError if the run needs it."""
         request = controller_pb2.DrainRequest(member_id=member_id)
         await channels.call(self._stub.Drain, request, timeout_s=5.0, phase="DRAIN", peer=self._peer)
 

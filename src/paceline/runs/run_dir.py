@@ -1,4 +1,4 @@
-"""A run's folder: its configuration, its logs, and the note that tells where its controller is."""
+"""Prepares a run's folder: its configuration, its logs, and the note with its controller's address."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class RunNote:
         return self.state == EXPORTING and self._has_process()
 
     def _has_process(self) -> bool:
-        """Whether the launcher runs; a later process with its pid does not count."""
+        """Returns whether the launcher runs; a later process with its pid does not count."""
         try:
             return abs(psutil.Process(self.launcher_pid).create_time() - self.launcher_started) < 1
         except psutil.NoSuchProcess:
@@ -156,7 +156,7 @@ def prepare(config: RunConfig) -> Prepared:
 
 
 def _pinned_names(run_dir: Path) -> list[str]:
-    """The names of the hub, with their commits, of the run's last start."""
+    """Returns the names of the hub, with their commits, of the run's last start."""
     try:
         return _HUB_NAME.findall((run_dir / RESOLVED).read_text(encoding="utf-8"))
     except OSError:
@@ -175,7 +175,7 @@ def checkpoint_steps(config: RunConfig, run_dir: Path) -> list[int]:
 
 
 def newest_checkpoint(config: RunConfig, run_dir: Path) -> int | None:
-    """The step of the newest complete checkpoint; None where there is none, or it cannot be seen."""
+    """Returns the step of the newest complete checkpoint; None if there is none or it is unreachable."""
     try:
         return max(checkpoint_steps(config, run_dir), default=None)
     except OSError:
@@ -194,7 +194,7 @@ def _move_aside(run_dir: Path) -> Path | None:
 
 
 def _remarks_on(run_dir: Path, config: RunConfig) -> list[str]:
-    """What people should know of the run that `config` continues."""
+    """Returns remarks for the user about the run that `config` continues."""
     step = newest_checkpoint(config, run_dir)
     if step is None:
         return []
@@ -217,7 +217,7 @@ def _remarks_on(run_dir: Path, config: RunConfig) -> list[str]:
 
 
 def _original_of(run_dir: Path, note: RunNote) -> RunNote | None:
-    """The note of the run from which `run_dir` was copied with its own; None if it is no copy."""
+    """Returns the note of the run of which `run_dir` is a copy; None if it is not a copy."""
     original = read_note(Path(note.run_dir))
     is_copy = original is not None and original.launcher_started == note.launcher_started
     return original if is_copy and not Path(note.run_dir).samefile(run_dir) else None
@@ -245,7 +245,7 @@ def _remark_on_copy(run_dir: Path, original: Path, config: RunConfig) -> str:
 
 
 def _last_metrics(run_dir: Path) -> int:
-    """The step of the last complete line of metrics.jsonl; -1 where there is none."""
+    """Returns the step of the last complete line of metrics.jsonl; -1 without one."""
     try:
         lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         return max((int(json.loads(line)["step"]) for line in lines[-2:] if line.endswith("}")), default=-1)
@@ -254,7 +254,7 @@ def _last_metrics(run_dir: Path) -> int:
 
 
 def _changes(run_dir: Path, config: RunConfig) -> tuple[list[str], list[str]]:
-    """Keys whose values differ from those of the run's last start: what takes effect, and what does not."""
+    """Returns keys that changed since the run's last start: those that take effect, and those that do not."""
     try:
         before = yaml.safe_load((run_dir / RESOLVED).read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError):
@@ -293,7 +293,7 @@ def write_targets(run_dir: Path, targets: list[dict[str, Any]]) -> Path:
 
 
 def new_note(run_dir: Path, token: str) -> RunNote:
-    """A note for a run that this process launches."""
+    """Makes a note for a run that this process launches."""
     launcher = psutil.Process()
     return RunNote(
         run_dir=str(run_dir),
@@ -333,7 +333,7 @@ def exporting(run_dir: Path) -> Iterator[None]:
 
 
 def read_note(run_dir: Path) -> RunNote | None:
-    """The note in a run directory; None if there is none or it cannot be read."""
+    """Returns the note in a run directory; None if there is none or it cannot be read."""
     try:
         return RunNote(**json.loads((run_dir / NOTE).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -341,7 +341,7 @@ def read_note(run_dir: Path) -> RunNote | None:
 
 
 def find(run: str | None) -> Path:
-    """The folder of a run: a path, a name under runs/, or the latest.
+    """Returns the folder of a run: a path, a name under runs/, or the latest.
 
     Raises:
         ConfigError: there is no such run.

@@ -46,7 +46,7 @@ def split(address: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address."""
+    """Returns whether only this machine can reach the address."""
     if host == "localhost":
         return True
     try:
@@ -56,12 +56,12 @@ def is_loopback(host: str) -> bool:
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether it stands for every address of the machine."""
+    """Returns whether an address is a wildcard for all of the machine's addresses."""
     return host.strip("[]") in _WILDCARDS
 
 
 def to_bind(host: str) -> str:
-    """The address or name to bind to, without brackets; an interface's name becomes its address.
+    """Returns the address or name to bind to, without brackets; an interface's name becomes its address.
 
     An interface that has an IPv4 and an IPv6 address counts with the first; name the address to choose.
 
@@ -89,7 +89,7 @@ def to_bind(host: str) -> str:
 
 
 def to_advertise(host: str, advertise: str, *, towards: str = "") -> str:
-    """The address or name under which others reach a server that listens on `host`.
+    """Returns the address or name under which others reach a server that listens on `host`.
 
     Args:
         host: what it listens on, as `to_bind` returns it.
@@ -110,7 +110,7 @@ def to_advertise(host: str, advertise: str, *, towards: str = "") -> str:
 
 
 def announced(host: str, port: int) -> str:
-    """The address that a server of this machine will announce, by its host and the environment.
+    """Returns the address that a server of this machine will announce, by its host and the environment.
 
     Raises:
         EnvironmentLackError: `host` is an interface without an address.
@@ -154,7 +154,7 @@ def choose_for_nccl(host: str, environ: MutableMapping[str, str] = os.environ) -
 
 
 def _interface_of(host: str) -> str | None:
-    """The interface of this machine that has the address; None if none has."""
+    """Returns the interface of this machine that has the address; None if none has."""
     try:
         address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0]
     except OSError:
@@ -197,7 +197,7 @@ def add_data_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def from_environment(name: str, default: str) -> str:
-    """A variable's value; an empty one counts as not set, as compose files write it."""
+    """Returns a variable's value; an empty one counts as unset, because compose files write it."""
     return os.environ.get(name) or default
 
 

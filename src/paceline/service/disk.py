@@ -1,4 +1,4 @@
-"""The message about a full disk, for the process that it stops and for whoever explains a run's end."""
+"""The message about a full disk, for the process that it stops and for explanations of a run's end."""
 
 from __future__ import annotations
 

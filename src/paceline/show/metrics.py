@@ -88,7 +88,7 @@ class Column:
         return self.metrics[0].unit
 
     def cell(self, values: Mapping[str, float]) -> str:
-        """The number of a step, formatted; "" where the step has none of the column's metrics."""
+        """Returns the number of a step, formatted; "" where the step has none of the column's metrics."""
         return next((f"{values[m.name]:{m.format}}" for m in self.metrics if m.name in values), "")
 
 
@@ -207,7 +207,7 @@ CHART_NOTES: Mapping[str, str] = {
 
 
 def charts() -> dict[str, list[ShownMetric]]:
-    """The metrics of each chart, by the chart's title."""
+    """Returns the metrics of each chart, by the chart's title."""
     by_title: dict[str, list[ShownMetric]] = {}
     for metric in METRICS:
         if metric.chart:
@@ -216,7 +216,7 @@ def charts() -> dict[str, list[ShownMetric]]:
 
 
 def columns(names: Iterable[str]) -> list[Column]:
-    """The columns of the live view; each set of held-out prompts has its own.
+    """Returns the columns of the live view; each set of held-out prompts has its own.
 
     Args:
         names: names of the metrics of the steps that are shown.

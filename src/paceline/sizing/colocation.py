@@ -92,7 +92,7 @@ def engine_size(
 
 
 def with_layout(config: RunConfig, *, learner: dict[str, Any], rollout: dict[str, Any]) -> RunConfig:
-    """The configuration with these settings of the two sides."""
+    """Returns the configuration with these settings of the two sides."""
     return config.model_copy(
         update={
             "learner": config.learner.model_copy(update=learner),
@@ -179,7 +179,7 @@ def _needed(config: RunConfig, shape: ModelShape, totals: Sequence[int]) -> floa
 
 
 def _is_better_awake(awake: RunConfig, turns: RunConfig, shape: ModelShape, machine: Machine) -> bool:
-    """Whether a step is shorter with engines that stay awake, and its update fits beside them."""
+    """Returns whether a step is shorter with engines that stay awake, and its update fits beside them."""
     beside, best = update_choice(awake, machine), update_choice(turns, machine)
     if not beside.fits or beside == best:
         return beside.fits
@@ -189,7 +189,7 @@ def _is_better_awake(awake: RunConfig, turns: RunConfig, shape: ModelShape, mach
 
 
 def _with_safe_memory(config: RunConfig) -> RunConfig:
-    """Lets engines sleep and take less than half of a GPU, as it is unknown whether both sides fit."""
+    """Lets engines sleep and take less than half of a GPU, because both sides may not fit."""
     config = _with_sleep(config, "always") if config.rollout.sleep == "auto" else config
     return _with_utilization(config, SHARED_MEMORY)
 

@@ -14,7 +14,7 @@ def gpus_to_share(config: RunConfig, gpus: Sequence[int]) -> tuple[int, ...]:
 
 
 def share_gpus(config: RunConfig, gpus: Sequence[int]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-    """The learner's GPUs and those of each rollout server; empty tuples on a CPU.
+    """Returns the learner's GPUs and those of each rollout server; empty tuples on a CPU.
 
     Raises:
         ConfigError: too few GPUs, or lists of devices of the wrong length.
@@ -43,5 +43,5 @@ def share_gpus(config: RunConfig, gpus: Sequence[int]) -> tuple[tuple[int, ...],
 
 
 def joined(gpus: Sequence[int]) -> str:
-    """Numbers of GPUs as CUDA_VISIBLE_DEVICES and messages have them: "0,1"."""
+    """Formats GPU numbers for CUDA_VISIBLE_DEVICES and messages: "0,1"."""
     return ",".join(map(str, gpus))

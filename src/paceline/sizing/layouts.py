@@ -137,7 +137,7 @@ def faster_with_bound(
 
 
 def _is_free(config: RunConfig) -> bool:
-    """Whether the file leaves it to us which GPUs do what."""
+    """Returns whether the file leaves the placement on GPUs open."""
     learner, rollout = config.learner, config.rollout
     return (
         config.placement == "auto"

@@ -129,7 +129,7 @@ def _gpu_indices() -> list[int]:
 
 
 def _index(word: str, uuids: Mapping[str, int]) -> int | None:
-    """The GPU that an entry of CUDA_VISIBLE_DEVICES means: an index, or a UUID, whose end may be left out."""
+    """Returns the GPU of an entry of CUDA_VISIBLE_DEVICES: an index, or the beginning of a UUID."""
     if word.isdigit():
         return int(word)
     meant = [index for uuid, index in uuids.items() if word and uuid.startswith(word)]

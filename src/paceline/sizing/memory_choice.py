@@ -48,7 +48,7 @@ class UpdateChoice:
     fits: bool = False
 
     def put_into(self, config: RunConfig) -> RunConfig:
-        """The configuration with this choice."""
+        """Applies this choice to the configuration."""
         update = {"memory": self.memory, "ppo_max_token_len_per_gpu": self.num_tokens}
         learner = config.learner.model_copy(update={"context_parallel": self.context})
         return config.model_copy(update={"actor": config.actor.model_copy(update=update), "learner": learner})
@@ -162,6 +162,6 @@ def _num_averaged(config: RunConfig, shape: ModelShape) -> int:
 
 
 def _leaves_room(config: RunConfig, learner: LearnerMemory, totals: Sequence[int]) -> bool:
-    """Whether the learner's resident memory fits beside engines that are awake in their turn."""
+    """Returns whether the learner's resident memory fits beside engines that are awake in their turn."""
     stays = learner.kept_beside(config)
     return all(stays + engine_budget(config, total) <= total for total in totals)

@@ -27,7 +27,7 @@ class Settled:
 
 
 def settle(config: RunConfig, machine: Machine) -> Settled:
-    """The configuration as `paceline train` runs it on this machine."""
+    """Returns the configuration as `paceline train` runs it on this machine."""
     on_gpus = config.learner.device != "cpu" and bool(machine.gpus)
     model, words = settle_model(config.model, on_gpus=on_gpus)
     config = config.model_copy(update={"model": model})

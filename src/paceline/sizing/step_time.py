@@ -223,7 +223,7 @@ class _Batch:
         return times * (single_pass + optimizer + self._between_ranks())
 
     def weights(self, *, shared: bool) -> float:
-        """Seconds of a push and of the turns that come with it."""
+        """Returns seconds of a push and of the turns that come with it."""
         rollout = self.config.rollout
         per_gpu = self._width * self.shape.num_parameters / rollout.tensor_model_parallel_size
         if not shared:
@@ -269,7 +269,7 @@ class _Batch:
         return self._steps * math.ceil(per_step)
 
     def _pass(self, *, forward: float, moved: float) -> float:
-        """Seconds of a pass over the batch."""
+        """Returns seconds of a pass over the batch."""
         shape, compiled = self.shape, self.config.actor.compiles
         computed, scored = self._tokens
         pairs = self.prompt + self.response / 2
@@ -288,7 +288,7 @@ class _Batch:
         return max(arithmetic + moving, layer_passes * _LAUNCH_S) + by_expert
 
     def _between_ranks(self) -> float:
-        """Seconds of gathers and reductions that nothing hides."""
+        """Returns the seconds of gathers and reductions that do not overlap computation."""
         learner, memory, steps = self.config.learner, self.config.actor.memory, self._steps
         shards, replicas = learner.num_shards, learner.world_size // learner.num_shards
         gathers = steps if memory.keeps_gathered else 2 * self._micro_batches

@@ -53,7 +53,7 @@ def update_choice(config: RunConfig, machine: Machine) -> UpdateChoice:
 
 
 def with_memory(config: RunConfig, memory: MemoryConfig) -> RunConfig:
-    """The configuration with this `actor.memory`."""
+    """Returns the configuration with this `actor.memory`."""
     return config.model_copy(update={"actor": config.actor.model_copy(update={"memory": memory})})
 
 

@@ -1,9 +1,9 @@
-"""Local copies of remote folders: each version once per machine, within a bound of disk space.
+"""Copies remote folders to this machine, each version once, within a limit of disk space.
 
 CACHE/KEY/            a complete copy; KEY is the digest of the files' names, sizes and fingerprints
 CACHE/KEY/.complete   written last: the files' sizes
 CACHE/KEY.partial/    a copy under way, which the next process goes on with
-CACHE/KEY.lock        held exclusively by who copies, shared by who uses the copy
+CACHE/KEY.lock        locked exclusively while copying, shared while the copy is used
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Fetch:
     """How a copy is made.
 
     Attributes:
-        max_bytes: of all copies on this machine; the least recently used ones make room.
+        max_bytes: limit of all copies on this machine; the least recently used ones are removed.
         wanted: whether a file is needed, by its path in the folder.
-        tell: called with a sentence when copying begins and every ten seconds while it lasts.
+        tell: called with a message when copying begins and every ten seconds while it lasts.
         stopped: called between two pieces of a file; True cancels the copy.
     """
 
@@ -62,7 +62,7 @@ class Fetch:
 
 
 def cache_dir() -> Path:
-    """The folder of the copies: PACELINE_CACHE_DIR, else paceline/ below the user's cache."""
+    """Returns the folder of the copies: PACELINE_CACHE_DIR, else paceline/ in the user's cache."""
     if os.environ.get(CACHE_DIR):
         return Path(os.environ[CACHE_DIR]).absolute()
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -70,7 +70,7 @@ def cache_dir() -> Path:
 
 
 def keep_kernels() -> None:
-    """Has torch and FlashAttention 4 keep compiled kernels in this cache; call it before they are imported.
+    """Makes torch and FlashAttention 4 keep compiled kernels in this cache; call it before importing them.
 
     Otherwise torch's compiler would choose a folder below TMPDIR, which the run removes at its end, and
     FlashAttention would keep no kernels.
@@ -85,7 +85,7 @@ def fetch(folder: Folder, how: Fetch) -> Path:
 
     Raises:
         ModelError: the folder is empty or unreadable, a copy differs from SHA256SUMS, or there is no room.
-        InterruptedError: `stopped` said so.
+        InterruptedError: `stopped` returned True.
     """
     try:
         sizes = {name: size for name, size in folder.tree().items() if how.wanted(name)}
@@ -189,7 +189,7 @@ class _Copy:
             )
 
     def _check_sums(self) -> None:
-        """Compares the copy with the folder's SHA256SUMS, where it has one."""
+        """Compares the copy with the folder's SHA256SUMS, if it has one."""
         sums = self._partial / SUMS
         if not sums.is_file():
             return

@@ -1,4 +1,4 @@
-"""A folder by path or fsspec URL, with the few operations that checkpoints and model folders need.
+"""Operates on folders by path or fsspec URL, as checkpoints and model folders need it.
 
 A file in an object store appears with all of its bytes or not at all, and cannot be renamed. A set of files
 is complete when the file that is written last exists.
@@ -29,7 +29,7 @@ _FILE_SCHEME = "file://"
 class Folder:
     """A folder, which need not exist.
 
-    Every method raises OSError if the storage refuses, whatever the storage's own error is.
+    Methods raise OSError if the storage refuses, in place of the storage's own error.
 
     Attributes:
         address: an absolute path, or a URL.
@@ -39,7 +39,7 @@ class Folder:
 
     @classmethod
     def at(cls, place: Place) -> Folder:
-        """The folder of a path or URL.
+        """Returns the folder of a path or URL.
 
         Raises:
             ConfigError: fsspec does not know the URL's kind, or the package for it is not installed.
@@ -55,7 +55,7 @@ class Folder:
 
     @property
     def is_local(self) -> bool:
-        """Whether it is a path."""
+        """Whether the address is a path."""
         return not is_url(self.address)
 
     @property
@@ -70,7 +70,7 @@ class Folder:
         return self.address.rpartition("/")[2]
 
     def child(self, name: str) -> Folder:
-        """A folder in this one."""
+        """Returns a folder inside this folder."""
         return Folder(f"{self.address.rstrip('/')}/{name}")
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ class Folder:
     # --- files
 
     def has(self, name: str) -> bool:
-        """Whether there is a file of this name."""
+        """Returns whether there is a file of this name."""
         with _storage_errors():
             return bool(self._fs.isfile(self._path(name)))
 
@@ -89,26 +89,26 @@ class Folder:
             return int(self._fs.size(self._path(name)))
 
     def read(self, name: str) -> bytes:
-        """Reads a small file as a whole."""
+        """Reads a small file completely."""
         with _storage_errors():
             return bytes(self._fs.cat_file(self._path(name)))
 
     def chunks(self, name: str, start: int = 0) -> Iterator[bytes]:
-        """A file's bytes from `start` on."""
+        """Yields a file's bytes from `start` on."""
         with _storage_errors(), self._fs.open(self._path(name), "rb") as file:
             file.seek(start)
             while chunk := file.read(_CHUNK_BYTES):
                 yield chunk
 
     def digest(self, name: str) -> str:
-        """BLAKE2b of a file with 16 bytes, in hexadecimal."""
+        """Returns the 16-byte BLAKE2b digest of a file, in hexadecimal."""
         digest = hashlib.blake2b(digest_size=16)
         for chunk in self.chunks(name):
             digest.update(chunk)
         return digest.hexdigest()
 
     def write(self, name: str, text: str) -> None:
-        """Writes a small file; readers see all of it or none."""
+        """Writes a small file; readers never see part of it."""
         if self.is_local:
             write_atomically(self.path / name, text)
             return
@@ -123,38 +123,38 @@ class Folder:
     # --- the folder
 
     def names(self) -> list[str]:
-        """Returns the names of its files, sorted; none where it does not exist."""
+        """Returns the names of its files, sorted; none if the folder does not exist."""
         return self._list("file")
 
     def folders(self) -> list[str]:
-        """The names of the folders in it, sorted; none where it does not exist."""
+        """Returns the names of its subfolders, sorted; none if the folder does not exist."""
         return self._list("directory")
 
     def tree(self) -> dict[str, int]:
-        """All files below it, by their paths from here, with their sizes."""
+        """Returns the sizes of all files below it, by relative path."""
         with _storage_errors():
             fs, root = _open(self.address)
             entries = fs.find(root, detail=True)
             return {path[len(root) + 1 :]: int(entry["size"]) for path, entry in entries.items()}
 
     def fingerprint(self, name: str) -> str:
-        """Returns a string that changes with the file, as far as the storage tells: its ETag or time."""
+        """Returns a string that changes with the file, if the storage allows it: its ETag or time."""
         with _storage_errors():
             return str(self._fs.ukey(self._path(name)))
 
     def make(self) -> None:
-        """Makes it where the storage has folders."""
+        """Makes the folder, if the storage has folders."""
         with _storage_errors():
             if self.is_local:
                 self._fs.makedirs(self.address, exist_ok=True)
 
     def delete(self) -> None:
-        """Removes it with all that is in it, if it is there."""
+        """Removes the folder with its contents, if it exists."""
         with _storage_errors(), contextlib.suppress(FileNotFoundError):
             self._fs.rm(self._path("").rstrip("/"), recursive=True)
 
     def rename(self, name: str) -> None:
-        """Gives a local folder another name, in place of a folder that has it."""
+        """Renames a local folder; replaces a folder of that name."""
         target = Folder(str(self.path.with_name(name)))
         target.delete()
         self.path.rename(target.path)
@@ -188,17 +188,17 @@ class Folder:
 
 
 def is_url(place: Place) -> bool:
-    """Whether it is a URL and no path."""
+    """Returns whether a place is a URL, not a path."""
     return "://" in str(place)
 
 
 def reason(error: OSError) -> str:
-    """What went wrong, in words; errors of object stores have no strerror."""
+    """Describes an error; errors of object stores have no strerror."""
     return error.strerror or str(error)
 
 
 def _open(address: str) -> tuple[Any, str]:
-    """The file system of an address, which fsspec makes once, and the path there."""
+    """Returns the file system of an address, which fsspec caches, and the path there."""
     from fsspec.core import url_to_fs
 
     # No cached listings, because other hosts write there, too.

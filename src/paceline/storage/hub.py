@@ -1,4 +1,4 @@
-"""Models and data sets by their names on the Hugging Face hub, kept in huggingface_hub's own cache.
+"""Fetches models and data sets by their names on the Hugging Face hub, into huggingface_hub's cache.
 
 `ORG/NAME`, with `@REVISION` (a branch, a tag or a commit), and for data with `:CONFIG:SPLIT` after it. A path
 that exists, or whose first folder does, is a path. `hf://ORG/NAME` is always a name of the hub.
@@ -92,7 +92,7 @@ def _is_path(text: str, repo: str) -> bool:
 
 
 def is_named(place: str) -> bool:
-    """Whether a place is the name of something on the hub."""
+    """Returns whether a place is a name on the hub."""
     return HubName.parse(place) is not None
 
 
@@ -101,7 +101,7 @@ def model_folder(place: str, *, weights: bool) -> Path:
 
     Args:
         place: a name of the hub.
-        weights: fetch them, too.
+        weights: whether to fetch weights, too.
 
     Raises:
         ModelError: there is no such model or revision, or it is not in the cache and cannot be fetched.
@@ -123,8 +123,8 @@ def pinned(place: str, kind: Kind, known: Collection[str] = ()) -> str:
 
     Args:
         place: a path, a URL or a name.
-        kind: what the name stands for.
-        known: names with commits that were chosen earlier; a name without a revision takes its commit there.
+        kind: whether the name is a model or a data set.
+        known: names pinned earlier; a name without a revision takes its commit from there.
 
     Raises:
         ModelError, DataError: there is no such repository or revision, or it cannot be fetched.
@@ -146,7 +146,7 @@ def _parsed(place: str) -> HubName:
 
 
 def snapshot(kind: Kind, name: HubName, patterns: Sequence[str], ignore: Sequence[str] = ()) -> Path:
-    """A folder with those files of a repository; its own name is the commit.
+    """Returns a folder with matching files of a repository; the folder's name is the commit.
 
     Raises:
         ModelError, DataError: there is no such repository or revision, or it cannot be fetched.
@@ -168,7 +168,7 @@ def snapshot(kind: Kind, name: HubName, patterns: Sequence[str], ignore: Sequenc
 
 
 def push_model(folder: Path, repo: str, *, private: bool, message: str) -> str:
-    """Uploads a folder to the hub as one commit of a model, which is created where it is missing.
+    """Uploads a folder to the hub as one commit of a model, which is created if missing.
 
     Returns:
         The commit's address.

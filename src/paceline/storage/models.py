@@ -1,4 +1,4 @@
-"""A service's local model folder: its own path, or a copy of what model.path names by URL or on the hub."""
+"""Finds a service's local model folder: a path of its own, or a copy of a URL or a name on the hub."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def local_model(
     Args:
         model: model of the run.
         service: which of `model.paths` applies; only the learner copies weights.
-        tell: called with a sentence from time to time while something is copied.
+        tell: called with a message from time to time while files are copied.
         stopped: returns True to cancel the copy.
 
     Raises:
         ConfigError: fsspec does not know the URL's kind.
         ModelError: a URL cannot be copied here, or a name of the hub cannot be fetched.
-        InterruptedError: `stopped` said so.
+        InterruptedError: `stopped` returned True.
     """
     how = Fetch(
         max_bytes=int(model.cache_gib * 2**30),
@@ -61,8 +61,8 @@ def local_folder(place: str, model: ModelConfig, *, weights: bool = True) -> str
 
     Args:
         place: a path, a URL or a name of the hub.
-        model: model of the run, which says how much disk copies may take.
-        weights: copy them, too.
+        model: model of the run, with the disk limit of copies.
+        weights: whether to copy weights, too.
     """
     how = Fetch(max_bytes=int(model.cache_gib * 2**30), wanted=_any_file if weights else _no_weights)
     return _local(place, how, weights=weights)

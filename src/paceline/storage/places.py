@@ -1,4 +1,4 @@
-"""Where the files of a run lie: its checkpoints, and the marker by which processes recognise a folder."""
+"""Locates a run's checkpoints, and marks their folder so that other hosts can recognise it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PAUSE_S = 0.25
 
 
 def checkpoints_of(config: RunConfig, run_dir: Path, run_id: str = "") -> Folder:
-    """The folder of a run's checkpoints.
+    """Returns the folder of a run's checkpoints.
 
     Args:
         config: configuration of the run.
@@ -32,7 +32,7 @@ def checkpoints_of(config: RunConfig, run_dir: Path, run_id: str = "") -> Folder
 
 
 def mark(folder: Folder) -> str:
-    """Leaves a marker in a folder, which is created if missing; returns the marker's text.
+    """Writes a marker file into a folder, which is created if missing; returns the marker's text.
 
     An existing marker stays, because a rank may look for it on behalf of an earlier controller.
 
@@ -53,10 +53,10 @@ def mark(folder: Folder) -> str:
 
 
 def require_marker(folder: Folder, text: str, *, who: str) -> None:
-    """Checks that this process sees the folder in which the controller left `text`, and may write there.
+    """Checks that this process sees the folder that the controller marked with `text`, and may write there.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: it sees another folder, or may not write.
     """
     deadline = time.monotonic() + _PATIENCE_S
     while fault := _fault_of_marker(folder, text):
@@ -80,7 +80,7 @@ def require_marker(folder: Folder, text: str, *, who: str) -> None:
 
 
 def _fault_of_marker(folder: Folder, expected: str) -> str:
-    """Why the marker is not the controller's; "" if it is."""
+    """Returns why the marker is not the controller's; "" if it is."""
     try:
         text = folder.read(_MARKER).decode(errors="replace")
     except OSError as error:

@@ -14,7 +14,7 @@ INDEX = "model.safetensors.index.json"
 STORED = ("F32", "BF16", "F16")
 _QUANTISED = ("quantization_config", "compression_config")
 _DEQUANTISED = ("F8_E4M3", "F8_E8M0", "U8")
-"""Further types of tensors in block FP8 and MXFP4"""
+"""Additional tensor types of block FP8 and MXFP4"""
 _WAY_OUT = (
     "Its numbers need scales, which are not read here. Make a bfloat16 copy and set the path to it; "
     "docs/models.md, Quantised checkpoints, names a program that converts block FP8"
@@ -22,7 +22,7 @@ _WAY_OUT = (
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder: those that its index names, else all; none is an empty list."""
+    """Returns the safetensors files of a folder: those that its index names, else all."""
     index = folder / INDEX
     if index.is_file():
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
@@ -58,7 +58,7 @@ def require_plain_weights(folder: Path, *, dequantises: bool = False) -> None:
 
 
 def is_dequantised(folder: Path) -> bool:
-    """Whether the model is in block FP8 or MXFP4, which the learner reads.
+    """Returns whether the model is in block FP8 or MXFP4, which the learner reads.
 
     Raises:
         ModelError: config.json does not load.
@@ -82,7 +82,7 @@ def fp8_block(folder: Path) -> tuple[int, int] | None:
 
 
 def _quantisation(folder: Path) -> tuple[str, Any] | None:
-    """The key and the value by which config.json says that the model is quantised."""
+    """Returns the key and value of config.json that declare the quantisation."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

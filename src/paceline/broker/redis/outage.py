@@ -29,10 +29,10 @@ class Trouble:
 
     Attributes:
         state: continues a sentence that begins with the server's name.
-        remedy: what a person can do about it.
+        remedy: what the user can do about it.
         silent_s: how long the server had already been silent when this was noticed.
         may_move: whether another server may take over the address, so that clients should reconnect.
-        needs_help: whether a person has to end the trouble; then it is announced at once.
+        needs_help: whether the user must end the trouble; then it is announced at once.
     """
 
     state: str
@@ -53,7 +53,7 @@ class Outage:
     failure, until a command gets through.
 
     Args:
-        server: the server's name for people, without its password.
+        server: the server's name for messages, without its password.
         timeout_s: longest outage that commands wait through.
         on_outage, on_recovery: called with a sentence when an outage has lasted for 2 s, or needs a person,
             and when it is over. Both are logged anyway.
@@ -116,7 +116,7 @@ class Outage:
         self._counted_s = now
 
     def _is_worth_a_word(self, trouble: Trouble, seconds: float) -> bool:
-        """Whether to announce the outage now: a first time, or again because it now needs a person."""
+        """Returns whether to announce the outage now: first, or again because it needs the user."""
         if self._announced is None:
             return trouble.needs_help or seconds >= ANNOUNCED_AFTER_S
         return trouble.needs_help and not self._announced.needs_help

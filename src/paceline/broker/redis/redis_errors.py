@@ -81,7 +81,7 @@ def refusal(error: Exception, *, server: str, command: str) -> BrokerError:
 
 
 def is_missing(error: Exception) -> bool:
-    """Whether a command failed because the stream or group does not exist or was deleted meanwhile."""
+    """Returns whether a command failed because the stream or group is missing or was deleted."""
     return isinstance(error, exceptions.ResponseError) and (
         _says(error, "NOGROUP")
         or _says(error, "UNBLOCKED")
@@ -91,12 +91,12 @@ def is_missing(error: Exception) -> bool:
 
 
 def _says(error: Exception, code: str) -> bool:
-    """Whether the server gave this error code, directly or (after a colon) in a script."""
+    """Returns whether the server gave this error code, directly or (after a colon) in a script."""
     return re.search(rf"(?:^|: -?){code} ", str(error)) is not None
 
 
 def _is_final(error: Exception) -> bool:
-    """Whether the connection fails for a reason that stays: the password, or the server's certificate."""
+    """Returns whether a connection fails permanently: by the password, or the server's certificate."""
     causes: list[BaseException] = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(cause)

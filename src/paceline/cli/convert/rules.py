@@ -69,7 +69,7 @@ class ConversionRule:
         return dict(self.default) if isinstance(self.default, dict) else {self.keys[0]: self.default}
 
     def covers(self, key: str) -> bool:
-        """Whether the rule applies to this key."""
+        """Returns whether the rule applies to this key."""
         return any(
             key == own or (own.endswith(".*") and key.startswith(own.removesuffix("*"))) for own in self.keys
         )
@@ -176,7 +176,7 @@ def rule(
 
 
 def optimizer(ours: str, *, exact: Collection[str], compact: Collection[str]) -> Convert:
-    """The type of an optimizer.
+    """Returns the type of an optimizer.
 
     Args:
         ours: the section here.
@@ -198,7 +198,7 @@ def optimizer(ours: str, *, exact: Collection[str], compact: Collection[str]) ->
 
 
 def number(value: Any) -> float:
-    """A number that may be written as text, as YAML reads 1e-6."""
+    """Returns a number that may be written as text, as YAML reads 1e-6."""
     try:
         return float(value)
     except (TypeError, ValueError):

@@ -26,7 +26,7 @@ class StepEvent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NoticeEvent:
-    """Holds a sentence that people should read."""
+    """Holds a message for the user."""
 
     message: str
 

@@ -45,7 +45,7 @@ class ReplayRule:
         return cls(**{name: plain[name] for name in cls.__dataclass_fields__})
 
     def steps_before(self, step: int) -> range:
-        """The steps whose groups may be young enough to be trained again in `step`."""
+        """Returns the steps whose groups may be young enough to be trained again in `step`."""
         return range(max(1, step - self.max_age), step)
 
     def buffer(
@@ -73,7 +73,7 @@ class ReplayRule:
         return sorted(drawn[: self.prompts_per_step], key=lambda group: group.prompt_id)
 
     def _is_young(self, group: TrainedGroup, step: int) -> bool:
-        """Whether the oldest of its tokens is at most `max_age` versions behind what the step trains."""
+        """Returns whether its oldest token is at most `max_age` versions behind the step's."""
         return group.step < step and step - 1 - group.oldest_version <= self.max_age
 
     def _newest(self, groups: Iterable[TrainedGroup]) -> Iterator[TrainedGroup]:
@@ -90,6 +90,6 @@ class ReplayRule:
                 yield group
 
     def _number(self, group: TrainedGroup, what: str) -> float:
-        """A number in [0, 1) that follows from the seed and the group."""
+        """Returns a number in [0, 1) that follows from the seed and the group."""
         words = f"{self.seed}/{group.step}/{group.prompt_id}/{what}".encode()
         return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "big") / 2**64

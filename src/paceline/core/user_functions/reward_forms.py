@@ -19,17 +19,17 @@ _NOT_KEPT = ("completion_ids", "trainer_state", "environments")
 
 
 def is_of_verl(parameters: Mapping[str, inspect.Parameter]) -> bool:
-    """Whether a function has verl's form: it names `solution_str`."""
+    """Returns whether a function has verl's form: it names `solution_str`."""
     return _VERL in parameters
 
 
 def is_of_trl(parameters: Mapping[str, inspect.Parameter]) -> bool:
-    """Whether a function has TRL's form: it names `completions`."""
+    """Returns whether a function has TRL's form: it names `completions`."""
     return _TRL in parameters
 
 
 def as_verl_calls(function: Callable[..., object], takes_truth: bool) -> Callable[..., object]:
-    """A function of verl's form in ours: `f(response, ground_truth, **extra)`.
+    """Returns a function of verl's form in ours: `f(response, ground_truth, **extra)`.
 
     Of a dict that it returns, the numbers and truth values are kept; of a sequence, the first value.
 
@@ -58,7 +58,7 @@ def _plain(returned: object) -> object:
 def as_trl_calls(
     function: Callable[..., object], parameters: Mapping[str, inspect.Parameter]
 ) -> Callable[..., object]:
-    """A function of TRL's form as one of the samples of a prompt: `f(items, completions="text")`.
+    """Returns a function of TRL's form as one of the samples of a prompt: `f(items, completions="text")`.
 
     Columns of the rows come as lists, as does the ground truth. None among what it returns is 0, as the sum
     there leaves it out.
@@ -91,7 +91,7 @@ def as_trl_calls(
 
 
 def _columns(items: Sequence[ScoreItem], completions: str) -> dict[str, Any]:
-    """What TRL hands over; `completions` is "messages" for prompts that are conversations."""
+    """Returns what TRL hands over; `completions` is "messages" for prompts that are conversations."""
     if completions not in ("text", "messages"):
         raise ValueError(f"completions={completions!r} must be text or messages")
     as_messages = completions == "messages"

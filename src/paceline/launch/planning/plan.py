@@ -75,7 +75,7 @@ class ProcessSpec:
 
 
 def controller(config: RunConfig, run_dir: Path, address_file: Path) -> ProcessSpec:
-    """The controller, which is started first."""
+    """Returns the controller, which is started first."""
     command = [
         *_module("controller"),
         "--config", str(run_dir / START),

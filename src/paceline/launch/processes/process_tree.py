@@ -79,7 +79,7 @@ class ProcessTree:
             self._processes.remove(process)
 
     def running(self, role: Role) -> list[ManagedProcess]:
-        """The processes of a role that have not ended."""
+        """Returns the processes of a role that have not ended."""
         return [p for p in self._processes if p.spec.role is role and p.running]
 
     @property

@@ -183,7 +183,7 @@ def _reap(pid: int) -> int:
 
 
 def _num_oom_kills() -> int:
-    """Number of processes that this machine's kernel has killed because memory ran out."""
+    """Returns the number of processes that the kernel has killed because memory ran out."""
     with contextlib.suppress(OSError):
         for line in VMSTAT.read_text(encoding="ascii").splitlines():
             name, _, value = line.partition(" ")

@@ -44,7 +44,7 @@ class ClientOptions:
     Args:
         hello: what it says first.
         peer: the gateway, in messages.
-        patience_s: how long it tries to reach a gateway that is away.
+        patience_s: how long it tries to reach a gateway that does not answer.
     """
 
     hello: Hello
@@ -53,7 +53,7 @@ class ClientOptions:
 
 
 class AttachedClient(Generic[TaskT, AnswerT]):
-    """Answers a gateway's tasks until the run is over or it is told to stop.
+    """Answers a gateway's tasks until the run is over or `stop` is called.
 
     Args:
         options: how it attaches.
@@ -85,7 +85,7 @@ class AttachedClient(Generic[TaskT, AnswerT]):
         """Attaches, and attaches again after a loss, until the run is over or `stop` is called.
 
         Raises:
-            PeerLostError, DeadlineError, EnvironmentLackError: the gateway was away for `patience_s`.
+            PeerLostError, DeadlineError, EnvironmentLackError: the gateway did not answer for `patience_s`.
             ConfigError: it refused the token, or knows no such name.
             ProtocolError: it speaks another version, or says that this client breaks the contract.
             Exception: what `handle` raises.

@@ -208,7 +208,7 @@ class Gateway(Generic[TaskT, AnswerT]):
     async def _to_send(
         self, stream: _Stream[TaskT], reading: asyncio.Task[None]
     ) -> AsyncIterator[Work[TaskT] | Leave]:
-        """What a client is sent after the welcome, until nothing more can be read from it."""
+        """Yields what a client is sent after the welcome, until nothing more can be read from it."""
         until = time.monotonic() + self._options.stream_age_s
         has_left = False
         while not reading.done():

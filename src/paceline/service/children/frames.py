@@ -24,7 +24,7 @@ _LENGTH = struct.Struct("<I")
 
 
 def encode(message: object) -> bytes:
-    """The message as one frame.
+    """Encodes a message as one frame.
 
     Numpy values become plain numbers and lists. Lone surrogates, as in some decoded responses, are allowed.
 
@@ -38,7 +38,7 @@ def encode(message: object) -> bytes:
 
 
 def decode(payload: bytes) -> Any:
-    """The message of a frame's payload.
+    """Decodes the message of a frame's payload.
 
     Raises:
         ProtocolError: it is not msgpack.
@@ -54,7 +54,7 @@ def _decode(payload: bytes, **hooks: Any) -> Any:
 
 
 def read(stream: BinaryIO) -> Any | None:
-    """The next message of a blocking stream, or None at its end (and after a frame that was cut off)."""
+    """Returns the next message of a blocking stream; None at its end or after an incomplete frame."""
     header = stream.read(_LENGTH.size)
     if len(header) < _LENGTH.size:
         return None
@@ -64,7 +64,7 @@ def read(stream: BinaryIO) -> Any | None:
 
 
 async def receive(stream: asyncio.StreamReader) -> Any:
-    """The next message of an asyncio stream. The caller sets the deadline.
+    """Returns the next message of an asyncio stream. The caller sets the deadline.
 
     Raises:
         asyncio.IncompleteReadError: the stream ended.

@@ -175,7 +175,7 @@ class ChildProcess:
         return self._process.returncode is not None
 
     def progress(self) -> tuple[int, float]:
-        """The number of the item taken up last and when (CLOCK_MONOTONIC, seconds)."""
+        """Returns the number of the last item begun, and its start (CLOCK_MONOTONIC, seconds)."""
         return self._progress.read()
 
     async def send(self, frame: bytes) -> None:
@@ -243,7 +243,7 @@ class ChildProcess:
         self._progress.close()
 
     def describe_exit(self) -> str:
-        """How the process ended, in words."""
+        """Describes how the process ended."""
         code = self._process.returncode
         if code is None:
             return "still running"
@@ -255,7 +255,7 @@ class ChildProcess:
 
 
 def _environment(pass_env: Sequence[str]) -> Mapping[str, str]:
-    """What the child inherits: this process's import path and what programs commonly need, but no secrets."""
+    """Returns the child's environment: the import path and common variables, but no secrets."""
     environment = {
         key: value
         for key, value in os.environ.items()
@@ -266,7 +266,7 @@ def _environment(pass_env: Sequence[str]) -> Mapping[str, str]:
 
 
 def _marked(mark: str) -> list[int]:
-    """The processes that a child has started, in whatever session, and the child itself, if they run."""
+    """Returns a child's running descendants, in any session, and the child itself if it runs."""
     pids = []
     wanted = f"{_MARK}={mark}".encode()
     for entry in os.listdir("/proc"):

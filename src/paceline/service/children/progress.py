@@ -23,7 +23,7 @@ class ItemProgress:
         self._LAYOUT.pack_into(self._page, 0, number, started)
 
     def read(self) -> tuple[int, float]:
-        """The number of the item that was taken up last, 0 before the first, and the time when it was."""
+        """Returns the number of the last item begun, 0 before the first, and its start."""
         number, started = self._LAYOUT.unpack_from(self._page)
         return int(number), float(started)
 

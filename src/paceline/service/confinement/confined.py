@@ -1,4 +1,4 @@
-"""Runs a program in a confinement, with a deadline, and tells what it printed."""
+"""Runs a program in a confinement, with a deadline, and returns its output."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Ending(enum.Enum):
     TIMED_OUT = "timed out"
     PRINTED_TOO_MUCH = "printed too much"
     NOT_STARTED = "not started"
-    """The confinement stood, but the command is no program that can be run."""
+    """The confinement was set up, but the command is not an executable program."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +90,7 @@ async def run_confined(command: Command) -> CommandResult:
     Raises:
         EnvironmentLackError: the confinement could not be built; nothing was run.
         DeadlineError: building it took as long as the program may run; nothing was run.
-        OSError: there is no room for another process, file or pipe just now.
+        OSError: no further process, file or pipe is possible at the moment.
     """
     report, theirs = os.pipe()
     try:
@@ -131,7 +131,7 @@ async def _run(command: Command, report: int) -> CommandResult:
 
 
 def _checked(outcome: CommandResult, report: bytes, command: Command) -> CommandResult:
-    """The outcome, if the builder reports that the program began."""
+    """Returns the outcome if the builder reported the program's start."""
     if report == inside.STARTED:
         return outcome
     reason = report.removeprefix(inside.STARTED).decode(errors="replace")
@@ -168,7 +168,7 @@ async def why_not_confined() -> str:
 
 
 def python() -> str:
-    """The Python that confined programs find: this one, without its packages."""
+    """Returns the Python of confined programs: this one, without its packages."""
     return os.path.realpath(sys.executable)
 
 

@@ -123,7 +123,7 @@ def _namespaces(spec: dict[str, Any], report: int, ready: tuple[int, int], mappe
 
 
 def _init(spec: dict[str, Any], report: int) -> int:
-    """The first process of the namespaces: when it ends, the kernel ends all others."""
+    """Runs the first process of the namespaces; when it ends, the kernel ends all others."""
     _die_with_parent()
     os.setsid()
     _build_root(spec)

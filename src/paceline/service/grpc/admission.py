@@ -29,7 +29,7 @@ _CALLERS: dict[str, frozenset[str] | None] = {
 
 
 def token_admits(secret: str, method: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
-    """Whether a call's metadata carry a token for the method; an empty secret admits every call."""
+    """Returns whether a call's metadata carry a token for the method; an empty secret admits every call."""
     if not secret or method == OPEN_METHOD:
         return True
     given = next((value for key, value in metadata or () if key == TOKEN_KEY), "")
@@ -49,7 +49,7 @@ def callers(method: str) -> frozenset[str] | None:
 
 
 def certificate_admits(method: str, names: Iterable[bytes]) -> bool:
-    """Whether a certificate with these names opens the method. A host's opens all."""
+    """Returns whether a certificate with these names permits the method. A host's permits all."""
     roles = callers(method)
     if roles is None:
         return True

@@ -44,15 +44,15 @@ def connect(
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
     term: int = 0,
 ) -> grpc.aio.Channel:
-    """A channel to host:port, which connects at its first use.
+    """Returns a channel to host:port, which connects at its first use.
 
     Args:
         address: host:port.
         credentials: the token that goes with every call, and the files for TLS; None: neither.
         role: role of the server, which its certificate must name; "": the certificate must name the address.
-        tls_name: what the server's certificate must name in place of the role's name.
+        tls_name: name required in the server's certificate, instead of the role's.
         max_message_bytes: largest message in either direction.
-        term: a controller's, sent with every call; 0 for a caller that is no controller.
+        term: a controller's, sent with every call; 0 for callers other than controllers.
 
     Raises:
         ConfigError: the token would go to another machine in plain text.
@@ -111,7 +111,7 @@ async def call(
 
     Raises:
         DeadlineError: no answer within `timeout_s`.
-        PeerLostError: the peer cannot be reached, or went away during the call.
+        PeerLostError: the peer cannot be reached, or was lost during the call.
         ConfigError: the peer refused the token.
         ProtocolError: the answer cannot be parsed.
         PacelineError: the class that the peer raised, with its message.
@@ -131,7 +131,7 @@ async def stream(
     peer: str,
     timeout_s: float | None = None,
 ) -> AsyncGenerator[_Reply, None]:
-    """The replies of a server-streaming call; errors as in `call`.
+    """Yields the replies of a server-streaming call; errors as in `call`.
 
     `timeout_s` bounds the duration of the stream. With None only the keep-alive ends it, about 15 s after the
     peer froze or died.
@@ -154,7 +154,7 @@ async def duplex(
     peer: str,
     token: str = TOKEN,
 ) -> AsyncIterator[_Reply]:
-    """The replies of a call that streams both ways; errors as in `call`. The keep-alive bounds it.
+    """Yields the replies of a call that streams both ways; errors as in `call`. The keep-alive bounds it.
 
     `token` names the variable that the caller's token comes from, for the error's message.
     """
@@ -169,7 +169,7 @@ async def duplex(
 
 
 def _parsed(answer: _Reply | None, *, phase: str, peer: str) -> _Reply:
-    """The answer; gRPC gives None for one that it cannot parse, and only logs why."""
+    """Returns the answer; raises for None, which gRPC returns if it cannot parse an answer."""
     if answer is None:
         raise ProtocolError(f"{phase}: {peer} sent an answer that cannot be parsed: another version?")
     return answer
@@ -214,7 +214,7 @@ def _translate(
 
 
 def _is_broken_stream(code: grpc.StatusCode, details: str) -> bool:
-    """Whether the stream broke off under the call, which gRPC reports as an internal error.
+    """Returns whether the stream broke off during the call, which gRPC reports as an internal error.
 
     Two cases: a call of grpc.aio was about to send when its peer went away
     (https://github.com/grpc/grpc/issues/36066), or the HTTP/2 stream was reset.

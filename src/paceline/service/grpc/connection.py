@@ -30,5 +30,5 @@ def common_options(max_message_bytes: int) -> ChannelOptions:
 
 
 def bearer(token: str) -> str:
-    """The value of the authorization header."""
+    """Returns the value of the authorization header."""
     return f"Bearer {token}"

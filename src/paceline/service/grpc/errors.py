@@ -67,7 +67,7 @@ STATUS_CODES: dict[type[PacelineError], grpc.StatusCode] = {
 
 
 def status_code(error: PacelineError) -> grpc.StatusCode:
-    """The code of the nearest class in the table."""
+    """Returns the code of the nearest class in the table."""
     return next(STATUS_CODES[kind] for kind in type(error).__mro__ if kind in STATUS_CODES)
 
 
@@ -78,7 +78,7 @@ def to_metadata(error: PacelineError) -> tuple[tuple[str, bytes], ...]:
 
 
 def from_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> PacelineError | None:
-    """The error that a server sent, or None where it sent none."""
+    """Returns the error that a server sent, or None."""
     raw = next((value for key, value in metadata or () if key == ERROR_KEY), None)
     if raw is None:
         return None
@@ -101,14 +101,14 @@ def clip(message: str) -> str:
 
 
 def error_classes() -> Iterator[type[PacelineError]]:
-    """Every class of the tree."""
+    """Yields every class of the tree."""
     for value in vars(core_errors).values():
         if isinstance(value, type) and issubclass(value, PacelineError):
             yield value
 
 
 def _class_named(name: str) -> type[PacelineError]:
-    """The class of that name; a newer peer's unknown class becomes the root."""
+    """Returns the class of that name; a newer peer's unknown class becomes the root."""
     return next((kind for kind in error_classes() if kind.__name__ == name), PacelineError)
 
 

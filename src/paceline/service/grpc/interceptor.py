@@ -67,7 +67,7 @@ async def _refuse_token(_: Any, context: Any) -> None:
 
 
 def _open(handler: Any, reads: asyncio.Semaphore) -> Any:
-    """A unary method without a token; few messages are read at a time, so a flood of calls must wait."""
+    """Makes a unary method without a token; it reads few messages at a time, so floods of calls wait."""
 
     async def method(requests: AsyncIterator[Any], context: Any) -> Any:
         async with asyncio.timeout(_OPEN_READ_S), reads:
@@ -114,15 +114,16 @@ class _Guard:
         return self.method.removeprefix("/")
 
     def admit(self, raw: bytes, context: Any) -> Any:
-        """The request, parsed only for a caller whose certificate opens the method, where that counts."""
+        """Checks the caller, then parses and returns the request."""
         self.check(context)
         return self.read(raw)
 
     def check(self, context: Any) -> None:
-        """Refuses a caller whose certificate does not open the method, or whose term is over.
+        """Refuses a caller whose certificate does not permit the method, or whose term is over.
 
         Raises:
-            _WrongRoleError, ProtocolError: as said.
+            _WrongRoleError: the certificate has another role.
+            ProtocolError: the caller's term is over.
         """
         if self.checks_role and not certificate_admits(
             self.method, context.auth_context().get(_CERTIFICATE_NAMES, ())
@@ -132,7 +133,7 @@ class _Guard:
         self.fence.check(context.invocation_metadata())
 
     def read(self, raw: bytes) -> Any:
-        """The message.
+        """Returns the message.
 
         Raises:
             InvalidMessageError: it cannot be parsed.
@@ -145,7 +146,7 @@ class _Guard:
             ) from error
 
     def refusal(self, error: Exception) -> _Refusal:
-        """How a call ends that raised an error, which is logged."""
+        """Logs a call's error; returns how the call ends."""
         if isinstance(error, _WrongRoleError):
             return _Refusal(code=grpc.StatusCode.PERMISSION_DENIED, message=str(error))
         if isinstance(error, NotImplementedError):
@@ -160,7 +161,7 @@ class _Guard:
 
 
 def _wrap(handler: Any, guard: _Guard) -> Any:
-    """The handler with the guard around its method; a stream of requests is answered by a stream."""
+    """Returns the handler with the guard around its method; a stream of requests is answered by a stream."""
     serialize = handler.response_serializer
     if handler.request_streaming:
         method = _guard_duplex(handler.stream_stream, guard)

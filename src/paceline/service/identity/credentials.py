@@ -36,7 +36,7 @@ Stamp = tuple[tuple[int, int, int], ...]
 
 
 def server_name(role: str) -> str:
-    """The name in the certificate of every server of a role: clients ask for it, wherever the server runs."""
+    """Returns the name that clients require in the certificate of every server of a role, on any host."""
     return f"{role}.{_SERVER_DOMAIN}"
 
 
@@ -62,7 +62,7 @@ class TlsFiles:
         return tuple(stamps)
 
     def read(self) -> TlsIdentity:
-        """The files as they are now.
+        """Returns the current content of the files.
 
         Raises:
             EnvironmentLackError: a file cannot be read, or the key is not that of the certificate.
@@ -131,7 +131,7 @@ class LatestTls:
         self.identity = files.read()
 
     def changed(self) -> bool:
-        """Whether the files differ from `identity`; while they are being replaced, the old ones are used."""
+        """Reloads `identity` if the files have changed; returns whether it did. Ignores partial changes."""
         try:
             stamp = self._files.stamp()
             if stamp == self._stamp:
@@ -205,12 +205,12 @@ class Credentials:
         return replace(self, insecure=True)
 
     def with_token(self, token: str) -> Self:
-        """The same with another token."""
+        """Returns the same credentials with another token."""
         return replace(self, token=token)
 
 
 def secret(variable: str, environ: Mapping[str, str]) -> str:
-    """A secret from a variable, or from the file that VARIABLE_FILE names; "" without either.
+    """Returns a secret from a variable, or from the file that VARIABLE_FILE names; "" without either.
 
     Raises:
         ConfigError: the file cannot be read or is empty.

@@ -41,7 +41,7 @@ _METHODS = {
 
 
 def mint(secret: str, scope: Scope, *, expires_at: float) -> str:
-    """A token for `scope` until `expires_at`, in seconds since 1970."""
+    """Returns a token for `scope` until `expires_at`, in seconds since 1970."""
     body = f"{_FORM}.{scope.value}.{int(expires_at)}"
     return f"{body}.{_mac(secret, body)}"
 

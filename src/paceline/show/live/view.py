@@ -34,7 +34,7 @@ class View(Protocol):
         ...
 
     def notice(self, text: str) -> None:
-        """Shows what people should know."""
+        """Shows messages for the user."""
         ...
 
     def pulse(self) -> None:
@@ -171,19 +171,19 @@ class Pace:
 
 
 def clock(seconds: float) -> str:
-    """Seconds as m:ss or h:mm:ss."""
+    """Returns seconds as m:ss or h:mm:ss."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def step_line(step: int, total_steps: int, metrics: Metrics) -> str:
-    """A step in one line."""
+    """Returns a step in one line."""
     cells = [(column, column.cell(metrics)) for column in columns(metrics)]
     parts = [f"{column.title} {cell} {column.unit}".rstrip() for column, cell in cells if cell]
     return f"step {step}/{total_steps}  " + "  ".join(parts)
 
 
 def phase_words(phase: str, admitted: int, wanted: int) -> str:
-    """A phase, with its progress if that is known."""
+    """Returns a phase, with its progress if that is known."""
     return f"{phase} {admitted}/{wanted}" if wanted else phase

@@ -72,7 +72,7 @@ class RunContent:
         return self._view.content(process_ends.read(self.folder))
 
     def timelines(self, steps: set[int]) -> dict[int, list[dict[str, Any]]]:
-        """The spans of each of the steps."""
+        """Returns the spans of each of the steps."""
         return timelines(self.folder / "spans.jsonl", steps)
 
     def config(self) -> str:
@@ -81,7 +81,7 @@ class RunContent:
         return redact(path.read_text(encoding="utf-8")) if path.is_file() else ""
 
     def steps_of_interest(self) -> list[int]:
-        """The first, the middle, the last and the slowest step."""
+        """Returns the first, the middle, the last and the slowest step."""
         self._read_metrics()
         seconds = [(step, s) for step, s in self._table.points("timing_s/step") if step > 0]
         if not seconds:
@@ -91,7 +91,7 @@ class RunContent:
         return sorted({steps[0], steps[len(steps) // 2], steps[-1], slowest})
 
     def _tree(self) -> Mapping[str, Any]:
-        """The configuration, which is read again when it has changed."""
+        """Returns the configuration, which is read again when it has changed."""
         path = self.folder / CONFIG
         changed_at = path.stat().st_mtime if path.is_file() else 0.0
         if changed_at != self._settings_at:
@@ -114,7 +114,7 @@ class RunContent:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder holds a run, even one that has only begun."""
+    """Returns whether a folder holds a run, even one that has only begun."""
     return any((folder / name).is_file() for name in (METRICS, JOURNAL, CONFIG, START))
 
 
@@ -145,7 +145,7 @@ def _count(number: object, noun: str) -> str:
 
 
 def _before_and_after(table: StepTable, name: str) -> list[float] | None:
-    """What `before_and_after` returns, as a list; None where there are no values."""
+    """Returns the result of `before_and_after` as a list; None without values."""
     values = [value for _, value in table.points(name)]
     return [*before_and_after(name, values)] if values else None
 
@@ -159,7 +159,7 @@ def _spark(table: StepTable) -> list[float]:
 
 
 def _note(path: Path) -> str:
-    """The first line of a run's note, which its owner wrote."""
+    """Returns the first line of a run's note, which its owner wrote."""
     try:
         return path.read_text(encoding="utf-8").strip().partition("\n")[0][:200]
     except (OSError, UnicodeDecodeError):

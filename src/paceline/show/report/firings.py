@@ -33,7 +33,7 @@ class FiredRule:
 
 
 def fired_rules(firings: Sequence[Row]) -> list[FiredRule]:
-    """The rules that fired, most often first; a step that was repeated after a crash counts once."""
+    """Returns the rules that fired, most often first; a step that was repeated after a crash counts once."""
     last: dict[tuple[str, str, int], Row] = {}
     for event in firings:
         if event.get("rule") in RULES:

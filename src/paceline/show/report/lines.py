@@ -104,7 +104,7 @@ def _lines(file: BinaryIO, start: int) -> Iterator[bytes]:
 
 
 def _thinned(lines: Iterable[bytes], at_most: int) -> tuple[int, Container[int] | None]:
-    """The number of lines, and which of them to read; None: all."""
+    """Returns the number of lines, and which of them to read; None: all."""
     count, validations = 0, array("q")
     for count, line in enumerate(lines, 1):
         if _VALIDATION in line:

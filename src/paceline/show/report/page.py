@@ -1,4 +1,4 @@
-"""The page on which people look at runs: one HTML text that refers to nothing outside itself.
+"""The page that shows runs: one HTML text that refers to nothing outside itself.
 
 Its script and style are the files in front/, joined. `paceline ui` serves the page and its data separately; a
 report contains the data.

@@ -45,7 +45,7 @@ class SampleFiles:
         return [m[0] for m in sorted(filter(None, matches), key=lambda m: (int(m[2]), m[1]))]
 
     def rows(self, name: str) -> list[dict[str, Any]]:
-        """The rows of a file, with their texts shortened; [] if there is no such file."""
+        """Returns the rows of a file, with their texts shortened; [] if there is no such file."""
         rows = self._read(name, without_tokens=True)[:_MAX_ROWS]
         groups = _groups(rows)
         return [

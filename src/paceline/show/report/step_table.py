@@ -38,7 +38,7 @@ class StepTable:
                     column.append(value)
 
     def names(self) -> list[str]:
-        """The metrics that some line has."""
+        """Returns the metrics that any line has."""
         return list(self._columns)
 
     def points(self, name: str) -> list[tuple[int, float]]:

@@ -41,7 +41,7 @@ def _traces(path: Path, steps: Collection[int]) -> Iterator[tuple[int, Span]]:
 
 
 def _spans(path: Path, parts: Collection[str]) -> Iterator[Span]:
-    """The spans whose lines hold one of `parts`; parsing every line of a long run takes seconds."""
+    """Yields the spans whose lines hold one of `parts`; parsing every line of a long run takes seconds."""
     needles = [part.encode() for part in parts]
     for line in read_spans(path) if needles else ():
         if any(needle in line for needle in needles):
@@ -52,7 +52,7 @@ def _spans(path: Path, parts: Collection[str]) -> Iterator[Span]:
 
 
 def read_spans(path: Path) -> Iterator[bytes]:
-    """The lines of both files of spans, in their order."""
+    """Yields the lines of both files of spans, in their order."""
     for part in (earlier(path), path):
         with contextlib.suppress(FileNotFoundError), part.open("rb") as file:
             yield from file

@@ -47,7 +47,7 @@ def write_trace(run_dir: Path, out: Path | None = None) -> Path:
 
 
 def _of_profile(path: Path, *, first_pid: int) -> Iterator[Event]:
-    """The file's events, in microseconds of the host's clock, with processes of their own."""
+    """Yields the file's events, in microseconds of the host's clock, in separate processes."""
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             tree = json.load(file)
@@ -77,7 +77,7 @@ def _window(events: Iterable[Event]) -> tuple[float, float]:
 
 
 def _of_spans(path: Path, begin: float, end: float) -> Iterator[Event]:
-    """The spans that overlap the window, a process per service instance and a thread per trace."""
+    """Yields the spans that overlap the window, a process per service instance and a thread per trace."""
     pids: dict[tuple[str, str], int] = {}
     threads: dict[tuple[int, str], int] = {}
     for span in _read_spans(path):
@@ -103,7 +103,7 @@ def _of_spans(path: Path, begin: float, end: float) -> Iterator[Event]:
 
 
 def _read_spans(path: Path) -> Iterator[Mapping[str, Any]]:
-    """The lines that are whole; a run that was killed may end in a torn one."""
+    """Yields the complete lines; the last line of a killed run may be incomplete."""
     for line in read_spans(path):
         try:
             yield json.loads(line)

@@ -114,7 +114,7 @@ class TrackingView:
 
 
 def tracked_run(run_dir: Path) -> TrackedRun:
-    """The run in a directory, as trackers know it."""
+    """Returns a directory's run in the form for trackers."""
     config: Mapping[str, Any] = yaml.safe_load((run_dir / "config.resolved.yaml").read_text(encoding="utf-8"))
     # The address of the broker may hold a password.
     shown = {name: section for name, section in config.items() if name != "broker"}

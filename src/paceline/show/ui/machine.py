@@ -61,7 +61,7 @@ class MachineUsage:
 
 
 def _family(pid: int) -> dict[int, psutil.Process]:
-    """A process and its descendants; {} if it has ended."""
+    """Returns a process and its descendants; {} if it has ended."""
     try:
         root = psutil.Process(pid)
         return {process.pid: process for process in (root, *root.children(recursive=True))}

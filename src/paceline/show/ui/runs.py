@@ -40,7 +40,7 @@ class ServedRun:
             return {**self._content.head(), "state": "running" if note and note.alive else ""}
 
     def get(self, path: Sequence[str]) -> Any:
-        """The part of the page's data that a path names; None if there is no such part."""
+        """Returns the part of the page's data that a path names; None if there is no such part."""
         match path:
             case ["metrics", generation, start] if generation.isdecimal() and start.isdecimal():
                 return self._locked(lambda c: c.metrics(generation=int(generation), start=int(start)))
@@ -94,7 +94,7 @@ class ServedRuns:
         self._known, self._lock = dict[str, ServedRun](), threading.Lock()
 
     def by_name(self) -> Mapping[str, ServedRun]:
-        """The runs that are there now."""
+        """Returns the runs that exist now."""
         if is_run(self.folder):
             folders = [self.folder]
         else:

@@ -221,7 +221,7 @@ class LearnerMemory:
         }
 
     def kept_beside(self, config: RunConfig) -> int:
-        """Bytes of the learner, with both sides' staging, beside an engine that starts or is awake."""
+        """Returns the learner's bytes, with both sides' staging, beside an engine that starts or is awake."""
         stays = sum(self.resident.values()) + 2 * (config.weights.staging_mib << 20)
         return max(stays, sum(self.start.values()))
 
@@ -305,7 +305,7 @@ class LearnerMemory:
 
 
 def frozen_shapes(config: RunConfig, shape: ModelShape) -> dict[str, ModelShape]:
-    """The shapes of a run's frozen networks with weights of their own, by name.
+    """Returns the shapes of a run's frozen networks with weights of their own, by name.
 
     If a config.json is missing, or has unknown names for its sizes, the policy's shape is used.
     """
@@ -325,7 +325,7 @@ def _shape_in(place: str, model: ModelConfig) -> ModelShape | None:
 
 
 def has_images(config: RunConfig) -> bool:
-    """Whether prompts may have images."""
+    """Returns whether prompts may have images."""
     return config.data.image_key is not None
 
 

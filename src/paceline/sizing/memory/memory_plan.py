@@ -168,7 +168,7 @@ class MemoryPlan:
         return f"leave learner.fsdp_size={num_shards} out, so that all {world_size} ranks share one copy"
 
     def _advice(self, total: int) -> str:
-        """The first setting that makes the update fit."""
+        """Returns the first setting that makes the update fit."""
         learner, longest = self.learner, longest_row(self.config, self.learner.shape)
         lean = learner.changed(kept_share=0.0, keeps_gathered=False)
 
@@ -215,7 +215,7 @@ class MemoryPlan:
         )
 
     def _context(self, leanest: LearnerMemory, total: int) -> int:
-        """How many ranks would have to share a row so that it fits; 0 where that does not help."""
+        """Returns how many ranks must share a row to make it fit; 0 if that does not help."""
         world_size, now = self.config.learner.world_size, self.config.learner.num_context_ranks
         row, most = now * leanest.num_tokens, now if self.config.actor.compile is True else world_size
         for size in range(now + 1, most + 1):
@@ -232,7 +232,7 @@ class MemoryPlan:
 
 
 def _largest(low: int, high: int, fits: Any) -> int | None:
-    """The largest number in [low, high) that fits, where smaller ones fit too; None if `low` does not."""
+    """Returns the largest number in [low, high) that fits, assuming monotony; None if `low` does not."""
     if low >= high or not fits(low):
         return None
     while high - low > 1:

@@ -29,7 +29,7 @@ _CHANGES_ROWS = ("map", "filter", "select", "shuffle", "train_test_split", "rena
 
 
 def read_script(path: Path, text: str) -> ScriptSettings:
-    """The settings of `GRPOConfig(...)` and `GRPOTrainer(...)`.
+    """Returns the settings of `GRPOConfig(...)` and `GRPOTrainer(...)`.
 
     Args:
         path: path of the script; reward functions that it imports are looked for beside it.
@@ -61,7 +61,7 @@ class _Reader:
         self.script = ScriptSettings()
 
     def read(self) -> bool:
-        """Whether there was anything to read."""
+        """Returns whether there was anything to read."""
         calls = [(node, _called(node)) for node in ast.walk(self._module) if isinstance(node, ast.Call)]
         configs = [node for node, name in calls if name == "GRPOConfig"]
         trainers = [node for node, name in calls if name == "GRPOTrainer"]
@@ -99,7 +99,7 @@ class _Reader:
             )
 
     def _literal(self, node: ast.expr, passed: dict[str, int] | None = None) -> Any:
-        """A plain value, with the script's own constants; raises ValueError."""
+        """Returns a plain value, with the script's own constants; raises ValueError."""
         passed = {} if passed is None else passed
         followed = self._followed(node, passed)
         if isinstance(followed, ast.List | ast.Tuple):
@@ -136,7 +136,7 @@ class _Reader:
         self.script.settings["reward_funcs"] = names
 
     def _own(self, name: str) -> str:
-        """A function of the script itself, which no one may import without training."""
+        """Returns a function of the script itself, which no one may import without training."""
         self._inspect(self._functions[name])
         self.script.changed[f"reward_funcs: {name}"] = (
             f"move the function from {self._path.name} to rewards.py: a reward process imports the file, and "
@@ -145,7 +145,7 @@ class _Reader:
         return f"rewards.py:{name}"
 
     def _imported(self, reference: str) -> str:
-        """A function of a module, which may lie beside the script."""
+        """Returns a function of a module, which may lie beside the script."""
         module, _, name = reference.partition(":")
         file = self._path.parent.joinpath(*module.split(".")).with_suffix(".py")
         if name and file.is_file():

@@ -158,7 +158,7 @@ def _enter(plain: str, script: ScriptSettings) -> None:
 
 
 def _value(text: str) -> Any:
-    """A value as Hydra reads it."""
+    """Returns a value as Hydra reads it."""
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:

@@ -115,7 +115,7 @@ def _updates_per_epoch(batches: Batches, rows: int) -> int:
 
 
 def batch_sizes(value: Any, tree: Tree) -> Tree | Changed:
-    """The sizes of a step and of its updates, in prompts."""
+    """Returns the sizes of a step and of its updates, in prompts."""
     batches = Batches.of(tree)
     ours = {
         "data.train_batch_size": batches.prompts,
@@ -132,14 +132,14 @@ def batch_sizes(value: Any, tree: Tree) -> Tree | Changed:
 
 
 def length(value: Any, tree: Tree) -> Tree | Changed:
-    """The length of the run: epochs, or the training steps that make this number of updates."""
+    """Returns the length of the run: epochs, or the training steps that make this number of updates."""
     if int(value or -1) <= 0 and Batches.of(tree).generations == 1:
         return {"trainer.total_epochs": float(tree["num_train_epochs"])}
     return _in_steps("trainer.total_steps", total_updates(tree), tree)
 
 
 def every(key: str, updates: float, tree: Tree) -> Tree | Changed:
-    """A frequency in updates, or as a share of the run below 1, in training steps."""
+    """Returns a frequency in updates, or as a share of the run below 1, in training steps."""
     count = math.ceil(updates * total_updates(tree)) if 0 < updates < 1 else int(updates)
     return _in_steps(key, count, tree)
 
@@ -153,7 +153,7 @@ def every_epoch(key: str, tree: Tree) -> Tree | Changed:
 
 
 def warmup_share(value: Any, tree: Tree) -> Tree | Changed:
-    """The share of the run over which the rate rises; from 1 on, the value counts updates."""
+    """Returns the share of the run over which the rate rises; from 1 on, the value counts updates."""
     share = float(value or 0)
     if share >= 1:
         share = share / total_updates(tree)

@@ -54,12 +54,12 @@ def _reference(name: str) -> str:
 
 
 def train_data(value: Any, tree: Tree) -> Tree:
-    """The training split of a data set of the hub, or files."""
+    """Returns the training split of a data set of the hub, or files."""
     return {"data.train_files": _place(value, tree, str(tree["dataset_train_split"]))}
 
 
 def held_out_data(value: Any, tree: Tree) -> Tree:
-    """The held-out split, where TRL evaluates."""
+    """Returns the held-out split, where TRL evaluates."""
     if tree["eval_strategy"] == "no" or tree.get("dataset_name") is None:
         return {}
     return {"data.val_files": _place(tree["dataset_name"], tree, str(value))}
@@ -72,27 +72,27 @@ def _place(name: Any, tree: Tree, split: str) -> Any:
 
 
 def model(value: Any, tree: Tree) -> Tree:
-    """The policy, at its revision."""
+    """Returns the policy, at its revision."""
     revision = tree["model_revision"]
     return {"model.path": value if revision in (None, "main") else f"{value}@{revision}"}
 
 
 def precision(value: Any, tree: Tree) -> Tree:
-    """What the forward pass computes in."""
+    """Returns what the forward pass computes in."""
     if tree.get("fp16"):
         raise ValueError("float16 is not computed in here; model.dtype is bfloat16 or float32")
     return {"model.dtype": "float32" if value is False else "bfloat16"}
 
 
 def stored(value: Any, tree: Tree) -> Tree | Changed:
-    """The type that weights are loaded in."""
+    """Returns the type that weights are loaded in."""
     if value in (None, "auto", "float32"):
         return {}
     return Changed({}, "masters of the weights are float32 here whatever they compute in")
 
 
 def loggers(value: Any, tree: Tree) -> Tree:
-    """The trackers that are here, too."""
+    """Returns the trackers that are here, too."""
     names = [value] if isinstance(value, str) else list(value or [])
     known = ("wandb", "tensorboard", "mlflow", "trackio")
     unknown = [name for name in names if name not in (*known, "none")]

@@ -12,7 +12,7 @@ _NO_BOUND = 1e9
 
 
 def loss(value: Any, tree: Tree) -> Tree | Changed:
-    """The policy loss with its clip range and its aggregation."""
+    """Returns the policy loss with its clip range and its aggregation."""
     if tree["importance_sampling_level"] == "sequence":
         if value not in ("grpo", None):
             raise ValueError(
@@ -89,7 +89,7 @@ def _cispo(tree: Tree) -> Tree | Changed:
 
 
 def correction(value: Any, tree: Tree) -> Tree | Changed:
-    """The weights for the difference of sampler and learner, which TRL uses only with vLLM."""
+    """Returns the weights for the difference of sampler and learner, which TRL uses only with vLLM."""
     if not value or not tree["use_vllm"]:
         return {}
     mode = tree["vllm_importance_sampling_mode"]
@@ -125,7 +125,7 @@ _SCHEDULES = {
 
 
 def schedule(value: Any, tree: Tree) -> Tree | Changed:
-    """The shape of the rate with its arguments."""
+    """Returns the shape of the rate with its arguments."""
     if value not in _SCHEDULES:
         raise ValueError(
             f"there is no schedule {value}; actor.optim.lr_scheduler is one of "
@@ -154,7 +154,7 @@ def schedule(value: Any, tree: Tree) -> Tree | Changed:
 
 
 def deviation(value: Any, tree: Tree) -> Tree | Changed:
-    """Whether advantages are divided by their group's standard deviation."""
+    """Returns whether advantages are divided by their group's standard deviation."""
     key = "algorithm.norm_adv_by_std_in_grpo"
     if value in (False, "none"):
         return {key: False}

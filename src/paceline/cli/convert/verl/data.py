@@ -18,7 +18,7 @@ def files(value: Any, tree: Tree) -> Tree:
 
 
 def overlong(value: Any, tree: Tree) -> Tree | Changed:
-    """What becomes of prompts that are too long."""
+    """Returns what becomes of prompts that are too long."""
     if tree["data.filter_overlong_prompts"]:
         return {"data.overlong_prompts": "filter"}
     ours = {"data.overlong_prompts": "error"}
@@ -56,7 +56,7 @@ def reward(value: Any, tree: Tree) -> Tree | Changed:
 
 
 def reward_model(value: Any, tree: Tree) -> Tree:
-    """A reward model with one score."""
+    """Returns a reward model with one score."""
     if not value:
         return {}
     path = tree.get("reward.reward_model.model_path") or tree.get("reward_model.model.path")
@@ -121,7 +121,7 @@ def offload_reference(value: Any, tree: Tree) -> Tree:
 
 
 def precision(value: Any, tree: Tree) -> Tree:
-    """What the forward pass computes in."""
+    """Returns what the forward pass computes in."""
     names = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
     if value not in names:
         raise ValueError(f"{value} is not computed in here; model.dtype is bfloat16 or float32")
@@ -129,7 +129,7 @@ def precision(value: Any, tree: Tree) -> Tree:
 
 
 def masters(value: Any, tree: Tree) -> Tree | Changed:
-    """The type of the weights that the optimizer changes."""
+    """Returns the type of the weights that the optimizer changes."""
     if value in ("fp32", "float32"):
         return {}
     return Changed({}, "the weights that the optimizer changes are float32 here")
@@ -145,7 +145,7 @@ def loggers(value: Any, tree: Tree) -> Tree:
 
 
 def resume(value: Any, tree: Tree) -> Tree:
-    """Whether a run in the same folder goes on."""
+    """Returns whether a run in the same folder goes on."""
     if value == "resume_path":
         raise ValueError("a run goes on from its own folder: set trainer.run_dir to that of the run")
     return {"trainer.resume": {"disable": "never"}.get(value, value)}
@@ -167,7 +167,7 @@ def estimator(value: Any, tree: Tree) -> Tree:
 
 
 def extra_prompts(value: Any, tree: Tree) -> Tree | Changed:
-    """How many prompts dynamic sampling may draw beyond the batch."""
+    """Returns how many prompts dynamic sampling may draw beyond the batch."""
     if not tree.get("algorithm.filter_groups.enable"):
         return {}
     metric = tree.get("algorithm.filter_groups.metric")

@@ -23,7 +23,7 @@ def clip_range(value: Any, tree: Tree) -> Tree:
 
 
 def loss(value: Any, tree: Tree) -> Tree:
-    """The policy loss with its own options."""
+    """Returns the policy loss with its own options."""
     own = {name: tree.get(f"{ACTOR}.policy_loss.{name}") for name in ("clip_cov_lb", "clip_cov_ub")}
     if value in ("vanilla", "ppo_clip"):
         return {"actor.policy_loss": "ppo_clip"}
