@@ -9,8 +9,8 @@ autograd; `chunked` is the learner's form (`paceline.learner.logits.log_probs`),
 at a time. `forward` computes log-probs without a graph, as for old log-probs. `update` computes log-probs and
 entropy, the clipped loss with an entropy bonus, and its gradients with respect to hidden states and head.
 Times are medians in milliseconds; `extra` is the peak memory beyond inputs and gradients. `share of matrix
-products` is the time of the head's products alone, three in the plain form and four in chunks, timed in the
-same run, over that of the update. Errors are against a float64 computation of some rows.
+products` is the share of the head's matrix products in the time of the update: three products in the plain
+form and four in chunks, timed in the same run. Errors are against a float64 computation of some rows.
 """
 
 from __future__ import annotations

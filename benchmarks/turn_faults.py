@@ -6,7 +6,8 @@
 Runs `paceline train` with random weights on shared GPUs. Kills all processes of the last server while the
 engines sleep and the learner trains, and later all processes of the last learner rank; the launcher restarts
 them. `free after` is the time from the kill to the next commit. The run must succeed, each step must be
-committed with equal digests on all servers, audits must find the ratio 1, and `paceline verify` nothing.
+committed with equal digests on all servers, audits must measure the ratio 1, and `paceline verify` must
+find no breach.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ JUDGE, CHECKER = "examiner", "gsm8k"
 
 
 def agreement(grades: Iterable[tuple[float | None, float]]) -> dict[str, float]:
-    """Computes shares over pairs of the judge's grade, or None, and the checker's."""
+    """Compares pairs of grades: the judge's, which may be missing, and the checker's."""
     pairs = list(grades)
     counts = {
         "agreed": sum(judged == exact for judged, exact in pairs),
@@ -38,7 +38,7 @@ def agreement(grades: Iterable[tuple[float | None, float]]) -> dict[str, float]:
 
 
 def of_held_out(judge: RewardModelConfig, rows: list[dict[str, Any]]) -> list[tuple[float | None, float]]:
-    """Asks the judge, loaded here, about rows with `question`, `response` and `ground_truth`."""
+    """Loads the judge and grades rows of `question`, `response` and `ground_truth`."""
     import torch
 
     from paceline.reward.models.generative import GenerativeModel

@@ -150,7 +150,7 @@ def _share_out(
 def _beside(config: RunConfig, shape: ModelShape, totals: Sequence[int]) -> float:
     """Returns the share of a GPU that an engine may take beside the learner's resident memory.
 
-    Optimizer averages with a free choice of place count on the GPU, unless they leave no room for the engine.
+    Optimizer averages whose place is open count on the GPU, unless they leave no room for the engine.
     """
     learner, engine = LearnerMemory.of(config, shape, totals), EngineMemory.of(config, shape)
     share = _free_share(config, learner, totals)

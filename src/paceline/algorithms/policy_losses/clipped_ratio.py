@@ -95,8 +95,8 @@ def geo_mean(
 ) -> LossOutputs:
     """Replaces each ratio by the geometric mean of its sequence (GMPO, arXiv:2507.20673).
 
-    Each log-ratio is clipped to [-clip_low, clip_high], only on the side to which its advantage drives it;
-    each token gets the loss of its sequence, -mean(A) exp(mean of the clipped log-ratios), so that
+    Each log-ratio is clipped from above to clip_high if its advantage is positive, else from below to
+    -clip_low; each token gets the loss of its sequence, -mean(A) exp(mean of the clipped log-ratios), so that
     `seq-mean-token-mean` gives the mean over sequences.
 
     Args:

@@ -373,7 +373,7 @@ def _digest_of(files: Iterable[Path]) -> str:
 
 
 def _with_system(value: object, system_prompt: str | None) -> object:
-    """Puts a system message before the prompt's messages; returns it unchanged without one."""
+    """Puts the system message, if there is one, before the prompt's messages."""
     if system_prompt is None:
         return value
     messages = [{"role": "user", "content": value}] if isinstance(value, str) else value

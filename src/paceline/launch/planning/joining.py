@@ -1,4 +1,4 @@
-"""How further members join a run that `paceline train --open` has started: the token file, the commands."""
+"""Lets further members join a run that `paceline train --open` has started: token file and commands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FILE = "token"
 
 
 def keep_token(run_dir: Path, new: str) -> str:
-    """Returns the token of an open run and keeps it in a file that only this user can read, for later starts.
+    """Returns the token of an open run; keeps it for later starts in a file that only this user can read.
 
     Args:
         run_dir: directory of the run.

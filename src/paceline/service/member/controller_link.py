@@ -2,9 +2,9 @@
 
 register -> heartbeats, every heartbeat_s and at `poke()` -> (unknown: register again) -> run over, or leave
 
-If the controller does not answer, the member works on for up to service.recovery_timeout_s. If the controller
-does not know the member, it has restarted or declared the member dead. The member then registers again with
-its policy, and the answer says whether that is still the committed one.
+If the controller does not answer, the member works on for up to service.recovery_timeout_s. A controller
+that has restarted, or has declared the member dead, does not know the member, which then registers again with
+its policy; the answer says whether that policy is still the committed one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 PEER = "controller"
 _PARTING_S = 3.0
-# Seconds without an answer to the registration before this is logged.
+# A registration without an answer is repeated after this time; the first repeat is logged.
 _TELL_AFTER_S = 10.0
 # The longest time between two failed heartbeats that counts as the controller's absence.
 _LONGEST_ATTEMPT_S = 10.0
@@ -197,8 +197,8 @@ class ControllerLink:
 
         Args:
             report: makes the content of each heartbeat.
-            on_reregistered: called after the member registered again with weights that are not those of the
-                committed policy (the controller had declared it dead, or has restarted).
+            on_reregistered: called after a new registration if the member's weights are stale, which means
+                that it does not sample from exactly the committed policy.
             on_drain: called, maybe repeatedly, when the controller drains the member.
 
         Raises:
@@ -348,7 +348,7 @@ def _read(answer: controller_pb2.RegisterResponse) -> Registration:
 
 
 class _Absence:
-    """Tracks a controller that does not answer: logs absence and return once each, and bounds the wait."""
+    """Tracks a controller that does not answer: logs when that begins and ends, and bounds the wait."""
 
     def __init__(self, address: str, longest_s: float) -> None:
         self._address, self._longest_s = address, longest_s

@@ -170,8 +170,8 @@ class UncompilableError(ConfigError):
 def require_compilable(config: Any) -> None:
     """Refuses to compile layers that share keys and values with later layers, or pass a state along tokens.
 
-    Shared keys and values bypass the results of a graph; states are computed per sequence, and lengths
-    differ.
+    Shared keys and values bypass the results of a graph. States are computed per sequence, and sequences
+    differ in length.
 
     Raises:
         UncompilableError: says what to do.
