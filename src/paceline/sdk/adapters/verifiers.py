@@ -23,7 +23,9 @@ def verifiers_environment(environment: Any, *, timeout_s: float = 600.0) -> Call
     """Turns the result of the library's `load_environment` into an argument of `serve_environment`.
 
     The run's configuration sets `environment.drives`, and trains on the rows of `verifiers_rows`. The reward
-    is the library's; its metrics become components.
+    is the library's; its metrics become components. One of `verifiers.v1` comes from
+    `load_environment(SingleAgentEnvConfig.model_validate({"taskset": {"id": "NAME"}, "agent": agent}))` with
+    `agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}`.
 
     Args:
         environment: environment of `verifiers` or `verifiers.v1`; may play any number of episodes at a time.
