@@ -1,4 +1,4 @@
-// A client that attaches to a run of Paceline and scores its items: RewardGateway.Attach, from the protocol's files.
+// Attaches to a run of Paceline and scores its items, by RewardGateway.Attach of the protocol's files.
 
 import { readFileSync } from "node:fs";
 import { hostname } from "node:os";
@@ -21,11 +21,11 @@ export type Reward = (item: Item) => Value | Promise<Value>;
 export interface Options {
   address: string; // host:port of the run's reward service
   name: string; // one of the names under reward.attached of the run's configuration
-  token?: string; // of the scope "attach"
-  ca?: string; // file with the run's authority, where it uses TLS
+  token?: string; // token of the scope "attach"
+  ca?: string; // file with the run's authority, if it uses TLS
   dataSources?: string[];
   window?: number; // most items at a time
-  version?: string; // of what it computes: scores of another one are not remembered
+  version?: string; // version of the scoring: a change invalidates cached scores
 }
 
 const CONTRACT = 1;
