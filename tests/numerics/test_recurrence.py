@@ -199,7 +199,7 @@ def test_the_engine_keeps_states_in_float32_and_no_prefixes(tmp_path: Path) -> N
         assert arguments["mamba_ssm_cache_dtype"] == "float32"
         assert arguments["enable_prefix_caching"] is False
     single = run_config(model={"path": str(tmp_path), "dtype": "float32"})
-    with pytest.raises(ConfigError, match=r"only in bfloat16, and model.dtype is float32"):
+    with pytest.raises(ConfigError, match=r"only in bfloat16, but model.dtype is float32"):
         engine_arguments(single, on_cpu=True)
     assert engine_arguments(single, on_cpu=False)["dtype"] == "float32"
     assert "only in bfloat16; guard.mismatch_kl compares them" in engine_log_probs(run, tmp_path)
