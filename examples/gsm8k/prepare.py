@@ -1,7 +1,7 @@
 """Converts GSM8K's own files (`train.jsonl`, `test.jsonl`: `question` and `answer`) to prompts in parquet.
 
-Each row holds the question as a chat message that asks for the answer format of the `gsm8k` reward, the final
-number in plain digits, and the row's origin. The rows keep their order.
+Each row holds three things: the question, as a chat message that asks for the answer format of the `gsm8k`
+reward; the final number, in plain digits; and the row's origin. The rows keep their order.
 """
 
 from __future__ import annotations

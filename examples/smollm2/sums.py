@@ -10,7 +10,7 @@ _NUMBER = re.compile(r"\d+")
 def bare_number(response: str, ground_truth: str) -> dict[str, float]:
     """Returns 1 for the bare right number, 0.5 for words that end with it, 0.2 for a bare wrong one, else 0.
 
-    Also reports `right`, whether the answer is right, and `bare`, whether the format is.
+    Also reports `right`, whether the number is right, and `bare`, whether the response is only a number.
     """
     text = response.strip()
     numbers = _NUMBER.findall(text)

@@ -19,7 +19,7 @@ def discounted_sums(terms: Tensor, mask: Tensor, factor: float | Tensor) -> Tens
     of a loop.
 
     Args:
-        terms: (B, T); ignored under the mask.
+        terms: (B, T); ignored where the mask is 0.
         mask: (B, T).
         factor: one number, or one per sequence, (B,).
     """

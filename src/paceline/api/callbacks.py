@@ -31,7 +31,10 @@ class Training:
         self.run_dir, self._process, self.stopping = run_dir, process, False
 
     def stop(self) -> None:
-        """Ends the run after the step in progress, with a checkpoint; the loop gets the remaining steps."""
+        """Ends the run after the step in progress, with a checkpoint.
+
+        Your loop still gets the steps that finish until then.
+        """
         if not self.stopping:
             self.stopping = True
             self._process.send_signal(signal.SIGINT)

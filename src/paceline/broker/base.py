@@ -113,7 +113,7 @@ class Broker(Protocol):
     async def save_progress(
         self, stream: str, group: str, consumer: str, parts: Sequence[SavedPart]
     ) -> list[str]:
-        """Saves what a consumer has got so far of entries; returns the ids of those for which it did.
+        """Saves what a consumer has done of its entries so far; returns the ids of those that were saved.
 
         Left out are entries that are not the consumer's any more, and parts that would leave a hole. What is
         saved is removed with the entry's acknowledgement and with its stream. Waits through no outage.

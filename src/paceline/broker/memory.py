@@ -189,7 +189,7 @@ class MemoryBroker:
     async def save_progress(
         self, stream: str, group: str, consumer: str, parts: Sequence[SavedPart]
     ) -> list[str]:
-        """Saves what a consumer has got so far of entries; returns the ids of those for which it did."""
+        """Saves what a consumer has done of its entries so far; returns the ids of those that were saved."""
         state, saved = self._group(stream, group) or _Group(), []
         for part in parts:
             pending = state.pending.get(_number(part.entry_id))

@@ -108,7 +108,7 @@ def _tokenizer_class(path: Path) -> Any:
 
 
 def stop_token_ids(folder: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Returns the ids that end a response, sorted: of generation_config.json, config.json, the tokenizer.
+    """Returns the sorted ids that end a response, from generation_config.json, config.json and the tokenizer.
 
     Raises:
         ModelError: none of them names such an id, so responses would never end.
@@ -290,7 +290,7 @@ class PromptSet:
         )
 
     def check_token_budget(self, config: RunConfig) -> None:
-        """Checks that a micro-batch holds each prompt with its images and the longest response.
+        """Checks that each prompt, with its images and the longest response, fits in a micro-batch.
 
         Raises:
             DataError: a prompt needs more than `actor.ppo_max_token_len_per_gpu`.

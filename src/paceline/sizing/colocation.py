@@ -23,7 +23,7 @@ SHARED_MEMORY: Final = 0.4
 
 # Largest share of an engine's memory for weights; the rest is the KV cache.
 _WEIGHTS_SHARE: Final = 0.6
-# Estimates that differ by less than this share count as equal.
+# A step is clearly shorter if its estimate is below this share of the other.
 _CLEARLY: Final = 0.98
 # Assumed bytes of a GPU of unknown size.
 _USUAL_MEMORY: Final = 80_000_000_000
@@ -150,7 +150,8 @@ def _share_out(
 def _beside(config: RunConfig, shape: ModelShape, totals: Sequence[int]) -> float:
     """Returns the share of a GPU that an engine may take beside the learner's resident memory.
 
-    Optimizer averages whose place is open count on the GPU, unless they leave no room for the engine.
+    If the file leaves the place of optimizer averages open, they count as on the GPU, unless that leaves no
+    room for the engine.
     """
     learner, engine = LearnerMemory.of(config, shape, totals), EngineMemory.of(config, shape)
     share = _free_share(config, learner, totals)

@@ -106,7 +106,8 @@ async def measure_mailboxes(
     """Asks for the lengths of the run's mailboxes until cancelled.
 
     Args:
-        in_flight: whether pushes land in mid-answer: one mailbox has the prompts for all versions.
+        in_flight: whether pushes land in the middle of an answer; one mailbox then has the prompts for all
+            versions.
     """
     while True:
         version = progress.policy.version if progress.policy is not None else 0

@@ -184,7 +184,7 @@ class ResumableDraws:
         return begun, len(saved)
 
     async def save_regularly(self, going: asyncio.Event) -> None:
-        """Saves every `every_s` the tokens of groups that have been under way for as long.
+        """Saves, every `every_s` seconds, the tokens of groups that have been under way at least that long.
 
         Args:
             going: not set while the engine is paused.
@@ -230,7 +230,7 @@ class ResumableDraws:
         for attempt in attempts:
             parts = attempt.parts(drawn, self._policies())
             frame = encode_progress(parts) if parts else b""
-            # A reader refuses larger progress.
+            # The next server would refuse saved tokens of more bytes.
             if parts and attempt.num_bytes + len(frame) <= LIMITS.max_bytes:
                 frames[attempt.entry.entry_id] = attempt, parts, frame
         saved = await box.save_progress(

@@ -141,7 +141,7 @@ class RedisStreamsBroker:
     async def save_progress(
         self, stream: str, group: str, consumer: str, parts: Sequence[SavedPart]
     ) -> list[str]:
-        """Saves what a consumer has got so far of entries; returns the ids of those for which it did."""
+        """Saves what a consumer has done of its entries so far; returns the ids of those that were saved."""
         saved: list[str] = []
         for batch in _batches(parts, lambda part: len(part.data)):
             words = [word for part in batch for word in (part.entry_id, part.offset, part.data)]
@@ -228,7 +228,7 @@ class RedisStreamsBroker:
                 return len(removed)
 
     async def incarnation(self) -> str:
-        """Names the server's process: it is another after a restart or a failover."""
+        """Returns the id of the server's process, which changes with a restart or a failover."""
         return str((await self._client.run("INFO", "server"))["run_id"])
 
     async def ping(self) -> None:

@@ -1,6 +1,7 @@
 """The form of a reward function: `f(response: str, ground_truth: str, **extra) -> float | dict[str, float]`.
 
-For the samples of a prompt together: `f(items: list[ScoreItem], **arguments)`, which returns a list of those.
+A function that scores all samples of a prompt together has the form `f(items: list[ScoreItem], **arguments)`
+and returns a list with a float or dict per item.
 Functions in the forms of verl and TRL are known by their parameters' names (`reward_forms`).
 
 Here its signature is inspected, its keyword arguments are chosen and its return value is checked, no matter
@@ -165,7 +166,7 @@ def _of_verl(
     takes_truth = takes_any or "ground_truth" in parameters
     return RewardFunction(
         reference=reference,
-        # An async function stays what it is, so that it is refused like others.
+        # An async function is not wrapped, so that callers can still tell that it is async.
         call=function if inspect.iscoroutinefunction(function) else as_verl_calls(function, takes_truth),
         named=frozenset(named),
         required=frozenset(name for name, one in named.items() if one.default is one.empty),
@@ -181,7 +182,7 @@ def inspect_group_function(reference: str, function: object) -> RewardFunction:
         function: the object.
 
     Raises:
-        ConfigError: it cannot be called with nothing but a list of items; says how to write it.
+        ConfigError: it cannot be called with a list of items alone; the message says how to write it.
     """
     if not callable(function) or inspect.isclass(function):
         raise ConfigError(
@@ -221,7 +222,7 @@ def _kind_of_object(function: object) -> str:
 
 
 def check_values(name: str, returned: object, count: int) -> list[object]:
-    """Takes what a function returned for several items as a list with one value for each, not checked.
+    """Returns what a function returned for several items as a list of one value per item, not yet checked.
 
     Raises:
         RewardError: WRONG_COUNT for anything else.

@@ -1,6 +1,7 @@
 """The temporary folder of a run's processes, removed with what killed ones have left there.
 
-It is not below the run directory: sockets lie in it, and the path of one may have 107 characters.
+It is not below the run directory: sockets lie in it, and the path of a socket is limited to 107
+characters.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class RewardAttachment(Attachment[Task, GroupAnswer]):
         self._function.close()
 
     async def _answer(self, task: Task) -> GroupAnswer:
-        if self._function.is_stuck:  # other clients may be able to
+        if self._function.is_stuck:  # another client may be able to score
             raise RewardError(
                 f"calls of {self._function.name} hang: start this client again",
                 kind=RewardErrorKind.UNAVAILABLE,
@@ -123,7 +123,7 @@ class _Batches:
 
     async def _work(self) -> None:
         while self._waiting:
-            await asyncio.sleep(0)  # the rest of a message
+            await asyncio.sleep(0)  # lets the rest of a message arrive
             batch = [row for row in self._waiting[: self._size] if not row[1].done()]
             del self._waiting[: self._size]
             results = await self._function.score([item for item, _ in batch]) if batch else []

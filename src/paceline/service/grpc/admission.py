@@ -49,7 +49,7 @@ def callers(method: str) -> frozenset[str] | None:
 
 
 def certificate_admits(method: str, names: Iterable[bytes]) -> bool:
-    """Returns whether a certificate with these names permits the method. A host's permits all."""
+    """Returns whether a certificate with these names permits the method; a host's certificate permits all."""
     roles = callers(method)
     if roles is None:
         return True

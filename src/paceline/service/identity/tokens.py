@@ -2,7 +2,8 @@
 
     p1.SCOPE.EXPIRY.MAC, with EXPIRY in seconds since 1970 and MAC = HMAC-SHA256(secret, "p1.SCOPE.EXPIRY")
 
-The secret is the run's token, so every service can check one, and a new token of the run ends them all.
+The secret is the run's token, so every service can check a scoped token. If the run gets a new token, all
+scoped tokens become invalid.
 """
 
 from __future__ import annotations

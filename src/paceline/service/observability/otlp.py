@@ -58,7 +58,8 @@ def exporters(endpoint: str) -> tuple[SpanExporter, MetricReader]:
         ) from error
     from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 
-    # The library logs each attempt at ERROR, which would be taken for the cause of a service's end.
+    # The library logs each failed attempt as an error, which a user would take for the reason why a service
+    # ended.
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     insecure = not endpoint.startswith("https://")
     spans = CollectorSpanExporter(OTLPSpanExporter(endpoint=endpoint, insecure=insecure), endpoint)

@@ -109,7 +109,7 @@ class JournalView:
         self._count_verdicts(lines, start)
         for read in _READ.finditer(lines, start):
             if commit := _COMMIT.match(lines, read.end()):
-                # The newest one of these servers comes last.
+                # The newest commit of these servers comes last.
                 self._commits.pop(commit[2], None)
                 self._commits[commit[2]] = commit[1]
                 continue

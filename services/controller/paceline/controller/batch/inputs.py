@@ -69,7 +69,7 @@ class Inputs:
     encode: Callable[[object], list[int]] | None = None
 
     def made_prompt(self, value: object, prompt_id: int, context: RewardContext) -> Prompt:
-        """Makes a prompt of text or messages like a row of a data file; raises DataError or ModelError."""
+        """Makes a prompt from text or messages, as from a data file; raises DataError or ModelError."""
         assert self.encode is not None, "a run's inputs come with its tokenizer"
         return Prompt(
             prompt_id=prompt_id,

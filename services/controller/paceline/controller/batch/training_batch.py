@@ -32,7 +32,7 @@ class TrainingBatches:
         return (samples, self.ask(Purpose.GREEDY, 1, 0.0)) if "greedy" in self._config.needs else (samples,)
 
     def ask(self, purpose: str, n: int | None = None, temperature: float | None = None) -> Ask:
-        """Returns an ask; what is left out is as in rollout.n and rollout.temperature.
+        """Returns an ask; `n` and `temperature` default to rollout.n and rollout.temperature.
 
         Raises:
             ConfigError: the purpose or a number is not allowed.
@@ -57,7 +57,7 @@ class TrainingBatches:
         """Journals what a sampling asks for, once; the refill is None without dynamic sampling.
 
         Args:
-            number: that of the sampling in its step, from 1.
+            number: the sampling's number in its step, from 1.
             drawn: the step's prompts.
 
         Raises:
@@ -80,7 +80,7 @@ class TrainingBatches:
 
         Args:
             drawn: the step's prompts.
-            counts: the samples of each; none where they are asked for later.
+            counts: samples per prompt, by purpose; empty if they are asked for later.
 
         Raises:
             ConfigError: the step asked for something else before.
@@ -99,7 +99,7 @@ class TrainingBatches:
             raise _other(order.step, 1)
 
     def _record_sampling(self, order: Order, number: int) -> None:
-        """Each time that it begins; the digest tells whether it is the same as before."""
+        """Journals a sampling each time that it begins; the digest tells whether it is the same as before."""
         standing, digest = self._journal.standing, _asked(order)
         before = standing.in_progress(order.step).samplings.get(number, digest)
         if before != digest:

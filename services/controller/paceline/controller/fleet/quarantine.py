@@ -3,7 +3,7 @@ Pure.
 
     failure 1, 2 -> taken again at once     failure 3, 4, 5, ... -> out for 30 s, 60 s, 120 s, ... 10 min
     a served policy -> the count is 0 again
-    the same refusal three times in a row -> it would be the fourth time, too
+    the same refusal three times in a row -> `refusal` returns it, as a fourth attempt would be refused, too
 
 Failures are counted by member id, not by incarnation: a server that crashes in every push has a new
 incarnation each time.

@@ -140,7 +140,7 @@ def run(config: Any, *, keep: Path | None = None) -> SelfTest:
     rows = _rows(small)
     name = type(lm).__name__
     with torch.no_grad():
-        # Not exact: on a busy CPU, a second pass was seen to sum in another order.
+        # Not compared bit for bit: on a busy CPU, a second pass was seen to sum in another order.
         generator = torch.random.get_rng_state()
         first, second = (_packed(lm, rows) for _ in range(2))
         apart = float((first - second).abs().max())
@@ -220,7 +220,7 @@ def _keep_layers(text: Any, chosen: Sequence[int]) -> None:
 
 
 def _shrink_tower(small: Any) -> None:
-    """Keeps a layer with windows, which the images exceed, and one without; puts ids in the vocabulary."""
+    """Keeps a layer with windows, which the images exceed, and one without; lowers image token ids."""
     vision, most = small.vision_config, small.get_text_config().vocab_size
     vision.update(
         {

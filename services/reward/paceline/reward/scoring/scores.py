@@ -26,7 +26,7 @@ RETRIED_KINDS = frozenset({RewardErrorKind.TIMEOUT, RewardErrorKind.CRASHED, Rew
 """The errors that another attempt may avoid; any other kind would occur again."""
 
 MAX_PLACED = 1024
-"""Most parts of a reward that may be placed in a response."""
+"""The largest number of parts of a reward that may be placed in a response."""
 
 _KINDS = {kind.value: kind for kind in RewardErrorKind}
 
@@ -37,8 +37,8 @@ class Score:
 
     `components` maps each scorer's name to its value; a scorer that returns a dict adds its other values as
     `name/key`. `seconds` is the scorers' time in the last attempt. `placed` are weighted parts of the reward,
-    each for the response up to a character (see `ScoreResult`). `normalized` are the components that the
-    controller normalises (see `paceline.core.samples.normalizing`).
+    each with the character at which its step of the response ends (see `ScoreResult`). `normalized` are the
+    components that the controller normalises (see `paceline.core.samples.normalizing`).
     """
 
     trajectory_id: str
@@ -78,7 +78,7 @@ def failed(trajectory_id: str, kind: RewardErrorKind, message: str, seconds: flo
 def score_of(
     item: ScoreItem, result: ScoreResult | PacelineError, *, name: str, shape: Shape, seconds: float
 ) -> Score:
-    """Makes the score of the scorer `name` from an outside answer about an item, clipped and weighted."""
+    """Converts a scorer's answer about an item, or its error, to a score; clips and weights the reward."""
     try:
         reward, components = _shaped(item, result, name, shape)
         placed = _placed(item, result, shape)
@@ -112,7 +112,7 @@ async def answered(item: ScoreItem, answer: Awaitable[ScoreResult], *, name: str
 def _placed(
     item: ScoreItem, result: ScoreResult | PacelineError, shape: Shape
 ) -> tuple[tuple[int, float], ...]:
-    """Returns the weighted parts; the change of their sum by clipping is placed at the response's end."""
+    """Returns the weighted parts; the difference that clipping makes belongs to the response's end."""
     pairs = () if isinstance(result, PacelineError) else result.placed
     if len(pairs) > MAX_PLACED or any(not 0 < end <= len(item.response) for end, _ in pairs):
         raise RewardError(

@@ -30,7 +30,7 @@ class Draw:
 
     @classmethod
     def joined(cls, draws: Sequence[Draw]) -> Draw:
-        """Joins the segments of an episode: only the first prompt stays one, the others join the response."""
+        """Joins the segments of an episode; all prompts but the first become part of the response."""
         first, *others = draws
         token_ids, log_probs, mask = [first.token_ids], [first.log_probs], [first.mask]
         starts, num_tokens = [], len(first.token_ids)

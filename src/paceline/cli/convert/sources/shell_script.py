@@ -1,4 +1,4 @@
-"""Reads the settings of a shell script that starts verl: words `a.b=c`, with the script's own variables.
+"""Reads the settings of a shell script that starts verl: its words `a.b=c`, with variables filled in.
 
 The script is not run. Assignments at its top level, arrays and `$((...))` are evaluated; commands inside
 `if`, `case` and loops are not.
@@ -98,7 +98,7 @@ def _commands(text: str) -> list[list[str]]:
 
 
 def _assign(words: list[str], variables: dict[str, str], arrays: dict[str, list[str]]) -> bool:
-    """Follows the command if it is an assignment; returns whether it is one."""
+    """Carries out the command if it is an assignment; returns whether it is one."""
     if words[0] in ("export", "declare", "readonly", "local"):
         words = [word for word in words[1:] if not word.startswith("-")]
     match = _ASSIGNMENT.fullmatch(words[0]) if words else None
@@ -144,7 +144,7 @@ def _setting(
 
 
 def _enter(plain: str, script: ScriptSettings) -> None:
-    """Follows a word of the trainer's: `a.b=c`, `+a.b=c`, `~a.b`, or an option of Hydra's."""
+    """Applies an argument of the trainer: `a.b=c`, `+a.b=c`, `~a.b`, or an option of Hydra."""
     key, equals, value = plain.partition("=")
     if key.startswith("~"):
         script.settings.pop(key[1:], None)
@@ -152,7 +152,7 @@ def _enter(plain: str, script: ScriptSettings) -> None:
         if key in ("--config-path", "--config-name", "--config-dir") and value not in ("", "ppo_trainer"):
             script.refused[plain] = "settings of another file are not read; convert that file, too"
     elif equals and "@" in key:
-        script.settings["model_engine"] = value  # a group of Hydra's: what computes the model
+        script.settings["model_engine"] = value  # a config group of Hydra, which names the engine
     elif equals:
         script.settings[key.strip().lstrip("+")] = _value(value)
 

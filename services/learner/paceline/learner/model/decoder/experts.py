@@ -20,7 +20,7 @@ from paceline.learner.distributed.mesh import RankGroup
 from paceline.weights import corrections
 
 _IN_FLOAT32 = "TopkRouter"
-"""Routers with this ending (DeepSeek, GLM) compute in float32 by themselves; others are a TopKRouter."""
+"""Router classes with this ending (DeepSeek, GLM) compute in float32 by themselves; others: "TopKRouter"."""
 
 
 def routers(lm: nn.Module) -> list[nn.Module]:
@@ -40,7 +40,7 @@ def use_float32_routers(lm: nn.Module) -> None:
 
 
 def use_correction_parameters(lm: nn.Module) -> None:
-    """Makes the corrections of routers' scores, and layers' factors, frozen parameters.
+    """Turns the corrections of routers' scores, and the layers' factors, into frozen parameters.
 
     See `corrections`.
     """
@@ -106,8 +106,9 @@ def recorded_choices(lm: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """Collects (logits, indices) of each router's next forward pass, (T, E) and (T, K).
 
     The list is filled at the end of the block. The softmax of the logits is each expert's share of the
-    scores, even for routers that score by sigmoid (those with a correction). Layers that the backward pass
-    repeats record nothing then, and must save the same tensors again, so recording computes nothing.
+    scores, even for routers that score by sigmoid (those with a correction). A layer that the backward pass
+    repeats records nothing the second time. It must save the same tensors as the first time, so recording
+    computes no new ones.
     """
     noting: list[Any] = [*routers(lm)]
     choices: list[tuple[Tensor, Tensor]] = []
@@ -127,12 +128,12 @@ def recorded_choices(lm: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
 def balance_by_row(
     choices: Sequence[tuple[Tensor, Tensor]], batch: MicroBatch, context: RankGroup | None = None
 ) -> Tensor:
-    """Returns how evenly the states that predict each row's response choose experts, (B,), mean over layers.
+    """Returns how evenly the states that predict a row's response choose their experts.
 
     DeepSeek-V3's sequence-wise loss (arXiv:2412.19437, equations 17 to 20): the sum over experts of f P, with
-    f the expert's share of the choices over 1 / E and P its mean probability; 1 if even, at most E / K, where
-    K experts take everything. It is computed per row, so it does not depend on other rows of the micro-batch.
-    Masks are ignored.
+    f being E times the expert's share of the choices, and P its mean probability. It is 1 if the choices are
+    even, and at most E / K, where K experts take everything. It is computed per row, so it does not depend on
+    other rows of the micro-batch. Masks are ignored. The result is (B,), the mean over layers.
 
     Args:
         choices: logits (T, E) and indices (T, K) per layer; with n ranks in `context`, (T/n, ...).

@@ -155,7 +155,7 @@ class Learner:
         critic: ValueNetwork | None = None,
         notify: Callable[[str], None] = log.warning,
     ) -> Learner:
-        """Makes a learner at version 0 of loaded networks; its optimizers have no averages yet."""
+        """Makes a learner at version 0 from networks that are already loaded; it has no averages yet."""
         actor = _trainable(policy, config.actor.optim, config.actor.grad_clip, config, ranks)
         return cls(
             config=config,

@@ -24,7 +24,7 @@ SORTED_TOKENS = 1 << 22
 _GAMMA: Final = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST: Final = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND: Final = 0x94D049BB133111EB - (1 << 64)
-_BITS: Final = 48  # makes the product with a float64 sum less than the sum
+_BITS: Final = 48  # few enough that a number times a float64 sum stays less than the sum
 
 
 def uniforms(seeds: Tensor, length: int) -> Tensor:
@@ -79,7 +79,7 @@ def _truncated(log_probs: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
     most = torch.where(top_k > 0, top_k, vocab).unsqueeze(-1)
     share = torch.where(top_p < 1, top_p.double(), torch.inf).unsqueeze(-1)
     left_out = torch.empty_like(tokens, dtype=torch.bool)
-    # The likeliest token is kept even if the share is smaller.
+    # The likeliest token is kept even if top_p is 0.
     left_out.scatter_(-1, tokens, ((before >= share) & (ranks > 0)) | (ranks >= most))
     return log_probs.masked_fill(left_out, -torch.inf).log_softmax(-1)
 

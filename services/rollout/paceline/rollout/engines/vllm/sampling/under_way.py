@@ -13,10 +13,10 @@ from paceline.rollout.engines.base import Sample
 from paceline.rollout.engines.vllm.sampling.log_probs import Versions
 
 Read = Callable[[list[str], list[int], list[int]], Awaitable[tuple[bytes, list[Versions], list[bool]]]]
-"""Takes requests by AsyncLLM's names, and the position of the first value and the number of values of each.
+"""Takes AsyncLLM's names of requests and, for each request, the position of its first value and their number.
 
-It returns float32 log-probabilities and versions of the requests that the workers know, and which these
-are."""
+It returns float32 log-probabilities and versions of the requests that the workers know, and a flag per
+request that says whether they know it."""
 
 
 class UnderWay:
@@ -24,7 +24,8 @@ class UnderWay:
 
     Args:
         state_of: returns the state of a request in AsyncLLM's output processor, by AsyncLLM's name; None if
-            there is none. With final outputs only, the processor collects the tokens, in this process.
+            there is none. The requests ask for final outputs only, so the processor collects the
+            tokens in this process.
         read: fetches log-probabilities from the workers, which keep them.
     """
 

@@ -1,8 +1,8 @@
 """One import of vLLM for a rollout server and its engine's processes; for the CPU only.
 
 An import of vLLM takes eight seconds of CPU time. By default, the server, the engine core and each worker
-import vLLM one after another. Here the server imports it first, while it has no threads, and forks
-multiprocessing's fork server, from which the engine core is forked, and from the core its workers.
+import vLLM one after another. Here the server imports it first, while it has no threads. It then forks
+multiprocessing's fork server; the engine core is forked from that, and the workers from the engine core.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ def use(context: BaseContext) -> None:
 
 
 class _Context(ForkServerContext):
-    """A context whose processes get the environment variables of this process when the context was made.
+    """A context whose processes get the environment variables that this process had when it made the context.
 
-    Later changes must not be passed on: vLLM sets variables so that workers would become new interpreters.
+    Later changes must not be passed on: vLLM sets variables that would start its workers as new interpreters.
     """
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ def _run(environ: Mapping[str, str], target: Callable[..., Any], arguments: Mapp
 
 
 def _can_be_titled() -> None:
-    """Makes setproctitle find its buffer, for which it needs the environment of the process's start.
+    """Lets setproctitle find its buffer while the environment is still the one that the process started with.
 
     Without this, vLLM's processes would have no titles of their own.
     """
