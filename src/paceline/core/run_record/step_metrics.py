@@ -214,7 +214,7 @@ STEP_METRICS: Mapping[str, str] = {
     "perf/gpu_utilisation/NAME": (
         "Mean share of the driver's periods in which a kernel ran on a GPU that they may use."
     ),
-    "perf/gpu_memory_gib/NAME": "The most memory in use on one of these GPUs, by whatever process.",
+    "perf/gpu_memory_gib/NAME": "The most memory in use on one of these GPUs, by any process.",
     "perf/mfu": (
         "Share of the GPUs' peak arithmetic that the policy's update uses; absent where the peak is "
         "not known."

@@ -70,5 +70,5 @@ class Signs:
             return ""
         return (
             f"the entropy fell from {first:.3f} to {entropy:.3f} nats per token: the policy explores little; "
-            "a lower actor.optim.lr, actor.entropy_coeff or a higher actor.clip_ratio_high keep it up"
+            "lower actor.optim.lr, set actor.entropy_coeff, or raise actor.clip_ratio_high"
         )

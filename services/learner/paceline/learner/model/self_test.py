@@ -71,7 +71,7 @@ class SelfTest:
         return (
             f"{self.architecture}, {self.num_layers} layers: packed log-probs are those of each sequence "
             f"alone{images} (largest difference {self.largest_error:.1e}, at most {TOLERANCE:g}), two passes "
-            f"{apart}, nothing is drawn; {self.seconds:.1f} s"
+            f"{apart}, no random numbers are used; {self.seconds:.1f} s"
         )
 
 

@@ -130,7 +130,7 @@ REST: tuple[ConversionRule, ...] = (
         "sandbox_fusion.* reward.sandbox_fusion.*",
     ),
     no_effect(
-        "with a key that is not here",
+        "together with a key that Paceline lacks",
         "algorithm.rollout_correction.* distillation.* trainer.v1.* trainer.use_v1",
     ),
     no_effect(
