@@ -46,8 +46,8 @@ class TrainingBatches:
             raise ConfigError(str(error)) from error
         if purpose == Purpose.VALIDATE or num_samples < 1 or not 0 <= value < math.inf:
             raise ConfigError(
-                f"a dataflow asks for {num_samples} samples at temperature {value} for {purpose!r}: there is "
-                "at least one, the temperature is 0 or more, and `validate` is for validations"
+                f"a dataflow asks for {num_samples} samples at temperature {value} for {purpose!r}: ask for "
+                "at least one at a temperature of 0 or more, and leave the purpose `validate` to validations"
             )
         return Ask(
             purpose=str(purpose), num_samples=num_samples, sampling=self._inputs.sampling(self._config, value)
