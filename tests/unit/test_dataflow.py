@@ -196,7 +196,11 @@ FAULTY = {
     "two draws": ("step.draw()\n    step.draw()", ConfigError, "draws prompts twice"),
     "nothing asked": ("await step.sample(step.draw(), step.ask(n=0))", ConfigError, "asks for 0 samples"),
     "a bad name": ("await step.sample(step.draw(), 'Draft!')", ConfigError, "a purpose is named 'Draft!'"),
-    "a validation": ("await step.sample(step.draw(), 'validate')", ConfigError, "leave the purpose `validate` to validations"),
+    "a validation": (
+        "await step.sample(step.draw(), 'validate')",
+        ConfigError,
+        "leave the purpose `validate` to validations",
+    ),
     "twice the same": (
         "drawn = step.draw()\n    await step.sample(drawn)\n    await step.sample(drawn)",
         ConfigError,
