@@ -15,10 +15,9 @@ from support.prometheus_server import PrometheusServer
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(4500)]
 
-# Steps as long as the demo's, and so many that servers start, take part and end in the meantime.
-NUM_STEPS = 24
+# Steps as long as the demo's; the test ends the run once servers have started, taken part and ended.
 STEPS = (
-    f"trainer.total_steps={NUM_STEPS}",
+    "trainer.total_steps=100000",
     "trainer.test_freq=0",
     "trainer.save_freq=0",
     "data.val_files=[]",
@@ -55,7 +54,7 @@ def test_members_come_and_go_seen_by_prometheus_and_a_collector(prometheus: str,
         assert {labels["service_name"]: value for labels, value in server.values(kinds)} == {
             "paceline.controller": 1,
             "paceline.rollout": 3,
-            "paceline.learner": 1,
+            "paceline.learner": 2,  # its ranks
             "paceline.reward": 2,
         }
         assert any(value >= 1 for _, value in server.values("paceline_training_step"))
@@ -67,12 +66,15 @@ def test_members_come_and_go_seen_by_prometheus_and_a_collector(prometheus: str,
         stack.wait_for("one server holds the policy", lambda events: len(holders(events)) == 1, 1200.0)
         wait_until_up(server, controller=1, learner=1, rollout=1, reward=1)
         print(f"scaled back after step {finished(stack.lines('events.jsonl'))}")
-        assert stack.exit_code("follow", 1500.0) == 0, stack.logs()
+        stop = ("paceline", "stop", "--controller", "127.0.0.1:7000")
+        print(stack.compose("exec", "-T", "controller", *stop))
+        for service in ("controller", "learner"):
+            assert stack.exit_code(service, 600.0) == 0, stack.logs()
         last = finished(stack.lines("events.jsonl"))
         checked = stack.in_volumes("paceline", "verify", "runs/scaled", check=False)
         assert checked.returncode == 0, checked.stdout + checked.stderr
         print(checked.stdout)
-    assert last == NUM_STEPS
+    assert last >= 2
     assert steps_by_trace(kept.spans) == dict.fromkeys(range(1, last + 1), SERVICES)
 
 
@@ -93,16 +95,21 @@ def holders(events: list[dict[str, Any]]) -> set[str]:
 
 
 def wait_until_up(server: PrometheusServer, **wanted: int) -> None:
-    """Waits until so many containers of each service are scraped, and no other."""
+    """Waits until so many containers of each service are scraped, no other, and rank 1."""
     jobs = {f"paceline-{service}": number for service, number in wanted.items()}
+    # Addresses of ranks that a learner of this size does not have are asked, too.
+    ranks = {"paceline-learner-ranks": 1}
 
     def up() -> dict[str, int]:
         return {labels["job"]: int(value) for labels, value in server.values("sum by (job) (up)")}
 
     def targets() -> dict[str, int]:
-        return {labels["job"]: int(value) for labels, value in server.values("count by (job) (up)")}
+        own = server.values('count by (job) (up{job!="paceline-learner-ranks"})')
+        return {labels["job"]: int(value) for labels, value in own}
 
-    server.wait_for(lambda: up() == targets() == jobs, f"as many targets up: {wanted}", timeout_s=600)
+    server.wait_for(
+        lambda: targets() == jobs and up() == jobs | ranks, f"as many targets up: {wanted}", timeout_s=600
+    )
 
 
 def steps_by_trace(spans: list[ReceivedSpan]) -> dict[int, set[str]]:
