@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from paceline.cli.main import main
 from paceline.config.load import load, parse
@@ -216,6 +217,15 @@ def test_the_plan_says_where_a_bound_on_staleness_pays(
         assert "3 learner ranks, 5 engines, " in last
         bounded, strict = map(float, re.findall(r"([\d.]+) s instead of ([\d.]+) \(", last)[0])
         assert 0.5 * strict < bounded < 0.9 * strict
+
+
+@pytest.mark.usefixtures("project")
+def test_the_plan_of_a_file_without_a_section_for_the_algorithm(capsys: pytest.CaptureFixture[str]) -> None:
+    tree = yaml.safe_load(Path("run.yaml").read_text())
+    del tree["algorithm"]
+    Path("plain.yaml").write_text(yaml.safe_dump(tree))
+    assert main(["plan", "plain.yaml", "--gpus", "8xH100", "--response-tokens", "3000", *LONG]) == 0
+    assert ADVICE in capsys.readouterr().out
 
 
 def test_with_a_bound_gpus_are_divided_so_that_neither_side_waits_long(project: Path) -> None:

@@ -100,10 +100,7 @@ def choose_layout(config: RunConfig, machine: Machine) -> RunConfig:
     if shape is None or any(gpu not in machine.gpu_bytes for gpu in gpus):
         return divided(config, gpus, machine)
     best = layouts(config, machine)[0]
-    if config.barrier.bound:
-        return divided(config, gpus, machine) if best.refusal or best.time is None else best.config
-    usual = _weighed(_in_turns(config, gpus, machine), machine, {})
-    if usual.refusal:
+    if config.barrier.bound or (usual := _weighed(_in_turns(config, gpus, machine), machine, {})).refusal:
         return divided(config, gpus, machine) if best.refusal or best.time is None else best.config
     if best.refusal or best.time is None or usual.time is None:
         return usual.config
@@ -126,7 +123,7 @@ def faster_with_bound(
     tree = config.model_dump(exclude_unset=True)
     tree["barrier"] = tree.get("barrier", {}) | {"mode": "bounded", "max_staleness": 1}
     if config.algorithm.rollout_correction.method == "none":
-        tree["algorithm"]["rollout_correction"] = {"method": "tis"}
+        tree["algorithm"] = tree.get("algorithm", {}) | {"rollout_correction": {"method": "tis"}}
     try:
         best = layouts(parse(RunConfig, tree), machine, **tokens)[0]
     except ConfigError:  # it does not go with a bound

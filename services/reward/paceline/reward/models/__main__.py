@@ -125,9 +125,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--engine", default="transformers", choices=_ENGINES, help="default: %(default)s")
     parser.add_argument("--step-separator", default="\n", help="process: what ends a step (default: newline)")
-    parser.add_argument(
-        "--prompt-file", metavar="FILE", help="generative: its prompt, which contains {response}"
-    )
+    parser.add_argument("--prompt-file", metavar="FILE", help="generative: its prompt, with {response}")
     parser.add_argument(
         "--pattern", default=NUMBER, help="generative: finds the grade (default: %(default)s)"
     )
