@@ -150,3 +150,45 @@ def standing(folder: Path) -> Standing:
 
 def breaches(folder: Path) -> list[str]:
     return breaches_of(folder, config(**CHANGES))
+
+
+def weighed(weight: float | None) -> dict[str, Any]:
+    """Changes with a set whose own reward is its component, so many times; None: it has no own reward."""
+    own = {"functions": [{"name": "exact_match", "weight": weight}]}
+    hard = {"files": "hard.jsonl", "n": 2, "temperature": 1.0} | ({} if weight is None else {"reward": own})
+    return {**CHANGES, "data__val_sets": {"hard": hard}, "algorithm__dynamic_sampling": {}}
+
+
+def scored_by(weight: float | None) -> Any:
+    """What a reward service with this weight of the set answers."""
+
+    def answer(group: Any, index: int) -> dict[str, Any]:
+        value = float(index)
+        reward = value * (weight or 1.0) if group.context.val_set == "hard" else value
+        return {"reward": reward, "reward_error": None, "components": {"exact_match": value}}
+
+    return answer
+
+
+@pytest.mark.parametrize(("first", "then"), [(2.0, 3.0), (2.0, None), (None, 3.0)])
+async def test_a_reward_that_changes_in_mid_validation_is_no_breach(
+    tmp_path: Path, first: float | None, then: float | None
+) -> None:
+    """Answers that were scored before the kill count, although the set's reward has another weight by now."""
+
+    async def live(folder: Path, weight: float | None, kill: tuple[int, bool] | None = None) -> bool:
+        fakes.writes = True
+        changes = config(**weighed(weight))
+        return await killed_sequencer.live(changes, folder, fakes, broker, scored_by(weight), kill)
+
+    for name in ("calm", "killed"):
+        (tmp_path / name).mkdir()
+    fakes, broker = FakeServices(), MemoryBroker()
+    assert await live(tmp_path / "calm", first)
+    number = next(e["n"] for e in events(tmp_path / "calm") if str(e.get("id")).startswith("validate:2:3:"))
+    folder, fakes, broker = tmp_path / "killed", FakeServices(), MemoryBroker()
+    assert not await live(folder, first, (number, True))
+    assert await live(folder, then)
+    asked = [e["step"] for e in events(folder) if e["event"] == "validate"]
+    assert asked == [0, 2, 2, 3]
+    assert breaches_of(folder, config(**weighed(then))) == []

@@ -55,8 +55,8 @@ class StepFiles:
             validation, of_answers = step.validation, step.validation.term
             rows = list(validation.rows())
             policy = PolicyTag.parse(validation.policy)
-            check = self._file_check(run_id, policy, of_answers.shapes, of_answers)
-            check.own_shapes = validation.own_shapes()
+            check = self._file_check(run_id, policy, None, of_answers)
+            check.own_shapes = validation.shapes()
             name = f"val_{number:06d}.parquet"
             self._check_file(name, check, rows, step.saved.get(name), of_answers, validation.entry)
             computed |= validation.metrics() | _of_answers(validation, rows, check)

@@ -52,7 +52,7 @@ class FileCheck:
     Args:
         run_id, policy: run and policy of its trajectories.
         shapes: how components make up the reward; None if not known.
-        own_shapes: the same for prompts that have a reward of their own; empty shapes if not known.
+        own_shapes: the same for single prompts; empty shapes if not known.
         recomputes: whether blobs can be rebuilt, because the messages have this version's schema.
 
     Attributes:

@@ -339,7 +339,7 @@ class History:
                 step.dispatch,
                 entry,
             )
-        step.validation = ValidationCheck(entry, self.term, self.findings)
+        step.validation = ValidationCheck(entry, self.term, self.findings, before=step.validation)
 
     def _validated(self) -> StepHistory:
         """Returns the step that a validation belongs to; step 0 has no dispatch."""

@@ -71,16 +71,26 @@ class ValidationCheck:
     Args:
         entry: the event `validate`.
         term: the settings with which it was made.
+        before: the same validation before it began again, perhaps in an earlier term.
 
     Attributes:
         sets: the requested sets.
     """
 
-    def __init__(self, entry: JournalEntry, term: Term, findings: Findings) -> None:
+    def __init__(
+        self, entry: JournalEntry, term: Term, findings: Findings, before: ValidationCheck | None = None
+    ) -> None:
         self.entry, self.term, self._findings = entry, term, findings
         self.step, self.policy = int(entry["step"]), str(entry["policy"])
         asked = entry.get("sets") or {"": entry}
         self.sets = [AskedSet.of(name, of_set) for name, of_set in asked.items()]
+        self._shapes = {of.name: term.val_shapes.get(of.name, term.shapes) for of in self.sets}
+        if before is not None:
+            # Answers that were scored before it began again count, too.
+            self._shapes = {
+                name: shapes if before._shapes.get(name) == shapes else {}
+                for name, shapes in self._shapes.items()
+            }
         self._wanted = {prompt: of.num_samples for of in self.sets for prompt in of.prompts}
         self._admitted: dict[TrajectoryId, JournalEntry] = {}
         self._digests: dict[str, TrajectoryId] = {}
@@ -142,10 +152,9 @@ class ValidationCheck:
                     key=key, digest=str(entry.get("digest")), reward=reward, raw_reward=reward
                 )
 
-    def own_shapes(self) -> dict[int, Mapping[str, Shape]]:
-        """How components make up the rewards of prompts whose set has a reward of its own, by prompt."""
-        shapes = self.term.val_shapes
-        return {prompt: shapes[of.name] for of in self.sets if of.name in shapes for prompt in of.prompts}
+    def shapes(self) -> dict[int, Mapping[str, Shape]]:
+        """How components make up the rewards, by prompt; empty shapes if that is not known."""
+        return {prompt: self._shapes[of.name] for of in self.sets for prompt in of.prompts}
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics of its sets, as far as they follow from the journal."""
