@@ -304,24 +304,6 @@ def manifest_fields_of(text: str) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in ("digest", "schema")}
 
 
-def test_a_checkpoint_that_does_not_name_its_adapters_takes_those_of_the_configuration(
-    model: Path, ranks: Ranks, trained: Learner, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "checkpoints" / "step_000002"
-    save(trained, folder, step=2)
-    fields = manifest_fields_of((folder / "manifest.json").read_text())
-    for name in ("base", "schedules"):
-        del fields["learner"][name]
-    (folder / "manifest.json").write_text(manifest_text(fields))
-    notices = list[str]()
-    assert load_newest(Learner.build(_config(model), ranks), [folder], notify=notices.append) == folder
-    assert "does not say which adapters it holds" in notices[0]
-    (tmp_path / "config.resolved.yaml").write_text(dump_yaml(_config(model, alpha=16.0)))
-    out = export(tmp_path, 2, tmp_path / "out")
-    assert json.loads((out / "adapter/adapter_config.json").read_text())["lora_alpha"] == 16.0
-    assert "does not say which adapters it holds" in capsys.readouterr().err
-
-
 def test_what_adapters_cannot_do_is_refused(model: Path, ranks: Ranks, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="names qkv, which is no linear layer of Qwen2For.*; it has down"):
         Learner.build(_config(model, targets=["q_proj", "qkv"]), ranks)

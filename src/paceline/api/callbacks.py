@@ -23,7 +23,6 @@ class Training:
     """A run that is going on.
 
     Attributes:
-        run_dir: its folder.
         stopping: whether a callback has asked to end the run.
     """
 

@@ -36,7 +36,6 @@ class TrainProcess:
         environment: variables in addition to those of this process.
 
     Attributes:
-        run_dir: its folder.
         process: the process that was started.
 
     Raises:

@@ -78,7 +78,6 @@ class LedRun:
     """A run controlled by the script; iterate over it once.
 
     Attributes:
-        run_dir: the run's folder.
         metrics: metrics of the last finished step.
     """
 

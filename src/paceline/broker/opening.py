@@ -25,7 +25,6 @@ def open_broker(
     Memory brokers of the same name in one process share their streams; without a name each has its own.
 
     Args:
-        url: the address.
         timeout_s: how long an attempt of a command waits for the server's answer.
         outage_timeout_s: longest outage of a server that commands wait through; see `Outage`.
         on_outage: called with a sentence once an outage has lasted for 2 s.

@@ -116,7 +116,6 @@ def ask_python(
     Args:
         hosts: where the remote shell is named.
         host: whose folder is the program's working directory.
-        program: source text.
         words: its arguments.
         env: further variables, for values that must not appear in a process list.
 

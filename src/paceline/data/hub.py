@@ -49,7 +49,6 @@ def pinned_run(config: RunConfig, known: Collection[str] = ()) -> RunConfig:
     """Returns the configuration with every hub name pinned to a commit, for all services and restarts.
 
     Args:
-        config: configuration of the run.
         known: pinned names of an earlier start of the run, which are kept.
 
     Raises:

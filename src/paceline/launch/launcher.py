@@ -95,9 +95,7 @@ async def launch(
     Must be called in the main thread of a process that has no other children.
 
     Args:
-        config: configuration of the run.
         run_dir: the directory that `run_dirs.prepare` made.
-        view: shows the run.
         planner: makes the processes' specs.
         is_open: keep the token in the run directory and say how further members join.
     """

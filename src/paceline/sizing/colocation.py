@@ -44,7 +44,6 @@ def settle_colocated(config: RunConfig, gpus: Sequence[int], machine: Machine) -
     leave the learner all memory.
 
     Args:
-        config: configuration of the run.
         gpus: GPUs of the machine that both sides may use.
         machine: memory and other facts of these GPUs.
     """

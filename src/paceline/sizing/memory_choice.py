@@ -85,7 +85,6 @@ def choose_update(
     Args:
         config: configuration with the layout settled.
         shape: shape of the model; None if config.json has other names for its sizes.
-        learner_gpus: GPUs of the ranks.
         engine_gpus: GPUs of the rollout servers; an engine beside a rank keeps its share.
         totals: bytes of each GPU, as far as they are known.
         host_bytes: free memory of the host. Averages go there for speed if it also has room for a

@@ -98,7 +98,6 @@ class StepTime:
         """Estimates the step of a run whose configuration leaves nothing open.
 
         Args:
-            config: configuration of the run.
             shape: shape of the policy; critic and frozen networks are taken to have it too.
             card: what all GPUs are.
             prompt_tokens, response_tokens: mean lengths of prompts and answers (default: as long as allowed).

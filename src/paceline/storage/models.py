@@ -30,7 +30,6 @@ def local_model(
     """Returns the model's section with the paths for a service on this machine; fetches remote folders.
 
     Args:
-        model: model of the run.
         service: which of `model.paths` applies; only the learner copies weights.
         tell: called with a message from time to time while files are copied.
         stopped: returns True to cancel the copy.

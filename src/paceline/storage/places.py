@@ -22,8 +22,6 @@ def checkpoints_of(config: RunConfig, run_dir: Path, run_id: str = "") -> Folder
     """Returns the folder of a run's checkpoints.
 
     Args:
-        config: configuration of the run.
-        run_dir: its run directory.
         run_id: its id; read from the run directory if it is not given.
     """
     if config.trainer.checkpoint_url is None:

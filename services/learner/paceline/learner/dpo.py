@@ -110,9 +110,7 @@ class DpoTrainer:
     """Takes optimizer steps on batches of pairs; every rank calls it.
 
     Args:
-        config: configuration of the run.
         network: sharded over `ranks`, with the starting model's weights.
-        ranks: the group.
         pairs: all pairs, held-out ones among them.
         batches: the indices that each of the coming steps will get.
         held_out: indices of pairs that are used only for `accuracy`.

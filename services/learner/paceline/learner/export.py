@@ -23,7 +23,7 @@ from paceline.config.load import load
 from paceline.config.run import RunConfig
 from paceline.core.errors import CheckpointError, PacelineError
 from paceline.learner.checkpoint import files
-from paceline.learner.checkpoint.manifest import UNNAMED_ADAPTERS, Base, Manifest
+from paceline.learner.checkpoint.manifest import Base, Manifest
 from paceline.learner.checkpoint.shards import reader
 from paceline.learner.checkpoint.state import POLICY
 from paceline.learner.model.folder import ADAPTERS, by_layer, write_adapters, write_folder
@@ -56,9 +56,7 @@ def export(run_dir: Path, step: int, out: Path, *, dtype: torch.dtype | None = N
     folder = checkpoints_of(config, run_dir).child(f"step_{step:06d}")
     manifest = Manifest.read(folder.address)
     files.check(folder, manifest.files, manifest.files)
-    lora = config.model.lora if manifest.base is None else manifest.base.adapters
-    if manifest.base is None and lora is not None:
-        print(f"{folder}: {UNNAMED_ADAPTERS}", file=sys.stderr)
+    lora = manifest.base.adapters
     # Checkpoints do not hold frozen weights; they are read from the starting model.
     model = local_model(config.model, "controller" if lora is None else "learner")
     source = Path(manifest.model_path)
@@ -73,7 +71,7 @@ def export(run_dir: Path, step: int, out: Path, *, dtype: torch.dtype | None = N
     if has_frozen and source == Path(model.path):
         source = Path(local_model(config.model, "learner").path)
     tokenizer = Path(model.tokenizer_path) if model.tokenizer_path else None
-    if manifest.base is not None and manifest.base.digest:
+    if manifest.base.digest:
         _require_base(config, manifest.base, source, folder)
     tensors, adapters = read_policy(folder), dict[str, Tensor]()
     if lora is not None:

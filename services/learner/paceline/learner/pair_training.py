@@ -202,12 +202,10 @@ def take_steps(
 
     Args:
         config: configuration of the training.
-        section: its own section.
         tuner: tuner at the starting weights.
         num_pairs: number of pairs to draw batches from.
         take_step: takes step `number` on the pairs with these indices; returns a report line.
         name: name of the section.
-        ranks: the group.
 
     Returns:
         The checkpoints, to be removed once the model is written.
@@ -260,7 +258,6 @@ def cut(
         make_rows: makes the rows of the pair with an index.
         network: the network that computes them.
         token_budget: most tokens of a micro-batch on each rank; fewer on a CPU.
-        ranks: the group.
     """
     longest = max(length.num_tokens for length in lengths)
     if ranks.context is not None:
@@ -296,9 +293,7 @@ def write_policy(
 
     Args:
         config: configuration of the training.
-        network: the policy.
         ranks: the group; every rank calls it.
-        output: the folder.
         key: the configuration key that names `output`.
     """
     model, lora = config.model, config.model.lora
@@ -327,7 +322,6 @@ def replace_folder(out: Path, write: Callable[[Path], None], *, key: str) -> Non
     """Writes a folder next to `out`, then replaces `out` by it.
 
     Args:
-        out: the model folder.
         write: writes the new folder.
         key: the configuration key that names `out`.
 

@@ -95,9 +95,7 @@ class RmTrainer:
     """Takes optimizer steps on batches of pairs, and scores held-out ones; every rank calls it.
 
     Args:
-        config: configuration of the run.
         network: sharded over `ranks`, without a bias.
-        ranks: the group.
     """
 
     def __init__(self, config: RmRunConfig, network: ValueNetwork, ranks: Ranks) -> None:

@@ -89,9 +89,7 @@ class SftTrainer:
     """Takes optimizer steps on batches of pairs; every rank calls it.
 
     Args:
-        config: configuration of the run.
         network: sharded over `ranks`.
-        ranks: the group.
     """
 
     def __init__(self, config: SftRunConfig, network: PolicyNetwork, ranks: Ranks) -> None:

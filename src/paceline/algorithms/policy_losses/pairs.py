@@ -48,7 +48,6 @@ def dpo(pairs: PairScores, beta: float, *, label_smoothing: float = 0.0) -> Tens
     """Returns -log sigmoid of beta times the difference of the log-ratios.
 
     Args:
-        pairs: scores of the pairs.
         beta: strength of the pull to the reference.
         label_smoothing: assumed share of pairs with swapped labels.
     """
@@ -72,7 +71,6 @@ def kto(pairs: PairScores, beta: float, *, reference_point: float) -> Tensor:
     """Penalises better answers for not exceeding the reference point, and worse ones for not staying below.
 
     Args:
-        pairs: scores of the pairs.
         beta: strength of the pull to the reference.
         reference_point: the policy's KL to the reference, estimated on answers to other prompts; at least 0.
     """

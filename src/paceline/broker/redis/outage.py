@@ -57,7 +57,6 @@ class Outage:
         timeout_s: longest outage that commands wait through.
         on_outage, on_recovery: called with a sentence when an outage has lasted for 2 s, or needs a person,
             and when it is over. Both are logged anyway.
-        clock: tells the time.
     """
 
     def __init__(

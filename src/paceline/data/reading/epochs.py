@@ -15,7 +15,6 @@ def with_epochs_counted(config: RunConfig, tell: Callable[[str], None]) -> tuple
     """Returns the configuration with trainer.total_steps, and messages for the user.
 
     Args:
-        config: configuration of the run.
         tell: called with a progress message every few seconds while prompts are tokenized.
 
     Raises:

@@ -20,7 +20,6 @@ def keep_token(run_dir: Path, new: str) -> str:
     """Returns the token of an open run; keeps it for later starts in a file that only this user can read.
 
     Args:
-        run_dir: directory of the run.
         new: the token, if there is none yet.
     """
     path = run_dir / _FILE

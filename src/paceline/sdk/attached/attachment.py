@@ -38,7 +38,6 @@ class Attachment(Generic[TaskT, AnswerT]):
         address: host:port of one or several servers of the run; each gets a stream.
         name: name under which it attaches.
         role: role of the servers.
-        credentials: credentials for the servers.
         data_sources: data sources that it takes; empty: all.
         window: most tasks at a time, from each server.
         patience_s: how long to try to reach a run that does not answer.
@@ -230,7 +229,6 @@ def attach_until_signal(
     With a grace period (`service.member.runtime`), it answers after SIGTERM as long as a server is attached.
 
     Args:
-        make: makes the client.
         name: name of the process in its log.
         ready_file: see `keep_ready_file`.
 

@@ -103,7 +103,6 @@ async def call(
 
     Args:
         method: method of a generated stub.
-        request: its message.
         timeout_s: the deadline in seconds.
         phase: what is being done, for the error's message.
         peer: member id of the service that is called, for the error's message.

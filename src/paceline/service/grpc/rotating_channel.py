@@ -18,7 +18,6 @@ class RotatingChannel(grpc.aio.Channel):
     Running calls end on the channel on which they began; gRPC closes it after the last of them.
 
     Args:
-        latest: the files.
         connect: opens a channel with given credentials.
     """
 

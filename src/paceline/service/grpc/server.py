@@ -88,7 +88,6 @@ async def start_server(
         add: the generated add_XServicer_to_server.
         servicer: with `async def` methods.
         host: address, interface or name to bind to.
-        port: port to bind to.
         advertise: where others reach it, if that is not `host`; for a wildcard the machine's name.
         credentials: the token that every call must carry, and the files for TLS. None lets every call
             in, for loopback only.

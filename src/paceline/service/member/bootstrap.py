@@ -103,7 +103,6 @@ class MemberSession:
     """A process's membership in the fleet.
 
     Args:
-        context: context of the process.
         options: the command line.
         kind: what the member does.
         num_ranks: its number of ranks in the weight group.

@@ -27,7 +27,6 @@ class HttpServer(socketserver.ThreadingMixIn, WSGIServer):
     Args:
         host: an address of this machine.
         port: to listen on.
-        app: the WSGI application.
         tls: certificate files; None: plain text.
         asks_callers: over TLS, require of every caller a certificate of the same authority.
 

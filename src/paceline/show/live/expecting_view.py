@@ -10,7 +10,6 @@ class ExpectingView:
     """Wraps a view and adds a notice after the first warm steps.
 
     Args:
-        view: what shows the run.
         expectation: expectation of its steps.
     """
 

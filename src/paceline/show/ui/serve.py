@@ -53,7 +53,6 @@ def serving(folder: Path, listen: Listen, loop: asyncio.AbstractEventLoop) -> It
 
     Args:
         folder: the folder, which may be created later.
-        listen: the address.
         loop: asks the runs' controllers.
 
     Raises:

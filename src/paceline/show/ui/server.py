@@ -26,7 +26,6 @@ class PageApp:
     """A WSGI application that serves runs at /TOKEN/; requests without the token get 404.
 
     Args:
-        runs: the runs to serve.
         token: token of the address; whoever has it may read the runs.
     """
 

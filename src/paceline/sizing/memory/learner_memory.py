@@ -84,7 +84,6 @@ class LearnerMemory:
         """Plans the memory of a run; micro-batches are assumed to be as large as its settings allow.
 
         Args:
-            config: configuration of the run.
             shape: shape of the policy.
             totals: bytes of the GPUs, as far as they are known.
         """

@@ -27,7 +27,6 @@ class ClosedChunks:
     """Gives each chunk of a step once for its scores and once for its gradient, if these are wanted.
 
     Args:
-        prompts: the step's prompts.
         width: prompts per chunk.
         num_gradients: number of chunks at the start of the step whose gradients are computed ahead.
         num_unscored: number of chunks at the start of the step that need no scores.

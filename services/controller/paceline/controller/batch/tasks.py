@@ -38,7 +38,6 @@ async def with_tasks(config: RunConfig, run_dir: Path, credentials: Credentials)
     Args:
         config: configuration of a run; without data.train_files it names an environment's address.
         run_dir: where the rows are kept.
-        credentials: credentials of the controller.
 
     Raises:
         DataError: the environment has no rows for training.

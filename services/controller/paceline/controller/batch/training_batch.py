@@ -58,7 +58,6 @@ class TrainingBatches:
 
         Args:
             number: the sampling's number in its step, from 1.
-            drawn: the step's prompts.
 
         Raises:
             ConfigError: the step asked for something else before it was interrupted, or asks twice.
@@ -79,7 +78,6 @@ class TrainingBatches:
         """Journals a step's dispatch, once for each policy that it samples from.
 
         Args:
-            drawn: the step's prompts.
             counts: samples per prompt, by purpose; empty if they are asked for later.
 
         Raises:

@@ -33,7 +33,6 @@ class BestValidations:
         far.
 
         Args:
-            metrics: the step's.
             sets: those of the run; some of them may have no part in this validation.
         """
         for held_out in sets:

@@ -239,6 +239,5 @@ class GuardPolicy:
         self._streaks = _Streaks(**state["streaks"])
         self.tallies = {key: RuleTally(**tally) for key, tally in state["tallies"].items()}
         self.histories.load_state_dict(state["histories"])
-        # Checkpoints from before validations were judged have neither.
-        self.best.load_state_dict(state.get("best", {}))
-        self._due = str(state.get("due", ""))
+        self.best.load_state_dict(state["best"])
+        self._due = str(state["due"])

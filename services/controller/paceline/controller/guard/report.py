@@ -29,7 +29,6 @@ class TrainedStep:
     """A step between LEARN and PUBLISH.
 
     Attributes:
-        result: the learner's.
         seconds: since the dispatch; None where the step was interrupted.
         replays: whether the step also trained samples of earlier steps.
     """

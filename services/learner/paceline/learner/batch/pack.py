@@ -27,7 +27,6 @@ def pack(rows: Sequence[PackedRow], device: torch.device, *, share_prompts: bool
 
     Args:
         rows: rows of one rank.
-        device: the model's.
         share_prompts: neighbouring rows with the same prompt have one copy of it.
     """
     sources = tuple(rows)

@@ -153,7 +153,6 @@ class PackedSequences:
 
         Args:
             lengths: by sequence.
-            device: the model's.
             prefixes: by sequence, the index of the earlier sequence that is its prefix (and has no prefix
                 itself), or None. Empty: no sequence has a prefix.
         """

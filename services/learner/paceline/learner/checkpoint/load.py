@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from paceline.config.training.algorithm import REFERENCE
 from paceline.core.errors import CheckpointError
 from paceline.learner.checkpoint import files
-from paceline.learner.checkpoint.manifest import UNNAMED_ADAPTERS, Manifest
+from paceline.learner.checkpoint.manifest import Manifest
 from paceline.learner.checkpoint.shards import reader
 from paceline.learner.checkpoint.state import (
     POLICY,
@@ -82,10 +82,7 @@ def load(learner: Learner, folder: Place, *, notify: Callable[[str], None] = log
             f"{folder} holds {has} critic, algorithm.adv_estimator={learner.config.algorithm.adv_estimator} "
             f"needs {needs} critic; resume with the configuration of the first run"
         )
-    if manifest.base is not None:
-        manifest.base.require(base_of(learner), folder=folder, model_path=learner.config.model.path)
-    elif learner.config.model.lora is not None:
-        notify(f"{folder}: {UNNAMED_ADAPTERS}")
+    manifest.base.require(base_of(learner), folder=folder, model_path=learner.config.model.path)
     _fill(learner, folder, manifest)
     _tell_of_frozen(learner, manifest, notify)
     _resume_schedules(learner, manifest, notify)
@@ -94,8 +91,6 @@ def load(learner: Learner, folder: Place, *, notify: Callable[[str], None] = log
 
 def _tell_of_frozen(learner: Learner, manifest: Manifest, notify: Callable[[str], None]) -> None:
     """Says which frozen networks are new, are gone, or have other weights than in the checkpoint."""
-    if manifest.frozen is None:
-        return
     folders, before, now = learner.config.frozen_folders, manifest.frozen, digests_of_frozen(learner)
     for name in sorted(before.keys() | now.keys()):
         is_reference = name == REFERENCE
@@ -115,8 +110,6 @@ def _tell_of_frozen(learner: Learner, manifest: Manifest, notify: Callable[[str]
 def _resume_schedules(learner: Learner, manifest: Manifest, notify: Callable[[str], None]) -> None:
     step = manifest.step
     for name, trainable in trainables_of(learner).items():
-        if name not in manifest.schedules:
-            continue  # of an earlier version: the configured schedule, from its beginning
         before, now = Schedule(**manifest.schedules[name]), trainable.schedule
         now.load_state_dict(manifest.schedules[name], step=step)
         is_longer = now.total_steps != before.total_steps

@@ -71,23 +71,15 @@ def _words(lora: LoraConfig | None) -> str:
     return f"{{rank: {lora.rank}, alpha: {lora.alpha}, targets: [{', '.join(lora.targets)}]}}"
 
 
-UNNAMED_ADAPTERS = (
-    "it is of an earlier version and does not say which adapters it holds; rank and alpha are taken from the "
-    "configuration: they must be those that the run was trained with"
-)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
     """Says what a checkpoint holds, file by file.
 
     Attributes:
         kl: state of the KL controller; empty where the coefficient is fixed.
-        base: what the weights belong to; None in checkpoints of earlier versions, and of `paceline sft`.
-        schedules: of the learning rates, by network; empty in checkpoints of earlier versions: a run that
-            goes on from one has the rates that its configuration says.
-        frozen: the digests of frozen networks with weights of their own, by name; None in checkpoints of
-            earlier versions, and of `paceline sft`.
+        base: what the weights belong to.
+        schedules: of the learning rates, by network.
+        frozen: the digests of frozen networks with weights of their own, by name.
         controller_state: the controller's own JSON.
         histories: the guard's running medians.
         files: size and digest of every other file, by name.
@@ -100,9 +92,9 @@ class Manifest:
     kl: Mapping[str, float]
     controller_state: Any
     histories: Mapping[str, Sequence[float]]
-    base: Base | None = None
+    base: Base = Base(adapters=None, digest="")
     schedules: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    frozen: Mapping[str, str] | None = None
+    frozen: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, FileRecord] = field(default_factory=dict)
 
     def to_json(self) -> str:
@@ -113,9 +105,9 @@ class Manifest:
             "model_path": self.model_path,
             "has_critic": self.has_critic,
             "kl": dict(self.kl),
-            "base": None if self.base is None else self.base.to_plain(),
+            "base": self.base.to_plain(),
             "schedules": dict(self.schedules),
-            "frozen": self.frozen,
+            "frozen": dict(self.frozen),
             "guard_histories": dict(self.histories),
             "torch": torch.__version__,
         }
@@ -152,9 +144,9 @@ class Manifest:
                 model_path=str(learner["model_path"]),
                 has_critic=bool(learner["has_critic"]),
                 kl=dict(learner["kl"]),
-                base=None if learner.get("base") is None else Base.from_plain(learner["base"]),
-                schedules=dict(learner.get("schedules", {})),
-                frozen=learner.get("frozen"),
+                base=Base.from_plain(learner["base"]),
+                schedules=dict(learner["schedules"]),
+                frozen=dict(learner["frozen"]),
                 controller_state=tree["controller_state"],
                 histories=dict(learner["guard_histories"]),
                 files={name: FileRecord.from_plain(record) for name, record in tree["files"].items()},

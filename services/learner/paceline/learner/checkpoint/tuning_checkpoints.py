@@ -37,7 +37,6 @@ class TuningCheckpoints:
         state: what is saved; loading writes into its tensors.
         identity: everything that determines the training's numbers, except its start.
         save_freq: steps from one checkpoint to the next; 0: none are written.
-        ranks: the group.
     """
 
     def __init__(

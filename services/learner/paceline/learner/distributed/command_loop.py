@@ -82,7 +82,6 @@ class CommandLoop:
     """Runs one rank's end of the loop.
 
     Args:
-        ranks: the group.
         prepare: called first, on every rank; returns the handlers by name, the same on every rank.
         commands: rank 0's queue; None elsewhere.
         keep_alive_s: how often idle ranks exchange a keep-alive.

@@ -66,7 +66,6 @@ def put_together(own: Tensor, places: Tensor, length: int, group: RankGroup) -> 
         places: (m,) int64, where they belong; each of 0..length-1 belongs to one rank, and `length` means
             nowhere.
         length: length of the result.
-        group: group of the ranks.
 
     Returns:
         (length,); exact, because each place is one number and zeros.

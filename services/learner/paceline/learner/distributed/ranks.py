@@ -136,7 +136,6 @@ def choose_device(wanted: str, environment: RankEnvironment, devices: tuple[int,
 
     Args:
         wanted: auto, cpu or cuda.
-        environment: this rank's.
         devices: GPU indices by local rank; ignored if CUDA_VISIBLE_DEVICES is set.
 
     Raises:
@@ -202,9 +201,7 @@ def form_group(
     """Forms the process groups; every rank calls it.
 
     Args:
-        environment: this rank's.
         store: where the ranks meet.
-        device: this rank's.
         timeout_s: bounds this and every later wait of one rank for another.
         context: ranks that share the tokens of each row.
         fsdp_size: ranks that share one copy of the parameters; None: all.

@@ -108,10 +108,8 @@ def load_policy(
         folder: model folder in the Hugging Face layout.
         ranks: the ranks that shard it.
         precision: precision of computing, storing and reducing.
-        options: options of its layers.
         random_seed: seed to draw the weights from, instead of reading them.
         lora: adapters to train; the model itself is then frozen.
-        adapter_seed: seed of the adapters.
 
     Raises:
         ModelError: a tensor is missing or has another shape than the model's.

@@ -27,7 +27,6 @@ def algorithm_of(
     """Makes the algorithm of a step.
 
     Args:
-        config: configuration of the run.
         clip_scale: the guard's factor for options that are clip ranges.
         critic_alone: whether this is a step of the critic's warm-up.
         agree: raises on every rank unless all ranks call this verb of the user's own algorithm.

@@ -20,7 +20,6 @@ class StepProfiler:
     Args:
         config: the steps and ranks to profile.
         folder: folder for the files, `step_NNNNNN.learner-RANK.json.gz`.
-        rank: this rank.
     """
 
     def __init__(self, config: ProfileConfig, folder: Path, rank: int) -> None:

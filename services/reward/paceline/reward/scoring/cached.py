@@ -33,7 +33,6 @@ class Cached:
     one.
 
     Args:
-        scorer: the other scorer.
         size: most scores in the cache; the least recently used are evicted first.
     """
 

@@ -50,7 +50,6 @@ class Episodes:
     Args:
         engine: decodes the turns.
         environment: answers them; started, and closed by whoever started it.
-        rules: rules of every episode.
         retries: further attempts at an episode whose environment was lost.
         check: raises for samples that must not leave the server.
         endpoint: where agents ask that lead their episodes themselves; None: episodes are led here.
@@ -172,7 +171,6 @@ def environment_of(
     """Returns the environment that the configuration names: a service, an attached client, or tools.
 
     Args:
-        config: the run's.
         credentials: for a service.
         run_id, is_over: of `AttachedEnvironment`.
 

@@ -85,7 +85,6 @@ async def run_episode(
         group, index: which sample of which prompt it is.
         session: opened and closed here, or abandoned if anything fails.
         generate: the engine.
-        rules: rules of the run.
         slot: slot of this sample.
         serial: differs between attempts.
 

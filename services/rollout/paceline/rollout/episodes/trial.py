@@ -59,7 +59,6 @@ async def play_episode(
     Args:
         prompt: a prompt with messages.
         environment: an environment that was started.
-        rules: rules of the run.
         stop_token_ids: tokens that end a turn.
         drives: whether the environment drives the episode.
 

@@ -65,10 +65,6 @@ def chosen_step(folder: Path, step: str) -> int:
 
 
 def export_step(folder: Path, step: int, out: Path, *, says_so: bool = True) -> int:
-    """Writes the checkpoint of a step as a model's folder, in another process; returns the exit code.
-
-    Args:
-        folder: folder of the run.
-    """
+    """Writes the checkpoint of a step as a model's folder, in another process; returns the exit code."""
     command = [sys.executable, "-m", "paceline.learner.export", str(folder), str(step), str(out)]
     return subprocess.run(command, check=False, stdout=None if says_so else subprocess.DEVNULL).returncode

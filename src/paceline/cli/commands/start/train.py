@@ -87,7 +87,6 @@ def train(
     """Runs a training run to its end; returns the exit code.
 
     Args:
-        config: configuration of the run.
         is_open: whether others may join.
         planner: makes the processes' specs.
         remarks: lines to print before the run starts.

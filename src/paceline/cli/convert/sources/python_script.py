@@ -33,7 +33,6 @@ def read_script(path: Path, text: str) -> ScriptSettings:
 
     Args:
         path: path of the script; reward functions that it imports are looked for beside it.
-        text: text of the script.
 
     Raises:
         ConfigError: it is not Python, or has neither.

@@ -51,7 +51,6 @@ def read_script(text: str, environment: Mapping[str, str] | None = None) -> Scri
     """Returns the settings of the command that starts verl's trainer.
 
     Args:
-        text: text of the script.
         environment: variables that the script does not set (default: those of this process).
 
     Raises:

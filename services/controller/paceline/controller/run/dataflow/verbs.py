@@ -83,7 +83,6 @@ class Verbs:
         patience: how many seconds a dataflow may take between two verbs.
 
     Attributes:
-        number: the step's number.
         rolled_back: whether the guard has rolled the learner back.
         failure: the error of a verb; it ends the step even if the dataflow catches it.
         timeout: expires if the dataflow takes too long between two verbs.

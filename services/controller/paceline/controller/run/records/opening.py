@@ -32,7 +32,6 @@ class OpenedRun(NamedTuple):
 
     Attributes:
         journal: the journal, to which the event `run` was written.
-        run_id: the run's id.
         notices: sentences for people on how the run was resumed.
     """
 

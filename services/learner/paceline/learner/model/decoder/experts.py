@@ -167,7 +167,6 @@ def active_parameters(layers: nn.Module, config: Any, *, trained: bool) -> int:
     """Counts the parameters that one token uses: of the experts, only those that it is sent to.
 
     Args:
-        layers: layers of the decoder.
         config: configuration of the model.
         trained: count trained parameters; else frozen ones.
     """

@@ -48,9 +48,7 @@ def compute_advantages(
     """Computes token rewards with the KL penalty, then advantages.
 
     Args:
-        config: configuration of the run.
         scored: this rank's micro-batches, fillers included.
-        estimator: the algorithm's estimator.
         scores: scores of all rows of the step or chunk, on every rank.
         group_ids: prompts of all rows.
         greedy_scores: score of the greedy answer to each row's prompt; ignored unless every row has one.
@@ -90,7 +88,6 @@ def mean_reference_kl(
     """Returns the KL to the reference before the update, in nats per token; None without a reference.
 
     Args:
-        config: configuration of the run.
         scored: this rank's micro-batches with old log-probs, fillers included.
         num_sequences: number of sequences of the step, on all ranks.
         ranks: the ranks over whose sequences the mean of sequence means is taken.

@@ -49,10 +49,8 @@ def prepare(
     """Estimates advantages and shapes the batch around them; every rank calls it.
 
     Args:
-        learner: learner of this rank.
         order: order of a step or a chunk.
         scored: this rank's micro-batches of its rows, fillers included.
-        estimator: the algorithm's estimator.
         first_row: place of the first row in the step's batch.
 
     Raises:

@@ -102,12 +102,8 @@ def score_chunks(
     """Scores chunks of a step except those already scored ahead; every rank calls it.
 
     Args:
-        learner: learner of this rank.
-        step: the step.
         make: plans the chunks, by their numbers in the step.
         rows: rows of the chunks, by place in the batch.
-        fetch: fetches rows.
-        stopwatch: times the phases.
     """
     gathered = _gather(learner, make, rows, fetch, stopwatch)
     first = num_unscored(learner, step)

@@ -139,7 +139,6 @@ class WorkAhead:
         Args:
             chunks: chunks of the mini-batch.
             parts: its micro-batches on this rank.
-            adjustments: the step's adjustments.
         """
         gradient = self._gradient
         if gradient is None or not gradient.chunks:

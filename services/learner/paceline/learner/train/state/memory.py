@@ -20,9 +20,6 @@ class MemoryRoom:
     """Limits the size of micro-batches in this process.
 
     After a repeated step, later steps are planned with the smaller token budget.
-
-    Args:
-        notify: notifies the user.
     """
 
     def __init__(self, notify: Callable[[str], None]) -> None:
@@ -53,7 +50,6 @@ class MemoryRoom:
         Args:
             parts: this rank's parts; halves replace them in this list.
             act: takes the step; may raise OutOfMemoryError on every rank alike, with nothing changed.
-            ranks: the group.
             network: "actor" or "critic", for the message.
 
         Raises:

@@ -308,7 +308,6 @@ class Trainable(Generic[N]):
             losses: losses of this rank's micro-batches, except those passed to `begin`; every rank has the
                 same number, at least one.
             step: training step, for the schedule.
-            ranks: the group.
             lr_scale: multiplies the schedule's learning rate.
             veto: decides, if all is finite, whether the step may be taken.
             begun: the sum of the sums that `begin` returned.

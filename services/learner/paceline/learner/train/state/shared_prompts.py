@@ -59,7 +59,6 @@ class SharedPrompts:
     Args:
         mode: mode of `actor.shared_prompts`.
         compute: type of the forward pass.
-        notify: notifies the user.
     """
 
     def __init__(self, mode: SharingMode, compute: torch.dtype, notify: Callable[[str], None]) -> None:
@@ -87,9 +86,7 @@ class SharedPrompts:
         """Checks the first chunk that shares, and leaves no gradient; every rank calls it.
 
         Args:
-            actor: the policy.
             rows: rows of this rank's first micro-batch of the chunk.
-            ranks: the group.
             budget: tokens of a micro-batch; the rows must fit in the unshared form, too.
 
         Returns:

@@ -41,8 +41,6 @@ class PolicyLoss:
     `names` are the names of the sums: the loss, then the metrics, including the policy loss's own.
 
     Args:
-        config: configuration of the run.
-        network: the policy.
         adjustments: the guard's adjustments, here of actor.kl_loss_coef.
         loss: the algorithm's loss, with the guard's adjustments of the clip range.
     """

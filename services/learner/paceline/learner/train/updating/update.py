@@ -61,11 +61,6 @@ def update_policy(
     """Takes all optimizer steps of the policy in one training step; every rank calls it.
 
     Args:
-        learner: learner of this rank.
-        mini_batches: mini-batches of the step.
-        guard: the step's guard.
-        loss_function: the algorithm's loss.
-        step: the step's number.
         begun: the part of the first mini-batch's gradient that was computed ahead.
 
     Raises:

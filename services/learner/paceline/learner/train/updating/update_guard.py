@@ -35,8 +35,6 @@ class UpdateGuard:
     Args:
         config: the rules.
         histories: running medians, which outlive the step.
-        ranks: the group.
-        adjustments: the adjustments of this step.
     """
 
     def __init__(

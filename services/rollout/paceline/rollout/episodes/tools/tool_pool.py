@@ -43,7 +43,6 @@ class ToolPool:
 
     Args:
         references: `module:function` or `path/to/file.py:function`.
-        limits: limits of the processes.
     """
 
     def __init__(self, references: Sequence[str], limits: ToolLimits) -> None:
