@@ -14,6 +14,7 @@ from paceline.core.samples.episode import EpisodeOutcome
 from paceline.core.samples.images import Image
 from paceline.core.samples.trajectory import RewardContext, SamplingSpec
 from paceline.wire.fields import LIMITS, Fields, plain_problem
+from paceline.wire.records import values_of
 
 BLOB_DIGEST = re.compile(r"[0-9a-f]{32}")
 _DIGEST = re.compile(r"[0-9a-f]{16}")
@@ -23,12 +24,8 @@ _Choice = TypeVar("_Choice", bound=enum.Enum)
 
 def pack_trajectory_id(trajectory_id: TrajectoryId) -> list[Any]:
     """Packs [purpose, step, prompt id, sample index]: the order of its text form."""
-    return [
-        trajectory_id.purpose,
-        trajectory_id.step,
-        trajectory_id.prompt_id,
-        trajectory_id.sample_index,
-    ]
+    key = trajectory_id
+    return [key.purpose, key.step, key.prompt_id, key.sample_index]
 
 
 def read_trajectory_id(fields: Fields) -> TrajectoryId:
@@ -103,13 +100,7 @@ def _read_range(fields: Fields, item: Any) -> PolicyRange:
 
 def pack_sampling(sampling: SamplingSpec) -> dict[str, Any]:
     """Packs a sampling spec, field by field."""
-    return {
-        "temperature": sampling.temperature,
-        "max_tokens": sampling.max_tokens,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "stop_token_ids": sampling.stop_token_ids,
-    }
+    return values_of(sampling)
 
 
 def read_sampling(fields: Fields) -> SamplingSpec:
@@ -137,9 +128,7 @@ def pack_context(context: RewardContext) -> dict[str, Any]:
             reason=problem[0],
         )
     return {
-        "ground_truth": context.ground_truth,
-        "data_source": context.data_source,
-        "prompt_text": context.prompt_text,
+        **values_of(context, without=("val_set",)),
         "extra": extra,
         **({"val_set": context.val_set} if context.val_set else {}),
     }
@@ -191,14 +180,7 @@ def pack_episode(episode: EpisodeOutcome | None) -> dict[str, Any] | None:
     """Packs an episode's outcome as a mapping; None for a single answer."""
     if episode is None:
         return None
-    return {
-        "stop_reason": episode.stop_reason,
-        "num_turns": episode.num_turns,
-        "num_tool_calls": episode.num_tool_calls,
-        "tool_s": episode.tool_s,
-        "reward": episode.reward,
-        "components": dict(episode.components),
-    }
+    return {**values_of(episode), "components": dict(episode.components)}
 
 
 def read_episode(fields: Fields) -> EpisodeOutcome | None:

@@ -32,6 +32,7 @@ from paceline.wire.calls.protobuf import (
     score_result_to_proto,
 )
 from paceline.wire.fields import reject
+from paceline.wire.records import from_proto, to_proto
 
 T = TypeVar("T")
 P = TypeVar("P")
@@ -136,11 +137,12 @@ def client_message_to_proto(
     """Encodes a client's message as a `kind`; `answers` makes its field `answers`."""
     match message:
         case Hello():
-            return kind(hello=hello_to_proto(message))
+            hello = to_proto(message, attachment_pb2.AttachHello, data_sources=sorted(message.data_sources))
+            return kind(hello=hello)
         case Window():
             return kind(window=attachment_pb2.AttachWindow(window=message.window))
         case Leave():
-            return kind(leave=leave_to_proto(message))
+            return kind(leave=to_proto(message, attachment_pb2.AttachLeave))
         case Answers(rows):
             return kind(answers=answers(rows))
 
@@ -158,7 +160,7 @@ def client_message_from_proto(message: Any, read: Callable[[Any], T]) -> FromCli
         case "window":
             return Window(window=_window(message.window.window))
         case "leave":
-            return leave_from_proto(message.leave)
+            return _leave_from_proto(message.leave)
         case "answers":
             if (count := len(message.answers.answers)) > MAX_WINDOW:
                 detail = f"{count} answers, at most {MAX_WINDOW} in a message: no client has more tasks"
@@ -174,9 +176,9 @@ def server_message_to_proto(
     """Encodes a message to a client as a `kind`; `work` makes its field `work`."""
     match message:
         case Welcome():
-            return kind(welcome=welcome_to_proto(message))
+            return kind(welcome=to_proto(message, attachment_pb2.AttachWelcome))
         case Leave():
-            return kind(leave=leave_to_proto(message))
+            return kind(leave=to_proto(message, attachment_pb2.AttachLeave))
         case Work(tasks):
             return kind(work=work(tasks))
 
@@ -192,7 +194,7 @@ def server_message_from_proto(message: Any, read: Callable[[Any], T]) -> ToClien
         case "welcome":
             return welcome_from_proto(message.welcome)
         case "leave":
-            return leave_from_proto(message.leave)
+            return _leave_from_proto(message.leave)
         case "work":
             return Work(tuple((row.ticket, read(row)) for row in message.work.tasks))
         case _:
@@ -201,19 +203,6 @@ def server_message_from_proto(message: Any, read: Callable[[Any], T]) -> ToClien
 
 def _empty(message: Any) -> InvalidMessageError:
     return InvalidMessageError(f"invalid {message.DESCRIPTOR.name}: it is empty", reason="missing_field")
-
-
-def hello_to_proto(hello: Hello) -> attachment_pb2.AttachHello:
-    """Writes a hello as a message."""
-    return attachment_pb2.AttachHello(
-        contract=hello.contract,
-        name=hello.name,
-        client=hello.client,
-        data_sources=sorted(hello.data_sources),
-        window=hello.window,
-        version=hello.version,
-        groups=hello.groups,
-    )
 
 
 def hello_from_proto(message: attachment_pb2.AttachHello) -> Hello:
@@ -231,21 +220,12 @@ def hello_from_proto(message: attachment_pb2.AttachHello) -> Hello:
             "too_large",
             f"at most {MAX_DATA_SOURCES} data sources, and {MAX_NAME_CHARS} characters in each text",
         )
-    return Hello(
-        name=message.name,
+    return from_proto(
+        message,
+        Hello,
         client=one_line(message.client) or "unnamed",
         data_sources=frozenset(message.data_sources),
         window=_window(message.window),
-        version=message.version,
-        contract=message.contract,
-        groups=message.groups,
-    )
-
-
-def welcome_to_proto(welcome: Welcome) -> attachment_pb2.AttachWelcome:
-    """Writes a welcome as a message."""
-    return attachment_pb2.AttachWelcome(
-        contract=welcome.contract, run_id=welcome.run_id, answer_within_s=welcome.answer_within_s
     )
 
 
@@ -259,19 +239,11 @@ def welcome_from_proto(message: attachment_pb2.AttachWelcome) -> Welcome:
     _check_contract(message.contract, "gateway")
     if not (math.isfinite(message.answer_within_s) and message.answer_within_s > 0):
         reject("AttachWelcome", "out_of_range", f"answer_within_s is {message.answer_within_s}")
-    return Welcome(
-        run_id=one_line(message.run_id), answer_within_s=message.answer_within_s, contract=message.contract
-    )
+    return from_proto(message, Welcome, run_id=one_line(message.run_id))
 
 
-def leave_to_proto(leave: Leave) -> attachment_pb2.AttachLeave:
-    """Writes a leave as a message."""
-    return attachment_pb2.AttachLeave(reason=leave.reason, for_good=leave.for_good)
-
-
-def leave_from_proto(message: attachment_pb2.AttachLeave) -> Leave:
-    """Reads the leave of a service."""
-    return Leave(reason=one_line(message.reason), for_good=message.for_good)
+def _leave_from_proto(message: attachment_pb2.AttachLeave) -> Leave:
+    return from_proto(message, Leave, reason=one_line(message.reason))
 
 
 def _window(window: int) -> int:

@@ -12,6 +12,7 @@ from paceline.core.text import encodable
 from paceline.rpc.v1 import environment_pb2 as pb
 from paceline.wire.fields import reject
 from paceline.wire.json_object import read_json_object, write_json_object
+from paceline.wire.records import from_proto, to_proto
 
 ENVIRONMENT_CONTRACT: Final = 1
 """The version of `EnvironmentService` that this package speaks"""
@@ -22,13 +23,9 @@ _MAX_CALLS = 256
 
 def message_to_proto(message: Message) -> pb.ChatMessage:
     """Encodes a message; escapes lone surrogates and notes arguments that JSON cannot hold."""
-    return pb.ChatMessage(
-        role=message.role,
-        content=encodable(message.content),
-        tool_calls=[_call_to_proto(call) for call in message.tool_calls],
-        name=encodable(message.name),
-        call_id=message.call_id,
-    )
+    calls = [_call_to_proto(call) for call in message.tool_calls]
+    content, name = encodable(message.content), encodable(message.name)
+    return to_proto(message, pb.ChatMessage, content=content, tool_calls=calls, name=name)
 
 
 def message_from_proto(message: pb.ChatMessage) -> Message:
@@ -41,13 +38,8 @@ def message_from_proto(message: pb.ChatMessage) -> Message:
         reject("ChatMessage", "unknown_value", f"role {message.role[:40]!r}, wanted {', '.join(_ROLES)}")
     if len(message.tool_calls) > _MAX_CALLS:
         reject("ChatMessage", "too_large", f"{len(message.tool_calls)} tool calls, at most {_MAX_CALLS}")
-    return Message(
-        role=message.role,
-        content=message.content,
-        tool_calls=tuple(_call_from_proto(call) for call in message.tool_calls),
-        name=message.name,
-        call_id=message.call_id,
-    )
+    calls = tuple(_call_from_proto(call) for call in message.tool_calls)
+    return from_proto(message, Message, tool_calls=calls)
 
 
 def messages_from_proto(messages: Iterable[pb.ChatMessage]) -> tuple[Message, ...]:
@@ -58,7 +50,7 @@ def messages_from_proto(messages: Iterable[pb.ChatMessage]) -> tuple[Message, ..
 def tool_to_proto(tool: ToolSpec) -> pb.ToolDescription:
     """Writes a tool's description; raises InvalidMessageError if its schema is not plain data."""
     parameters = write_json_object(tool.parameters, "ToolDescription")
-    return pb.ToolDescription(name=tool.name, description=tool.description, parameters_json=parameters)
+    return to_proto(tool, pb.ToolDescription, without=("parameters",), parameters_json=parameters)
 
 
 def tool_from_proto(message: pb.ToolDescription) -> ToolSpec:
@@ -70,7 +62,7 @@ def tool_from_proto(message: pb.ToolDescription) -> ToolSpec:
     if not message.name:
         reject("ToolDescription", "missing_field", "no name")
     parameters = read_json_object(message.parameters_json, "ToolDescription")
-    return ToolSpec(name=message.name, description=message.description, parameters=parameters)
+    return from_proto(message, ToolSpec, parameters=parameters)
 
 
 def grade_from_proto(message: pb.EpisodeGrade) -> tuple[float | None, dict[str, float]]:
@@ -102,9 +94,4 @@ def _call_to_proto(call: ToolCall) -> pb.ChatToolCall:
 
 
 def _call_from_proto(message: pb.ChatToolCall) -> ToolCall:
-    return ToolCall(
-        call_id=message.call_id,
-        name=message.name,
-        arguments=read_json_object(message.arguments_json, "ChatToolCall"),
-        problem=message.problem,
-    )
+    return from_proto(message, ToolCall, arguments=read_json_object(message.arguments_json, "ChatToolCall"))

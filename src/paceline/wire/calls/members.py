@@ -13,6 +13,7 @@ from paceline.core.members import (
 )
 from paceline.rpc.v1 import common_pb2, controller_pb2
 from paceline.wire.fields import reject
+from paceline.wire.records import from_proto, to_proto
 
 _KIND_NUMBERS = {
     MemberKind.ROLLOUT: common_pb2.MEMBER_KIND_ROLLOUT,
@@ -64,23 +65,10 @@ def member_state_from_word(kind: MemberKind, word: str) -> MemberState:
 
 def usage_to_proto(usage: Usage) -> controller_pb2.Usage:
     """Encodes the resources that a process uses on its machine."""
-    return controller_pb2.Usage(
-        cpu_seconds=usage.cpu_seconds,
-        memory_bytes=usage.memory_bytes,
-        gpus=[
-            controller_pb2.GpuUsage(uuid=gpu.uuid, utilisation=gpu.utilisation, memory_bytes=gpu.memory_bytes)
-            for gpu in usage.gpus
-        ],
-    )
+    gpus = [to_proto(gpu, controller_pb2.GpuUsage) for gpu in usage.gpus]
+    return to_proto(usage, controller_pb2.Usage, gpus=gpus)
 
 
 def usage_from_proto(message: controller_pb2.Usage) -> Usage:
     """Decodes the resources that a process uses on its machine."""
-    return Usage(
-        cpu_seconds=message.cpu_seconds,
-        memory_bytes=message.memory_bytes,
-        gpus=tuple(
-            GpuUsage(uuid=gpu.uuid, utilisation=gpu.utilisation, memory_bytes=gpu.memory_bytes)
-            for gpu in message.gpus
-        ),
-    )
+    return from_proto(message, Usage, gpus=tuple(from_proto(gpu, GpuUsage) for gpu in message.gpus))

@@ -12,11 +12,12 @@ from paceline.core.text import one_line
 from paceline.rpc.v1 import common_pb2, reward_pb2
 from paceline.wire.fields import LIMITS, reject
 from paceline.wire.json_object import check_json_text, read_json_object, write_json_object
+from paceline.wire.records import from_proto, to_proto
 
 
 def policy_tag_to_proto(tag: PolicyTag) -> common_pb2.PolicyTag:
     """Writes a policy tag as a message."""
-    return common_pb2.PolicyTag(version=tag.version, digest=tag.digest)
+    return to_proto(tag, common_pb2.PolicyTag)
 
 
 def policy_tag_from_proto(message: common_pb2.PolicyTag) -> PolicyTag:
@@ -32,7 +33,7 @@ def policy_tag_from_proto(message: common_pb2.PolicyTag) -> PolicyTag:
         reject(
             "PolicyTag", "out_of_range", f"digest {digest[:40]!r}, wanted 16 lower-case hexadecimal digits"
         )
-    return PolicyTag(version=message.version, digest=digest)
+    return from_proto(message, PolicyTag)
 
 
 def score_item_to_proto(item: ScoreItem) -> reward_pb2.ScoreItem:
@@ -41,16 +42,8 @@ def score_item_to_proto(item: ScoreItem) -> reward_pb2.ScoreItem:
     Raises:
         InvalidMessageError: `extra` is too large, or holds a value that JSON cannot express.
     """
-    return reward_pb2.ScoreItem(
-        trajectory_id=item.trajectory_id,
-        prompt=item.prompt,
-        response=item.response,
-        ground_truth=item.ground_truth,
-        data_source=item.data_source,
-        extra_json=check_score_item(item),
-        group=item.group,
-        val_set=item.val_set,
-    )
+    extra = check_score_item(item)
+    return to_proto(item, reward_pb2.ScoreItem, without=("extra", "episode"), extra_json=extra)
 
 
 def check_score_item(item: ScoreItem) -> str:
@@ -98,16 +91,8 @@ def score_item_from_proto(message: reward_pb2.ScoreItem) -> ScoreItem:
     """
     if not message.trajectory_id:
         reject("ScoreItem", "missing_field", "no trajectory_id")
-    return ScoreItem(
-        trajectory_id=message.trajectory_id,
-        prompt=message.prompt,
-        response=message.response,
-        ground_truth=message.ground_truth,
-        data_source=message.data_source,
-        extra=read_json_object(message.extra_json, _extra_of(message)),
-        group=message.group,
-        val_set=message.val_set,
-    )
+    extra = read_json_object(message.extra_json, _extra_of(message))
+    return from_proto(message, ScoreItem, extra=extra)
 
 
 def _extra_of(message: reward_pb2.ScoreItem) -> str:
@@ -121,12 +106,8 @@ def score_result_to_proto(result: ScoreResult) -> reward_pb2.ScoreResult:
         return reward_pb2.ScoreResult(
             trajectory_id=result.trajectory_id, error=result.error or "unknown error"
         )
-    return reward_pb2.ScoreResult(
-        trajectory_id=result.trajectory_id,
-        reward=result.reward,
-        components=dict(result.components),
-        placed=[reward_pb2.PlacedReward(end=end, reward=part) for end, part in result.placed],
-    )
+    placed = [reward_pb2.PlacedReward(end=end, reward=part) for end, part in result.placed]
+    return to_proto(result, reward_pb2.ScoreResult, placed=placed)
 
 
 def score_result_from_proto(message: reward_pb2.ScoreResult) -> ScoreResult:
@@ -154,13 +135,8 @@ def score_result_from_proto(message: reward_pb2.ScoreResult) -> ScoreResult:
 
 def description_to_proto(description: RewardDescription) -> reward_pb2.RewardDescription:
     """Encodes the description of a reward service."""
-    return reward_pb2.RewardDescription(
-        contract=description.contract,
-        name=description.name,
-        data_sources=sorted(description.data_sources),
-        groups=description.groups,
-        version=description.version,
-    )
+    sources = sorted(description.data_sources)
+    return to_proto(description, reward_pb2.RewardDescription, data_sources=sources)
 
 
 def description_from_proto(message: reward_pb2.RewardDescription) -> RewardDescription:
@@ -179,10 +155,5 @@ def description_from_proto(message: reward_pb2.RewardDescription) -> RewardDescr
             "too_large",
             f"at most {MAX_DATA_SOURCES} data sources, and {MAX_NAME_CHARS} characters in each text",
         )
-    return RewardDescription(
-        contract=message.contract,
-        name=one_line(message.name),
-        data_sources=frozenset(sources),
-        groups=message.groups,
-        version=message.version,
-    )
+    name = one_line(message.name)
+    return from_proto(message, RewardDescription, name=name, data_sources=frozenset(sources))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from paceline.core.errors import InvalidMessageError
 from paceline.core.guard import RULES, Adjustments, Reading
@@ -12,17 +13,12 @@ from paceline.rpc.v1 import learner_pb2
 from paceline.wire.calls.protobuf import policy_tag_from_proto, policy_tag_to_proto
 from paceline.wire.fields import reject
 from paceline.wire.parts import BLOB_DIGEST
+from paceline.wire.records import from_proto, to_proto
 
 
 def order_to_proto(order: TrainOrder) -> learner_pb2.TrainStepRequest:
     """Writes a training order as a message."""
-    return learner_pb2.TrainStepRequest(
-        step=order.step,
-        policy=policy_tag_to_proto(order.policy),
-        rows=[_row_to_proto(row) for row in order.rows],
-        adjustments=_adjustments_to_proto(order.adjustments),
-        digest=order.digest,
-    )
+    return to_proto(order, learner_pb2.TrainStepRequest, **_parts_of(order))
 
 
 def order_from_proto(message: learner_pb2.TrainStepRequest) -> TrainOrder:
@@ -34,13 +30,7 @@ def order_from_proto(message: learner_pb2.TrainStepRequest) -> TrainOrder:
     """
     if message.step < 1:
         reject("TrainStepRequest", "out_of_range", f"step {message.step}, steps count from 1")
-    adjusted = message.HasField("adjustments")
-    order = TrainOrder(
-        step=message.step,
-        policy=policy_tag_from_proto(message.policy),
-        rows=tuple(_row_from_proto(row) for row in message.rows),
-        adjustments=_adjustments_from_proto(message.adjustments) if adjusted else Adjustments(),
-    )
+    order = from_proto(message, TrainOrder, **_parts_in(message))
     if message.digest != order.digest:
         detail = f"the digest is {message.digest[:64]!r}, the rows of step {order.step} have {order.digest!r}"
         reject("TrainStepRequest", "wrong_digest", detail)
@@ -49,14 +39,7 @@ def order_from_proto(message: learner_pb2.TrainStepRequest) -> TrainOrder:
 
 def chunk_to_proto(order: ChunkOrder) -> learner_pb2.WorkAheadRequest:
     """Writes an order for a chunk as a message."""
-    return learner_pb2.WorkAheadRequest(
-        step=order.step,
-        policy=policy_tag_to_proto(order.policy),
-        rows=[_row_to_proto(row) for row in order.rows],
-        adjustments=_adjustments_to_proto(order.adjustments),
-        first_row=order.first_row,
-        with_gradient=order.with_gradient,
-    )
+    return to_proto(order, learner_pb2.WorkAheadRequest, **_parts_of(order))
 
 
 def chunk_from_proto(message: learner_pb2.WorkAheadRequest) -> ChunkOrder:
@@ -71,15 +54,26 @@ def chunk_from_proto(message: learner_pb2.WorkAheadRequest) -> ChunkOrder:
     if message.first_row < 0 or not message.rows:
         detail = f"{len(message.rows)} rows from place {message.first_row} on"
         reject("WorkAheadRequest", "out_of_range", detail)
+    return from_proto(message, ChunkOrder, **_parts_in(message))
+
+
+def _parts_of(order: TrainOrder | ChunkOrder) -> dict[str, Any]:
+    """Encodes policy, rows and adjustments."""
+    return {
+        "policy": policy_tag_to_proto(order.policy),
+        "rows": [_row_to_proto(row) for row in order.rows],
+        "adjustments": to_proto(order.adjustments, learner_pb2.GuardAdjustments),
+    }
+
+
+def _parts_in(message: learner_pb2.TrainStepRequest | learner_pb2.WorkAheadRequest) -> dict[str, Any]:
+    """Decodes policy, rows and adjustments."""
     adjusted = message.HasField("adjustments")
-    return ChunkOrder(
-        step=message.step,
-        policy=policy_tag_from_proto(message.policy),
-        first_row=message.first_row,
-        rows=tuple(_row_from_proto(row) for row in message.rows),
-        with_gradient=message.with_gradient,
-        adjustments=_adjustments_from_proto(message.adjustments) if adjusted else Adjustments(),
-    )
+    return {
+        "policy": policy_tag_from_proto(message.policy),
+        "rows": tuple(_row_from_proto(row) for row in message.rows),
+        "adjustments": _adjustments_from_proto(message.adjustments) if adjusted else Adjustments(),
+    }
 
 
 def decode_chunk(data: bytes) -> ChunkOrder:
@@ -94,12 +88,8 @@ def decode_order(data: bytes) -> TrainOrder:
 
 def result_to_proto(result: TrainResult) -> learner_pb2.TrainStepResponse:
     """Writes a training result as a message."""
-    return learner_pb2.TrainStepResponse(
-        step=result.step,
-        metrics=result.metrics,
-        skip_reasons=result.skip_reasons,
-        guard_readings=[_reading_to_proto(reading) for reading in result.readings],
-    )
+    readings = [to_proto(one, learner_pb2.GuardReading, without=("detail",)) for one in result.readings]
+    return to_proto(result, learner_pb2.TrainStepResponse, without=("readings",), guard_readings=readings)
 
 
 def result_from_proto(message: learner_pb2.TrainStepResponse) -> TrainResult:
@@ -108,30 +98,13 @@ def result_from_proto(message: learner_pb2.TrainStepResponse) -> TrainResult:
     Raises:
         InvalidMessageError: a reading names an unknown rule, or is not finite.
     """
-    return TrainResult(
-        step=message.step,
-        metrics=dict(message.metrics),
-        skip_reasons=tuple(message.skip_reasons),
-        readings=tuple(_reading_from_proto(reading) for reading in message.guard_readings),
-    )
+    readings = tuple(_reading_from_proto(reading) for reading in message.guard_readings)
+    return from_proto(message, TrainResult, readings=readings)
 
 
 def _row_to_proto(row: BatchRow) -> learner_pb2.BatchRow:
-    return learner_pb2.BatchRow(
-        trajectory_id=str(row.trajectory_id),
-        blob_key=row.blob_key,
-        blob_digest=row.blob_digest,
-        reward=row.reward,
-        num_prompt_tokens=row.num_prompt_tokens,
-        num_response_tokens=row.num_response_tokens,
-        num_sampled_tokens=row.num_sampled_tokens,
-        greedy_score=row.greedy_score,
-        token_rewards=[
-            learner_pb2.TokenReward(position=position, reward=part) for position, part in row.token_rewards
-        ],
-        num_patches=row.num_patches,
-        num_greedy_tokens=row.num_greedy_tokens,
-    )
+    placed = [learner_pb2.TokenReward(position=place, reward=part) for place, part in row.token_rewards]
+    return to_proto(row, learner_pb2.BatchRow, trajectory_id=str(row.trajectory_id), token_rewards=placed)
 
 
 def _row_from_proto(message: learner_pb2.BatchRow) -> BatchRow:
@@ -164,19 +137,8 @@ def _row_from_proto(message: learner_pb2.BatchRow) -> BatchRow:
     if message.num_patches < 0 or message.num_greedy_tokens < 0:
         counts = f"{message.num_patches} patches and {message.num_greedy_tokens} greedy tokens"
         reject("BatchRow", "out_of_range", f"{trajectory_id} has {counts}")
-    return BatchRow(
-        trajectory_id=trajectory_id,
-        blob_key=message.blob_key,
-        blob_digest=message.blob_digest,
-        reward=message.reward,
-        num_prompt_tokens=message.num_prompt_tokens,
-        num_response_tokens=message.num_response_tokens,
-        num_sampled_tokens=message.num_sampled_tokens,
-        greedy_score=greedy_score,
-        token_rewards=_token_rewards_from_proto(message),
-        num_patches=message.num_patches,
-        num_greedy_tokens=message.num_greedy_tokens,
-    )
+    placed = _token_rewards_from_proto(message)
+    return from_proto(message, BatchRow, trajectory_id=trajectory_id, token_rewards=placed)
 
 
 def _token_rewards_from_proto(message: learner_pb2.BatchRow) -> tuple[tuple[int, float], ...]:
@@ -186,15 +148,6 @@ def _token_rewards_from_proto(message: learner_pb2.BatchRow) -> tuple[tuple[int,
             detail = f"{message.trajectory_id} has the reward {part} at the response token {position}"
             reject("BatchRow", "out_of_range", detail)
     return pairs
-
-
-def _adjustments_to_proto(adjustments: Adjustments) -> learner_pb2.GuardAdjustments:
-    return learner_pb2.GuardAdjustments(
-        lr_scale=adjustments.lr_scale,
-        kl_scale=adjustments.kl_scale,
-        clip_scale=adjustments.clip_scale,
-        fixed_kl_coef=adjustments.fixed_kl_coef,
-    )
 
 
 def _adjustments_from_proto(message: learner_pb2.GuardAdjustments) -> Adjustments:
@@ -207,22 +160,7 @@ def _adjustments_from_proto(message: learner_pb2.GuardAdjustments) -> Adjustment
     fixed = message.fixed_kl_coef if message.HasField("fixed_kl_coef") else None
     if fixed is not None and not 0.0 <= fixed < math.inf:
         reject("GuardAdjustments", "out_of_range", f"fixed_kl_coef is {fixed}, wanted a number from 0 on")
-    return Adjustments(
-        lr_scale=message.lr_scale,
-        kl_scale=message.kl_scale,
-        clip_scale=message.clip_scale,
-        fixed_kl_coef=fixed,
-    )
-
-
-def _reading_to_proto(reading: Reading) -> learner_pb2.GuardReading:
-    return learner_pb2.GuardReading(
-        rule=reading.rule,
-        value=reading.value,
-        network=reading.network,
-        reference=reading.reference,
-        num_skipped=reading.num_skipped,
-    )
+    return from_proto(message, Adjustments)
 
 
 def _reading_from_proto(message: learner_pb2.GuardReading) -> Reading:
@@ -230,10 +168,4 @@ def _reading_from_proto(message: learner_pb2.GuardReading) -> Reading:
         reject("GuardReading", "unknown_rule", f"there is no rule {message.rule[:80]!r}")
     if not (math.isfinite(message.value) and math.isfinite(message.reference)):
         reject("GuardReading", "not_finite", f"{message.rule}: {message.value} against {message.reference}")
-    return Reading(
-        rule=message.rule,
-        value=message.value,
-        network=message.network,
-        reference=message.reference,
-        num_skipped=message.num_skipped,
-    )
+    return from_proto(message, Reading)

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from paceline.core.errors import InvalidMessageError, RewardErrorKind
-from paceline.core.policy import PolicyRange
 from paceline.core.samples.normalizing import Part
 from paceline.core.samples.trajectory import (
     FinishReason,
@@ -50,6 +49,7 @@ from paceline.wire.parts import (
     read_sampling,
     read_trajectory_id,
 )
+from paceline.wire.records import values_of
 
 PROMPT_GROUP, TRAJECTORY, HEADER, GROUP, SCORED, REFUSAL = (
     "prompt_group",
@@ -72,13 +72,10 @@ def encode_prompt_group(group: PromptGroup) -> bytes:
     return pack(
         PROMPT_GROUP,
         {
-            "run_id": group.run_id,
-            "step": group.step,
+            **values_of(group),
             "purpose": str(group.purpose),
-            "prompt_id": group.prompt_id,
             "prompt_token_ids": pack_array("prompt_token_ids", group.prompt_token_ids, "<i4"),
             "sampling": pack_sampling(group.sampling),
-            "seeds": group.seeds,
             "policy": pack_policy(group.policy),
             "context": pack_context(group.context),
             "messages": pack_messages(group.messages),
@@ -237,16 +234,10 @@ def encode_trajectory_header(header: TrajectoryHeader) -> bytes:
 
 def _pack_header(header: SampleHeader) -> dict[str, Any]:
     return {
-        "run_id": header.run_id,
+        **values_of(header, of=SampleHeader, without=("episode", "num_patches", "ranges")),
         "trajectory_id": pack_trajectory_id(header.trajectory_id),
         "policy": pack_policy(header.policy),
-        "blob_key": header.blob_key,
-        "blob_digest": header.blob_digest,
-        "num_prompt_tokens": header.num_prompt_tokens,
-        "num_response_tokens": header.num_response_tokens,
-        "num_sampled_tokens": header.num_sampled_tokens,
         "finish_reason": header.finish_reason.value,
-        "server_id": header.server_id,
         **pack_ranges(header.ranges),
     }
 
@@ -297,33 +288,34 @@ def decode_trajectory_headers(data: bytes) -> TrajectoryHeader | tuple[Trajector
 
 
 def _read_header(fields: Fields) -> TrajectoryHeader:
-    return TrajectoryHeader(
-        run_id=fields.name("run_id"),
-        trajectory_id=read_trajectory_id(fields),
-        policy=read_policy(fields),
-        blob_key=fields.name("blob_key"),
-        blob_digest=read_blob_digest(fields),
-        num_prompt_tokens=fields.integer("num_prompt_tokens", minimum=1, maximum=LIMITS.max_tokens),
-        num_response_tokens=fields.integer("num_response_tokens", minimum=1, maximum=LIMITS.max_tokens),
-        num_sampled_tokens=fields.integer("num_sampled_tokens", minimum=0, maximum=LIMITS.max_tokens),
-        finish_reason=read_choice(fields, "finish_reason", FinishReason),
-        server_id=fields.name("server_id"),
-        seconds=fields.number("seconds", minimum=0.0),
-        context=read_context(fields),
-        episode=read_episode(fields),
-        num_patches=_read_num_patches(fields),
-        ranges=_read_header_ranges(fields),
-    )
+    seconds, context = fields.number("seconds", minimum=0.0), read_context(fields)
+    return TrajectoryHeader(**_read_sample(fields), seconds=seconds, context=context)
+
+
+def _read_sample(fields: Fields) -> dict[str, Any]:
+    """Reads what all headers have."""
+    num_response_tokens = fields.integer("num_response_tokens", minimum=1, maximum=LIMITS.max_tokens)
+    return {
+        "run_id": fields.name("run_id"),
+        "trajectory_id": read_trajectory_id(fields),
+        "policy": read_policy(fields),
+        "blob_key": fields.name("blob_key"),
+        "blob_digest": read_blob_digest(fields),
+        "num_prompt_tokens": fields.integer("num_prompt_tokens", minimum=1, maximum=LIMITS.max_tokens),
+        "num_response_tokens": num_response_tokens,
+        "num_sampled_tokens": fields.integer("num_sampled_tokens", minimum=0, maximum=LIMITS.max_tokens),
+        "finish_reason": read_choice(fields, "finish_reason", FinishReason),
+        "server_id": fields.name("server_id"),
+        "episode": read_episode(fields),
+        "num_patches": _read_num_patches(fields),
+        "ranges": read_ranges(fields, num_response_tokens),
+    }
 
 
 def _read_num_patches(fields: Fields) -> int:
     if fields.missing("num_patches"):
         return 0
     return fields.integer("num_patches", minimum=1, maximum=LIMITS.max_tokens)
-
-
-def _read_header_ranges(fields: Fields) -> tuple[PolicyRange, ...]:
-    return read_ranges(fields, fields.integer("num_response_tokens", minimum=1, maximum=LIMITS.max_tokens))
 
 
 def encode_scored_header(header: ScoredHeader) -> bytes:
@@ -352,15 +344,9 @@ def encode_group_refusal(refusal: GroupRefusal) -> bytes:
     return pack(
         REFUSAL,
         {
-            "run_id": refusal.run_id,
-            "step": refusal.step,
+            **values_of(refusal),
             "purpose": str(refusal.purpose),
-            "prompt_id": refusal.prompt_id,
             "policy": pack_policy(refusal.policy),
-            "server_id": refusal.server_id,
-            "reason": refusal.reason,
-            "message": refusal.message,
-            "deliveries": refusal.deliveries,
         },
     )
 
@@ -431,16 +417,7 @@ def _read_scored_header(fields: Fields) -> ScoredHeader:
     if (reward is None) == (error is None):
         fields.reject("inconsistent", "exactly one of reward and reward_error must be set")
     return ScoredHeader(
-        run_id=fields.name("run_id"),
-        trajectory_id=read_trajectory_id(fields),
-        policy=read_policy(fields),
-        blob_key=fields.name("blob_key"),
-        blob_digest=read_blob_digest(fields),
-        num_prompt_tokens=fields.integer("num_prompt_tokens", minimum=1, maximum=LIMITS.max_tokens),
-        num_response_tokens=fields.integer("num_response_tokens", minimum=1, maximum=LIMITS.max_tokens),
-        num_sampled_tokens=fields.integer("num_sampled_tokens", minimum=0, maximum=LIMITS.max_tokens),
-        finish_reason=read_choice(fields, "finish_reason", FinishReason),
-        server_id=fields.name("server_id"),
+        **_read_sample(fields),
         generation_s=fields.number("generation_s", minimum=0.0),
         reward=reward,
         components=fields.numbers("components"),
@@ -448,10 +425,7 @@ def _read_scored_header(fields: Fields) -> ScoredHeader:
         scorer=fields.name("scorer"),
         reward_s=fields.number("reward_s", minimum=0.0),
         text_key="" if fields.missing("text_key") else fields.name("text_key"),
-        episode=read_episode(fields),
         token_rewards=_read_token_rewards(fields),
-        num_patches=_read_num_patches(fields),
-        ranges=_read_header_ranges(fields),
         normalized=_read_normalized(fields),
     )
 
