@@ -156,24 +156,36 @@ class FreedMemory:
     is_enough: bool
 
 
-class LearnerClient:
-    """Calls the learner, each call with a deadline.
+class _Client:
+    """Calls members, each call with a deadline.
 
     Args:
-        gone: returns when a member is no longer in the fleet.
+        gone: returns when a member is no longer in the fleet; None: calls do not watch for that.
     """
 
-    def __init__(self, config: RunConfig, channels: Channels, gone: Gone) -> None:
+    def __init__(self, config: RunConfig, channels: Channels, gone: Gone | None = None) -> None:
         self._channels, self._timeouts, self._gone = channels, _Timeouts(config), gone
+
+    async def _call(
+        self,
+        member: Member,
+        method: grpc.aio.UnaryUnaryMultiCallable[_Request, T],
+        request: _Request,
+        timeout_s: float,
+        phase: str,
+    ) -> T:
+        calling = call(method, request, timeout_s=timeout_s, phase=phase, peer=member.member_id)
+        return await (calling if self._gone is None else while_alive(member, calling, self._gone))
+
+
+class LearnerClient(_Client):
+    """Calls the learner, each call with a deadline."""
 
     async def describe(self, member: Member) -> LearnerWeights:
         """Asks for the learner's layouts and for its rendezvous."""
+        request = learner_pb2.DescribeLearnerWeightsRequest()
         reply = await self._call(
-            member,
-            self._stub(member).DescribeWeights,
-            learner_pb2.DescribeLearnerWeightsRequest(),
-            timeout_s=self._timeouts.quick,
-            phase="FORMING",
+            member, self._stub(member).DescribeWeights, request, self._timeouts.quick, "FORMING"
         )
         return LearnerWeights(
             layouts=Sharding.from_bytes(reply.sharding),
@@ -184,22 +196,14 @@ class LearnerClient:
 
     async def join(self, member: Member, *, epoch: int, spec: bytes) -> None:
         """Makes the learner's ranks join the weight group of a packed `WeightGroupSpec`."""
-        await self._call(
-            member,
-            self._stub(member).JoinWeightGroup,
-            learner_pb2.JoinLearnerGroupRequest(epoch=epoch, spec=spec),
-            timeout_s=self._timeouts.join,
-            phase="FORMING",
-        )
+        request = learner_pb2.JoinLearnerGroupRequest(epoch=epoch, spec=spec)
+        await self._call(member, self._stub(member).JoinWeightGroup, request, self._timeouts.join, "FORMING")
 
     async def publish(self, member: Member, *, epoch: int, version: int) -> PushReceipt:
         """Makes the learner send its weights; the receipt has one report, for all of its ranks."""
+        request = learner_pb2.PublishWeightsRequest(epoch=epoch, version=version)
         reply = await self._call(
-            member,
-            self._stub(member).PublishWeights,
-            learner_pb2.PublishWeightsRequest(epoch=epoch, version=version),
-            timeout_s=self._timeouts.push,
-            phase="PUBLISH",
+            member, self._stub(member).PublishWeights, request, self._timeouts.push, "PUBLISH"
         )
         receipt = PushReceipt.from_bytes(reply.receipt)
         if len(receipt.reports) != 1:
@@ -211,23 +215,13 @@ class LearnerClient:
 
     async def abandon(self, member: Member, *, epoch: int, lost: str) -> None:
         """Makes the learner free every rank that waits for the member `lost` in a join or push."""
-        await self._call(
-            member,
-            self._stub(member).AbandonPush,
-            learner_pb2.AbandonPushRequest(epoch=epoch, lost=lost),
-            timeout_s=self._timeouts.quick,
-            phase="PUBLISH",
-        )
+        request = learner_pb2.AbandonPushRequest(epoch=epoch, lost=lost)
+        await self._call(member, self._stub(member).AbandonPush, request, self._timeouts.quick, "PUBLISH")
 
     async def leave(self, member: Member, *, epoch: int) -> None:
         """Makes the learner's ranks leave the weight group."""
-        await self._call(
-            member,
-            self._stub(member).LeaveWeightGroup,
-            learner_pb2.LeaveLearnerGroupRequest(epoch=epoch),
-            timeout_s=self._timeouts.join,
-            phase="FORMING",
-        )
+        request = learner_pb2.LeaveLearnerGroupRequest(epoch=epoch)
+        await self._call(member, self._stub(member).LeaveWeightGroup, request, self._timeouts.join, "FORMING")
 
     async def free(self, member: Member, parts: Sequence[EnginePart], engine_bytes: int) -> FreedMemory:
         """Makes every rank give back the GPU memory that it only caches.
@@ -238,44 +232,32 @@ class LearnerClient:
                 Empty: all ranks free it.
             engine_bytes: bytes of a GPU that an engine took when it was last awake; 0: not measured.
         """
-        reply = await self._call(
-            member,
-            self._stub(member).FreeMemory,
-            learner_pb2.FreeMemoryRequest(parts=[part.value for part in parts], engine_bytes=engine_bytes),
-            timeout_s=self._timeouts.quick,
-            phase="TURN",
+        request = learner_pb2.FreeMemoryRequest(
+            parts=[part.value for part in parts], engine_bytes=engine_bytes
         )
+        reply = await self._call(member, self._stub(member).FreeMemory, request, self._timeouts.quick, "TURN")
         return FreedMemory(freed_bytes=reply.freed_bytes, is_enough=reply.has_room)
 
     async def train(self, member: Member, order: TrainOrder) -> TrainResult:
         """Makes the learner train one step."""
         reply = await self._call(
-            member,
-            self._stub(member).TrainStep,
-            order_to_proto(order),
-            timeout_s=self._timeouts.command,
-            phase="LEARN",
+            member, self._stub(member).TrainStep, order_to_proto(order), self._timeouts.command, "LEARN"
         )
         return result_from_proto(reply)
 
     async def work_ahead(self, member: Member, order: ChunkOrder) -> None:
         """Makes the learner compute what a chunk of the next step needs."""
         await self._call(
-            member,
-            self._stub(member).WorkAhead,
-            chunk_to_proto(order),
-            timeout_s=self._timeouts.command,
-            phase="COLLECT",
+            member, self._stub(member).WorkAhead, chunk_to_proto(order), self._timeouts.command, "COLLECT"
         )
 
     async def save(self, member: Member, *, step: int, folder: str, controller_state: bytes) -> float:
         """Makes the learner begin to write a checkpoint; returns the seconds that this held it up."""
+        request = learner_pb2.SaveCheckpointRequest(
+            step=step, folder=folder, controller_state=controller_state
+        )
         reply = await self._call(
-            member,
-            self._stub(member).SaveCheckpoint,
-            learner_pb2.SaveCheckpointRequest(step=step, folder=folder, controller_state=controller_state),
-            timeout_s=self._timeouts.command,
-            phase="CHECKPOINT",
+            member, self._stub(member).SaveCheckpoint, request, self._timeouts.command, "CHECKPOINT"
         )
         return reply.seconds
 
@@ -285,130 +267,75 @@ class LearnerClient:
         Raises:
             CheckpointError: it could not be written; the learner goes on without it.
         """
+        request = learner_pb2.WaitCheckpointRequest(step=step)
         reply = await self._call(
-            member,
-            self._stub(member).WaitCheckpoint,
-            learner_pb2.WaitCheckpointRequest(step=step),
-            timeout_s=self._timeouts.command,
-            phase="CHECKPOINT",
+            member, self._stub(member).WaitCheckpoint, request, self._timeouts.command, "CHECKPOINT"
         )
         return reply.seconds
 
     async def load(self, member: Member, *, folder: str, version: int) -> float:
         """Makes the learner, at `version`, load the weights of a checkpoint; returns the seconds it took."""
+        request = learner_pb2.LoadCheckpointRequest(folder=folder, version=version)
         reply = await self._call(
-            member,
-            self._stub(member).LoadCheckpoint,
-            learner_pb2.LoadCheckpointRequest(folder=folder, version=version),
-            timeout_s=self._timeouts.command,
-            phase="ROLLBACK",
+            member, self._stub(member).LoadCheckpoint, request, self._timeouts.command, "ROLLBACK"
         )
         return reply.seconds
 
     async def restart(self, member: Member, *, reason: str) -> None:
         """Makes the learner end, so that it is started again and loads its newest checkpoint."""
-        await self._call(
-            member,
-            self._stub(member).Restart,
-            learner_pb2.RestartRequest(reason=reason),
-            timeout_s=self._timeouts.quick,
-            phase="FORMING",
-        )
-
-    async def _call(
-        self,
-        member: Member,
-        method: grpc.aio.UnaryUnaryMultiCallable[_Request, T],
-        request: _Request,
-        *,
-        timeout_s: float,
-        phase: str,
-    ) -> T:
-        calling = call(method, request, timeout_s=timeout_s, phase=phase, peer=member.member_id)
-        return await while_alive(member, calling, self._gone)
+        request = learner_pb2.RestartRequest(reason=reason)
+        await self._call(member, self._stub(member).Restart, request, self._timeouts.quick, "FORMING")
 
     def _stub(self, member: Member) -> learner_pb2_grpc.LearnerServiceStub:
         return learner_pb2_grpc.LearnerServiceStub(self._channels.to(member))
 
 
-class RolloutClient:
+class RolloutClient(_Client):
     """Calls rollout servers, each call with a deadline."""
-
-    def __init__(self, config: RunConfig, channels: Channels) -> None:
-        self._channels, self._timeouts = channels, _Timeouts(config)
 
     async def describe(self, member: Member) -> tuple[RankLayout, ...]:
         """Asks what each rank of a server needs."""
-        reply = await call(
-            self._stub(member).DescribeWeights,
-            rollout_pb2.DescribeRolloutWeightsRequest(),
-            timeout_s=self._timeouts.quick,
-            phase="FORMING",
-            peer=member.member_id,
+        request = rollout_pb2.DescribeRolloutWeightsRequest()
+        reply = await self._call(
+            member, self._stub(member).DescribeWeights, request, self._timeouts.quick, "FORMING"
         )
         return tuple(RankLayout.from_bytes(data) for data in reply.rank_layouts)
 
     async def join(self, member: Member, *, epoch: int, spec: bytes, rank_offset: int) -> None:
         """Makes a server's ranks join the group of a packed `WeightGroupSpec`, from rank `rank_offset` on."""
-        await call(
-            self._stub(member).JoinWeightGroup,
-            rollout_pb2.JoinRolloutGroupRequest(epoch=epoch, spec=spec, rank_offset=rank_offset),
-            timeout_s=self._timeouts.join,
-            phase="FORMING",
-            peer=member.member_id,
-        )
+        request = rollout_pb2.JoinRolloutGroupRequest(epoch=epoch, spec=spec, rank_offset=rank_offset)
+        await self._call(member, self._stub(member).JoinWeightGroup, request, self._timeouts.join, "FORMING")
 
     async def receive(self, member: Member, *, epoch: int, version: int) -> PushReceipt:
         """Makes a server receive a version; the receipt has one report per rank."""
-        reply = await call(
-            self._stub(member).ReceiveWeights,
-            rollout_pb2.ReceiveWeightsRequest(epoch=epoch, version=version),
-            timeout_s=self._timeouts.push,
-            phase="PUBLISH",
-            peer=member.member_id,
+        request = rollout_pb2.ReceiveWeightsRequest(epoch=epoch, version=version)
+        reply = await self._call(
+            member, self._stub(member).ReceiveWeights, request, self._timeouts.push, "PUBLISH"
         )
         return PushReceipt.from_bytes(reply.receipt)
 
     async def commit(self, member: Member, policy: PolicyTag) -> None:
         """Makes a received version the policy that a server samples from."""
-        await call(
-            self._stub(member).Commit,
-            rollout_pb2.CommitRequest(policy=policy_tag_to_proto(policy)),
-            timeout_s=self._timeouts.quick,
-            phase="COMMIT",
-            peer=member.member_id,
-        )
+        request = rollout_pb2.CommitRequest(policy=policy_tag_to_proto(policy))
+        await self._call(member, self._stub(member).Commit, request, self._timeouts.quick, "COMMIT")
 
     async def sleep(self, member: Member) -> int:
         """Makes a server free its engine's GPU memory; returns the most bytes of a GPU freed so far."""
-        reply = await call(
-            self._stub(member).Sleep,
-            rollout_pb2.SleepRequest(),
-            timeout_s=self._timeouts.quick + _GRACE_S,
-            phase="TURN",
-            peer=member.member_id,
+        request = rollout_pb2.SleepRequest()
+        reply = await self._call(
+            member, self._stub(member).Sleep, request, self._timeouts.quick + _GRACE_S, "TURN"
         )
         return int(reply.freed_bytes)
 
     async def wake(self, member: Member, part: EnginePart) -> None:
         """Makes a server take a part of it again."""
-        await call(
-            self._stub(member).Wake,
-            rollout_pb2.WakeRequest(part=part.value),
-            timeout_s=self._timeouts.quick + _GRACE_S,
-            phase="TURN",
-            peer=member.member_id,
-        )
+        request = rollout_pb2.WakeRequest(part=part.value)
+        await self._call(member, self._stub(member).Wake, request, self._timeouts.quick + _GRACE_S, "TURN")
 
     async def leave(self, member: Member, *, epoch: int) -> None:
         """Makes a server's ranks leave the weight group."""
-        await call(
-            self._stub(member).LeaveWeightGroup,
-            rollout_pb2.LeaveRolloutGroupRequest(epoch=epoch),
-            timeout_s=self._timeouts.join,
-            phase="FORMING",
-            peer=member.member_id,
-        )
+        request = rollout_pb2.LeaveRolloutGroupRequest(epoch=epoch)
+        await self._call(member, self._stub(member).LeaveWeightGroup, request, self._timeouts.join, "FORMING")
 
     def _stub(self, member: Member) -> rollout_pb2_grpc.RolloutServiceStub:
         return rollout_pb2_grpc.RolloutServiceStub(self._channels.to(member))
