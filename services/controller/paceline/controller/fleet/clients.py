@@ -164,15 +164,16 @@ class _Client:
     """
 
     def __init__(self, config: RunConfig, channels: Channels, gone: Gone | None = None) -> None:
-        self._channels, self._timeouts, self._gone = channels, _Timeouts(config), gone
+        self._channels, self._limits, self._gone = channels, _Timeouts(config), gone
 
     async def _call(
         self,
         member: Member,
         method: grpc.aio.UnaryUnaryMultiCallable[_Request, T],
         request: _Request,
-        timeout_s: float,
         phase: str,
+        *,
+        timeout_s: float,
     ) -> T:
         calling = call(method, request, timeout_s=timeout_s, phase=phase, peer=member.member_id)
         return await (calling if self._gone is None else while_alive(member, calling, self._gone))
@@ -185,7 +186,7 @@ class LearnerClient(_Client):
         """Asks for the learner's layouts and for its rendezvous."""
         request = learner_pb2.DescribeLearnerWeightsRequest()
         reply = await self._call(
-            member, self._stub(member).DescribeWeights, request, self._timeouts.quick, "FORMING"
+            member, self._to(member).DescribeWeights, request, "FORMING", timeout_s=self._limits.quick
         )
         return LearnerWeights(
             layouts=Sharding.from_bytes(reply.sharding),
@@ -197,13 +198,15 @@ class LearnerClient(_Client):
     async def join(self, member: Member, *, epoch: int, spec: bytes) -> None:
         """Makes the learner's ranks join the weight group of a packed `WeightGroupSpec`."""
         request = learner_pb2.JoinLearnerGroupRequest(epoch=epoch, spec=spec)
-        await self._call(member, self._stub(member).JoinWeightGroup, request, self._timeouts.join, "FORMING")
+        await self._call(
+            member, self._to(member).JoinWeightGroup, request, "FORMING", timeout_s=self._limits.join
+        )
 
     async def publish(self, member: Member, *, epoch: int, version: int) -> PushReceipt:
         """Makes the learner send its weights; the receipt has one report, for all of its ranks."""
         request = learner_pb2.PublishWeightsRequest(epoch=epoch, version=version)
         reply = await self._call(
-            member, self._stub(member).PublishWeights, request, self._timeouts.push, "PUBLISH"
+            member, self._to(member).PublishWeights, request, "PUBLISH", timeout_s=self._limits.push
         )
         receipt = PushReceipt.from_bytes(reply.receipt)
         if len(receipt.reports) != 1:
@@ -216,12 +219,16 @@ class LearnerClient(_Client):
     async def abandon(self, member: Member, *, epoch: int, lost: str) -> None:
         """Makes the learner free every rank that waits for the member `lost` in a join or push."""
         request = learner_pb2.AbandonPushRequest(epoch=epoch, lost=lost)
-        await self._call(member, self._stub(member).AbandonPush, request, self._timeouts.quick, "PUBLISH")
+        await self._call(
+            member, self._to(member).AbandonPush, request, "PUBLISH", timeout_s=self._limits.quick
+        )
 
     async def leave(self, member: Member, *, epoch: int) -> None:
         """Makes the learner's ranks leave the weight group."""
         request = learner_pb2.LeaveLearnerGroupRequest(epoch=epoch)
-        await self._call(member, self._stub(member).LeaveWeightGroup, request, self._timeouts.join, "FORMING")
+        await self._call(
+            member, self._to(member).LeaveWeightGroup, request, "FORMING", timeout_s=self._limits.join
+        )
 
     async def free(self, member: Member, parts: Sequence[EnginePart], engine_bytes: int) -> FreedMemory:
         """Makes every rank give back the GPU memory that it only caches.
@@ -235,20 +242,26 @@ class LearnerClient(_Client):
         request = learner_pb2.FreeMemoryRequest(
             parts=[part.value for part in parts], engine_bytes=engine_bytes
         )
-        reply = await self._call(member, self._stub(member).FreeMemory, request, self._timeouts.quick, "TURN")
+        reply = await self._call(
+            member, self._to(member).FreeMemory, request, "TURN", timeout_s=self._limits.quick
+        )
         return FreedMemory(freed_bytes=reply.freed_bytes, is_enough=reply.has_room)
 
     async def train(self, member: Member, order: TrainOrder) -> TrainResult:
         """Makes the learner train one step."""
         reply = await self._call(
-            member, self._stub(member).TrainStep, order_to_proto(order), self._timeouts.command, "LEARN"
+            member, self._to(member).TrainStep, order_to_proto(order), "LEARN", timeout_s=self._limits.command
         )
         return result_from_proto(reply)
 
     async def work_ahead(self, member: Member, order: ChunkOrder) -> None:
         """Makes the learner compute what a chunk of the next step needs."""
         await self._call(
-            member, self._stub(member).WorkAhead, chunk_to_proto(order), self._timeouts.command, "COLLECT"
+            member,
+            self._to(member).WorkAhead,
+            chunk_to_proto(order),
+            "COLLECT",
+            timeout_s=self._limits.command,
         )
 
     async def save(self, member: Member, *, step: int, folder: str, controller_state: bytes) -> float:
@@ -257,7 +270,7 @@ class LearnerClient(_Client):
             step=step, folder=folder, controller_state=controller_state
         )
         reply = await self._call(
-            member, self._stub(member).SaveCheckpoint, request, self._timeouts.command, "CHECKPOINT"
+            member, self._to(member).SaveCheckpoint, request, "CHECKPOINT", timeout_s=self._limits.command
         )
         return reply.seconds
 
@@ -269,7 +282,7 @@ class LearnerClient(_Client):
         """
         request = learner_pb2.WaitCheckpointRequest(step=step)
         reply = await self._call(
-            member, self._stub(member).WaitCheckpoint, request, self._timeouts.command, "CHECKPOINT"
+            member, self._to(member).WaitCheckpoint, request, "CHECKPOINT", timeout_s=self._limits.command
         )
         return reply.seconds
 
@@ -277,16 +290,16 @@ class LearnerClient(_Client):
         """Makes the learner, at `version`, load the weights of a checkpoint; returns the seconds it took."""
         request = learner_pb2.LoadCheckpointRequest(folder=folder, version=version)
         reply = await self._call(
-            member, self._stub(member).LoadCheckpoint, request, self._timeouts.command, "ROLLBACK"
+            member, self._to(member).LoadCheckpoint, request, "ROLLBACK", timeout_s=self._limits.command
         )
         return reply.seconds
 
     async def restart(self, member: Member, *, reason: str) -> None:
         """Makes the learner end, so that it is started again and loads its newest checkpoint."""
         request = learner_pb2.RestartRequest(reason=reason)
-        await self._call(member, self._stub(member).Restart, request, self._timeouts.quick, "FORMING")
+        await self._call(member, self._to(member).Restart, request, "FORMING", timeout_s=self._limits.quick)
 
-    def _stub(self, member: Member) -> learner_pb2_grpc.LearnerServiceStub:
+    def _to(self, member: Member) -> learner_pb2_grpc.LearnerServiceStub:
         return learner_pb2_grpc.LearnerServiceStub(self._channels.to(member))
 
 
@@ -297,45 +310,51 @@ class RolloutClient(_Client):
         """Asks what each rank of a server needs."""
         request = rollout_pb2.DescribeRolloutWeightsRequest()
         reply = await self._call(
-            member, self._stub(member).DescribeWeights, request, self._timeouts.quick, "FORMING"
+            member, self._to(member).DescribeWeights, request, "FORMING", timeout_s=self._limits.quick
         )
         return tuple(RankLayout.from_bytes(data) for data in reply.rank_layouts)
 
     async def join(self, member: Member, *, epoch: int, spec: bytes, rank_offset: int) -> None:
         """Makes a server's ranks join the group of a packed `WeightGroupSpec`, from rank `rank_offset` on."""
         request = rollout_pb2.JoinRolloutGroupRequest(epoch=epoch, spec=spec, rank_offset=rank_offset)
-        await self._call(member, self._stub(member).JoinWeightGroup, request, self._timeouts.join, "FORMING")
+        await self._call(
+            member, self._to(member).JoinWeightGroup, request, "FORMING", timeout_s=self._limits.join
+        )
 
     async def receive(self, member: Member, *, epoch: int, version: int) -> PushReceipt:
         """Makes a server receive a version; the receipt has one report per rank."""
         request = rollout_pb2.ReceiveWeightsRequest(epoch=epoch, version=version)
         reply = await self._call(
-            member, self._stub(member).ReceiveWeights, request, self._timeouts.push, "PUBLISH"
+            member, self._to(member).ReceiveWeights, request, "PUBLISH", timeout_s=self._limits.push
         )
         return PushReceipt.from_bytes(reply.receipt)
 
     async def commit(self, member: Member, policy: PolicyTag) -> None:
         """Makes a received version the policy that a server samples from."""
         request = rollout_pb2.CommitRequest(policy=policy_tag_to_proto(policy))
-        await self._call(member, self._stub(member).Commit, request, self._timeouts.quick, "COMMIT")
+        await self._call(member, self._to(member).Commit, request, "COMMIT", timeout_s=self._limits.quick)
 
     async def sleep(self, member: Member) -> int:
         """Makes a server free its engine's GPU memory; returns the most bytes of a GPU freed so far."""
         request = rollout_pb2.SleepRequest()
         reply = await self._call(
-            member, self._stub(member).Sleep, request, self._timeouts.quick + _GRACE_S, "TURN"
+            member, self._to(member).Sleep, request, "TURN", timeout_s=self._limits.quick + _GRACE_S
         )
         return int(reply.freed_bytes)
 
     async def wake(self, member: Member, part: EnginePart) -> None:
         """Makes a server take a part of it again."""
         request = rollout_pb2.WakeRequest(part=part.value)
-        await self._call(member, self._stub(member).Wake, request, self._timeouts.quick + _GRACE_S, "TURN")
+        await self._call(
+            member, self._to(member).Wake, request, "TURN", timeout_s=self._limits.quick + _GRACE_S
+        )
 
     async def leave(self, member: Member, *, epoch: int) -> None:
         """Makes a server's ranks leave the weight group."""
         request = rollout_pb2.LeaveRolloutGroupRequest(epoch=epoch)
-        await self._call(member, self._stub(member).LeaveWeightGroup, request, self._timeouts.join, "FORMING")
+        await self._call(
+            member, self._to(member).LeaveWeightGroup, request, "FORMING", timeout_s=self._limits.join
+        )
 
-    def _stub(self, member: Member) -> rollout_pb2_grpc.RolloutServiceStub:
+    def _to(self, member: Member) -> rollout_pb2_grpc.RolloutServiceStub:
         return rollout_pb2_grpc.RolloutServiceStub(self._channels.to(member))
