@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import sys
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import memory_tables
+import yaml
 from marked_tables import page_with_tables
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -28,6 +30,7 @@ from paceline.config.tuning import DpoRunConfig, RmRunConfig, SftRunConfig
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PEERS = DOCS / "from-verl-and-trl.md"
+EXAMPLES = Path(__file__).with_name("conversion_examples.yaml")
 HEAD = """# Configuration
 
 *Generated from `src/paceline/config` by `tools/generate_config_docs.py`; do not edit.*
@@ -85,26 +88,28 @@ def main() -> int:
 def comparison() -> dict[str, str]:
     """Returns the converter's tables of keys of verl and TRL, by the tables' names in the page."""
     names = {"trl": "TRL"}
+    examples = yaml.safe_load(EXAMPLES.read_text(encoding="utf-8"))
     return {
-        f"keys of {names.get(program, program)}": table(rules, names.get(program, program))
+        f"keys of {names.get(program, program)}": table(rules, names.get(program, program), examples[program])
         for program, rules in TABLES.items()
     }
 
 
-def table(rules: tuple[ConversionRule, ...], program: str) -> str:
+def table(rules: tuple[ConversionRule, ...], program: str, examples: Mapping[str, Any]) -> str:
     """Returns every key as Markdown; several examples of a rule get separate rows."""
     lines = [f"| {program} | its default | for example | here |", "| --- | --- | --- | --- |"]
     for rule in rules:
         keys = ", ".join(f"`{key}`" for key in rule.keys)
         default = ", ".join(dict.fromkeys(f"`{value}`" for value in rule.defaults.values()))
-        if not rule.examples:
+        own = examples.get(rule.keys[0], ())
+        if not own:
             lines.append(f"| {keys} | {default} | | {rule.ours} |")
             continue
-        refused = all(ours is None for _, ours in rule.examples)
-        if not refused and len(rule.examples) > 1:
+        refused = all(ours is None for _, ours in own)
+        if not refused and len(own) > 1:
             lines.append(f"| {keys} | {default} | | {rule.ours} |")
             keys = default = ""
-        for theirs, ours in rule.examples[: 1 if refused else None]:
+        for theirs, ours in own[: 1 if refused else None]:
             lines.append(f"| {keys} | {default} | {values(theirs)} | {becomes(rule, ours, refused)} |")
     return "\n".join(lines)
 

@@ -49,8 +49,6 @@ class ConversionRule:
         default: the other program's default; by key where a rule has several keys.
         unset: values that mean the same as a missing key.
         part_of: the key whose rule reads these keys.
-        examples: pairs of their values and ours (None: cannot be converted); the docs show them and tests
-            check them.
     """
 
     keys: tuple[str, ...]
@@ -59,7 +57,6 @@ class ConversionRule:
     default: Any = UNSET
     unset: tuple[Any, ...] = ()
     part_of: str = ""
-    examples: tuple[tuple[Tree, Tree | None], ...] = ()
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -82,11 +79,9 @@ By = Mapping[Any, Any] | Callable[[Any], Any]
 def renamed(
     key: str,
     ours: str,
-    example: Any,
     *,
     default: Any = UNSET,
     by: By | None = None,
-    becomes: Any = UNSET,
     unset: tuple[Any, ...] = (None,),
 ) -> ConversionRule:
     """Makes a rule for a key with another name here; `by` converts its value."""
@@ -96,21 +91,13 @@ def renamed(
             return {ours: by(value)}
         return {ours: by.get(value, value) if by is not None and isinstance(value, str | bool) else value}
 
-    return ConversionRule(
-        keys=(key,),
-        ours=f"`{ours}`",
-        convert=convert,
-        default=default,
-        unset=unset,
-        examples=(({key: example}, {ours: example if becomes is UNSET else becomes}),),
-    )
+    return ConversionRule(keys=(key,), ours=f"`{ours}`", convert=convert, default=default, unset=unset)
 
 
-def same(section: str, ours: str, names: Mapping[str, tuple[Any, Any]]) -> tuple[ConversionRule, ...]:
-    """Makes rules, with an example and a default each, for keys with the same name in a section of ours."""
+def same(section: str, ours: str, defaults: Mapping[str, Any]) -> tuple[ConversionRule, ...]:
+    """Makes rules for keys with the same name in a section of ours, from the other program's defaults."""
     return tuple(
-        renamed(f"{section}.{name}", f"{ours}.{name}", example, default=default)
-        for name, (example, default) in names.items()
+        renamed(f"{section}.{name}", f"{ours}.{name}", default=default) for name, default in defaults.items()
     )
 
 
@@ -119,9 +106,7 @@ def no_effect(ours: str, keys: str) -> ConversionRule:
     return ConversionRule(keys=tuple(keys.split()), ours=ours)
 
 
-def only(
-    ours: str, keys: str, *, neutral: Collection[Any] = (None, False, "", 0), example: Any = True
-) -> ConversionRule:
+def only(ours: str, keys: str, *, neutral: Collection[Any] = (None, False, "", 0)) -> ConversionRule:
     """Makes a rule for keys without a counterpart; values in `neutral` ask for nothing."""
 
     def convert(value: Any, tree: Tree) -> Tree:
@@ -129,12 +114,7 @@ def only(
             return {}
         raise ValueError(ours)
 
-    return ConversionRule(
-        keys=tuple(keys.split()),
-        ours=ours,
-        convert=convert,
-        examples=tuple(({key.replace("*", "x"): example}, None) for key in keys.split()),
-    )
+    return ConversionRule(keys=tuple(keys.split()), ours=ours, convert=convert)
 
 
 def options(key: str, ours: str) -> ConversionRule:
@@ -146,12 +126,7 @@ def options(key: str, ours: str) -> ConversionRule:
         }
         return {ours: given}
 
-    return ConversionRule(
-        keys=(key, f"{key}.*"),
-        ours=f"`{ours}`",
-        convert=convert,
-        examples=(({f"{key}.x": True}, {ours: {"x": True}}),),
-    )
+    return ConversionRule(keys=(key, f"{key}.*"), ours=f"`{ours}`", convert=convert)
 
 
 def part(keys: str, of: str, default: Any = UNSET, unset: tuple[Any, ...] = (None,)) -> ConversionRule:
@@ -165,14 +140,12 @@ def rule(
     keys: str,
     ours: str,
     convert: Convert,
-    *examples: tuple[Tree, Tree | None],
+    *,
     default: Any = UNSET,
     unset: tuple[Any, ...] = (None,),
 ) -> ConversionRule:
     """Keys with a rule of their own; several are separated by spaces."""
-    return ConversionRule(
-        keys=tuple(keys.split()), ours=ours, convert=convert, default=default, unset=unset, examples=examples
-    )
+    return ConversionRule(keys=tuple(keys.split()), ours=ours, convert=convert, default=default, unset=unset)
 
 
 def optimizer(ours: str, *, exact: Collection[str], compact: Collection[str]) -> Convert:
