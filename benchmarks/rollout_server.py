@@ -104,8 +104,10 @@ def make_config(arguments: argparse.Namespace, sampler: str) -> RunConfig:
     }
     if arguments.device == "cuda":
         engine_kwargs: dict[str, Any] = {"kv_cache_memory_bytes": int(arguments.kv_gib * 2**30)}
-        if not arguments.compiled:
-            engine_kwargs["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        # Given in both cases: by itself the engine compiles only large models.
+        engine_kwargs["compilation_config"] = (
+            {"mode": 3} if arguments.compiled else {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        )
         rollout |= {"gpu_memory_utilization": 0.05, "engine_kwargs": engine_kwargs}
     return parse(
         RunConfig,
