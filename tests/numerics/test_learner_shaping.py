@@ -554,6 +554,22 @@ class TestRolloutCorrection:
         assert metrics["rollout/corrected_share"] == sum(w > 1.5 for w in weights) / len(weights)
         assert 0.1 < metrics["rollout/corrected_share"] < 0.9
 
+    def test_with_a_bound_on_staleness_sequences_are_masked_unless_the_file_says_otherwise(
+        self, model: Path, ranks: Ranks
+    ) -> None:
+        """The least kept weight is high enough to drop sequences."""
+
+        def pg_loss(correction: dict[str, Any], **sections: Any) -> float:
+            algorithm = {**GROUPS, "rollout_correction": {"low": 0.9, "high": 1.1, **correction}}
+            learner = Learner.build(run_config(model, algorithm=algorithm, **sections), ranks)
+            return float(numbers(take_step(learner, 1))["actor/pg_loss"])
+
+        bound = {"mode": "bounded", "max_staleness": 1}
+        masked = pg_loss({"method": "sequence_mask"})
+        assert pg_loss({}, barrier=bound) == masked
+        assert pg_loss({"method": "icepop"}, barrier=bound) != masked
+        assert pg_loss({}) not in (masked, pg_loss({"method": "icepop"}))
+
     def test_without_a_correction_the_metrics_are_there_and_the_losses_as_ever(
         self, model: Path, ranks: Ranks
     ) -> None:

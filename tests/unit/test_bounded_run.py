@@ -26,7 +26,6 @@ def bounded(k: int, steps: int = 5, **changes: Any) -> dict[str, Any]:
     return {
         "barrier__mode": "bounded",
         "barrier__max_staleness": k,
-        "algorithm__rollout_correction": TIS,
         "trainer__total_steps": steps,
         "trainer__save_freq": 0,
         "trainer__val_before_train": False,
@@ -319,6 +318,25 @@ def test_what_does_not_go_with_a_bound(changes: dict[str, Any], message: str) ->
     with pytest.raises(ConfigError, match=message):
         config(**bounded(1) | changes)
     assert isinstance(config(**bounded(1)), RunConfig)
+
+
+@pytest.mark.parametrize(
+    ("changes", "method"),
+    [
+        (bounded(1), "sequence_mask"),
+        (bounded(0), "none"),
+        (bounded(0, algorithm__replay={"prompts_per_step": 2}), "sequence_mask"),
+        (bounded(1, algorithm__rollout_correction=TIS), "tis"),
+        ({}, "none"),
+        ({"algorithm__rollout_correction": TIS}, "tis"),
+    ],
+)
+def test_samples_of_older_weights_are_corrected_without_a_word_in_the_file(
+    changes: dict[str, Any], method: str
+) -> None:
+    it = config(**changes)
+    assert it.rollout_correction.method == method
+    assert it.needs_all_old_log_probs == (method != "none")
 
 
 def test_the_barrier_refuses_a_step_that_is_too_old() -> None:

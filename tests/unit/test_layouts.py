@@ -189,7 +189,7 @@ LONG = [
     "data.max_response_length=8192",
     "rollout.max_num_seqs=256",
 ]
-BOUND = ["barrier={mode: bounded, max_staleness: 1}", "algorithm.rollout_correction.method=tis"]
+BOUND = ["barrier={mode: bounded, max_staleness: 1}"]
 ADVICE = "barrier.mode=bounded with barrier.max_staleness=1"
 
 

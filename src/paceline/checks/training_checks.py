@@ -11,7 +11,9 @@ from paceline.config.training.policy_losses import CustomLoss
 def _algorithm_line(config: RunConfig) -> str:
     loss, algorithm = config.actor.policy_loss, config.algorithm
     is_own = algorithm.is_own or isinstance(loss, CustomLoss)
-    return check_algorithm(config) if is_own else f"{algorithm.name}, {loss.type}"
+    line = check_algorithm(config) if is_own else f"{algorithm.name}, {loss.type}"
+    correction = config.rollout_correction.method
+    return line if correction == "none" else f"{line}, rollout correction: {correction}"
 
 
 def _dataflow_line(config: RunConfig) -> str:

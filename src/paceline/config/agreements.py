@@ -191,11 +191,11 @@ def _steps_can_be_sampled_ahead(config: DerivedSettings) -> None:
             f"barrier.max_staleness={barrier.bound} samples later steps while one is trained, which does "
             f"not go with {reason}; leave one of them out"
         )
-    if algorithm.rollout_correction.method == "none":
+    if config.rollout_correction.method == "none":
         raise ValueError(
             f"barrier.max_staleness={barrier.bound}: samples come from older weights than those that are "
-            "trained, and nothing corrects for that; set algorithm.rollout_correction.method to tis, "
-            "icepop or sequence_mask"
+            "trained, and nothing corrects for that; leave algorithm.rollout_correction.method out, which "
+            "means sequence_mask here, or set tis or icepop"
         )
 
 
@@ -206,8 +206,8 @@ def _groups_can_be_replayed(config: DerivedSettings) -> None:
     refused = {
         "barrier.mode: strict, which trains no token of older weights; write barrier: {mode: bounded, "
         "max_staleness: 0}": config.barrier.mode == "strict",
-        "algorithm.rollout_correction.method: none, since nothing would correct for older weights; set "
-        "tis, icepop or sequence_mask": algorithm.rollout_correction.method == "none",
+        "algorithm.rollout_correction.method: none, since nothing would correct for older weights; leave it "
+        "out, which means sequence_mask here": config.rollout_correction.method == "none",
         "trainer.save_trajectories or save_tokens: false, since the files of trajectories are the "
         "buffer": not (trainer.save_trajectories and trainer.save_tokens),
         "barrier.work_ahead, since batches are complete before the learner is": config.barrier.work_ahead

@@ -8,6 +8,7 @@ from paceline.config.reward import RewardConfig
 from paceline.config.sections import RunSections
 from paceline.config.training.algorithm import REFERENCE
 from paceline.config.training.policy_losses import CovarianceLoss, CustomLoss
+from paceline.config.training.shaping import RolloutCorrectionConfig
 from paceline.config.validation import HeldOutSet, ValSamplingConfig, reward_key
 from paceline.core.estimators import Need
 from paceline.core.samples.replay import ReplayRule
@@ -151,13 +152,22 @@ class DerivedSettings(RunSections):
         return {REFERENCE: self.model.path, **own} if self.needs_reference and not self.model.lora else own
 
     @property
+    def rollout_correction(self) -> RolloutCorrectionConfig:
+        """The correction of the loss, with the method that is used where the file names none."""
+        given = self.algorithm.rollout_correction
+        if given.method is not None:
+            return given
+        older = self.barrier.bound > 0 or self.replays
+        return given.model_copy(update={"method": "sequence_mask" if older else "none"})
+
+    @property
     def needs_all_old_log_probs(self) -> bool:
         """Whether anything reads the old log-probs of every row before the first update."""
         algorithm = self.algorithm
         return (
             algorithm.use_kl_in_reward
             or (self.needs_reference and self.guard.refuses_by_reference_kl)
-            or algorithm.rollout_correction.method != "none"
+            or self.rollout_correction.method != "none"
             or algorithm.resample.method != "none"
             or isinstance(self.actor.policy_loss, CovarianceLoss)
             or algorithm.is_own

@@ -121,7 +121,7 @@ def faster_with_bound(
     tree = config.model_dump(exclude_unset=True)
     tree["barrier"] = tree.get("barrier", {}) | {"mode": "bounded", "max_staleness": 1}
     if config.algorithm.rollout_correction.method == "none":
-        tree["algorithm"] = tree.get("algorithm", {}) | {"rollout_correction": {"method": "tis"}}
+        tree["algorithm"] = tree["algorithm"] | {"rollout_correction": {}}
     try:
         best = layouts(parse(RunConfig, tree), machine, **tokens)[0]
     except ConfigError:  # it does not go with a bound

@@ -60,10 +60,11 @@ class ReplayConfig(Section):
 class RolloutCorrectionConfig(Section):
     """Importance weights on the policy loss; w is the learner's probability of a token over the sampler's."""
 
-    method: Literal["none", "tis", "icepop", "sequence_mask"] = Field(
-        "none",
+    method: Literal["none", "tis", "icepop", "sequence_mask"] | None = Field(
+        None,
         description="The weight. tis: min(w, cap); icepop: w if w is in [low, high], else 0; sequence_mask: "
-        "1 for sequences whose w is in [low, high], else 0.",
+        "1 for sequences whose w is in [low, high], else 0. null: sequence_mask for samples of older weights "
+        "(barrier.max_staleness above 0, algorithm.replay), else none.",
     )
     level: Literal["token", "sequence", "geometric"] | None = Field(
         None,

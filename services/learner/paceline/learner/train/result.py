@@ -44,7 +44,7 @@ def conclude(
         deposit(scored.parts)  # before the collectives of the metrics
     _steer_kl(learner, order, reference_kl, reports.get("actor"))
     learner.version = order.step
-    correction = config.algorithm.rollout_correction
+    correction = config.rollout_correction
     flops = arithmetic_of(learner.actor.network).of_rows(lengths(order.rows))
     metrics = {
         "algorithm/reference_kl": reference_kl or 0.0,

@@ -57,7 +57,7 @@ def prepare(
         NumericsError: too few tokens to whiten, or a group is too small.
     """
     config, rows = learner.config, order.rows
-    correction = config.algorithm.rollout_correction
+    correction = config.rollout_correction
     kl_coef = order.adjustments.kl_coef(learner.kl_controller.value)
     scores, greedy, overlong = overlong_scores(config, rows)
     group_ids = [row.trajectory_id.prompt_id for row in rows]

@@ -51,7 +51,7 @@ class PolicyLoss:
         self._network, self._actor, self._loss = network, config.actor, loss
         self._kl_loss_coef = config.actor.kl_loss_coef * adjustments.kl_scale
         self._temperature = config.rollout.temperature
-        self._is_corrected = config.algorithm.rollout_correction.method != "none"
+        self._is_corrected = config.rollout_correction.method != "none"
         self._constant = config.actor.loss_agg_constant or float(config.data.max_response_length)
         self._metrics = metric_names(config, loss)
         own = [name for name in self._metrics if name not in STANDARD_METRICS]
