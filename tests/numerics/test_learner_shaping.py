@@ -33,7 +33,7 @@ from paceline.learner.train.algorithm import algorithm_of
 from paceline.learner.train.estimating import shaping
 from paceline.learner.train.estimating.advantages import Advantages
 from paceline.learner.train.state.learner import Learner
-from paceline.learner.train.updating.losses import PolicyLoss, ValueLoss
+from paceline.learner.train.updating.losses import PolicyLoss, ValueLoss, select_tokens
 from paceline.wire import decode_trajectory
 from support import learner_scenarios as scenarios
 from support.learner_fakes import make_batch, run_config
@@ -326,7 +326,7 @@ class TestResampling:
         outcomes = []
         for part in self.both():
             mini = MiniBatch(parts=(part,), denominators=Denominators(num_tokens=1, num_sequences=1))
-            (selected,) = shaping.select_tokens(mini, config.actor, ranks)
+            (selected,) = select_tokens(mini, config.actor, ranks)
             outcomes.append(self.outcome(replace(part, selected=selected), network, loss))
         self.assert_equal(outcomes)
 
@@ -371,7 +371,7 @@ class TestResampling:
             mask = part.batch.mask
             totals = Denominators(num_tokens=int(mask.sum()), num_sequences=int(mask.any(-1).sum()))
             mini = MiniBatch(parts=(part,), denominators=totals)
-            (selected,) = shaping.select_tokens(mini, config.actor, self.ranks())
+            (selected,) = select_tokens(mini, config.actor, self.ranks())
             total, sums = loss(replace(part, selected=selected), totals)
             (gradient,) = torch.autograd.grad(total, by_token)
             outcomes.append((sums, gradient))

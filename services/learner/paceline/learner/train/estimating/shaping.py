@@ -1,7 +1,6 @@
-"""Shapes a batch around its advantages: overlong penalty, rollout correction, resampling, token selection.
+"""Shapes a batch around its advantages: overlong penalty, rollout correction, resampling.
 
 prepare: overlong_scores -> (advantages) -> rollout_weights, draw_rows -> training_batch
-update:  select_tokens
 """
 
 from __future__ import annotations
@@ -15,14 +14,10 @@ from torch import Tensor
 
 from paceline.algorithms import rollout_correction
 from paceline.algorithms.algorithm import Estimator
-from paceline.algorithms.policy_losses import highest_covariance
 from paceline.algorithms.shaping import overlong_penalty, resample_indices
 from paceline.config.run import RunConfig
-from paceline.config.training.actor import ActorConfig
-from paceline.config.training.policy_losses import CovarianceLoss
 from paceline.config.training.shaping import RolloutCorrectionConfig
 from paceline.core.training import BatchRow, ChunkOrder, TrainOrder
-from paceline.learner.batch.minibatch import MiniBatch
 from paceline.learner.batch.types import MicroBatch, ScoredBatch, TrainingBatch
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.train.estimating.advantages import Advantages, compute_advantages
@@ -235,31 +230,3 @@ def _places(batch: MicroBatch, counts: Tensor | None) -> Tensor | None:
         return None
     own_counts = counts[list(batch.rows)]
     return torch.arange(len(batch.rows)).repeat_interleave(own_counts).to(batch.mask.device)
-
-
-def select_tokens(mini: MiniBatch, actor: ActorConfig, ranks: Ranks) -> list[Tensor | None]:
-    """Selects a mini-batch's tokens for a covariance loss, a table (B, R) per micro-batch.
-
-    Selects the highest of the mini-batch over all ranks by the old log-probs, so one selection holds for all
-    epochs; in float64, so it does not depend on how the mini-batch is cut. None for other losses.
-    Every rank calls it.
-    """
-    loss = actor.policy_loss
-    if not isinstance(loss, CovarianceLoss):
-        return [None] * len(mini.parts)
-
-    def row(tables: Sequence[Tensor]) -> Tensor:
-        return torch.cat([table.flatten() for table in tables]).unsqueeze(0)
-
-    masks = [part.batch.mask for part in mini.parts]
-    selected = highest_covariance(
-        row([part.log_probs["old"] for part in mini.parts]).double(),
-        row([part.advantages for part in mini.parts]).double(),
-        row(masks),
-        loss.cov_fraction,
-        *loss.covariance_band,
-        all_reduce=ranks.data.all_sum,
-        gather=ranks.data.all_gather,
-    )
-    pieces = torch.split(selected[0], [mask.numel() for mask in masks])
-    return [piece.reshape(mask.shape) for piece, mask in zip(pieces, masks, strict=True)]

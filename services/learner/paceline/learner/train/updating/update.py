@@ -17,12 +17,11 @@ from paceline.learner.batch.minibatch import Denominators, MiniBatch, nominal_co
 from paceline.learner.batch.types import TrainingBatch
 from paceline.learner.distributed.ranks import Ranks
 from paceline.learner.model.networks import ValueNetwork
-from paceline.learner.train.estimating.shaping import select_tokens
 from paceline.learner.train.state.ahead import BegunGradient
 from paceline.learner.train.state.learner import Learner
 from paceline.learner.train.state.memory import MemoryRoom
 from paceline.learner.train.state.optimizer import PartLoss, Scaling, StepOutcome, Trainable
-from paceline.learner.train.updating.losses import PolicyLoss, ValueLoss
+from paceline.learner.train.updating.losses import PolicyLoss, ValueLoss, select_tokens
 from paceline.learner.train.updating.update_guard import NetworkGuard, UpdateGuard
 
 FIRST_KL_TOLERANCE = 1e-6
