@@ -57,7 +57,7 @@ class Ack:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedPart:
-    """Bytes to save beside an entry that is still worked on, in place of all that stands from `offset` on."""
+    """Bytes to save beside an entry that is not finished; they replace everything from `offset` on."""
 
     entry_id: str
     offset: int
@@ -115,8 +115,9 @@ class Broker(Protocol):
     ) -> list[str]:
         """Saves what a consumer has done of its entries so far; returns the ids of those that were saved.
 
-        Left out are entries that are not the consumer's any more, and parts that would leave a hole. What is
-        saved is removed with the entry's acknowledgement and with its stream. Waits through no outage.
+        Leaves out entries that are no longer the consumer's, and parts that would leave a gap. The
+        acknowledgement of an entry removes what was saved of it; so does the deletion of its stream. Does not
+        wait through an outage.
         """
         ...
 
@@ -125,14 +126,14 @@ class Broker(Protocol):
         ...
 
     async def read_log(self, stream: str, *, after: str, max_entries: int, block_s: float) -> list[Entry]:
-        """Entries after the id `after` ("0-0": from the first), for any number of readers.
+        """Returns the entries after the id `after` ("0-0": from the first), for any number of readers.
 
         Waits up to `block_s` seconds for the first; [] when none came. Nothing is taken or acknowledged.
         """
         ...
 
     async def advance(self, stream: str, group: str, entry_id: str) -> None:
-        """Says that a group which reads the stream as a log has done everything up to `entry_id`.
+        """Records that a group which reads the stream as a log has done everything up to `entry_id`.
 
         `trim` removes no entry after it. A stream or group that does not exist stays missing.
         """

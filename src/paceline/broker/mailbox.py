@@ -115,23 +115,23 @@ class Mailbox:
             await self._broker.append(messages, ack=ack)
 
     async def save_progress(self, parts: Sequence[SavedPart]) -> list[str]:
-        """Saves beside entries what is done of them: the next consumer can continue from there.
+        """Saves the progress on entries beside them, so that the next consumer can continue from there.
 
-        Returns the ids of the entries for which it did: the others have gone to another consumer.
+        Returns the ids of the entries whose progress was saved; the others have gone to another consumer.
 
         Raises:
-            BrokerError: the broker is away.
+            BrokerError: the broker is gone.
         """
         return await self._broker.save_progress(self._stream, self._group, self._consumer, parts)
 
     async def progress(self, entry: Entry) -> bytes:
-        """Returns what those have saved who had the entry before; b"" if nothing."""
+        """Returns what the entry's earlier consumers have saved; b"" if nothing."""
         return await self._broker.progress(self._stream, self._group, entry.entry_id)
 
     async def give_back(self, entries: Iterable[Entry]) -> None:
         """Releases entries that could not be served: the first consumer that asks gets them again.
 
-        The next delivery counts: see `Entry.deliveries`. Where the broker cannot be reached, the entries are
+        The next delivery counts: see `Entry.deliveries`. If the broker cannot be reached, the entries are
         delivered again when their leases lapse.
         """
         self._check_renewing()

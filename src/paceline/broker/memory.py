@@ -107,7 +107,7 @@ class MemoryBroker:
         return await self._wait_for(lambda: self._deliver(stream, group, consumer, max_entries), block_s)
 
     async def read_log(self, stream: str, *, after: str, max_entries: int, block_s: float) -> list[Entry]:
-        """Entries after the id `after`; waits up to `block_s` seconds for the first; [] when none came."""
+        """Returns entries after id `after`; waits up to `block_s` seconds for the first; [] when none came."""
         return await self._wait_for(lambda: self._after(stream, after, max_entries), block_s)
 
     async def _wait_for(self, look: Callable[[], list[Entry]], block_s: float) -> list[Entry]:
@@ -211,7 +211,7 @@ class MemoryBroker:
                 state.pending.pop(_number(entry_id), None)
 
     async def advance(self, stream: str, group: str, entry_id: str) -> None:
-        """Says that a group which reads the stream as a log has done everything up to `entry_id`."""
+        """Records that a group which reads the stream as a log has done everything up to `entry_id`."""
         state = self._group(stream, group)
         if state is not None:
             state.last_delivered = _number(entry_id)

@@ -222,7 +222,7 @@ def _as_wanted(outcome: LaunchOutcome) -> LaunchOutcome:
 
 
 def _reason(striking: asyncio.Task[None]) -> str:
-    """Why the injecting failed, or ""."""
+    """Returns why a fault could not be injected, or ""."""
     if not striking.done():
         return ""
     error = striking.exception()

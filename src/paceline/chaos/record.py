@@ -91,7 +91,7 @@ class RecoveryTally:
 
     @classmethod
     def of(cls, outages: Sequence[FaultRecovery]) -> RecoveryTally:
-        """Sums up what faults led to."""
+        """Sums up the recoveries from faults."""
         times = [outage.recovery_s for outage in outages if outage.recovery_s is not None]
         alone = [o.recovery_s for o in outages if o.alone and o.recovery_s is not None]
         return cls(

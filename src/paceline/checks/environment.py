@@ -33,7 +33,7 @@ _EARLIEST = 1_750_000_000
 
 
 class Status(enum.Enum):
-    """Whether a part is there; a run on this machine fails if one is LACKING."""
+    """Whether a part is there; a run on this machine fails if a part is LACKING."""
 
     OK = "ok"
     LACKING = "lacks"

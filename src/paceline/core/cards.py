@@ -63,7 +63,7 @@ CARDS: Final[Mapping[str, Card]] = {
 
 
 def card_of(name: str) -> Card | None:
-    """Returns the card that a driver's name means ("NVIDIA H100 80GB HBM3"); None if it is unknown."""
+    """Returns the card that a driver's name ("NVIDIA H100 80GB HBM3") stands for; None if it is unknown."""
     return next((card for part, card in CARDS.items() if part in name), None)
 
 

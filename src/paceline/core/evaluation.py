@@ -188,7 +188,7 @@ def pass_at_k(n: int, right: int, k: int) -> float:
 
 
 def majority_at_k(finals: Sequence[str], right: Sequence[bool], k: int) -> float:
-    """How often the most frequent final answer of k is right; equally frequent ones count with their mean.
+    """Returns how often the most frequent final answer of k is right; ties count with their mean.
 
     If there are more than k answers, it is the mean over 200 fixed draws of k without replacement.
 
@@ -222,9 +222,9 @@ def _vote(finals: Sequence[str], right: Sequence[bool]) -> float:
 
 
 def final_answer(text: str) -> str:
-    r"""The answer that a response gives: its last \boxed{}, else what follows its last ####, else a number.
+    r"""Returns a response's answer: its last \boxed{}, else what follows its last ####, else a number.
 
-    "" where it has none of them; of several numbers it is the last.
+    Returns "" if it has none of them, and the last one of several numbers.
     """
     for pattern in (_BOXED, _MARKED, _NUMBER):
         if matches := pattern.findall(text):
@@ -233,7 +233,7 @@ def final_answer(text: str) -> str:
 
 
 def _intervals(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Lower and upper end of the mean of each row, (2, rows); the same draws of prompts for all.
+    """Returns the ends of the interval of each row's mean, (2, rows); all rows use the same draws.
 
     Args:
         values: (rows, prompts).
@@ -255,7 +255,7 @@ def _intervals(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def _powers(most: int) -> list[int]:
-    """1, 2, 4 and so on up to `most`, which is one of them."""
+    """Returns 1, 2, 4 and so on up to `most`, which is always the last."""
     powers = [2**exponent for exponent in range(most.bit_length()) if 2**exponent < most]
     return [*powers, most]
 

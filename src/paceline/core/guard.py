@@ -141,15 +141,14 @@ class RuleLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """A rule's number in one step; of several, the worst.
+    """A rule's number in one step; the worst if there are several.
 
     Attributes:
         network: "actor" or "critic" where the rule judges optimizer steps, the name of a set of held-out
             prompts where it judges a validation, else "".
         reference: the reference value of a relative rule; 0 for others.
-        num_skipped: optimizer steps that were not taken because of it; of a rule over the whole batch,
-            batches.
-        detail: what it was read from, in words; "" where the rule says it.
+        num_skipped: optimizer steps that the rule skipped; batches if the rule looks at the whole batch.
+        detail: what the number was read from, in words; "" if the rule says it.
     """
 
     rule: str
@@ -279,5 +278,5 @@ class Adjustments:
     fixed_kl_coef: float | None = None
 
     def kl_coef(self, controlled: float) -> float:
-        """Returns the coefficient in force, where the KL controller says `controlled`."""
+        """Returns the coefficient in force if the KL controller's own is `controlled`."""
         return self.kl_scale * (controlled if self.fixed_kl_coef is None else self.fixed_kl_coef)

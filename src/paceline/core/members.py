@@ -62,7 +62,7 @@ READY_STATES: frozenset[MemberState] = frozenset(
 STARTING_STATES: frozenset[MemberState] = frozenset(
     {RolloutState.JOINING, LearnerState.LOADING, RewardState.STARTING}
 )
-"""States in which a member imports and loads, which can keep its heartbeats back for seconds"""
+"""States in which a member imports and loads, which can delay its heartbeats for seconds"""
 
 RECEIVABLE_STATES = frozenset(
     {RolloutState.STALE, RolloutState.SYNCING, RolloutState.SERVING, RolloutState.ASLEEP}
@@ -72,7 +72,7 @@ RECEIVABLE_STATES = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuUsage:
-    """What a GPU does, for whatever process.
+    """How much of a GPU is in use, by any process.
 
     Attributes:
         utilisation: share of the driver's last period in which a kernel ran.
@@ -86,7 +86,7 @@ class GpuUsage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
-    """What a process and those that it has started take of their machine.
+    """What a process and those that it has started use of their machine.
 
     Attributes:
         cpu_seconds: since they began.

@@ -22,7 +22,7 @@ class PolicyTag:
         return f"v{self.version}@{self.digest}"
 
     def staleness_in(self, step: int) -> int:
-        """Returns how many versions it is behind the one that `step` trains, which is `step` - 1."""
+        """Returns how many versions the tag is behind the version that `step` trains, which is `step` - 1."""
         return step - 1 - self.version
 
     @classmethod
@@ -34,7 +34,7 @@ class PolicyTag:
 
 @dataclass(frozen=True, slots=True)
 class PolicyRange:
-    """The response tokens from `first` to before `end`, which `policy` sampled."""
+    """The response tokens [first, end), which `policy` sampled."""
 
     policy: PolicyTag
     first: int

@@ -16,7 +16,7 @@ MAX_ITEMS_PER_CALL = 65536
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreItem:
-    """One response to be scored; of an episode the policy's last answer.
+    """One response to be scored; for an episode, the policy's last answer.
 
     `extra` holds the data row's other columns: values that JSON can express. Items of a call with the same
     `group` are all samples of one prompt; an item without a group is scored by itself. `val_set` names the
@@ -35,12 +35,12 @@ class ScoreItem:
 
     @property
     def num_chars(self) -> int:
-        """About how many bytes it has in a message."""
+        """The item's approximate bytes in a message."""
         return len(self.prompt) + len(self.response) + len(self.ground_truth)
 
 
 def groups_of(items: Sequence[ScoreItem]) -> list[list[int]]:
-    """Finds the places of each group's items, by the place of its first; one without a group is alone."""
+    """Returns each group's item indices, by the index of its first; an item without a group is alone."""
     groups: dict[tuple[str, int], list[int]] = {}
     for place, item in enumerate(items):
         key = (item.group, 0) if item.group else ("", place)
@@ -53,7 +53,7 @@ class ScoreResult:
     """A scorer's answer for one item: either `reward` is a finite number and `error` None, or the reverse.
 
     `placed` says which parts of the reward belong where: (end, part) for a step of the response that ends
-    before character `end`. What the parts leave of the reward belongs to the response's end.
+    before character `end`. The rest of the reward belongs to the response's end.
     """
 
     trajectory_id: str
@@ -72,7 +72,7 @@ class RewardDescription:
         name: its own, for logs.
         data_sources: what it scores; none: everything.
         groups: whether it scores the items of a group together.
-        version: of what it computes; "" if it does not say.
+        version: version of its computation; "" if it does not say.
     """
 
     contract: int = REWARD_CONTRACT

@@ -60,12 +60,12 @@ def batch_digest(policy: PolicyTag, rows: Iterable[BatchRow]) -> str:
 class TrainOrder:
     """Asks for training step `step`, counted from 1, on rows that were all sampled from `policy`.
 
-    It trains version `step` - 1; strictly on policy that is the policy's.
+    The step trains version `step` - 1; strictly on policy, this is the version of `policy`.
 
     Attributes:
         rows: ordered by (prompt id, sample index).
         adjustments: what the guard has changed of the configuration.
-        digest: digest of policy and rows, see `batch_digest`; a repeated order is known by it.
+        digest: digest of policy and rows, see `batch_digest`; it identifies a repeated order.
     """
 
     step: int
@@ -80,13 +80,13 @@ class TrainOrder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkOrder:
-    """Asks for what a chunk of step `step` needs, while the step's batch is not complete.
+    """Asks for the work ahead on a chunk of step `step`, whose batch is not complete yet.
 
     Attributes:
         first_row: the place of the first row in the batch, if no group before it is dropped.
         rows: rows of the chunk, ordered as in the batch.
         with_gradient: also computes the gradient, if the chunks before it have theirs.
-        adjustments: those that the step will have.
+        adjustments: what the guard will have changed in that step.
     """
 
     step: int

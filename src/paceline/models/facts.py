@@ -40,7 +40,7 @@ class ModelFamily:
         stacks_experts: checkpoints also store all experts of a layer in one tensor per projection.
         keys_for_engines: keys with values that engines need in config.json and transformers does not write.
         has_layers_of_own_sizes: layers differ in the sizes of their heads, keys or MLPs, or in kind.
-        has_states: some layers have a state of each sequence, that goes from token to token.
+        has_states: some layers have a state per sequence, which each token updates.
         has_uniform_cache: in an engine all layers keep keys and values of every token.
         has_longer_window_in_engines: sliding windows are one token longer in engines than in transformers.
     """

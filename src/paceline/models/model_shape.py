@@ -61,7 +61,7 @@ class TowerShape:
     def activations(self, num_patches: int, bytes_per_number: int) -> int:
         """Returns the bytes of a forward pass over `num_patches` patches without a backward pass.
 
-        They are the largest need of three parts: the patch embedding, which copies the pixels; rotary
+        The result is the largest need of three parts: the patch embedding, which copies the pixels; rotary
         embedding and attention; the MLP. The float32 pixels themselves stay on the GPU.
         """
         embedding = 4 * self.width * bytes_per_number
@@ -119,7 +119,7 @@ class LatentShape:
 
     @property
     def norms(self) -> int:
-        """Numbers of the latent vectors, and so of their norms."""
+        """Size of the latent vectors together, and so of the weights of their norms."""
         return self.q_rank + self.kv_rank
 
     @property
@@ -141,8 +141,8 @@ class ModelShape:
     Attributes:
         intermediate: width of a layer's MLP, or of an expert.
         num_experts: per layer; 0 without.
-        num_chosen: experts that a token meets.
-        shared: width of the MLP beside the experts, which all tokens meet.
+        num_chosen: experts that are active per token.
+        shared: width of the MLP beside the experts, which all tokens use.
         weighs_shared: that MLP has a weight per token, like an expert.
         num_dense: layers without experts in a model with experts; their MLPs have the width `dense`.
         num_sinks: scores of tokens without a value in a layer's attention.
@@ -306,19 +306,19 @@ class ModelShape:
 
     @property
     def active_layers(self) -> int:
-        """Parameters of all layers that a token meets: of the experts, those chosen for it."""
+        """Parameters of all layers that are active for a token: of the experts, those chosen for it."""
         idle = max(0, self.num_experts - self.num_chosen) * 3 * self.hidden * self.intermediate
         with_experts = self.num_layers - self.num_dense
         return with_experts * (self.layer - idle) + self.num_dense * self._dense_layer
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that a token meets in its layers, and the head's."""
+        """Parameters of the layers that are active for a token, and the head's."""
         return self.active_layers + self.vocab * self.hidden
 
     @property
     def idle_parameters(self) -> int:
-        """Parameters of the layers that a token does not meet."""
+        """Parameters of the layers that are not active for a token."""
         return self.num_parameters - self.root - self.active_layers
 
     @property

@@ -25,13 +25,13 @@ _WILDCARDS = ("0.0.0.0", "::")
 
 
 def join(host: str, port: int) -> str:
-    """host:port, with an IPv6 address in brackets."""
+    """Returns host:port, with an IPv6 address in brackets."""
     plain = host.strip("[]")
     return f"[{plain}]:{port}" if ":" in plain else f"{plain}:{port}"
 
 
 def split(address: str) -> tuple[str, int]:
-    """Host, without brackets, and port of host:port.
+    """Returns the host, without brackets, and the port of host:port.
 
     Raises:
         ConfigError: it has another form.
@@ -63,7 +63,7 @@ def is_wildcard(host: str) -> bool:
 def to_bind(host: str) -> str:
     """Returns the address or name to bind to, without brackets; an interface's name becomes its address.
 
-    An interface that has an IPv4 and an IPv6 address counts with the first; name the address to choose.
+    If an interface has an IPv4 and an IPv6 address, the IPv4 address is taken; name the address to choose.
 
     Raises:
         EnvironmentLackError: the interface has no address.
@@ -119,7 +119,7 @@ def announced(host: str, port: int) -> str:
 
 
 def on_route_to(host: str, port: int) -> str:
-    """This machine's address on the route to `host`; a datagram socket finds it without sending anything.
+    """Returns this machine's address on the route to `host`; a datagram socket finds it and sends nothing.
 
     Raises:
         OSError: `host` is unknown or there is no route.

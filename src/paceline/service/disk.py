@@ -11,7 +11,7 @@ from pathlib import Path
 from paceline.core.errors import EnvironmentLackError
 
 DISK_IS_FULL = "is full ("
-"""In every sentence on a full disk"""
+"""These words are in every message about a full disk"""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _LEAST_BYTES = 1 << 20
@@ -25,10 +25,10 @@ def full_disk(folder: Path) -> str:
 
 @contextlib.contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Within the block files of a folder are written.
+    """Wraps a block that writes files in a folder.
 
     Raises:
-        EnvironmentLackError: its disk, or what its user may have of it, is full.
+        EnvironmentLackError: the disk, or the user's quota of it, is full.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Looks up installed packages without importing them; the only place, so that a test can pretend others."""
+"""Looks up installed packages without importing them; the only place that does, so tests can replace it."""
 
 from __future__ import annotations
 

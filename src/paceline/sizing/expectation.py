@@ -40,7 +40,7 @@ class Expectation:
     def of(cls, config: RunConfig, machine: Machine) -> Self | None:
         """Returns the expectation for a settled run; None on a CPU, for episodes, or if too little is known.
 
-        The duration of episodes depends on tools and environments.
+        The duration of episodes depends on tools and environments, which are not estimated.
         """
         if config.has_episodes or config.learner.device == "cpu":
             return None

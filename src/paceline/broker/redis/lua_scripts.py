@@ -5,8 +5,8 @@ from __future__ import annotations
 # KEYS: the blobs' keys, one stream per message, then the stream to acknowledge in, if any. ARGV: the numbers
 # of blobs and of messages, the blobs' values, payload and traceparent of each message, then the group and ids
 # to acknowledge. A script that fails stops where it is and undoes nothing, so what can fail is checked first;
-# a full server refuses the first write or none. The acknowledgement is last: it needs no memory. With it goes
-# what SAVE_PROGRESS has saved.
+# a full server refuses the first write or none. The acknowledgement is last: it needs no memory. It also
+# removes what SAVE_PROGRESS has saved.
 APPEND = """
 local blobs, messages = tonumber(ARGV[1]), tonumber(ARGV[2])
 for i = blobs + 1, #KEYS do

@@ -90,7 +90,7 @@ class BlobClient:
                 time.sleep(pause_s)
 
     def put(self, blobs: Mapping[str, bytes]) -> None:
-        """Stores blobs that the run can do without: an outage is not waited through.
+        """Stores blobs that the run can do without, so it does not wait through an outage.
 
         Raises:
             BrokerError: the server did not take all of them.

@@ -280,7 +280,7 @@ class RedisServer:
             f"logfile {_quoted(self.log_path)}",
             'save ""',
             "appendonly yes",
-            # Written before each answer, and never postponed (everysec postpones while a sync is slow).
+            # The file is written before each answer; everysec would postpone writes while a sync is slow.
             "appendfsync no",
             f"maxmemory {self._max_memory_bytes}",
             "maxmemory-policy noeviction",

@@ -79,7 +79,7 @@ class RedisStreamsBroker:
             return []
 
     async def read_log(self, stream: str, *, after: str, max_entries: int, block_s: float) -> list[Entry]:
-        """Entries after the id `after`; waits up to `block_s` seconds for the first; [] when none came."""
+        """Returns entries after id `after`; waits up to `block_s` seconds for the first; [] when none came."""
         return await self._read(("XREAD", "COUNT", max_entries), stream, after, block_s)
 
     async def _read(self, command: Sequence[Any], stream: str, after: str, block_s: float) -> list[Entry]:
@@ -96,7 +96,8 @@ class RedisStreamsBroker:
     ) -> list[Entry]:
         """Takes over entries that no consumer has renewed for `min_idle_s` seconds.
 
-        Takes over nothing soon after an outage, in which living consumers could not renew their leases.
+        Takes over nothing soon after an outage, because living consumers could not renew their leases during
+        it.
         """
         if not self._client.outage.is_recent(min_idle_s):
             arguments = [group, consumer, round(min_idle_s * 1000), max_entries]
@@ -160,7 +161,7 @@ class RedisStreamsBroker:
         return saved or b""
 
     async def advance(self, stream: str, group: str, entry_id: str) -> None:
-        """Says that a group which reads the stream as a log has done everything up to `entry_id`."""
+        """Records that a group which reads the stream as a log has done everything up to `entry_id`."""
         with contextlib.suppress(StreamMissingError):
             await self._client.run("XGROUP SETID", stream, group, entry_id)
 
@@ -266,7 +267,7 @@ def _chunks(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
 
 
 def _batches(items: Iterable[_Item], size: Callable[[_Item], int]) -> Iterator[list[_Item]]:
-    """Splits what is sent into commands that block the server for a short time only."""
+    """Splits a write into commands, each of which blocks the server for a short time only."""
     batch: list[_Item] = []
     num_bytes = 0
     for item in items:

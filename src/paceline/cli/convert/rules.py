@@ -144,7 +144,7 @@ def rule(
     default: Any = UNSET,
     unset: tuple[Any, ...] = (None,),
 ) -> ConversionRule:
-    """Keys with a rule of their own; several are separated by spaces."""
+    """Makes the rule of one or several keys, which are separated by spaces."""
     return ConversionRule(keys=tuple(keys.split()), ours=ours, convert=convert, default=default, unset=unset)
 
 

@@ -83,7 +83,7 @@ class _Client:
 class TaskDispatcher:
     """Gives tasks to clients and takes their answers.
 
-    Times are of whatever clock the caller uses, in seconds.
+    Times are in seconds, by the caller's clock.
 
     Args:
         answer_within_s: how long a client may work on a task before another one gets it.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 OVER_CODE = "episode_over"
 """The code with which a request is refused once a limit has ended the episode."""
 OVER_MESSAGE = "this episode is over"
-"""Begins what such a refusal says."""
+"""The beginning of such a refusal's message."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,7 +20,7 @@ class EpisodeOutcome:
         num_turns: how often the policy answered.
         num_tool_calls: in all turns, those that failed included.
         tool_s: seconds that tools or the environment took.
-        reward: the environment's; None from one that gives none.
+        reward: the environment's; None if it gives none.
         components: further numbers of the environment.
     """
 

@@ -29,7 +29,7 @@ class Image:
 
     @property
     def num_patches(self) -> int:
-        """How many patches the image has: rows of `pixels`."""
+        """Number of the image's patches, which are the rows of `pixels`."""
         time, height, width = self.grid
         return time * height * width
 
@@ -56,7 +56,7 @@ class ImageSpec:
     Attributes:
         token_id: token id of the placeholder.
         merge_size: the patches along height and along width that a token stands for.
-        width: numbers of a patch.
+        width: numbers per patch.
     """
 
     token_id: int

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 Part = tuple[str, float, float]
-"""A component's name, its value as it enters the sum, and the weight that it does it with."""
+"""A component's name, its value before it is weighted, and its weight in the sum."""
 
 
 _ROUNDING = 1e-6

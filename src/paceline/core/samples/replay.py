@@ -19,8 +19,8 @@ class TrainedGroup:
     """A prompt group that a step trained for the first time.
 
     Attributes:
-        num_rows: its trajectories.
-        oldest_version: that sampled one of its tokens.
+        num_rows: number of its trajectories.
+        oldest_version: the oldest version that sampled one of its tokens.
     """
 
     step: int
@@ -41,7 +41,7 @@ class ReplayRule:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> ReplayRule:
-        """Reads what the journal has of it."""
+        """Reads the rule as the journal has it."""
         return cls(**{name: plain[name] for name in cls.__dataclass_fields__})
 
     def steps_before(self, step: int) -> range:
@@ -51,10 +51,10 @@ class ReplayRule:
     def buffer(
         self, groups: Iterable[TrainedGroup], step: int, *, without: Collection[int] = ()
     ) -> list[TrainedGroup]:
-        """Returns the groups that `step` may train again, newest first; of each prompt the newest.
+        """Returns the groups that `step` may train again, newest first; only the newest of each prompt.
 
         Args:
-            groups: those that the steps before trained for the first time.
+            groups: groups that the steps before trained for the first time.
             without: ids of the prompts that the step trains anew.
         """
         newest = sorted(groups, key=lambda group: (-group.step, group.prompt_id))
@@ -77,7 +77,7 @@ class ReplayRule:
         return group.step < step and step - 1 - group.oldest_version <= self.max_age
 
     def _newest(self, groups: Iterable[TrainedGroup]) -> Iterator[TrainedGroup]:
-        """Those that passed the filter and are among the newest `size` trajectories; each prompt once."""
+        """Yields filtered groups that are in the newest `size` trajectories; each prompt once."""
         room, known = self.size, set[int]()
         for group in groups:
             if self._number(group, "kept") >= self.filter_probability:

@@ -146,7 +146,7 @@ class PartialSample:
 
     @property
     def end(self) -> int:
-        """The number of response tokens up to and with these."""
+        """The number of response tokens up to the end of these."""
         return self.first + len(self.token_ids)
 
     def joined(self, later: PartialSample) -> PartialSample:
@@ -195,7 +195,7 @@ class SampleHeader:
 
     @property
     def policy_ranges(self) -> tuple[PolicyRange, ...]:
-        """Which policies sampled the response; a single range where one did."""
+        """Which policies sampled which response tokens; a single range if one policy sampled all."""
         return self.ranges or (PolicyRange(self.policy, 0, self.num_response_tokens),)
 
 

@@ -60,8 +60,8 @@ def as_trl_calls(
 ) -> Callable[..., object]:
     """Returns a function of TRL's form as one of the samples of a prompt: `f(items, completions="text")`.
 
-    Columns of the rows come as lists, as does the ground truth. None among what it returns is 0, as the sum
-    there leaves it out.
+    Columns of the rows come as lists, as does the ground truth. A None that it returns counts as 0, because
+    TRL's sum leaves it out.
 
     Args:
         function: function of TRL's form.
@@ -114,4 +114,4 @@ def _message(role: str, content: str) -> list[dict[str, str]]:
 
 
 def _ignore(*_: object, **__: object) -> None:
-    """In place of TRL's loggers: a run keeps rewards and their components by itself."""
+    """Stands in for TRL's loggers: a run records rewards and their components by itself."""

@@ -2,10 +2,10 @@
 
 A function that scores all samples of a prompt together has the form `f(items: list[ScoreItem], **arguments)`
 and returns a list with a float or dict per item.
-Functions in the forms of verl and TRL are known by their parameters' names (`reward_forms`).
+Functions in the forms of verl and TRL are recognised by their parameters' names (`reward_forms`).
 
-Here its signature is inspected, its keyword arguments are chosen and its return value is checked, no matter
-whether a child process or a reward server calls it.
+This module inspects a function's signature, chooses its keyword arguments and checks its return value, no
+matter whether a child process or a reward server calls it.
 """
 
 from __future__ import annotations

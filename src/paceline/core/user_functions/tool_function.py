@@ -25,7 +25,7 @@ _TYPES: Mapping[object, str] = {
 
 
 def describe_tool(reference: str, function: object) -> ToolSpec:
-    """Describes the tool that a function is: its name, its docstring, its parameters by their annotations.
+    """Describes a function as a tool: its name, its docstring, its parameters by their annotations.
 
     Raises:
         ConfigError: it is no function, has no docstring, or a parameter that cannot be given by name.

@@ -39,7 +39,7 @@ def find_function(reference: str, subject: str) -> object:
 
 
 def source_file(reference: str) -> Path | None:
-    """The file in which what `reference` names is written, found without importing it; None if not here."""
+    """Returns the file that defines what `reference` names, without importing it; None if it is not here."""
     place, _, _ = reference.rpartition(":")
     if place.endswith(".py"):
         candidates = [Path(place).expanduser()]

@@ -59,7 +59,7 @@ async def _run(
 def thread_variables(num_threads: int | None, world_size: int) -> dict[str, str]:
     """Returns a rank's OpenMP variables: the configured threads, else the user's, else its share of cores.
 
-    Threads that wait sleep: where they spin, a rank beside other work loses its cores to its own waiting.
+    Waiting threads sleep: if other processes run, too, spinning threads cost a rank its cores.
     """
     own = os.environ.get("OMP_NUM_THREADS", "")
     threads = num_threads or own or max(1, num_cores() // world_size)

@@ -14,7 +14,7 @@ from paceline.core.errors import EXIT_AGAIN, EXIT_FINAL, EXIT_GIVEN
 class End(enum.Enum):
     """The kind of a process's end.
 
-    LEFT: it ended by itself, without an error. FINAL: started again it would end with the same error.
+    LEFT: it ended by itself, without an error. FINAL: started again, it would end with the same error.
     FAILED: an error that may not come again. AGAIN: its start failed, and it says that the next may succeed.
     KILLED: a signal ended it.
     """
@@ -29,7 +29,7 @@ class End(enum.Enum):
 def judge(exit_codes: Collection[int]) -> End:
     """Returns the kind of end by the exit codes of processes that ended together; -N stands for signal N.
 
-    A signal explains the errors of the others; an error that a start cannot mend explains the remaining ones.
+    A signal explains the errors of the others; an error that a restart cannot fix explains the rest.
     """
     if any(code < 0 for code in exit_codes):
         return End.KILLED

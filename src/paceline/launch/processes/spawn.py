@@ -34,9 +34,9 @@ class ManagedProcess:
 
     `exited` gives its return code; a negative one is the number of a signal.
 
-    `pid` is also the id of its group and session. `mark` is in the environment of the programs that it
-    started, and in its own if it is one; its forks are in its session. It is also a member's incarnation.
-    `oom_kills` is how often the kernel had killed a process for want of memory when it began.
+    `pid` is also the id of its group and session. `mark` is in its environment if it is a program, and in
+    that of every program that it starts; its forks are in its session. A member's `mark` is also its
+    incarnation. `oom_kills` is how often the kernel had killed a process for want of memory when it began.
     """
 
     spec: ProcessSpec

@@ -162,7 +162,7 @@ class _Stream(Generic[TaskT, AnswerT]):
         return self._leave
 
     def _check_end(self) -> None:
-        """Raises what ended the stream, if nobody left."""
+        """Raises the error that ended the stream, unless one side has left."""
         if self._error is not None:
             raise self._error
         if not self.is_welcome:

@@ -74,7 +74,7 @@ class GatewayOptions(Generic[TaskT]):
         size_of: about how many bytes a task has.
         max_tries: to how many clients a task is given, one after the other.
         stream_age_s: after this time a client is asked to open its stream again.
-        groups: whether tasks are groups, which a client must say that it scores.
+        groups: whether tasks are groups; a client must then declare that it scores groups.
     """
 
     name: str
@@ -122,7 +122,7 @@ class Gateway(Generic[TaskT, AnswerT]):
         return versions.pop() if len(versions) == 1 else None
 
     async def ask(self, tasks: Sequence[TaskT]) -> list[AnswerT | Failure]:
-        """One answer or failure per task, in the order of the tasks.
+        """Returns one answer or failure per task, in the order of the tasks.
 
         Raises:
             ProtocolError: the gateway has been closed.
@@ -161,7 +161,7 @@ class Gateway(Generic[TaskT, AnswerT]):
         self._version = hello.version
         _log.info("%s: the client %s has attached; clients: %d", *self._names(hello), self.num_clients)
         reading = asyncio.create_task(self._read(number, messages), name=f"read {hello.client}")
-        # Not where this ends: it may wait to send when the client goes away.
+        # Not at the end of this method, which may wait to send when the client goes away.
         reading.add_done_callback(lambda _: self._on_gone(number, hello))
         try:
             yield Welcome(run_id=self._options.run_id, answer_within_s=self._options.answer_within_s)

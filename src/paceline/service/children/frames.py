@@ -78,7 +78,7 @@ async def receive(stream: asyncio.StreamReader) -> Any:
 
 
 class _Count:
-    """Bounds the maps and lists of a message: an empty one is a byte on the wire and 64 in memory."""
+    """Bounds the maps and lists of a message: an empty one takes 1 byte in the frame and 64 in memory."""
 
     def __init__(self) -> None:
         self._left = _MAX_CONTAINERS

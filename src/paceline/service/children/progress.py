@@ -19,7 +19,7 @@ class ItemProgress:
         self._page = mmap.mmap(file_descriptor, self.SIZE_BYTES)
 
     def note(self, number: int, started: float) -> None:
-        """Called by the child before each item."""
+        """Notes the item that begins now; the child calls this before each item."""
         self._LAYOUT.pack_into(self._page, 0, number, started)
 
     def read(self) -> tuple[int, float]:

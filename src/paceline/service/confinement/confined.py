@@ -26,13 +26,13 @@ _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cach
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConfinedLimits:
-    """What a program may use. Memory is that of each of its processes.
+    """What a program may use.
 
     Args:
         seconds: from start to end.
-        memory_bytes, disk_bytes: disk is its /tmp, in memory.
+        memory_bytes: of each process. disk_bytes: of its /tmp, which is in memory.
         max_processes: threads count.
-        max_output_bytes: of what it prints; more ends it.
+        max_output_bytes: of what it prints; a program that prints more is ended.
     """
 
     seconds: float = 10.0
@@ -54,9 +54,9 @@ class Ending(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommandResult:
-    """What a program did: `code` is its exit code, 128 and the signal's number where one ended it.
+    """What a program did: `code` is its exit code, or 128 plus the number of the signal that ended it.
 
-    Where it was not started, `stderr` says why.
+    If it was not started, `stderr` says why.
     """
 
     ending: Ending
@@ -104,7 +104,7 @@ async def run_confined(command: Command) -> CommandResult:
 
 
 async def _run(command: Command, report: int) -> CommandResult:
-    """Runs it to its end; closes `report`, which the builder writes to."""
+    """Runs the command to its end; closes `report`, which the builder writes to."""
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, report)
         # Only a mount point for the in-memory root; nothing is written there.
@@ -156,7 +156,7 @@ def _checked(outcome: CommandResult, report: bytes, command: Command) -> Command
 
 
 async def why_not_confined() -> str:
-    """Why this machine cannot confine programs; "" where it can."""
+    """Returns why this machine cannot confine programs; "" if it can."""
     limits = ConfinedLimits(seconds=_PROBE_S)
     try:
         outcome = await run_confined(Command(words=["/bin/true"], limits=limits))

@@ -6,8 +6,8 @@
 
 Standard library only: it runs before anything is imported. Both arguments are file descriptors: a file that
 holds what `confined.Command` describes, as JSON, and a pipe for what the builder reports: STARTED just before
-the program begins, and the reason where something fails. The program never has the pipe: nothing that it
-prints, and no exit code, passes for a report.
+the program begins, or the reason why something failed. The program never has the pipe, so neither its output
+nor its exit code can be taken for a report.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> int:
-    """Runs the command; its exit code, or 128 and the number of the signal that ended it."""
+    """Runs the command; returns its exit code, or 128 plus the number of the signal that ended it."""
     descriptor, report = map(int, sys.argv[1:])
     return _guarded(report, _build, descriptor, report)
 
@@ -87,7 +87,7 @@ def _build(descriptor: int, report: int) -> int:
         os.close(ready[0])
         os.close(mapped[1])
         os._exit(_guarded(report, _namespaces, spec, report, ready, mapped))
-    os.close(ready[1])  # so that the end of a child that fails is seen
+    os.close(ready[1])  # so that the end of a child that fails is noticed
     os.close(mapped[0])
     if os.read(ready[0], 1):
         _map_users(child)
@@ -228,7 +228,7 @@ def _filter_calls() -> None:
 
 
 def _map_users(child: int) -> None:
-    """Two users where this is root: one that builds, one that the program is. Else only this user."""
+    """Maps two users if this is root: one that builds, one as which the program runs. Else only this user."""
     user, group = os.getuid(), os.getgid()
     folder = Path("/proc", str(child))
     if user == 0:

@@ -99,7 +99,7 @@ async def call(
     peer: str,
     wait_for_ready: bool | None = None,
 ) -> _Reply:
-    """One unary call with a deadline.
+    """Makes one unary call with a deadline.
 
     Args:
         method: method of a generated stub.

@@ -14,7 +14,7 @@ KEEPALIVE_TIMEOUT_S = 5
 
 
 def common_options(max_message_bytes: int) -> ChannelOptions:
-    """Options of client and server alike: a frozen peer is noticed after about 15 s, with and without calls.
+    """Returns options of client and server, which notice a frozen peer after about 15 s, even without calls.
 
     With the keep-alive timeout alone, without `grpc.http2.ping_timeout_ms`, it takes more than a minute.
     """

@@ -72,7 +72,7 @@ def status_code(error: PacelineError) -> grpc.StatusCode:
 
 
 def to_metadata(error: PacelineError) -> tuple[tuple[str, bytes], ...]:
-    """Trailing metadata from which `from_metadata` rebuilds the error."""
+    """Returns trailing metadata from which `from_metadata` rebuilds the error."""
     body = {"class": type(error).__name__, "message": clip(str(error)), "fields": _fields(error)}
     return ((ERROR_KEY, json.dumps(body).encode()),)
 
@@ -82,7 +82,7 @@ def from_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> Pacelin
     raw = next((value for key, value in metadata or () if key == ERROR_KEY), None)
     if raw is None:
         return None
-    # Imported by the few that are sent an error: it loads numpy.
+    # Imported only by a process that is sent an error, because it loads numpy.
     from paceline.wire.json_object import read_json_object
 
     try:
@@ -95,7 +95,7 @@ def from_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> Pacelin
 
 
 def clip(message: str) -> str:
-    """Cuts a message to what fits into gRPC's headers, and escapes what a terminal would act on."""
+    """Cuts a message to what fits into gRPC's headers, and escapes a terminal's control characters."""
     message = printable(encodable(message))
     return message if len(message) <= MAX_MESSAGE_CHARS else message[: MAX_MESSAGE_CHARS - 4] + " ..."
 

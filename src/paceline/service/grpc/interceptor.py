@@ -67,7 +67,7 @@ async def _refuse_token(_: Any, context: Any) -> None:
 
 
 def _open(handler: Any, reads: asyncio.Semaphore) -> Any:
-    """Makes a unary method without a token; it reads few messages at a time, so floods of calls wait."""
+    """Serves a unary method without a token; it reads few messages at a time, so floods of calls wait."""
 
     async def method(requests: AsyncIterator[Any], context: Any) -> Any:
         async with asyncio.timeout(_OPEN_READ_S), reads:
@@ -82,7 +82,7 @@ def _open(handler: Any, reads: asyncio.Semaphore) -> Any:
 
 
 class _WrongRoleError(Exception):
-    """A caller's certificate does not open the method."""
+    """A caller's certificate does not permit the method."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

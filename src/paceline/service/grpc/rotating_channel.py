@@ -35,19 +35,19 @@ class RotatingChannel(grpc.aio.Channel):
         return self._channel
 
     def unary_unary(self, *method: Any, **codecs: Any) -> Any:
-        """Makes a call as any channel does, over the newest."""
+        """Makes a call as any channel does, over the newest channel."""
         return self._calls("unary_unary", method, codecs)
 
     def unary_stream(self, *method: Any, **codecs: Any) -> Any:
-        """Makes a call as any channel does, over the newest."""
+        """Makes a call as any channel does, over the newest channel."""
         return self._calls("unary_stream", method, codecs)
 
     def stream_unary(self, *method: Any, **codecs: Any) -> Any:
-        """Makes a call as any channel does, over the newest."""
+        """Makes a call as any channel does, over the newest channel."""
         return self._calls("stream_unary", method, codecs)
 
     def stream_stream(self, *method: Any, **codecs: Any) -> Any:
-        """Makes a call as any channel does, over the newest."""
+        """Makes a call as any channel does, over the newest channel."""
         return self._calls("stream_stream", method, codecs)
 
     def _calls(self, kind: str, method: tuple[Any, ...], codecs: dict[str, Any]) -> Callable[..., Any]:

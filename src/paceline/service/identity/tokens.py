@@ -48,7 +48,7 @@ def mint(secret: str, scope: Scope, *, expires_at: float) -> str:
 
 
 def admits(secret: str, given: str, method: str) -> bool:
-    """Whether `given` is the secret, or a token for this method that it signed and that has not expired.
+    """Returns whether `given` is the secret, or an unexpired token for this method that the secret signed.
 
     Takes the same time wherever `given` differs from the secret.
     """

@@ -22,7 +22,7 @@ OFFLOADED = GIB
 MUON_BYTES = 28
 """Bytes per number of a matrix that a rank orthogonalizes: what it receives, computes and sends."""
 COMPACT_STEP = 640 << 20
-"""Bytes of the slice of 8-bit averages that are float32 at a time, and of what turns them into codes."""
+"""Bytes of the slice of 8-bit averages that is float32 at a time, and of its conversion into codes."""
 LOGITS = GIB
 """Chunks of logits and the head's gradient; the learner bounds them."""
 

@@ -57,7 +57,7 @@ actor:
 }
 
 _PROMPT_TOKENS, _RESPONSE_TOKENS = 512, 1024
-_BATCH_SIZE = 64  # prompts; all of them where the data has fewer
+_BATCH_SIZE = 64  # prompts; all of them if the data has fewer
 _LOOKED_AT = 1000  # rows of the first file, for the length of prompts
 
 

@@ -106,7 +106,7 @@ class _Reader:
         return ast.literal_eval(followed)
 
     def _followed(self, node: ast.expr, passed: dict[str, int] | None = None) -> ast.expr:
-        """What a name was last set to; `passed` counts the assignments that led here, which are left out."""
+        """Returns what a name was last set to, without its last assignments that `passed` counts."""
         passed = {} if passed is None else passed
         while isinstance(node, ast.Name):
             values = self._values.get(node.id, [])
@@ -250,7 +250,7 @@ def _assignments(module: ast.Module) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _imports(module: ast.Module) -> Iterator[tuple[str, str]]:
-    """Dotted paths of what the script imports by name; TRL's own rewards by name only."""
+    """Returns the dotted paths of what the script imports, by name; of TRL's own rewards only the names."""
     for node in ast.walk(module):
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:

@@ -77,7 +77,7 @@ def read_script(text: str, environment: Mapping[str, str] | None = None) -> Scri
 
 
 def _commands(text: str) -> list[list[str]]:
-    """Words by command, quotes kept; the words of an array stay with its name, between `(` and `)`."""
+    """Returns the words of each command, quotes kept; an array's words follow its name, in `(` and `)`."""
     text = re.sub(r"\\\r?\n", " ", text)
     text = re.sub(r"(^|\s)#[^\n]*", r"\1", text)
     commands: list[list[str]] = [[]]

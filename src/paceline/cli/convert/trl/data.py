@@ -8,7 +8,7 @@ from paceline.cli.convert.rules import Changed, Tree
 
 REWARDS = "reward_funcs"
 ANSWER, COLUMNS, MESSAGES = (f"{REWARDS}.{name}" for name in ("answer", "columns", "messages"))
-"""What a script's own functions name: a column with the answer, columns; and whether they read messages."""
+"""What a script's own reward functions use: the column with the answer, further columns, and messages."""
 _MATHEMATICS = ("accuracy_reward", "reasoning_accuracy_reward")
 _OF_TRL = ("think_format_reward", "get_soft_overlong_punishment", *_MATHEMATICS)
 
