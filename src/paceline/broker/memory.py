@@ -107,7 +107,7 @@ class MemoryBroker:
         return await self._wait_for(lambda: self._deliver(stream, group, consumer, max_entries), block_s)
 
     async def read_log(self, stream: str, *, after: str, max_entries: int, block_s: float) -> list[Entry]:
-        """Returns entries after id `after`; waits up to `block_s` seconds for the first; [] when none came."""
+        """Returns entries after `after`; waits up to `block_s` seconds for the first; [] when none came."""
         return await self._wait_for(lambda: self._after(stream, after, max_entries), block_s)
 
     async def _wait_for(self, look: Callable[[], list[Entry]], block_s: float) -> list[Entry]:

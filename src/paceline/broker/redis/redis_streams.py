@@ -79,7 +79,7 @@ class RedisStreamsBroker:
             return []
 
     async def read_log(self, stream: str, *, after: str, max_entries: int, block_s: float) -> list[Entry]:
-        """Returns entries after id `after`; waits up to `block_s` seconds for the first; [] when none came."""
+        """Returns entries after `after`; waits up to `block_s` seconds for the first; [] when none came."""
         return await self._read(("XREAD", "COUNT", max_entries), stream, after, block_s)
 
     async def _read(self, command: Sequence[Any], stream: str, after: str, block_s: float) -> list[Entry]:
