@@ -144,6 +144,16 @@ def inspect_function(reference: str, function: object) -> RewardFunction:
         )
     named = [p for p in positional[2:] if p.kind is not p.POSITIONAL_ONLY]
     named += [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+    return _called_by_name(reference, function, parameters, named)
+
+
+def _called_by_name(
+    reference: str,
+    function: Callable[..., object],
+    parameters: Sequence[inspect.Parameter],
+    named: Sequence[inspect.Parameter],
+) -> RewardFunction:
+    """Returns a function that gets the arguments `named` by name."""
     return RewardFunction(
         reference=reference,
         call=function,
@@ -208,13 +218,7 @@ def inspect_group_function(reference: str, function: object) -> RewardFunction:
         raise ConfigError(
             f"reward function {reference!r} must take the items of a group by position; {_GROUP_FORM}"
         )
-    return RewardFunction(
-        reference=reference,
-        call=function,
-        named=frozenset(p.name for p in named),
-        required=frozenset(p.name for p in named if p.default is p.empty),
-        takes_any=any(p.kind is p.VAR_KEYWORD for p in parameters),
-    )
+    return _called_by_name(reference, function, parameters, named)
 
 
 def _kind_of_object(function: object) -> str:

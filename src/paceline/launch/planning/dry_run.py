@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import textwrap
 from collections.abc import Mapping
 
 import yaml
@@ -39,7 +40,9 @@ def describe(config: RunConfig, machine: Machine | None = None) -> str:
         if role not in described:
             described.add(role)
             sections = {name: tree[name] for name in plan.SECTIONS[role]}
-            parts.append(_indent(redact(yaml.safe_dump(sections, sort_keys=False, allow_unicode=True))))
+            parts.append(
+                textwrap.indent(redact(yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)), "    ")
+            )
         else:
             parts.append(f"  (configuration as {role} above)\n")
     return "\n".join(parts)
@@ -60,7 +63,3 @@ def _process(spec: ProcessSpec) -> str:
         f"{key}={shlex.quote(value) if value != _SECRET else value}" for key, value in env.items()
     )
     return f"== {spec.name}\n  command: {shlex.join(spec.command)}\n  environment: {words}"
-
-
-def _indent(text: str) -> str:
-    return "".join(f"    {line}\n" for line in text.splitlines())

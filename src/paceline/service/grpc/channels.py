@@ -66,8 +66,7 @@ def connect(
         ("grpc.enable_http_proxy", 0),
     ]
     credentials = credentials or Credentials()
-    headers = _Headers(credentials.token, term)
-    interceptors = [_UnaryHeaders(headers), _StreamHeaders(headers), _DuplexHeaders(headers)]
+    interceptors = [kind(credentials.token, term) for kind in (_UnaryHeaders, _StreamHeaders, _DuplexHeaders)]
     if credentials.tls is None:
         _check_reach(address, credentials)
         return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
@@ -230,7 +229,7 @@ class _Headers:
         given = ((TOKEN_KEY, bearer(token) if token else ""), (TERM_KEY, str(term) if term else ""))
         self._fixed: Sequence[tuple[str, str]] = tuple((key, value) for key, value in given if value)
 
-    def add(self, details: Any) -> Any:
+    def _add(self, details: Any) -> Any:
         metadata = list(details.metadata or ()) + list(self._fixed)
         parent = telemetry.current_traceparent()
         if parent:
@@ -238,25 +237,16 @@ class _Headers:
         return details._replace(metadata=grpc.aio.Metadata(*metadata))
 
 
-class _UnaryHeaders(grpc.aio.UnaryUnaryClientInterceptor):
-    def __init__(self, headers: _Headers) -> None:
-        self._headers = headers
-
+class _UnaryHeaders(_Headers, grpc.aio.UnaryUnaryClientInterceptor):
     async def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
-        return await continuation(self._headers.add(details), request)
+        return await continuation(self._add(details), request)
 
 
-class _StreamHeaders(grpc.aio.UnaryStreamClientInterceptor):
-    def __init__(self, headers: _Headers) -> None:
-        self._headers = headers
-
+class _StreamHeaders(_Headers, grpc.aio.UnaryStreamClientInterceptor):
     async def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
-        return await continuation(self._headers.add(details), request)
+        return await continuation(self._add(details), request)
 
 
-class _DuplexHeaders(grpc.aio.StreamStreamClientInterceptor):
-    def __init__(self, headers: _Headers) -> None:
-        self._headers = headers
-
+class _DuplexHeaders(_Headers, grpc.aio.StreamStreamClientInterceptor):
     async def intercept_stream_stream(self, continuation: Any, details: Any, requests: Any) -> Any:
-        return await continuation(self._headers.add(details), requests)
+        return await continuation(self._add(details), requests)

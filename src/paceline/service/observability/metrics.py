@@ -10,6 +10,7 @@ import enum
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from paceline.core.run_record import step_metrics
 
@@ -52,6 +53,10 @@ _ALL = ("controller", "rollout", "learner", "reward")
 _MEMBERS = ("rollout", "learner", "reward")
 _ON_GPUS = ("rollout", "learner")
 
+_counter = partial(Metric, kind=MetricKind.COUNTER)
+_of_gpu = partial(Metric, labels=("gpu", "uuid"), services=_ON_GPUS)
+_of_mailbox = partial(_counter, labels=("mailbox",), services=("rollout", "reward"))
+
 # --- the process
 
 MEMORY = Metric(
@@ -60,10 +65,9 @@ MEMORY = Metric(
     labels=("part",),
     services=_ALL,
 )
-CPU = Metric(
+CPU = _counter(
     name="paceline_process_cpu_seconds_total",
     help="CPU time of the process and of children that have ended.",
-    kind=MetricKind.COUNTER,
     services=_ALL,
 )
 OPEN_FILES = Metric(
@@ -84,78 +88,57 @@ LOOP_LAG = Metric(
     help="Largest lag of the event loop in the last 10 s: how late it ran a callback.",
     services=_ALL,
 )
-GPU_MEMORY_USED = Metric(
+GPU_MEMORY_USED = _of_gpu(
     name="paceline_gpu_memory_used_bytes",
     help="Memory in use, by any process, on a GPU that this process may use.",
-    labels=("gpu", "uuid"),
-    services=_ON_GPUS,
 )
-GPU_MEMORY_TOTAL = Metric(
+GPU_MEMORY_TOTAL = _of_gpu(
     name="paceline_gpu_memory_total_bytes",
     help="Memory of the GPU.",
-    labels=("gpu", "uuid"),
-    services=_ON_GPUS,
 )
-GPU_UTILISATION = Metric(
+GPU_UTILISATION = _of_gpu(
     name="paceline_gpu_utilisation_ratio",
     help="Share of the driver's last sampling period in which a kernel ran, 0 to 1.",
-    labels=("gpu", "uuid"),
-    services=_ON_GPUS,
 )
-GPU_POWER = Metric(
+GPU_POWER = _of_gpu(
     name="paceline_gpu_power_watts",
     help="Power that the GPU draws.",
-    labels=("gpu", "uuid"),
-    services=_ON_GPUS,
 )
 
-BROKER_OUTAGE = Metric(
+BROKER_OUTAGE = _counter(
     name="paceline_broker_outage_seconds_total",
     help="Seconds for which the message broker did not answer this process, or had no memory for it.",
-    kind=MetricKind.COUNTER,
     services=_ALL,
 )
 
 # --- members
 
-HEARTBEATS = Metric(
+HEARTBEATS = _counter(
     name="paceline_heartbeats_total",
     help="Heartbeats to the controller (result=answered or failed).",
-    kind=MetricKind.COUNTER,
     labels=("result",),
     services=_MEMBERS,
 )
-DELIVERIES = Metric(
+DELIVERIES = _of_mailbox(
     name="paceline_deliveries_total",
     help="Entries that this process took from a mailbox.",
-    kind=MetricKind.COUNTER,
-    labels=("mailbox",),
-    services=("rollout", "reward"),
 )
-REDELIVERIES = Metric(
+REDELIVERIES = _of_mailbox(
     name="paceline_redeliveries_total",
     help="Entries taken that had been delivered before: their consumer died, was slow, or gave them back.",
-    kind=MetricKind.COUNTER,
-    labels=("mailbox",),
-    services=("rollout", "reward"),
 )
-LEASES_LOST = Metric(
+LEASES_LOST = _of_mailbox(
     name="paceline_leases_lost_total",
     help="Entries that went to another consumer while this process worked on them.",
-    kind=MetricKind.COUNTER,
-    labels=("mailbox",),
-    services=("rollout", "reward"),
 )
-TOKENS_CARRIED_OVER = Metric(
+TOKENS_CARRIED_OVER = _counter(
     name="paceline_tokens_carried_over_total",
     help="Tokens from earlier attempts that this server reused to continue unfinished samples.",
-    kind=MetricKind.COUNTER,
     services=("rollout",),
 )
-PROGRESS_SAVED = Metric(
+PROGRESS_SAVED = _counter(
     name="paceline_progress_saved_bytes_total",
     help="Bytes of progress of unfinished samples, saved in case this server dies or leaves.",
-    kind=MetricKind.COUNTER,
     services=("rollout",),
 )
 REWARD_QUEUE = Metric(
@@ -197,16 +180,14 @@ MEMBER_IN_FLIGHT = Metric(
     help="Samples or trajectories that a member is working on.",
     labels=("kind", "member"),
 )
-MEMBER_CHANGES = Metric(
+MEMBER_CHANGES = _counter(
     name="paceline_member_changes_total",
     help="Members that registered, became suspect, alive again or dead, or left (change).",
-    kind=MetricKind.COUNTER,
     labels=("kind", "change"),
 )
-MEMBER_RESTARTS = Metric(
+MEMBER_RESTARTS = _counter(
     name="paceline_member_restarts_total",
     help="Registrations of a new incarnation of a member that the controller already knew.",
-    kind=MetricKind.COUNTER,
     labels=("kind", "member"),
 )
 RECOVERY_SECONDS = Metric(
@@ -219,26 +200,23 @@ MAILBOX_ENTRIES = Metric(
     help="Entries in a mailbox's stream, taken ones included, measured every 5 s.",
     labels=("mailbox",),
 )
-REFUSALS = Metric(
+REFUSALS = _counter(
     name="paceline_refusals_total",
     help="Prompt groups that rollout servers or reward services gave up.",
-    kind=MetricKind.COUNTER,
     labels=("reason",),
 )
-VERDICTS = Metric(
+VERDICTS = _counter(
     name="paceline_trajectories_total",
     help="Trajectories that the barrier judged, by its verdict.",
-    kind=MetricKind.COUNTER,
     labels=("verdict",),
 )
 PUSH_SECONDS = Metric(
     name="paceline_push_seconds",
     help="Duration of the last push, from its start until every server samples the new version.",
 )
-PUSHES = Metric(
+PUSHES = _counter(
     name="paceline_pushes_total",
     help="Pushes (result=committed, or lost if a member was lost in the transfer).",
-    kind=MetricKind.COUNTER,
     labels=("result",),
 )
 GUARD_VALUE = Metric(
@@ -252,10 +230,9 @@ GUARD_BOUND = Metric(
     help="The bound of a guard rule's action in this run's configuration.",
     labels=("rule", "action"),
 )
-GUARD_FIRINGS = Metric(
+GUARD_FIRINGS = _counter(
     name="paceline_guard_firings_total",
     help="Firings of guard rules by the strongest action taken.",
-    kind=MetricKind.COUNTER,
     labels=("rule", "network", "action"),
 )
 TRAINING_STEP = Metric(
