@@ -13,7 +13,7 @@ from paceline.checks.service_checks import self_test, with_local_models
 from paceline.config.model import ModelConfig
 from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, ModelError
-from paceline.models.facts import family_of
+from paceline.models.facts import config_tree, family_of
 from paceline.models.model_shape import ModelShape
 from paceline.storage.folder import Folder, is_url
 from paceline.storage.hub import is_named
@@ -118,11 +118,9 @@ def check_critic_of_images(config: RunConfig) -> None:
     folder = config.critic.path
     if config.data.image_key is None or "critic" not in config.needs or not folder or is_named(folder):
         return
-    try:
-        kind = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")).get("model_type")
-    except (OSError, ValueError, AttributeError):
-        return  # the self-test says what is wrong with it
-    if not family_of(kind).takes_images:
+    tree = config_tree(folder)
+    kind = tree.get("model_type")
+    if tree and not family_of(kind).takes_images:  # the self-test says what is wrong with an unreadable one
         raise ModelError(
             f"critic.path={folder} ({kind}) takes no images, but data.image_key={config.data.image_key} "
             "supplies some: leave critic.path out, so that the critic begins as the policy, or name a model "

@@ -152,8 +152,14 @@ def family_of(model_type: Any) -> ModelFamily:
 
 def family_in(folder: Path) -> ModelFamily:
     """Returns what is known of the language model in this folder; the plain decoder without a config.json."""
+    tree = config_tree(folder)
+    return family_of((tree.get("text_config") or tree).get("model_type"))
+
+
+def config_tree(folder: str | Path) -> Mapping[str, Any]:
+    """Returns the config.json of a model folder; {} if it is not there, or is not a JSON object."""
     try:
-        tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        return family_of(tree.get("text_config", tree).get("model_type"))
-    except (OSError, ValueError, AttributeError):
-        return _UNKNOWN
+        tree = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return tree if isinstance(tree, dict) else {}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from paceline.config.model import ModelConfig
@@ -13,6 +11,7 @@ from paceline.config.run import RunConfig
 from paceline.config.training.memory import KEPT_LOGITS_SHARE
 from paceline.core.errors import ModelError
 from paceline.engines.memory import CONTEXT, GIB, Parts
+from paceline.models.facts import config_tree
 from paceline.models.model_shape import ModelShape
 from paceline.sizing.compiled_layers import kept_bytes
 from paceline.storage.models import local_folder
@@ -317,9 +316,8 @@ def frozen_shapes(config: RunConfig, shape: ModelShape) -> dict[str, ModelShape]
 
 def _shape_in(place: str, model: ModelConfig) -> ModelShape | None:
     try:
-        folder = Path(local_folder(place, model, weights=False))
-        return ModelShape.of(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, ModelError):
+        return ModelShape.of(config_tree(local_folder(place, model, weights=False)))
+    except ModelError:
         return None  # the checks say what is wrong with it
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +21,7 @@ from paceline.config.run import RunConfig
 from paceline.core.errors import ConfigError, ModelError, PacelineError
 from paceline.data.hub import local_files
 from paceline.data.rows import Row, count_rows, first_row, first_rows, value_at
+from paceline.models.facts import config_tree
 from paceline.models.model_shape import ModelShape
 from paceline.storage.hub import is_named
 
@@ -223,7 +223,7 @@ def configuration(answers: Mapping[str, str], rows: Sequence[Row], batch_size: i
     """Returns the text of the file, for data with these first rows and `batch_size` prompts per step."""
     prompts = [value_at(row, answers["prompt_key"]) for row in rows]
     is_chat = isinstance(prompts[0], str) and _has_chat_template(answers["model"])
-    tree = _model_tree(answers["model"])
+    tree = config_tree(answers["model"])
     longest = _longest(answers["model"], prompts, "chat" if is_chat else "auto")
     prompt_length, response_length = _lengths(tree, longest)
     of_prompts = f"; the longest of the first {len(prompts):,} has {longest}" if longest else ""
@@ -271,15 +271,6 @@ def _has_chat_template(model: str) -> bool:
         return has_chat_template(ModelConfig(path=model))
     except ModelError:
         return False  # not available now; `paceline check` says why
-
-
-def _model_tree(model: str) -> Mapping[str, Any]:
-    """Returns the model's config.json; {} if it is not here."""
-    try:
-        tree = json.loads((Path(model) / "config.json").read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return tree if isinstance(tree, dict) else {}
 
 
 def _longest(model: str, prompts: Sequence[object], prompt_format: str) -> int:
