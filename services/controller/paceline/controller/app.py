@@ -358,6 +358,4 @@ async def _cancel(task: asyncio.Task[Any]) -> None:
 
 def _announce(file: Path | None, address: str) -> None:
     if file is not None:
-        temporary = file.with_suffix(".tmp")
-        temporary.write_text(address, encoding="utf-8")
-        temporary.rename(file)
+        write_atomically(file, address)

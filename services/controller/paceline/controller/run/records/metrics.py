@@ -18,6 +18,7 @@ from paceline.core.policy import token_ages
 from paceline.core.run_record.step_metrics import TIME
 from paceline.core.samples.trajectory import ScoredHeader
 from paceline.service.disk import writing
+from paceline.service.process import write_atomically
 
 _REJECTED = (Verdict.WRONG_VERSION, Verdict.WRONG_DIGEST, Verdict.UNKNOWN, Verdict.ABORTED)
 
@@ -155,12 +156,7 @@ class MetricsFile:
         kept = [line for line in complete if int(json.loads(line)["step"]) <= last_step]
         if kept == lines and self._path.exists():
             return
-        temporary = self._path.with_suffix(".tmp")
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write("".join(kept))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self._path)
+        write_atomically(self._path, "".join(kept))
 
     def append(self, step: int, metrics: Mapping[str, float]) -> str:
         """Writes a step's line, with the time, to the disk; a value that is not finite becomes null.
