@@ -158,7 +158,7 @@ class LearnerApp:
 
 
 def run_follower(environment: RankEnvironment, host: str) -> int:
-    """The main function of every rank but 0; returns the exit code."""
+    """Runs every rank but 0; returns the exit code."""
     die_with_parent()
     name = f"learner-rank{environment.rank}"
     setup_logging(name)

@@ -208,7 +208,7 @@ class Commands:
         if learner.config.rollout.sleep != "always":
             # If engines sleep, the controller orders this when they wake.
             release_if_short(self._memory)
-        # Rank 0's report is large and already where it is needed, so it is not gathered.
+        # Rank 0 needs its own report itself, so this large report is not gathered.
         numbers = gather_bytes(dataclasses.replace(receipt, reports=()).to_bytes(), learner.ranks)
         merged = PushReceipt.merge([PushReceipt.from_bytes(data) for data in numbers])
         return dataclasses.replace(merged, reports=receipt.reports)

@@ -64,7 +64,7 @@ class DpoProgress:
 
 
 def read_preferences(config: DpoRunConfig, files: Sequence[str]) -> tuple[list[Preference], int]:
-    """All pairs that fit the length limits, and how many do not.
+    """Returns all pairs that fit the length limits, and the number of the others.
 
     Raises:
         DataError: a file or column is missing, a row is unusable, or no pair fits.
@@ -151,7 +151,7 @@ class DpoTrainer:
 
     @torch.no_grad()
     def accuracy(self, indices: Sequence[int]) -> float:
-        """The share of the pairs whose better answer has gained more than the worse."""
+        """Returns the share of the pairs whose better answer has gained more than the worse."""
         num_right = torch.zeros(1, dtype=torch.float64, device=self._ranks.device)
         for batch in self._batches(indices):
             num_right += _numbers(self._scores(batch), self._gains_of)[0]
@@ -186,7 +186,7 @@ class DpoTrainer:
 
     @torch.no_grad()
     def _sums(self, rows: Sequence[PackedRow]) -> list[float]:
-        """The policy's log-probs of rows, summed over their answers' tokens, on every rank."""
+        """Returns the policy's log-probs of rows, summed over their answers' tokens, on every rank."""
         lengths = [
             RowLength(
                 prompt_id=place,
@@ -204,7 +204,7 @@ class DpoTrainer:
         return self._ranks.data.all_sum(sums).tolist()
 
     def _batches(self, indices: Sequence[int]) -> list[MicroBatch]:
-        """This rank's micro-batches, both answers of a pair in the same; rows have the pairs' indices."""
+        """Returns this rank's micro-batches; both answers of a pair are in the same one, with its index."""
         lengths = [
             RowLength(
                 prompt_id=place,
@@ -275,14 +275,14 @@ class DpoTrainer:
 
 
 def _numbers(scores: PairScores, gains_of: Callable[[PairScores], tuple[Tensor, Tensor]]) -> Tensor:
-    """How many pairs are in order, and the sum of their margins."""
+    """Returns how many pairs are in order, and the sum of the margins of all pairs."""
     better, worse = gains_of(scores)
     margins = (better - worse).detach().double()
     return torch.stack([(margins > 0).sum().double(), margins.sum()])
 
 
 def _shifted(indices: Sequence[int]) -> list[tuple[int, int]]:
-    """Each pair of a batch with the next one, whose answer goes to its prompt."""
+    """Returns each pair's index with that of the pair whose answer is scored for its prompt."""
     return list(zip(indices, [*indices[1:], *indices[:1]], strict=True))
 
 

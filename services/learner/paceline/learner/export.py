@@ -111,7 +111,7 @@ def _base(config: RunConfig, source: Path, *, frozen_alone: bool = False) -> Ite
 
 
 def read_policy(folder: Folder) -> Iterator[tuple[str, Tensor]]:
-    """The policy's full tensors by Hugging Face name, read from a checkpoint folder a layer at a time.
+    """Yields the policy's full tensors by Hugging Face name, read from a checkpoint a layer at a time.
 
     Raises:
         CheckpointError: the folder holds no policy.

@@ -62,7 +62,7 @@ class RankRegistration:
     """The part of the registration that every rank needs, and where rank 0 listens.
 
     Attributes:
-        checkpoints: may be loaded, newest first.
+        checkpoints: those that may be loaded, newest first.
         run_dir: directory of the run, where this host sees it.
         host, advertise: of rank 0: what it listens on, and where others reach it.
     """
@@ -77,7 +77,7 @@ class RankRegistration:
     advertise: str
 
     def to_bytes(self) -> bytes:
-        """Bytes for the other ranks. Keep them out of the group's store: they hold the broker's password."""
+        """Encodes it for other ranks. Keep it out of the group's store: it holds the broker's password."""
         fields = dataclasses.asdict(self) | {"config": self.config.model_dump_json()}
         return json.dumps(fields).encode()
 
@@ -110,12 +110,12 @@ class Head(Protocol):
         ...
 
     def told_to_end(self) -> None:
-        """Another rank's process was told to end: ends the group when the run can do without it."""
+        """Ends the group when the run can do without it, because another rank's process was told to end."""
         ...
 
 
 def lead(environment: RankEnvironment, assignment: RankRegistration, head: Head) -> None:
-    """Rank 0's training thread: forms the group, tells the others, serves commands until STOP.
+    """Runs rank 0's training thread: forms the group, tells the others, serves commands until STOP.
 
     Raises:
         PeerLostError: another rank failed.
@@ -141,7 +141,7 @@ def lead(environment: RankEnvironment, assignment: RankRegistration, head: Head)
 
 
 def follow(environment: RankEnvironment) -> bool:
-    """Every other rank's process: waits for rank 0, then serves its commands until STOP.
+    """Runs every other rank's process: waits for rank 0, then serves its commands until STOP.
 
     Returns:
         Whether the run is over; if not, the group is to be started again.
@@ -217,7 +217,7 @@ def _end_follower(error: PeerLostError) -> None:
 def _localise(
     assignment: RankRegistration, ranks: Ranks, store: Store, head: Head | None
 ) -> RankRegistration:
-    """The assignment with this host's paths of the models; checks that the checkpoints' folder is seen here.
+    """Returns the assignment with this host's paths of models; checks that it sees the checkpoints' folder.
 
     A host's first rank copies remote folders. The others wait in the group's store, because in a collective a
     large model would exceed `collective_timeout_s`.

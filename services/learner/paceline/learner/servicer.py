@@ -76,7 +76,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
 
     @property
     def state(self) -> LearnerState:
-        """What the learner is doing."""
+        """The learner's state."""
         return self._state
 
     @property

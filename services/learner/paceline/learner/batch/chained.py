@@ -35,7 +35,7 @@ class SequenceRun:
 
     @classmethod
     def of(cls, spans: Sequence[tuple[int, int]], device: torch.device) -> SequenceRun:
-        """Sequences from their starts in the row and their lengths."""
+        """Makes a run from the sequences' starts in the row and their lengths."""
         lengths = torch.tensor([length for _, length in spans])
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         tokens = torch.cat([torch.arange(start, start + length) for start, length in spans])
@@ -98,11 +98,11 @@ class ChainedSequences:
 def _look_back(
     spans: Sequence[tuple[int, int, int, int]], taps: int, num_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """The tokens that begin sequences, and for each of them the tokens that end with itself."""
+    """Returns the tokens that begin sequences, and for each of them the tokens that end with itself."""
     begins, looked_at = [], []
     for start, length, prefix_start, prefix_length in spans:
         inside = np.arange(min(length, taps - 1))[:, None]
-        place = inside + np.arange(1 - taps, 1)  # in the sequence; before it the prefix ends
+        place = inside + np.arange(1 - taps, 1)  # negative: in the prefix, before its end
         before = np.where(place + prefix_length >= 0, prefix_start + prefix_length + place, num_tokens)
         begins.append(start + inside[:, 0])
         looked_at.append(np.where(place >= 0, start + place, before).reshape(-1))

@@ -42,7 +42,7 @@ def deposit_log_probs(store: Store, rows: Sequence[BatchRow], scored: Sequence[S
 
 
 def _of_rows(scored: Sequence[ScoredBatch]) -> Iterator[tuple[int, Float32Array]]:
-    """The rows' places in the batch, each with a log-prob per response token: 0 where none was sampled."""
+    """Yields each row's place in the batch and a log-prob per response token, 0 if it was not sampled."""
     for part in scored:
         if not part.batch.rows or "old" not in part.log_probs:
             continue

@@ -31,7 +31,7 @@ class Blobs(Protocol):
     """Stores trajectories by key, as `paceline.broker.redis.redis_blobs.BlobClient` does."""
 
     def get(self, keys: Sequence[str]) -> list[bytes]:
-        """Values in the order of the keys."""
+        """Returns the values in the order of the keys."""
         ...
 
 
@@ -160,7 +160,7 @@ def _check_replayed(trajectory: Trajectory, replay: ReplayBound) -> None:
 
 
 def _check_row(trajectory: Trajectory, row: BatchRow) -> None:
-    """Checks purpose, identity and lengths, as the last check before training but for policies."""
+    """Checks purpose, identity and lengths: the last check before training, except for policies."""
     name = str(row.trajectory_id)
     if row.trajectory_id.purpose in NEVER_TRAINED:
         raise DataError(f"trajectory {name} was not sampled for training; it must not enter the batch")

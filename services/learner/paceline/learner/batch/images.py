@@ -26,7 +26,7 @@ _AXES = 3
 def find_images(
     prompt: Int32Array, images: Sequence[LoadedImage], spec: ImageSpec
 ) -> tuple[PromptImage, ...]:
-    """The images with the places of their tokens in the prompt.
+    """Returns the images with the places of their tokens in the prompt.
 
     Raises:
         DataError: as `placeholder_ranges`.
@@ -45,7 +45,7 @@ def find_images(
 
 
 def prompt_positions(num_tokens: int, images: Sequence[PromptImage]) -> Int64Array:
-    """Positions (3, num_tokens) of a prompt with images, which are in the order of their tokens."""
+    """Returns positions (3, num_tokens) of a prompt; images are in the order of their tokens."""
     parts, place, position = [], 0, 0
     for image in images:
         num_before = image.start - place
@@ -79,12 +79,12 @@ class PlacedImages:
         return bool(self.images)
 
     def place(self, images: Sequence[PromptImage], prompt_start: int) -> None:
-        """Images of a prompt that begins at this place."""
+        """Adds the images of a prompt that begins at this place."""
         self.images += images
         self.starts += [prompt_start + image.start for image in images]
 
     def pack(self, device: torch.device) -> PackedImages | None:
-        """Tensors on the device, with the pixels of equal images once; None without images."""
+        """Returns tensors on the device, with the pixels of equal images once; None without images."""
         if not self.images:
             return None
         distinct = {image.hash: image for image in self.images}

@@ -44,7 +44,7 @@ class MiniBatch:
 def cut_mini_batches(
     config: RunConfig, plan: BatchPlan, batches: Sequence[TrainingBatch], ranks: Ranks
 ) -> dict[str, list[MiniBatch]]:
-    """Mini-batches of "actor" and "critic" from this rank's micro-batches, which are in the plan's order."""
+    """Returns mini-batches of "actor" and "critic"; this rank's micro-batches are in the plan's order."""
     remaining = iter(batches)
     chunks = [[next(remaining) for _ in range(chunk.num_micro_batches)] for chunk in plan.chunks]
     above = config.actor.positive_above
@@ -71,6 +71,6 @@ def cut_mini_batches(
 
 
 def _counts(part: TrainingBatch, above: float) -> torch.Tensor:
-    """Tokens, sequences, and tokens of sequences with a score above the bound."""
+    """Counts tokens, sequences, and tokens of sequences with a score above the bound."""
     mask = part.batch.mask
     return torch.stack([mask.sum(), mask.any(-1).sum(), part.positive_mask(above).sum()])

@@ -23,7 +23,7 @@ from paceline.learner.batch.types import MicroBatch, PackedRow, PackedSequences
 
 
 def pack(rows: Sequence[PackedRow], device: torch.device, *, share_prompts: bool = False) -> MicroBatch:
-    """Packs rows in the given order; without rows, a filler micro-batch.
+    """Packs rows in the given order; returns a filler micro-batch if there are no rows.
 
     Args:
         rows: rows of one rank.
@@ -113,7 +113,7 @@ class _Layout:
         return np.concatenate([in_three(part) for part in self.positions], axis=1).astype(np.int64)
 
     def _append_prompt(self, row: PackedRow) -> int:
-        """Returns the position of the first token behind it."""
+        """Appends a row's prompt; returns the position of the next token."""
         prompt = row.prompt_token_ids
         if not row.images:
             self._append(prompt, 0)
@@ -131,19 +131,19 @@ class _Layout:
         self.num_tokens += len(tokens)
 
     def _close(self, length: int, prefix: int | None) -> None:
-        """The last `length` tokens are a sequence."""
+        """Makes the last `length` tokens a sequence."""
         self.lengths.append(length)
         self.prefixes.append(prefix)
 
 
 def same_prompt(a: PackedRow, b: PackedRow) -> bool:
-    """Whether two rows have the same prompt."""
+    """Returns whether two rows have the same prompt."""
     hashes = [[image.hash for image in row.images] for row in (a, b)]
     return np.array_equal(a.prompt_token_ids, b.prompt_token_ids) and hashes[0] == hashes[1]
 
 
 def _families(rows: Sequence[PackedRow]) -> Iterator[list[PackedRow]]:
-    """Runs of rows whose prompts are equal, token by token and image by image."""
+    """Yields runs of rows whose prompts are equal, token by token and image by image."""
     family: list[PackedRow] = []
     for row in rows:
         if family and not same_prompt(family[0], row):
@@ -154,7 +154,7 @@ def _families(rows: Sequence[PackedRow]) -> Iterator[list[PackedRow]]:
 
 
 def _filler_row() -> PackedRow:
-    """Two masked tokens, for a rank that has no row where other ranks have some."""
+    """Makes a row of two masked tokens, for a rank that has no row where other ranks have some."""
     return PackedRow(
         index=-1,
         prompt_token_ids=np.zeros(1, np.int32),

@@ -100,7 +100,7 @@ class PaddedSequences:
 
 
 def causal_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """(queries, keys), True where a query sees a key; the last of both are the same token."""
+    """Returns (queries, keys), True where a query sees a key; the last of both are the same token."""
     place = torch.arange(num_keys, device=device)
     distance = place[num_keys - num_queries :].unsqueeze(1) - place
     return (distance >= 0) & (distance < (num_keys if window is None else window))
@@ -132,7 +132,7 @@ def _size(block: SequenceBlock) -> tuple[int, int]:
 def _with_prefixes(
     queries: Int64Array, rows: Int64Array, prefix_size: int
 ) -> tuple[Int64Array, np.ndarray[tuple[int, ...], np.dtype[np.bool_]]]:
-    """The tokens of keys, (N, K), and which of them are seen."""
+    """Returns the tokens of keys, (N, K), and which of them are seen."""
     prefix_starts, prefix_lengths = rows[:, 2:3], rows[:, 3:4]
     place = np.arange(prefix_size) - (prefix_size - prefix_lengths)  # (N, P), negative in free places
     keys = np.concatenate([prefix_starts + np.maximum(place, 0), queries], axis=1)

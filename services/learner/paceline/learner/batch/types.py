@@ -58,7 +58,7 @@ class PromptImage:
 class PackedRow:
     """A trajectory; `index` is its place in the step's batch, -1 for a filler of an empty micro-batch.
 
-    It is one sequence, or several: at each of `segment_starts`, places in the response, a new one begins.
+    It is one sequence, or several: a new one begins at each of `segment_starts`, places in the response.
     `images` are those of the prompt, in order.
     """
 
@@ -126,7 +126,7 @@ class PackedSequences:
         return self._padded
 
     def chained(self, taps: int) -> ChainedSequences:
-        """The sequences for layers with a state, made when they are first asked for.
+        """Returns the sequences for layers with a state, made when they are first asked for.
 
         Args:
             taps: taps of the layers' convolutions, the same in all of them.
@@ -136,7 +136,7 @@ class PackedSequences:
         return self._chained
 
     def for_pass(self, context: RankGroup | None) -> PackedSequences:
-        """The same sequences for one pass through the model, after which their padded batches are freed."""
+        """Returns the same sequences for one pass through the model; padded batches are freed after it."""
         return PackedSequences(
             cu_seqlens=self.cu_seqlens,
             max_length=self.max_length,
@@ -149,7 +149,7 @@ class PackedSequences:
     def of(
         cls, lengths: Sequence[int], device: torch.device, prefixes: Sequence[int | None] = ()
     ) -> PackedSequences:
-        """Sequences of these lengths, each at least 1, in this order.
+        """Makes sequences of these lengths, each at least 1, in this order.
 
         Args:
             lengths: by sequence.
@@ -214,7 +214,7 @@ def _prefixed_keys(blocks: Sequence[SequenceBlock], device: torch.device) -> Pre
 
 
 def _offsets(lengths: Sequence[int]) -> list[int]:
-    """Where each of these begins, and where the last one ends."""
+    """Returns where each sequence begins, and where the last one ends."""
     return [0, *accumulate(lengths)]
 
 
@@ -280,7 +280,7 @@ class MicroBatch:
         )
 
     def table(self, flat: Tensor) -> Tensor:
-        """(n,) spread over (B, R), 0 on padding; differentiable."""
+        """Spreads (n,) over (B, R), 0 on padding; differentiable."""
         return torch.cat([flat, flat.new_zeros(1)])[self.places]
 
 
@@ -335,5 +335,5 @@ class TrainingBatch:
         return TrainingBatch(batch=batch, **{name: picked(value) for name, value in tables.items()})
 
     def positive_mask(self, above: float) -> Tensor:
-        """The mask of the policy's tokens in sequences with a score above this; False in all others."""
+        """Returns the mask of the policy's tokens in sequences with a score above this; False elsewhere."""
         return self.batch.mask & (self.scores > above).unsqueeze(-1)

@@ -55,7 +55,7 @@ def check(folder: Folder, files: Mapping[str, FileRecord], names: Iterable[str])
 
 
 def share(files: Mapping[str, FileRecord], rank: int, world_size: int) -> list[str]:
-    """The files that a rank checks: together the ranks check all, each about as many bytes."""
+    """Returns the files that a rank checks: together the ranks check all, each about as many bytes."""
     loads, names = [0] * world_size, list[str]()
     for name, record in sorted(files.items(), key=lambda item: (-item[1].size, item[0])):
         lightest = loads.index(min(loads))

@@ -122,7 +122,7 @@ class Manifest:
 
     @classmethod
     def read(cls, place: Place) -> Manifest:
-        """The manifest of a checkpoint folder.
+        """Reads the manifest of a checkpoint folder.
 
         Raises:
             CheckpointError: the folder has none, or one that is torn, changed or of another version.

@@ -27,7 +27,7 @@ _ALIGNMENT = 64
 
 
 def state_of(learner: Learner) -> State:
-    """Everything that is saved; loading writes into these tensors."""
+    """Returns everything that is saved; loading writes into these tensors."""
     state: State = {"rng": {"cpu": torch.get_rng_state()}}
     for name, trainable in trainables_of(learner).items():
         state |= state_of_trainable(name, trainable)
@@ -35,7 +35,7 @@ def state_of(learner: Learner) -> State:
 
 
 def trainables_of(learner: Learner) -> dict[str, Trainable[Any]]:
-    """The networks that train, by name."""
+    """Returns the networks that train, by name."""
     trainables: dict[str, Trainable[Any]] = {POLICY: learner.actor}
     if learner.critic is not None:
         trainables["critic"] = learner.critic
@@ -43,7 +43,7 @@ def trainables_of(learner: Learner) -> dict[str, Trainable[Any]]:
 
 
 def base_of(learner: Learner) -> Base:
-    """What the learner's weights belong to."""
+    """Returns the frozen base that the learner's weights belong to."""
     lora = learner.config.model.lora
     return Base(
         adapters=None if lora is None else described(learner.actor.network.lm, lora),
@@ -52,12 +52,12 @@ def base_of(learner: Learner) -> Base:
 
 
 def digests_of_frozen(learner: Learner) -> dict[str, str]:
-    """The digests of the frozen networks with weights of their own, by name."""
+    """Returns the digests of the frozen networks with weights of their own, by name."""
     return {name: network.digest for name, network in learner.frozen.items() if network.digest}
 
 
 def state_of_trainable(name: str, trainable: Trainable[Any]) -> State:
-    """A network's parameters and its optimizer's averages."""
+    """Returns a network's parameters and its optimizer's averages."""
     # Frozen weights come from the model's folder, but corrections are part of an export.
     saved: dict[str, Tensor] = {
         key: parameter
@@ -80,7 +80,7 @@ class HostCopy:
 
     @torch.no_grad()
     def take(self, state: Mapping[str, Mapping[str, Tensor]]) -> State:
-        """The state in host memory; it overwrites the copy that was taken before."""
+        """Returns a copy of the state in host memory, which overwrites the one before."""
         num_bytes = sum(
             _padded(local_part(tensor)) for tensors in state.values() for tensor in tensors.values()
         )

@@ -109,13 +109,13 @@ class TuningCheckpoints:
             log.warning("%s; the training goes on without this checkpoint", error)
 
     def _complete(self) -> list[str]:
-        """Names of the folders with a manifest, the newest first."""
+        """Returns the names of the folders with a manifest, the newest first."""
         if self._ranks.world.rank != 0:
             return []
         return sorted((path.parent.name for path in self._root.glob(f"step_*/{MANIFEST}")), reverse=True)
 
     def _remove_older(self) -> None:
-        """All but the newest complete one, on rank 0."""
+        """Removes all but the newest complete checkpoint, on rank 0."""
         complete = self._complete()
         if complete:
             for folder in self._root.glob("step_*"):

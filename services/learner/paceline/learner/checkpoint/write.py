@@ -96,7 +96,7 @@ class ShardWriter:
             )
 
     def _is_written(self, folder: Folder, step: int) -> bool:
-        """Whether rank 0 sees the checkpoint; the other ranks take its answer."""
+        """Returns whether rank 0 sees the checkpoint; the other ranks take its answer."""
         written = self._written is not None and self._written.exception() is None and self._folder == folder
         try:
             same = written and Manifest.read(folder.address).step == step
@@ -146,7 +146,7 @@ class CheckpointWriter:
 
 
 def _describe(learner: Learner, place: Place, step: int, controller_state: bytes) -> Manifest:
-    """The manifest, but for the files."""
+    """Returns the manifest without the records of files."""
     try:
         state = json.loads(controller_state or b"null")
     except ValueError as error:
@@ -199,13 +199,13 @@ def _write_shards(state: State, folder: Folder, ranks: Ranks) -> dict[str, FileR
 
 
 def _reason(error: BaseException, folder: Folder) -> str:
-    """What went wrong on the disk, on one line: torch's own error has the tracebacks of all ranks."""
+    """Says what went wrong on the disk, on one line: torch's own error has the tracebacks of all ranks."""
     full = "" if is_url(folder.address) else full_disk(Path(folder.address))
     return full or f"{one_line(str(error))}; is the disk full or read-only?"
 
 
 def _commit(folder: Folder, manifest: Manifest, ranks: Ranks) -> None:
-    """Rank 0 writes the manifest: now the checkpoint is complete."""
+    """Makes rank 0 write the manifest, which completes the checkpoint."""
     if ranks.world.rank != 0:
         return
     try:

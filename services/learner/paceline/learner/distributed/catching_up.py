@@ -152,7 +152,7 @@ class _Comm:
             self._num_taken, self._num_skipped = 0, 0
 
     def take_part(self) -> bool:
-        """Whether this rank takes part in the next collective."""
+        """Returns whether this rank takes part in the next collective."""
         self._num_taken += 1
         return self._num_taken > self._num_skipped
 

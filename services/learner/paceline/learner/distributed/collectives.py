@@ -41,7 +41,7 @@ def attempt(ranks: Ranks, act: Callable[[], T]) -> T:
 
 
 def agree(ranks: Ranks, error: CommandError | None) -> None:
-    """All ranks exchange whether they failed; if any did, all raise the error of the lowest rank that did.
+    """Tells all ranks whether any failed; if so, all raise the error of the lowest rank that failed.
 
     Every rank must call it at the same place, before it changes anything.
 
@@ -70,7 +70,7 @@ def require_same(ranks: Ranks, text: str) -> None:
 
 
 def broadcast_bytes(data: bytes, ranks: Ranks) -> bytes:
-    """Rank 0's bytes, on every rank, over the control group."""
+    """Returns rank 0's bytes on every rank, over the control group."""
     length = torch.tensor([len(data)], dtype=torch.int64)
     dist.broadcast(length, 0, group=ranks.control)
     payload = torch.empty(int(length.item()), dtype=torch.uint8)
@@ -81,7 +81,7 @@ def broadcast_bytes(data: bytes, ranks: Ranks) -> bytes:
 
 
 def gather_bytes(data: bytes, ranks: Ranks) -> list[bytes]:
-    """Every rank's bytes, on every rank, over the control group."""
+    """Returns every rank's bytes on every rank, over the control group."""
     if ranks.world.size == 1:
         return [data]
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks.world.size)]
@@ -101,7 +101,7 @@ def _tensor(data: bytes) -> torch.Tensor:
 
 
 def _error_of(name: str, message: str) -> PacelineError:
-    """Another rank's error, from its class name and message."""
+    """Returns another rank's error, from its class name and message."""
     kind = getattr(errors, name, PacelineError)
     try:
         error = kind(message)

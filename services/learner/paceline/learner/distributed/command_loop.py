@@ -64,7 +64,7 @@ class CommandQueue:
         return command.future
 
     def take(self, timeout_s: float) -> _Command | None:
-        """The next command, or None after `timeout_s` seconds."""
+        """Returns the next command, or None after `timeout_s` seconds."""
         try:
             return self._queue.get(timeout=timeout_s)
         except queue.Empty:
@@ -146,7 +146,7 @@ class CommandLoop:
         return name != STOP
 
     def _exchange(self, command: _Command | None) -> tuple[str, Arguments]:
-        """Rank 0's command on every rank; a keep-alive where it has none."""
+        """Returns rank 0's command on every rank; a keep-alive if rank 0 has none."""
         name, arguments = (KEEP_ALIVE, {}) if command is None else (command.name, command.arguments)
         if self._ranks.world.size == 1:
             return name, arguments
@@ -195,7 +195,7 @@ def _leave_reason(ranks: Ranks, error: BaseException) -> None:
 
 
 def _find_reason(ranks: Ranks) -> tuple[int | None, str]:
-    """The lowest other rank that left a reason, and the reason; (None, "") where none did."""
+    """Returns the lowest other rank that left a reason, and the reason; (None, "") if none did."""
     for rank in range(ranks.world.size):
         key = _REASON_KEYS.format(rank=rank)
         with contextlib.suppress(RuntimeError):  # the store went with rank 0
@@ -205,7 +205,7 @@ def _find_reason(ranks: Ranks) -> tuple[int | None, str]:
 
 
 def _is_broken_connection(error: Exception) -> bool:
-    """gloo and NCCL report a dead peer as a RuntimeError with these words."""
+    """Returns whether an error is a RuntimeError with which gloo or NCCL reports a dead peer."""
     message = str(error).lower()
     signs = ("connection closed", "connection reset", "broken pipe", "timed out", "socket", "remote process")
     return isinstance(error, RuntimeError) and any(sign in message for sign in signs)

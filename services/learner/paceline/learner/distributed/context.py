@@ -75,7 +75,7 @@ def put_together(own: Tensor, places: Tensor, length: int, group: RankGroup) -> 
 
 
 def added_up(own: Tensor, group: RankGroup) -> Tensor:
-    """The sum of the ranks' numbers, on every rank; differentiable.
+    """Returns the sum of the ranks' numbers, on every rank; differentiable.
 
     All ranks must take the same loss of the result: the gradient of `own` is that of the sum on this rank.
     """
@@ -84,7 +84,7 @@ def added_up(own: Tensor, group: RankGroup) -> Tensor:
 
 
 def _exchange(blocks: Tensor, group: RankGroup) -> Tensor:
-    """(n, ...): sends block i to rank i; block i of the result is from rank i."""
+    """Sends block i of (n, ...) to rank i; block i of the result is from rank i."""
     exchanged: Tensor = _AllToAll.apply(blocks, group)  # type: ignore[no-untyped-call]
     return exchanged
 

@@ -1,11 +1,11 @@
-"""Finds a rank that is dead or frozen: all beat into the group's store and look for the others' beats.
+"""Finds a dead or frozen rank: every rank writes heartbeats to the group's store and reads the others'.
 
-    beat:   every second, writes the own count to the store and reads the others' counts
+    beat:  every second, writes the own count to the store and reads the others' counts
     check: every second, adds one for each rank without a new count; at the limit the rank is lost
 
 The count of a rank whose process was told to end is negative, so that rank 0 learns of it across hosts. There
 are two threads, because a call to the store of a frozen rank 0 does not return. Time is counted in turns of
-the check, so a rank that was paused itself declares nobody dead.
+the check, so a rank that was itself paused declares no other rank dead.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class Silence:
                 self._counts[rank], self._turns[rank] = count, 0
 
     def turn(self) -> int | None:
-        """One more turn; returns the lowest rank that is lost."""
+        """Counts one more turn; returns the lowest rank that is lost."""
         for rank in self._turns:
             self._turns[rank] += 1
         return self.silent_for(self._limit)
 
     def silent_for(self, turns: int) -> int | None:
-        """The lowest rank that has been silent for at least `turns` turns; None if none has."""
+        """Returns the lowest rank that has been silent for at least `turns` turns; None if none has."""
         return min((rank for rank, silent in self._turns.items() if silent >= turns), default=None)
 
 
@@ -99,7 +99,7 @@ class Heartbeats:
         self._stopped.set()
 
     def find_silent(self) -> int | None:
-        """The rank that went silent just now, if one did; takes some seconds."""
+        """Returns the rank that went silent just now, if one did; takes some seconds."""
         deadline = time.monotonic() + (_SUSPECT_TURNS + 2) * INTERVAL_S
         while self._others and time.monotonic() < deadline:
             with self._lock:

@@ -29,17 +29,17 @@ def cpu_mesh_like(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that may be sharded."""
+    """Returns this rank's part of a tensor that may be sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def sharded_like(tensor: Tensor, local: Tensor, mesh: DeviceMesh | None = None) -> Tensor:
-    """The tensor whose part on this rank is `local`, sharded by rows as another is.
+    """Returns the tensor whose part on this rank is `local`, sharded by rows like another tensor.
 
     Args:
-        tensor: the other, with as many rows.
+        tensor: the other tensor, with as many rows.
         local: this rank's rows; their shape may be another.
-        mesh: over which it is sharded; None: the other's.
+        mesh: over which the result is sharded; None: the other's.
     """
     if not isinstance(tensor, DTensor):
         return local

@@ -46,20 +46,20 @@ class RankGroup:
         return cls(rank=process_group.rank(), size=process_group.size(), process_group=process_group)
 
     def all_sum(self, values: Tensor) -> Tensor:
-        """The sums over the group's ranks as a new tensor of the same type."""
+        """Returns the sums over the group's ranks as a new tensor of the same type."""
         total = values.detach().clone()
         dist.all_reduce(total, op=dist.ReduceOp.SUM, group=self.process_group)
         return total
 
     def all_to_all(self, blocks: Tensor) -> Tensor:
-        """(n, ...): sends block i to rank i; block i of the result is from rank i."""
+        """Sends block i of (n, ...) to rank i; block i of the result is from rank i."""
         sent = blocks.detach().contiguous()
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.process_group)
         return received
 
     def all_max(self, values: Tensor) -> Tensor:
-        """The largest values over the group's ranks as a new tensor."""
+        """Returns the largest values over the group's ranks as a new tensor."""
         largest = values.detach().clone()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.process_group)
         return largest

@@ -67,7 +67,7 @@ class WeightPublisher:
         self._job = AddressCache[DigestJob]()
 
     def layout(self) -> RankLayout:
-        """The slices that this rank holds, under the names of the Hugging Face state dict.
+        """Returns the slices that this rank holds, under the names of the Hugging Face state dict.
 
         Raises:
             ModelError: a parameter's shard is not a box, or the dtypes are mixed.
@@ -176,7 +176,7 @@ class WeightPublisher:
         self._group = None
 
     def _digest_job(self, shards: dict[str, torch.Tensor], wire_dtype: torch.dtype) -> DigestJob:
-        """Made once per group, and again when a shard has moved."""
+        """Returns the job that computes digests; made once per group, and again when a shard has moved."""
 
         def make() -> DigestJob:
             parts = [
@@ -199,7 +199,7 @@ class WeightPublisher:
         return DigestReport(rank="learner", version=version, places=self._places, values=values)
 
     def _parameters(self) -> dict[str, torch.Tensor]:
-        """The policy's sharded parameters by state-dict name."""
+        """Returns the policy's sharded parameters by state-dict name."""
         for module in self._sharded:
             # After a forward without gradients the root stays gathered and shows stale full tensors.
             module.reshard()
@@ -208,7 +208,7 @@ class WeightPublisher:
 
 
 def _tied_names(model: nn.Module) -> frozenset[str]:
-    """Names of tied parameters: the checkpoint holds no tensor of their own."""
+    """Returns the names of tied parameters, for which the checkpoint holds no tensor of their own."""
     config = getattr(model, "config", None)
     if config is None:
         return frozenset()
@@ -228,7 +228,7 @@ def _local(param: torch.Tensor) -> torch.Tensor:
 
 
 def _local_box(name: str, param: torch.Tensor) -> Box:
-    """The box of a parameter that this rank holds."""
+    """Returns the box of a parameter that this rank holds."""
     full = Box.full(tuple(param.shape))
     if not full.start:
         raise ModelError(f"{name}: a parameter without dimensions cannot be published; exclude it")

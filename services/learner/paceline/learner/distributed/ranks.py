@@ -110,7 +110,7 @@ class Ranks:
         fsdp: all ranks as FSDP sees them: "shard", the ranks that share one copy of the parameters, after
             "replicate" where there are several copies. Gradients are averaged over both.
         control: a gloo group of all ranks beside the default one, for commands and their outcomes.
-        storage: another, for the thread that writes checkpoints.
+        storage: another gloo group, for the thread that writes checkpoints.
         store: the key-value store that formed the group; a dying rank leaves its reason there.
     """
 
@@ -132,7 +132,7 @@ def use_threads(wanted: int | None, environment: RankEnvironment) -> None:
 
 
 def choose_device(wanted: str, environment: RankEnvironment, devices: tuple[int, ...] | None) -> torch.device:
-    """The device of this rank.
+    """Returns the device of this rank.
 
     Args:
         wanted: auto, cpu or cuda.

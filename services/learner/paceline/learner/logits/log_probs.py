@@ -17,7 +17,7 @@ from paceline.learner.logits import logits_rows
 def token_log_probs(
     logits: Tensor, targets: Tensor, temperature: float = 1.0, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs of the targets under softmax(logits / temperature), in float32.
+    """Returns log-probs of the targets under softmax(logits / temperature), in float32.
 
     Args:
         logits: (..., V), any float type; row i scores targets[i], so the caller shifts by one.
@@ -52,7 +52,7 @@ def chunked_log_probs(
     bias: Tensor | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`token_log_probs(hidden @ weight.T + bias, ...)` with at most chunk_size rows of logits in memory.
+    """Computes `token_log_probs(hidden @ weight.T + bias, ...)` from at most chunk_size rows at a time.
 
     The backward pass recomputes each chunk's logits, so peak memory grows with chunk_size x V instead of N x
     V, at the cost of one more product with the head. On CUDA the logits of a single chunk are kept.
@@ -91,7 +91,7 @@ def chunked_log_probs(
 
 
 def bounded(logits: Tensor, softcap: float | None) -> Tensor:
-    """c tanh(logits / c) for a softcap c (Gemma 2, arXiv:2408.00118, section 2.2); the logits for None."""
+    """Returns c tanh(logits / c) for a softcap c (Gemma 2, arXiv:2408.00118, section 2.2), or the logits."""
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 

@@ -1,8 +1,8 @@
-"""What some rows of logits give: log-probs, norms and entropy, and the gradient by the logits.
+"""Computes log-probs, norms and entropy of rows of logits, and the gradient by the logits.
 
-On CUDA each of the two is one Triton kernel that reads the logits once, in the type in which the head's
-product made them; elsewhere it is plain torch. Logits (n, V), everything else (n,), in float32 (float64 for
-float64 logits).
+On CUDA each of the two functions is one Triton kernel that reads the logits once, in the type in which the
+head's product made them; elsewhere it is plain torch. Logits (n, V), everything else (n,), in float32
+(float64 for float64 logits).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class RowScores:
 
 
 def leaves_logits(logits: Tensor) -> bool:
-    """Whether `score` leaves the logits unchanged."""
+    """Returns whether `score` leaves the logits unchanged."""
     return logits.is_cuda and logits.dtype in _KERNEL_TYPES
 
 
 def score(logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool) -> RowScores:
-    """Log-probs of the targets under softmax(logits / temperature); may write into `logits`."""
+    """Returns log-probs of the targets under softmax(logits / temperature); may write into `logits`."""
     if leaves_logits(logits):
         from paceline.learner.logits import logits_rows_kernel
 
@@ -59,7 +59,7 @@ def gradient(
     grad_log_probs: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """The gradient by the logits, (n, V) of their type; may write into `logits`.
+    """Returns the gradient by the logits, (n, V) of their type; may write into `logits`.
 
     d log p_y / dz = onehot(y) - p and dH / dz = -p (log p + H), over the temperature.
 

@@ -117,7 +117,7 @@ def gradient(
     grad_entropy: Tensor | None,
     floor: float,
 ) -> Tensor:
-    """The gradient by the logits, written over them."""
+    """Writes the gradient by the logits over the logits and returns it."""
     with torch.cuda.device(logits.device):
         _gradient[(len(logits),)](
             logits,

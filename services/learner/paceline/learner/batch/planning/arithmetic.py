@@ -22,7 +22,7 @@ class RowLength:
 
     @property
     def num_budgeted(self) -> int:
-        """What it takes of a micro-batch's token budget: its tokens, and the patches of its images."""
+        """Its share of a micro-batch's token budget: its tokens, and the patches of its images."""
         return self.num_tokens + self.num_patches
 
 
@@ -46,20 +46,20 @@ class Arithmetic:
     per_patch_pair: int = 0
 
     def of_images(self, row: RowLength) -> int:
-        """Operations for the images of the row's prompt."""
+        """Returns operations for the images of the row's prompt."""
         return self.per_patch * row.num_patches + self.per_patch_pair * row.num_patches**2
 
     def of_prompt(self, row: RowLength) -> int:
-        """Operations for the tokens of the row's prompt."""
+        """Returns operations for the tokens of the row's prompt."""
         return self.per_token * row.num_prompt_tokens + self.per_pair * row.num_prompt_tokens**2
 
     def of_response(self, row: RowLength) -> int:
-        """Operations for the row's response, which also attends to the prompt."""
+        """Returns operations for the row's response, which also attends to the prompt."""
         pairs = row.num_tokens**2 - row.num_prompt_tokens**2
         return (self.per_token + self.per_response_token) * row.num_response_tokens + self.per_pair * pairs
 
     def of_rows(self, rows: Iterable[RowLength], *, share_prompts: bool = False) -> int:
-        """Operations for rows, each with its own prompt or sharing it; images are computed once anyway."""
+        """Returns operations for rows, each with its own prompt or sharing it; images are computed once."""
         rows = tuple(rows)
         prompts = {row.prompt_id: row for row in rows}.values()
         copies = prompts if share_prompts else rows

@@ -31,7 +31,7 @@ def pack_bins(bundles: Sequence[Bundle], *, multiple: int, budget: int) -> list[
 
 
 def _pack_evenly(bundles: Sequence[Bundle], num_bins: int, budget: int) -> list[Bin]:
-    """The costliest bundle first, each to the cheapest bin with space; [] if a bundle finds no space."""
+    """Packs each bundle, the costliest first, into the cheapest bin with space; [] if one finds no space."""
     bins: list[list[Bundle]] = [[] for _ in range(num_bins)]
     open_bins = _BinsBySpace(budget, range(num_bins))
     for bundle in sorted(bundles, key=lambda b: (-b.cost, b.rows)):
@@ -45,7 +45,7 @@ def _pack_evenly(bundles: Sequence[Bundle], num_bins: int, budget: int) -> list[
 
 
 def _first_fit(bundles: Sequence[Bundle], budget: int) -> list[Bin]:
-    """The bundle with the most tokens first, each into the first bin with space."""
+    """Packs each bundle, the one with the most tokens first, into the first bin with space."""
     bins: list[list[Bundle]] = [[]]
     open_bins = _BinsBySpace(budget, range(1))
     for bundle in sorted(bundles, key=lambda b: (-b.num_tokens, b.rows)):

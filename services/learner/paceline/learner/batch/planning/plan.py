@@ -77,7 +77,7 @@ class BatchPlan:
         return sum(chunk.cost for chunk in self.chunks)
 
     def mini_batches(self, num_prompts: int) -> list[range]:
-        """Runs of chunk indices that form mini-batches of `num_prompts` prompts; the last may be smaller.
+        """Returns runs of chunk indices, a mini-batch of `num_prompts` prompts each; the last may be smaller.
 
         Raises:
             ConfigError: the chunk size does not divide `num_prompts`.
@@ -92,7 +92,7 @@ class BatchPlan:
         return [range(first, min(first + width, total)) for first in range(0, total, width)]
 
     def rows_of(self, rank: int) -> list[int]:
-        """The rows of one rank, in the order of its micro-batches."""
+        """Returns the rows of one rank, in the order of its micro-batches."""
         return [row for chunk in self.chunks for rows in chunk.micro_batches[rank] for row in rows]
 
 
@@ -170,7 +170,7 @@ def plan_chunk(
 
 
 def effective_budget(token_budget: int, device_type: str, longest: int) -> int:
-    """The budget to cut by: on a CPU at most CPU_TOKEN_BUDGET, or the longest row if that is longer."""
+    """Returns the budget to cut by: on a CPU at most CPU_TOKEN_BUDGET, or the longest row if longer."""
     return min(token_budget, max(longest, CPU_TOKEN_BUDGET)) if device_type == "cpu" else token_budget
 
 
@@ -185,11 +185,11 @@ class _Cut:
     arithmetic: Arithmetic
 
     def row_by_row(self, groups: Sequence[Sequence[int]]) -> Chunk:
-        """Each row has its own copy of its prompt."""
+        """Cuts groups row by row, each with its own copy of its prompt."""
         return self._chunk([(index,) for group in groups for index in group], share_prompts=False)
 
     def sharing_prompts(self, groups: Sequence[Sequence[int]]) -> Chunk:
-        """Rows of a prompt that are in the same micro-batch have one copy of it."""
+        """Cuts groups so that rows of a prompt that are in the same micro-batch have one copy of it."""
         largest = max(map(len, groups))
         sizes = [-(-largest >> halvings) for halvings in range(largest.bit_length())]
         cuts = dict.fromkeys(
@@ -199,7 +199,7 @@ class _Cut:
         return min(chunks, key=lambda chunk: (chunk.longest, chunk.num_micro_batches))
 
     def _parts(self, group: Sequence[int], size: int) -> list[Rows]:
-        """A group in as few parts as hold at most `size` rows and fit into a micro-batch."""
+        """Returns the group in as few parts as hold at most `size` rows and fit into a micro-batch."""
         ordered = sorted(group, key=lambda index: (self.rows[index].num_tokens, index))
         for count in range(-(-len(group) // size), len(group)):
             most = ordered[(len(group) - 1) % count :: count]  # no part has more rows, or longer ones

@@ -146,7 +146,7 @@ class PolicyLoss:
         return rows.sum() / denominators.num_sequences
 
     def _per_token(self, log_probs: Tensor, part: TrainingBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The policy loss, (B, R), and its metrics, always with `ppo_kl`, on which the guard relies."""
+        """Returns the policy loss, (B, R), and its metrics, always with `ppo_kl`, which the guard needs."""
         mask = part.batch.mask
         part.log_probs.setdefault("old", log_probs.detach())
         inputs = LossInputs(
