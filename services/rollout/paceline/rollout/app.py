@@ -77,7 +77,7 @@ class RolloutApp:
             await self._serve(engine, registration)
 
     async def _load(self, config: RunConfig) -> Engine | None:
-        """The engine, or None if the service was told to stop meanwhile."""
+        """Returns the engine, or None if the service was told to stop meanwhile."""
         loading = asyncio.ensure_future(self._start(config))
         try:
             await self._session.context.stopping_or(loading)

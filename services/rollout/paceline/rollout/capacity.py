@@ -1,4 +1,4 @@
-"""How much a sampler may have under way at once, and how much it has."""
+"""Limits how much a sampler has under way at once, and counts it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,22 @@ from paceline.core.samples.trajectory import PromptGroup
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplerLimits:
-    """How much is under way at once, and for how long.
+    """Limits how much may be under way at once, and for how long.
 
     Args:
-        num_samples: as many as the engine decodes at once. While this number has not ended, or waits for
-            room in the mailbox, no group is begun: what waits in one server's engine could be decoded by
-            another server.
+        num_samples: samples that the engine decodes at once. While so many have not ended, or wait for room
+            in the mailbox, no group is begun: another server could decode what waits in this one's engine.
         num_groups: most groups, of any size.
-        num_open: most samples that have not ended, those that wait for a tool included.
-        group_timeout_s: longest that one group may take in the engine.
+        num_open: most samples that have not ended, including those that wait for a tool.
+        group_timeout_s: longest time that one group may take in the engine.
         max_deliveries: attempts that a group gets before it is refused.
-        groups_together: whether a group's samples go on in one message.
+        groups_together: whether a group's samples are sent in one message.
         lease_s, max_stream_length, append_timeout_s: of the mailboxes.
         probe_timeout_s: longest time for a single token, before the engine counts as hung.
         in_flight: what becomes of samples under way when new weights come (`rollout.in_flight`).
         save_progress_s: `rollout.save_progress_s`.
-        max_staleness: how many versions older than the server's own the one may be that a group is to be
-            drawn from, or from newer ones.
+        max_staleness: how many versions older than the server's own a group's version may be, which is the
+            oldest that may draw the group.
     """
 
     num_samples: int
@@ -52,7 +51,7 @@ class SamplerLimits:
 
     @classmethod
     def of(cls, config: RunConfig) -> SamplerLimits:
-        """The limits that the configuration sets."""
+        """Returns the limits that the configuration sets."""
         rollout = config.rollout
         return cls(
             num_samples=rollout.max_num_seqs,
@@ -74,7 +73,7 @@ class Capacity:
     """Counts groups and samples against the limits.
 
     A sample is first *drawing*, in the engine, and then *delivering*, on its way into the mailbox. An episode
-    is *acting* while it waits for a tool or its environment, and takes no room of the engine's then. A group
+    is *acting* while it waits for a tool or its environment, and then takes no room in the engine. A group
     counts until all of its samples have been delivered.
 
     Args:
@@ -119,7 +118,7 @@ class Capacity:
             await self._changed.wait()
 
     def group_began(self, group: PromptGroup) -> None:
-        """The engine is about to draw the group's samples."""
+        """Notes that the engine is about to draw the group's samples."""
         self._num_groups += 1
         self._drawing += group.num_samples
 
@@ -129,7 +128,7 @@ class Capacity:
         self._changed.set()
 
     def turn_ended(self) -> None:
-        """A sample waits for its tool or environment."""
+        """Notes that a sample waits for its tool or environment."""
         self._drawing -= 1
         self._acting += 1
         self._changed.set()
@@ -140,11 +139,11 @@ class Capacity:
         self._acting -= 1
 
     def delivery_began(self, num_samples: int) -> None:
-        """So many samples are on their way into the mailbox."""
+        """Notes that so many samples are on their way into the mailbox."""
         self._delivering += num_samples
 
     def group_ended(self, *, undrawn: int, delivering: int) -> None:
-        """A group is over: delivered, refused or aborted.
+        """Notes that a group is over: delivered, refused or aborted.
 
         Args:
             undrawn: its samples that the engine had not ended.

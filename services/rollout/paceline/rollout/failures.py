@@ -31,7 +31,7 @@ class GroupFailure:
 
 
 def failure_of(error: Exception) -> GroupFailure:
-    """The failure that an error of one group's generation stands for; the engine is alive."""
+    """Converts an error of one group's generation to a failure; the engine is alive."""
     match error:
         case InvalidMessageError():
             return GroupFailure(
@@ -54,8 +54,8 @@ class Admission:
 
     Args:
         run_id: the only one that is served.
-        policy: what groups are drawn from.
-        max_staleness: how many versions older the one may be that a group wants: that one or a newer one.
+        policy: the policy that groups are drawn from.
+        max_staleness: how many versions older than `policy` a group's policy may be.
         server_id: the sender of refusals.
         vocab_size: token ids are below it.
         max_deliveries: attempts that a group gets; servers that died during one count too.
@@ -69,7 +69,7 @@ class Admission:
     max_staleness: int = 0
 
     def read(self, entry: Entry) -> PromptGroup | GroupFailure | None:
-        """The group of an entry, why it cannot be served, or None: it is of a version that is over."""
+        """Returns an entry's group, or why it cannot be served; None for a version that is over."""
         try:
             group = decode_prompt_group(entry.payload, vocab_size=self.vocab_size)
         except InvalidMessageError as error:
@@ -92,7 +92,7 @@ class Admission:
         return group
 
     def awaits_push(self, entry: Entry) -> bool:
-        """Whether pushes land in mid-answer, and a group is for weights that this server has not got yet."""
+        """Returns whether a group is for weights that this server has yet to get by a push in mid-answer."""
         if not self.max_staleness:
             return False
         try:
@@ -102,7 +102,7 @@ class Admission:
         return group.run_id == self.run_id and group.policy.version > self.policy.version
 
     def refusal(self, entry: Entry, failure: GroupFailure) -> GroupRefusal | None:
-        """The refusal to send; None if the message does not even tell which group it is."""
+        """Returns the refusal to send; None if the message does not even tell which group it is."""
         return refusal_of(
             entry.payload,
             server_id=self.server_id,
@@ -112,14 +112,14 @@ class Admission:
         )
 
     def is_suspect(self, entry: Entry) -> bool:
-        """Whether a group may be what its takers died of: half of its attempts are used up.
+        """Returns whether a group may have killed the servers that took it: half of its attempts are used up.
 
         It is drawn with no other beside it, so that it cannot use up the attempts of others as well.
         """
         return entry.deliveries > max(1, self.max_deliveries // 2)
 
     def gives_back(self, entry: Entry, failure: GroupFailure) -> bool:
-        """Whether the group is worth another attempt."""
+        """Returns whether the group is worth another attempt."""
         return not failure.final and entry.deliveries < self.max_deliveries
 
 
@@ -130,7 +130,7 @@ class FailureStreak:
         self._prompts: set[int] = set()
 
     def succeeded(self) -> None:
-        """A group got its samples."""
+        """Notes that a group got its samples."""
         self._prompts.clear()
 
     def failed(self, group: PromptGroup, failure: GroupFailure) -> None:
@@ -138,7 +138,7 @@ class FailureStreak:
 
         Raises:
             NumericsError: the weights are unusable.
-            PeerLostError: the engine is.
+            PeerLostError: the engine is unusable.
         """
         if not failure.of_engine:
             return

@@ -28,7 +28,7 @@ class Images:
         self._kept_bytes = 0
 
     async def fetch(self, images: Sequence[Image]) -> tuple[LoadedImage, ...]:
-        """The images with their pixels, in order.
+        """Returns the images with their pixels, in order.
 
         Raises:
             LostDataError: the broker lacks one.

@@ -38,7 +38,7 @@ class RolloutStatus:
 
 @dataclass(frozen=True, slots=True)
 class EngineReady:
-    """The engine is up; its weights are not those of a version yet."""
+    """The engine is up; its weights do not belong to any version yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ def _check_awake(standing: RolloutStatus) -> None:
 
 
 def _is_repeated(standing: RolloutStatus, event: Committed) -> bool:
-    """Whether the controller commits a second time, because the answer to its first commit was lost."""
+    """Returns whether the controller commits again because the answer to its first commit was lost."""
     return standing.state is RolloutState.SERVING and event.policy == standing.policy
 
 

@@ -43,8 +43,7 @@ class Sample:
 
     Greedy tokens carry the log-probabilities of temperature 1. The token that ended the response is part of
     it. R is 0 only if the engine aborted the request before its first token. `versions` are (first token,
-    version) of the weights that drew it, where the engine tells; there are several after a push in
-    mid-answer.
+    version) of the weights that drew it, if the engine tells; there are several after a push in mid-answer.
     """
 
     token_ids: Int32Array
@@ -54,7 +53,7 @@ class Sample:
 
 
 def do_nothing() -> None:
-    """The default of `Engine.generate`'s `ended`."""
+    """Does nothing: the default of `Engine.generate`'s `ended`."""
 
 
 class Engine(Protocol):
@@ -71,7 +70,7 @@ class Engine(Protocol):
 
     @property
     def kv_cache_tokens(self) -> int:
-        """Tokens whose keys and values it keeps at once; 0 where it does not say."""
+        """Tokens whose keys and values it keeps at once; 0 if it does not say."""
         ...
 
     async def describe(self) -> tuple[RankLayout, ...]:
@@ -113,8 +112,8 @@ class Engine(Protocol):
         """Draws no token until `resume`. Current and new requests wait for it.
 
         Args:
-            recompute: forgets all keys and values, also those of requests under way, which are computed again
-                when these go on; else the keys and values of both are kept.
+            recompute: forgets all keys and values; those of requests under way are computed again when the
+                requests go on. Otherwise all are kept.
 
         Raises:
             DeadlineError, PeerLostError: the engine hangs, or died.
@@ -126,7 +125,7 @@ class Engine(Protocol):
         ...
 
     async def digest(self, version: int) -> tuple[DigestReport, ...]:
-        """The digest of the live parameters, one report per rank; `version` only labels the reports.
+        """Returns the digest of the live parameters, one report per rank; `version` only labels the reports.
 
         Raises:
             WeightSyncError: the parameters do not have the checkpoint's form (`RankLayout` without slices).
@@ -167,13 +166,14 @@ class Engine(Protocol):
         return False
 
     async def drawn(self, wanted: Mapping[str, int]) -> dict[str, Sample]:
-        """What requests under way have drawn so far, by their ids.
+        """Returns what requests under way have drawn so far, by their ids.
 
-        Requests without further tokens are left out. A sample that has ended is told until its `generate`
-        returns; one that has not has the finish reason ABORT. Called only if the engine `continues`.
+        Requests without further tokens are left out. A sample that has ended is included until its `generate`
+        returns; an unfinished one has the finish reason ABORT. Called only if the engine `continues`.
 
         Args:
-            wanted: how many of its first tokens to leave out of each, without those that it was given.
+            wanted: by request, how many of its first tokens to leave out, not counting those that it was
+                given.
 
         Raises:
             DeadlineError, PeerLostError: the engine hangs, or died.

@@ -27,7 +27,7 @@ class Ledger:
 
     @property
     def num_tokens(self) -> int:
-        """Of all that are in."""
+        """The tokens of all admitted conversations."""
         return sum(self._inside.values())
 
     @property

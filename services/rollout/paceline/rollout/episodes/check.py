@@ -59,7 +59,7 @@ def check_episodes(config: RunConfig) -> str:
 
 
 def check_environment(config: RunConfig) -> str:
-    """A line of facts about the environment at `rollout.environment.address`.
+    """Returns a line of facts about the environment at `rollout.environment.address`.
 
     Raises:
         EnvironmentLackError: what answers there is no environment, or speaks another version of the contract.
@@ -175,7 +175,7 @@ def _first_prompt(config: RunConfig, reader: PromptReader, rows: Sequence[dict[s
 
 
 def _environment(config: RunConfig, service: EnvironmentConfig) -> RemoteEnvironment:
-    """Its client. `paceline train` makes the run's own token when it starts: here any other stands for it."""
+    """Returns a client. Any token stands for the run's own, which `paceline train` makes at its start."""
     credentials = Credentials.from_env().with_token("check")
     options = RemoteEnvironmentOptions.of(service, turn_s=service.call_s, credentials=credentials)
     return RemoteEnvironment(replace(options, run_s=min(config.request_timeout_s, _AGENT_S)))

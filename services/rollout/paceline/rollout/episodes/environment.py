@@ -13,7 +13,7 @@ from paceline.core.samples.trajectory import PromptGroup
 
 
 class EnvironmentLostError(PeerLostError):
-    """The environment is gone, refused the episode or broke its contract: not the policy's doing."""
+    """The environment is gone, refused the episode or broke its contract; the policy is not at fault."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +22,7 @@ class EpisodeTask:
 
     Attributes:
         trajectory_id: trajectory id of the sample.
-        attempt: rises with every opening of the same episode.
+        attempt: increases with every opening of the same episode.
         task: the prompt's row, plain data.
         task_seed: equal in a prompt group, so that all of its episodes begin alike.
         episode_seed: differs between them.
@@ -37,7 +37,7 @@ class EpisodeTask:
 
     @classmethod
     def of(cls, group: PromptGroup, index: int, attempt: int) -> Self:
-        """The task of one sample of a prompt group."""
+        """Returns the task of one sample of a prompt group."""
         context = group.context
         start = f"{group.step}/{group.prompt_id}/{group.seeds[0]}".encode()
         return cls(
@@ -65,7 +65,7 @@ class Opening:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnResult:
-    """What a turn led to.
+    """The environment's answer to a turn.
 
     `seconds` is the time that counts as the policy's, without waiting for a process. `stop_reason`: the
     environment ends the episode; "" if it goes on.
@@ -129,7 +129,7 @@ class EpisodeEnvironment(Protocol):
         ...
 
     def session(self, task: EpisodeTask) -> Session:
-        """A session for one attempt at an episode."""
+        """Returns a session for one attempt at an episode."""
         ...
 
     async def close(self) -> None:

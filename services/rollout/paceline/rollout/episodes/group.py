@@ -49,10 +49,10 @@ class Episodes:
 
     Args:
         engine: decodes the turns.
-        environment: answers them; started, and closed by whoever started it.
+        environment: answers them; whoever started it closes it.
         retries: further attempts at an episode whose environment was lost.
         check: raises for samples that must not leave the server.
-        endpoint: where agents ask that lead their episodes themselves; None: episodes are led here.
+        endpoint: where agents that lead their episodes ask for answers; None: episodes are led here.
         max_context_tokens: most tokens of all open episodes together; further episodes wait. 0: any number.
     """
 
@@ -78,7 +78,7 @@ class Episodes:
         return self._admission.is_full
 
     async def draw(self, group: PromptGroup, serial: str, slots: Callable[[], Slot]) -> list[Draw]:
-        """All episodes of a group, in the order of its seeds; cancelling it abandons them.
+        """Draws all episodes of a group, in the order of its seeds; a cancellation abandons them.
 
         Args:
             group: the group, with messages.
@@ -160,7 +160,7 @@ class Episodes:
         return samples[0]
 
     def _next_attempt(self) -> int:
-        """The time in microseconds: it rises over servers and their restarts, and if the broker is lost."""
+        """Returns the time in microseconds, which rises across servers, restarts and a lost broker."""
         self._last_attempt = max(self._last_attempt + 1, time.time_ns() // 1000)
         return self._last_attempt
 
@@ -200,13 +200,13 @@ def environment_of(
 
 
 def load_rules(config: RunConfig, model: ModelConfig) -> EpisodeRules:
-    """`rules_of` with the tokenizer of a model's folder; raises ModelError also where that does not load."""
+    """Applies `rules_of` to the tokenizer of a model's folder; raises ModelError if that does not load."""
     tokenizer = load_tokenizer(model.tokenizer_path or model.path, config.data.chat_template_kwargs)
     return rules_of(config, tokenizer, stop_token_ids(model.path, tokenizer))
 
 
 def rules_of(config: RunConfig, tokenizer: Tokenizer, stop_token_ids: tuple[int, ...]) -> EpisodeRules:
-    """What the configuration asks of episodes.
+    """Returns what the configuration asks of episodes.
 
     Raises:
         ModelError: the chat template does not pass the self-test, or does not show `rollout.tools`.

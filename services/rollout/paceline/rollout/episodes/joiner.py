@@ -81,7 +81,7 @@ class Joiner:
         *,
         most: int | None = None,
     ) -> list[int]:
-        """Tokens of a conversation that nobody has answered yet, the assistant's turn opened.
+        """Returns the tokens of a conversation before its first answer, with the assistant's turn opened.
 
         Raises:
             TooManyTokensError: there are more than `most`; a text that is much too long is not tokenized.
@@ -93,17 +93,17 @@ class Joiner:
         return self._encode_most(self._render(list(messages), tools=shown), most)
 
     def between(self, messages: Sequence[Message], *, most: int | None = None) -> list[int]:
-        """Tokens from the end of a sampled turn, whose last token ends it, to the next turn's opening.
+        """Returns the tokens after a sampled turn, whose last token ends it, up to the next turn's opening.
 
         Raises:
-            TooManyTokensError: as of `prompt`.
+            TooManyTokensError: as `prompt`.
         """
         return self._encode_most(
             self._between([self.plain(message) for message in messages], _QUESTION), most
         )
 
     def safe(self, text: str) -> str:
-        """Content from outside: cut to the limit, its special tokens broken, so that none can be forged."""
+        """Returns content from outside, cut to the limit; special tokens are broken, so none is forged."""
         text = encodable(text)
         num_chars = len(text)
         text = self.unforged(text[: self._limit * _CHARS_PER_TOKEN])
@@ -113,11 +113,11 @@ class Joiner:
         return text if len(text) >= num_chars else f"{text} [cut: {num_chars} characters]"
 
     def unforged(self, text: str) -> str:
-        """A text from outside whose special tokens are broken."""
+        """Returns a text from outside with its special tokens broken."""
         return _broken(text, self._special)
 
     def without_control(self, value: Any) -> Any:
-        """Breaks the tokens of turns in a text, or in JSON's texts; the form of calls may be taught there."""
+        """Breaks the tokens of turns in a text, or in the texts of JSON; those of tool calls stay."""
         if isinstance(value, str):
             return _broken(encodable(value), self._control)
         if isinstance(value, Mapping):
@@ -127,7 +127,7 @@ class Joiner:
         return value
 
     def shows_tools(self) -> bool:
-        """Whether the template writes the tools that it is given into the prompt."""
+        """Returns whether the template writes the tools that it is given into the prompt."""
         tool = ToolSpec(name="tool7q", description="", parameters={"type": "object", "properties": {}})
         try:
             text = self._render([{"role": "user", "content": _QUESTION}], tools=[tool.to_template()])
@@ -136,7 +136,7 @@ class Joiner:
         return "tool7q" in text
 
     def plain(self, message: Message, *, is_cut: bool = True) -> dict[str, object]:
-        """The form that templates take, with a content that is safe; of a prompt, none is cut."""
+        """Returns a message as templates take it, its content safe, and cut unless `is_cut` is False."""
         role = self.tool_role if message.role == "tool" else message.role
         content = self.safe(message.content) if is_cut else self.unforged(message.content)
         plain: dict[str, object] = {"role": role, "content": content}
@@ -187,7 +187,7 @@ class Joiner:
         return ids
 
     def _self_test(self) -> str:
-        """The role in which the template takes a tool's answer.
+        """Returns the role in which the template takes a tool's answer.
 
         Raises:
             ModelError: the template takes it in no role.

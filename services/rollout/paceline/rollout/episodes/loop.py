@@ -51,7 +51,7 @@ class Slot:
     """Tells the server's capacity whether an episode needs the engine: not while it waits for a tool."""
 
     def pause(self) -> None:
-        """The engine is not needed for now."""
+        """Notes that the engine is not needed for now."""
 
     def resume(self) -> None:
         """Notes that the engine is needed again."""
@@ -204,9 +204,9 @@ class _Episode:
 
 
 def turn_seed(episode_seed: int, turn: int | str) -> int:
-    """The sampling seed of a turn, in [0, 2**31), by its number from 1 on, or by another name.
+    """Returns the sampling seed of a turn, in [0, 2**31), by its number from 1 on, or by another name.
 
-    The first turn has the episode's own.
+    The first turn has the episode's own seed.
     """
     if turn == 1:
         return episode_seed

@@ -18,7 +18,7 @@ Reply = dict[str, Any]
 
 
 async def call_workers(llm: Any, method: str, args: tuple[Any, ...], timeout_s: float) -> list[Reply]:
-    """Every rank's reply, by rank.
+    """Returns every rank's reply, by rank.
 
     Args:
         llm: vLLM's AsyncLLM.
@@ -58,7 +58,7 @@ async def answered(llm: Any, call: Awaitable[T], what: str, seconds: float) -> T
 
 
 def engine_died() -> PeerLostError:
-    """The error for a dead engine, with what its processes said last."""
+    """Returns the error for a dead engine, with what its processes said last."""
     cause = of_death()
     return PeerLostError(
         f"the inference engine has died: {cause or 'its last lines are in the log of this server'}",

@@ -129,12 +129,12 @@ class VllmEngine(Engine):
         return int(cache.num_gpu_blocks or 0) * int(cache.block_size)
 
     async def describe(self) -> tuple[RankLayout, ...]:
-        """Which part of which checkpoint tensor each TP rank needs, by rank."""
+        """Returns which part of which checkpoint tensor each TP rank needs, by rank."""
         replies = await self.call_workers("paceline_describe", (), _DESCRIBE_S)
         return tuple(RankLayout.from_bytes(reply["layout"]) for reply in replies)
 
     async def join(self, spec: WeightGroupSpec, rank_offset: int, timeout_s: float) -> None:
-        """All TP ranks join the group, TP rank 0 as group rank `rank_offset`."""
+        """Makes all TP ranks join the group, TP rank 0 as group rank `rank_offset`."""
         await self.call_workers("paceline_join", (spec.to_bytes(), rank_offset, timeout_s), timeout_s)
 
     async def receive(self, version: int, timeout_s: float) -> PushReceipt:
@@ -178,12 +178,12 @@ class VllmEngine(Engine):
         return idle
 
     async def digest(self, version: int) -> tuple[DigestReport, ...]:
-        """The digest of what lies in the parameters now, one report per TP rank."""
+        """Returns the digest of what lies in the parameters now, one report per TP rank."""
         replies = await self.call_workers("paceline_digest", (version,), _DESCRIBE_S)
         return tuple(DigestReport.from_bytes(reply["digests"]) for reply in replies)
 
     async def leave(self) -> None:
-        """All TP ranks leave the group."""
+        """Makes all TP ranks leave the group."""
         await self.call_workers("paceline_leave", (), _LEAVE_S)
 
     async def call_workers(self, method: str, args: tuple[Any, ...], timeout_s: float) -> list[calls.Reply]:
@@ -226,7 +226,7 @@ class VllmEngine(Engine):
                 raise calls.engine_died() from error
             if self._has_tower:
                 self._images.forget(self._llm)
-            # AsyncLLM's own names of the requests, because ours may already be running a second time.
+            # AsyncLLM's own names of the requests, because the same id may already be under way again.
             ids = [collector.request_id for collector in pending]
             await self._llm.abort(ids, internal=True)
             if self._log_probs is not None:
@@ -243,7 +243,7 @@ class VllmEngine(Engine):
         return self._log_probs is not None
 
     async def drawn(self, wanted: Mapping[str, int]) -> dict[str, Sample]:
-        """What requests under way have drawn so far."""
+        """Returns what requests under way have drawn so far."""
         return await self._under_way.drawn(wanted)
 
     async def sleep(self) -> int:
@@ -258,7 +258,7 @@ class VllmEngine(Engine):
         return self._freed_bytes
 
     async def _free_bytes(self) -> list[int]:
-        """Of every TP rank's GPU."""
+        """Returns the free bytes of every TP rank's GPU."""
         replies = await self.call_workers("paceline_free_bytes", (), _DESCRIBE_S)
         return [int(reply["free_bytes"]) for reply in replies]
 

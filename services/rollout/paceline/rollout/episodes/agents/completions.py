@@ -20,9 +20,9 @@ _HARMLESS = {
     *("store", "metadata", "service_tier", "prompt_cache_key", "safety_identifier", "parallel_tool_calls"),
 }
 _MAX_VALUES = 2**18
-"""Of lists and objects in a body: to make them nothing else can run."""
+"""Most lists and objects in a body: while they are parsed, nothing else can run."""
 _PIECE_CHARS = 64
-"""Of an answer's text in one event of a stream."""
+"""Characters of an answer's text in one event of a stream."""
 
 
 class RefusedRequestError(Exception):
@@ -57,7 +57,7 @@ class ChatRequest:
 class ChatAnswer:
     """One answer of the policy.
 
-    `problems` are calls that cannot be made; they stand in the text. `ignored` is as of the request.
+    `problems` are calls that cannot be made; they stand in the text. `ignored` is that of the request.
     """
 
     answer_id: str
@@ -73,7 +73,7 @@ class ChatAnswer:
 
 
 def as_it_is(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The body of a request for a chat completion."""
+    """Returns the body of a request for a chat completion unchanged."""
     return body
 
 
@@ -121,7 +121,7 @@ def read_request(
 
 
 def _refuse_forms(body: Mapping[str, Any]) -> None:
-    """What would make the answer another than the one that the policy gives."""
+    """Refuses options that would change the policy's answer."""
     response_format = body.get("response_format") or {"type": "text"}
     unwanted = {
         "n": body.get("n") not in (None, 1),
@@ -219,7 +219,7 @@ def _bad(message: str) -> RefusedRequestError:
 
 
 def completion(answer: ChatAnswer) -> dict[str, object]:
-    """The answer as one object."""
+    """Returns the answer as one object."""
     message: dict[str, object] = {"role": "assistant", "content": answer.content or None, "refusal": None}
     if answer.tool_calls:
         message["tool_calls"] = _calls(answer.tool_calls)
@@ -237,18 +237,18 @@ def completion(answer: ChatAnswer) -> dict[str, object]:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """What the events of a stream carry of a text."""
+    """Yields a text in the pieces that the events of a stream carry."""
     for start in range(0, len(text), _PIECE_CHARS):
         yield text[start : start + _PIECE_CHARS]
 
 
 def block(data: str, name: str = "") -> str:
-    """An event of a stream as it is sent."""
+    """Returns an event of a stream as it is sent."""
     return f"event: {name}\ndata: {data}\n\n" if name else f"data: {data}\n\n"
 
 
 def events(answer: ChatAnswer, *, has_usage: bool) -> Iterator[str]:
-    """The answer as the events of a stream."""
+    """Yields the answer as the events of a stream."""
 
     def event(delta: Mapping[str, object], finish_reason: str | None = None) -> str:
         choice = {"index": 0, "delta": delta, "finish_reason": finish_reason, "logprobs": None}

@@ -45,7 +45,7 @@ class Conversation:
     _texts: dict[str, str] = field(default_factory=dict)
 
     def place(self, messages: Sequence[Message], tools: Sequence[ToolSpec], most: int) -> AnswerSlot:
-        """Where the answer to a request belongs; nothing is recorded yet.
+        """Returns where the answer to a request belongs; records nothing yet.
 
         Raises:
             TooManyTokensError: the request adds more than `most` tokens.
@@ -67,7 +67,7 @@ class Conversation:
         return AnswerSlot(segment=segment, token_ids=tuple(prompt), messages=said, is_new=True)
 
     def context(self, place: AnswerSlot) -> list[int]:
-        """All tokens before the answer."""
+        """Returns all tokens before the answer."""
         before = [] if place.is_new else place.segment.recorder.context
         return [*before, *place.token_ids]
 
@@ -111,7 +111,7 @@ def _call(name: str, arguments: Mapping[str, object]) -> dict[str, object]:
 
 
 def _form(message: Message) -> str:
-    """Equal for messages that say the same: ids of calls and spaces at the ends do not count."""
+    """Returns a form that is equal for messages that say the same: call ids and outer spaces do not count."""
     calls = [[call.name, dict(call.arguments)] for call in message.tool_calls]
     plain = replace(message, tool_calls=())
     return json.dumps([plain.role, plain.content.strip(), calls], sort_keys=True)

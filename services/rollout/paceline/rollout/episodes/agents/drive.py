@@ -1,4 +1,4 @@
-"""One episode that an agent leads: it asks for answers at an address of its own, in the order that it likes.
+"""One episode that an agent leads: the agent asks for answers at the episode's address, in any order.
 
     open -> run: (request -> tokens -> engine -> calls -> answer) ... -> close -> Draw
 
@@ -160,7 +160,7 @@ class _Episode:
         return replace(answer, problems=tuple(call for call in action.tool_calls if call.problem))
 
     async def _place(self, request: ChatRequest) -> AnswerSlot:
-        """Where the answer belongs; what a request adds to a conversation may end the episode."""
+        """Returns where the answer belongs; what a request adds to a conversation may end the episode."""
         rules, standing, idle_s = self._driven.rules, self._standing, self._idle_s()
         is_first = not self._conversation.segments
         room = rules.limits.max_response_tokens - standing.num_response
@@ -191,7 +191,7 @@ class _Episode:
         return place
 
     def _message(self, action: Message, text: str) -> Message:
-        """As the client gets it: calls that can be read as calls, all else as text."""
+        """Returns the message for the client: calls if all of them can be read, else the text."""
         calls = action.tool_calls
         if not calls or any(call.problem for call in calls):
             return Message(role="assistant", content=text)
@@ -227,7 +227,7 @@ class _Episode:
         )
 
     def _seed(self, context: list[int]) -> int:
-        """By what was asked and how often: the order in which an agent's voices ask does not matter."""
+        """Derives a seed from the context and its count, whatever the order of an agent's requests."""
         digest = hashlib.blake2b(repr(context).encode(), digest_size=8).hexdigest()
         count = self._counts[digest] = self._counts.get(digest, 0) + 1
         return turn_seed(self._group.seeds[self._index], f"{digest}/{count}")

@@ -4,7 +4,7 @@
     POST /v1/responses           the same, in OpenAI's other form
     GET  /v1/models              the one model that there is
 
-A token opens the inbox of one episode, for as long as that lasts. Answers are made by the episode itself,
+A token opens the inbox of one episode, as long as the episode lasts. Answers are made by the episode itself,
 in its own task; what ends the episode ends the requests that wait there.
 """
 
@@ -82,7 +82,7 @@ class EpisodeInbox:
         self._is_closed = False
 
     async def next(self) -> PendingRequest | None:
-        """Returns the next request; None when no more are taken."""
+        """Returns the next request; None if no more are taken."""
         return await self._requests.get()
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """Environments that have attached to this server: each plays whole episodes and asks at the endpoint.
 
-An attempt is given to one environment. Where that goes away, the next attempt is given to another.
+An attempt is given to one environment. If that leaves, the next attempt is given to another.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class AttachedEnvironment:
     """An `EpisodeEnvironment` whose episodes are played by attached clients.
 
     Args:
-        name: that clients attach as.
+        name: name under which clients attach.
         run_id: told to them.
         play_s: longest time of an episode.
         wait_s: how long an episode waits for a client.
-        is_over: whether the run is over when this closes: then clients need not come again.
+        is_over: whether the run is over when this closes, so that clients need not attach again.
     """
 
     call_names: Sequence[str] = ()
@@ -52,12 +52,12 @@ class AttachedEnvironment:
                 wait_for_s=wait_s,
                 source_of=lambda play: str(play.task.get("data_source", "")),
                 size_of=lambda play: len(str(play.task)),
-                max_tries=1,  # what two clients asked for must not meet in one attempt
+                max_tries=1,  # the requests of two clients must not meet in one attempt
             )
         )
 
     async def start(self) -> None:
-        """Clients attach when they like."""
+        """Does nothing: clients attach at any time."""
 
     async def close(self) -> None:
         """Asks the clients to leave."""
@@ -66,7 +66,7 @@ class AttachedEnvironment:
         await self.gateway.close(Leave(reason=reason, for_good=is_over))
 
     def session(self, task: EpisodeTask) -> AttachedSession:
-        """A session for one attempt."""
+        """Returns a session for one attempt."""
         return AttachedSession(self.gateway, self.name, task)
 
 
@@ -89,7 +89,7 @@ class AttachedSession:
         self._played = Played()
 
     async def open(self) -> Opening:
-        """The client opens the episode when it plays it."""
+        """Returns nothing yet: the client opens the episode when it plays it."""
         return Opening()
 
     async def run(self, base_url: str, token: str, model: str) -> str:
@@ -104,15 +104,15 @@ class AttachedSession:
         return one_line(played.stop_reason)[:64]
 
     async def step(self, turn: int, action: Message) -> TurnResult:
-        """Never called: clients lead their episodes."""
+        """Is never called, because clients lead their episodes."""
         raise EnvironmentLostError(f"turn {turn} was not asked by the client", peer=self._peer)
 
     async def close(self, stop_reason: str) -> Grade:
-        """The client has graded the episode, if it played it to its end."""
+        """Returns the client's grade, if it played the episode to its end."""
         return Grade(reward=self._played.reward, components=self._played.components)
 
     async def abandon(self) -> None:
-        """The token of this attempt is gone: the client's next question is refused."""
+        """Does nothing: the token of this attempt is gone, so the client's next request is refused."""
 
 
 class EnvironmentGatewayServicer(environment_pb2_grpc.EnvironmentGatewayServicer):
@@ -129,7 +129,7 @@ class EnvironmentGatewayServicer(environment_pb2_grpc.EnvironmentGatewayServicer
         Raises:
             EnvironmentLackError: the server is still starting, or no environment attaches to this run.
             ConfigError: environments attach under another name.
-            ProtocolError, InvalidMessageError, DeadlineError: what the client sends has no place here.
+            ProtocolError, InvalidMessageError, DeadlineError: the client's messages break the protocol.
         """
         read = (player_message_from_proto(message) async for message in messages)
         hello = await first_hello(read)

@@ -76,7 +76,7 @@ class ToolPool:
             await self._end(child)
 
     def session(self, task: EpisodeTask) -> ToolSession:
-        """A session; all sessions share the processes."""
+        """Returns a session; all sessions share the processes."""
         return ToolSession(self, self._specs)
 
     async def call(self, call: ToolCall) -> tuple[str, float]:

@@ -27,7 +27,7 @@ KEPT_GIB: Final = 0.25
 
 
 def has_tower(folder: Path) -> bool:
-    """Whether the model in this folder turns images into tokens."""
+    """Returns whether the model in this folder turns images into tokens."""
     try:
         return "vision_config" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

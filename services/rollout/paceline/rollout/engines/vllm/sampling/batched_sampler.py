@@ -120,7 +120,7 @@ class BatchedSampler(abc.ABC):
 
     @abc.abstractmethod
     def _is_running(self, request_id: str) -> bool:
-        """Whether the runner still knows a request."""
+        """Returns whether the runner still knows a request."""
 
     @abc.abstractmethod
     def _sampling_params(self, request_id: str) -> Any:

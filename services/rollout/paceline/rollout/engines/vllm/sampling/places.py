@@ -97,7 +97,7 @@ class Places:
         return told
 
     def knows(self, request_id: str) -> bool:
-        """Whether the tables have log-probabilities of a request that were not taken yet."""
+        """Returns whether the tables have log-probabilities of a request that were not taken yet."""
         return request_id in self._taken or request_id in self._ended
 
     def take(self, request_ids: Sequence[str], starts: Sequence[int], counts: Sequence[int]) -> Tensor:

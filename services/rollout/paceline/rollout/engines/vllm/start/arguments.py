@@ -87,7 +87,7 @@ def engine_arguments(
 
 
 def is_small(folder: Path) -> bool:
-    """Whether vLLM's own compilation makes the model in this folder slower.
+    """Returns whether vLLM's own compilation makes the model in this folder slower.
 
     The host limits a small model's steps, and compiled layers need more of its time: with 0.5B they take a
     quarter more time, with 7B a twentieth less (benchmarks/journal/gpus.md).

@@ -28,7 +28,7 @@ _watched: list[ErrorOutput] = []
 
 
 def may_pass(error: str, cause: str) -> bool:
-    """Whether the same start may succeed the next time.
+    """Returns whether the same start may succeed the next time.
 
     Args:
         error: what vLLM raised.

@@ -108,7 +108,7 @@ def prepare_cpu(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def batches_draws(config: RunConfig) -> bool:
-    """Whether this engine draws a batch's tokens at once; see `rollout.sampler`."""
+    """Returns whether this engine draws a batch's tokens at once; see `rollout.sampler`."""
     rollout = config.rollout
     if rollout.sampler == "auto":
         is_alone = rollout.tensor_model_parallel_size == 1 and not VLLM.has_cpu_build

@@ -284,7 +284,7 @@ class _Spy(TorchDispatchMode):  # type: ignore[no-untyped-call,unused-ignore]
 
 
 def _holds(dtype: torch.dtype | None, own: torch.dtype) -> bool:
-    """Whether a cast to a type keeps all values; None is no cast."""
+    """Returns whether a cast to a type keeps all values; None is no cast."""
     return dtype is None or torch.promote_types(dtype, own) == dtype
 
 
@@ -359,7 +359,7 @@ def _box(view: Tensor, base: Tensor) -> Box | None:
 
 
 def _fill(param: Tensor, copied: list[Box], constants: Iterable[Box]) -> bool:
-    """Whether the boxes fill the parameter, and no two copies overlap."""
+    """Returns whether the boxes fill the parameter, and no two copies overlap."""
     boxes = _merged_boxes(copied)
     rest = [Box.full(tuple(param.shape))]
     for box in boxes:
