@@ -145,7 +145,7 @@ def consumer_options(registration: Registration, member_id: str, incarnation: st
 
 
 def scorer_settings(registration: Registration, member_id: str) -> ScorerSettings:
-    """What the scorers of a member of the run are built from."""
+    """Returns the settings from which a member of the run builds its scorers."""
     config = registration.config
     return ScorerSettings(
         config=config.reward,

@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 _MAX_BATCHES = 8
 MAX_ENTRIES = 128
-"""Of a batch."""
+"""Most entries of a batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +78,7 @@ class _Texts:
     """The scored text (the policy's last answer), and the text kept for people.
 
     In the record of an episode, text that the policy did not write stands in the brackets U+27E6 and U+27E7.
-    `token_ids` are those of what is scored, the first of which is the response's token `first`.
+    `token_ids` are those of the scored text; the first of them is the response's token `first`.
     """
 
     response: str
@@ -197,7 +197,7 @@ class Consumer:
     async def _scored_entries(
         self, headers: Mapping[str, Sequence[TrajectoryHeader]], groups: Container[str]
     ) -> dict[str, list[tuple[TrajectoryHeader, _Texts | Score, Score]]]:
-        """The samples of each entry with their scores; those of an entry in `groups` are scored together."""
+        """Returns each entry's samples with scores; those of an entry in `groups` are scored together."""
         flat = [header for of_entry in headers.values() for header in of_entry]
         blobs = await self._broker.get_blobs([header.blob_key for header in flat])
         # In a thread: decoding a large batch takes long, and heartbeats and leases must go on.
@@ -214,7 +214,7 @@ class Consumer:
         }
 
     def _refusal(self, entry: Entry, error: InvalidMessageError) -> Outgoing:
-        """Drops the group of a header that cannot be read: that sample will never have a score."""
+        """Returns a refusal that drops an unreadable header's group, which will lack a score for good."""
         _log.error("entry %s of %s: %s", entry.entry_id, entry.stream, error)
         refusal = refusal_of(
             entry.payload,
@@ -230,7 +230,7 @@ class Consumer:
     def _scored(
         self, header: TrajectoryHeader, text: _Texts | Score, score: Score, seconds: float
     ) -> Outgoing:
-        """The scored header, with the response's text in a blob where texts are kept."""
+        """Returns the scored header, with the response's text in a blob if texts are kept."""
         blobs: dict[str, bytes] = {}
         if self._options.save_texts and isinstance(text, _Texts):
             blobs[names.text(header.blob_key)] = text.record.encode()
@@ -242,7 +242,7 @@ class Consumer:
             scored = self._scored_header(header, text_key, score, seconds)
             payload = encode_scored_header(replace(scored, token_rewards=placed))
             decode_scored(payload)
-        except InvalidMessageError as error:  # say, thousands of components: the barrier would not read it
+        except InvalidMessageError as error:  # the barrier would refuse it, say for thousands of components
             score = failed(score.trajectory_id, RewardErrorKind.WRONG_TYPE, str(error))
             payload = encode_scored_header(self._scored_header(header, text_key, score, seconds))
         return Outgoing(stream=names.scored(self._options.run_id), payload=payload, blobs=blobs)
@@ -250,7 +250,7 @@ class Consumer:
     def _read_responses(
         self, headers: Sequence[TrajectoryHeader], blobs: Sequence[bytes | None]
     ) -> list[_Texts | Score]:
-        """The texts of each response, or the error of a trajectory that cannot be read."""
+        """Returns the texts of each response, or the error of a trajectory that cannot be read."""
         return [self._read_response(header, blob) for header, blob in zip(headers, blobs, strict=True)]
 
     def _read_response(self, header: TrajectoryHeader, blob: bytes | None) -> _Texts | Score:
@@ -267,7 +267,7 @@ class Consumer:
             return failed(trajectory_id, RewardErrorKind.UNAVAILABLE, message)
 
     def _texts_of(self, trajectory: Trajectory, *, is_episode: bool) -> _Texts:
-        """Decodes what was sampled; of an episode also what came between, for people."""
+        """Decodes what was sampled; for an episode, also the environment's answers, for people."""
         token_ids: list[int] = trajectory.response_token_ids.tolist()
         if not is_episode:
             text = encodable(self._tokenizer.decode(token_ids, skip_special_tokens=True))
@@ -291,7 +291,7 @@ class Consumer:
         texts: Sequence[_Texts | Score],
         groups: Sequence[str],
     ) -> list[Score]:
-        """One score per trajectory; those whose text could not be read keep their error."""
+        """Returns one score per trajectory; those whose text could not be read keep their error."""
         items = [
             ScoreItem(
                 trajectory_id=str(header.trajectory_id),

@@ -27,14 +27,14 @@ class EnvironmentReward:
 
     @classmethod
     def configured(cls, settings: ScorerSettings) -> list[Self]:
-        """Always one; the item itself shows whether it has such a reward."""
+        """Returns one scorer in any case; the item itself shows whether it has such a reward."""
         return [cls(settings.config.environment_weight)]
 
     async def start(self) -> None:
         """Does nothing: there is nothing to start."""
 
     async def score(self, items: Sequence[ScoreItem], *, run_id: str = "", step: int = 0) -> list[Score]:
-        """One score per item, in the order of the items."""
+        """Returns one score per item, in the order of the items."""
         return [self._score(item) for item in items]
 
     def _score(self, item: ScoreItem) -> Score:

@@ -30,7 +30,7 @@ class RewardBySet:
 
     @classmethod
     def configured(cls, settings: ScorerSettings, config: RunConfig) -> Self:
-        """The rewards that a configuration describes; `settings` are those of the run's reward.
+        """Builds the rewards that a configuration describes; `settings` are those of the run's reward.
 
         Raises:
             ConfigError: as `WeightedSum.configured`; it names the set.
@@ -53,7 +53,7 @@ class RewardBySet:
         return self._general.names
 
     def queues(self) -> list[Observation]:
-        """The items that each scorer was asked about and has no score for yet; any thread may ask."""
+        """Returns how many items each scorer has still to score; any thread may ask."""
         of_sets = [
             (number, {"scorer": f"{name}: {labels['scorer']}"})
             for name, reward in self._of_sets.items()
@@ -75,7 +75,7 @@ class RewardBySet:
             await reward.start()
 
     async def score(self, items: Sequence[ScoreItem], *, run_id: str = "", step: int = 0) -> list[Score]:
-        """One score per item, in the order of the items.
+        """Returns one score per item, in the order of the items.
 
         Raises:
             RewardError: UNAVAILABLE, when child processes cannot be started any more.

@@ -47,7 +47,7 @@ def gsm8k(
 
 
 def extract_answer(answer: str) -> str:
-    """The number of a GSM8K answer or of a bare number, as plain digits: "#### 1,200" gives "1200".
+    """Returns the number of a GSM8K answer, or a bare number, as plain digits: "#### 1,200" gives "1200".
 
     Raises:
         ValueError: there is no number where GSM8K puts it.

@@ -90,7 +90,7 @@ def _parse(text: str, timeout_s: int) -> list[object] | None:
 
 
 def _any_equal(expected: list[object], answers: list[object], timeout_s: int) -> bool | None:
-    """Whether any two expressions are equal; None when no two are and a comparison ran out of time.
+    """Returns whether any two expressions are equal; None when no two are and a comparison ran out of time.
 
     The pairs are compared one by one: for lists, the library either counts a pair that timed out as unequal
     or lets the first pair that fails hide the others.

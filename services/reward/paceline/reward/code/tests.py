@@ -30,7 +30,7 @@ class CodeTest:
     is_json: bool = False
 
     def passes(self, stdout: str) -> bool:
-        """Whether the output of a program that ended without error passes."""
+        """Returns whether the output of a program that ended without error passes."""
         if not self.is_json:
             return _lines(stdout) == _lines(str(self.expected))
         try:

@@ -41,7 +41,7 @@ Result = tuple[float | None, dict[str, float], str | None, str]
 
 
 class _Sum:
-    """What the functions return for an item, until the first error that counts."""
+    """Sums up what the functions return for an item, until the first error of a required function."""
 
     def __init__(self, item: ScoreItem) -> None:
         self._item = item
@@ -55,7 +55,7 @@ class _Sum:
         return self._error is not None
 
     def add(self, spec: FunctionSpec, returned: object) -> None:
-        """What a function returned; a RewardError for what it raised."""
+        """Adds what a function returned, or a RewardError for what it raised."""
         try:
             if not spec.shape.required and not isinstance(returned, RewardError):
                 check_value(spec.name, returned)
@@ -89,7 +89,7 @@ class Functions:
         )
 
     def score(self, items: Sequence[ScoreItem]) -> list[Result]:
-        """A result for each item; functions that score groups are called once for all of them."""
+        """Returns a result for each item; calls functions that score groups once for all items."""
         try:
             sums = [_Sum(item) for item in items]
             for spec, function in self._functions:
@@ -107,7 +107,7 @@ class Functions:
     def _values(
         self, spec: FunctionSpec, function: RewardFunction, items: Sequence[ScoreItem]
     ) -> Sequence[object]:
-        """What a function returns for each item; a RewardError for what it raises."""
+        """Returns what a function returns for each item, or a RewardError for what it raises."""
         try:
             if spec.shape.group:
                 returned = self._call(spec, function, list(items), **spec.arguments)
@@ -121,7 +121,7 @@ class Functions:
     def _call(
         self, spec: FunctionSpec, function: RewardFunction, *given: object, **keywords: object
     ) -> object:
-        """What a function returns; a RewardError for what it raises."""
+        """Calls a function; raises a RewardError for what it raises."""
         try:
             return function.call(*given, **keywords)
         except MemoryError:

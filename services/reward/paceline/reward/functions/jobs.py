@@ -63,7 +63,7 @@ class Job:
 
 
 def encode_batch(jobs: dict[int, Job]) -> bytes:
-    """The frame of a batch. Jobs whose items cannot be encoded fail, and leave `jobs`."""
+    """Encodes a batch as one frame. Jobs whose items cannot be encoded fail, and leave `jobs`."""
     rows = {number: [number, *map(_fields, job.items)] for number, job in jobs.items()}
     try:
         return frames.encode(list(rows.values()))

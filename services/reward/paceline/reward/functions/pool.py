@@ -249,7 +249,7 @@ class FunctionPool:
         _log.info("%d reward processes, with %d items in the queue", len(self._children), len(self._queue))
 
     async def _serve_slot(self, slot: int, idle_s: float | None) -> None:
-        """Gives a process its work; ends it after `idle_s` seconds without work, unless that is None."""
+        """Gives a process its work; ends the process after `idle_s` seconds without work, if not None."""
         while True:
             try:
                 async with asyncio.timeout(idle_s):

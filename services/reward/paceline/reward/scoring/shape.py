@@ -57,7 +57,7 @@ class Shape:
         )
 
     def takes(self, item: ScoreItem) -> bool:
-        """Whether the scorer scores this item."""
+        """Returns whether the scorer scores this item."""
         if self.data_sources and item.data_source not in self.data_sources:
             return False
         return all(_text(item.extra.get(column)) in values for column, values in self.where.items())
