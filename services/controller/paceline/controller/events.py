@@ -50,7 +50,7 @@ class EventHub:
             self._announce(self._end)
 
     async def follow(self, from_step: int) -> AsyncIterator[RunEvent]:
-        """Events from `from_step` on until the run ends."""
+        """Yields events from `from_step` on until the run ends."""
         queue: asyncio.Queue[RunEvent | None] = asyncio.Queue(_MAX_QUEUED)
         # There is no await between reading missed events and adding the queue, so no event is repeated or
         # lost.

@@ -125,7 +125,7 @@ class Journal:
 
 
 def read(path: Path) -> Iterator[Event]:
-    """The events of a journal that say where the run stands: all but the trajectories, and the last event."""
+    """Yields the events that say where the run stands: all but the trajectories, and the last event."""
     with path.open("rb") as lines:
         line, skipped, number = b"", False, 0
         for number, line in enumerate(lines, 1):

@@ -211,7 +211,7 @@ class Barrier:
         self._aside.add(prompt_id)
 
     def is_complete(self, prompt_id: int) -> bool:
-        """Whether a group has all its samples and is not set aside."""
+        """Returns whether a group has all its samples and is not set aside."""
         settled = prompt_id in self._expected and prompt_id not in self._open
         return settled and not self._has_failed(prompt_id) and prompt_id not in self._aside
 
@@ -219,12 +219,12 @@ class Barrier:
         return bool(self._failures.get(prompt_id))
 
     def group(self, prompt_id: int) -> list[ScoredHeader]:
-        """The admitted headers of a group, by purpose and sample index."""
+        """Returns the admitted headers of a group, by purpose and sample index."""
         keys = sorted(key for key in self._keys_of(prompt_id) if key in self._admitted)
         return [self._admitted[key] for key in keys]
 
     def batch(self) -> list[ScoredHeader]:
-        """The headers of the first purpose in the groups to train, in (prompt id, sample index) order.
+        """Returns the headers of the first purpose in groups to train, in (prompt id, sample index) order.
 
         Raises:
             ProtocolError: the barrier is still open.
@@ -245,7 +245,7 @@ class Barrier:
         return {purpose: self._samples(purpose, lambda prompt_id: True) for purpose in others}
 
     def _samples(self, purpose: str, wanted: Callable[[int], bool]) -> list[ScoredHeader]:
-        """Admitted headers of a purpose in groups that were not dropped, in batch order."""
+        """Returns admitted headers of a purpose in groups that were not dropped, in batch order."""
         return [
             self._admitted[key]
             for key in sorted(self._admitted)

@@ -113,7 +113,7 @@ class _Collection:
         self.last_progress += seconds
 
     def batch(self) -> Batch:
-        """The batch of the closed barrier."""
+        """Returns the batch of the closed barrier."""
         ended, barrier, last = time.monotonic(), self.barrier, self.last
         samples, beside, set_aside = barrier.batch(), barrier.beside(), barrier.aside()
         if barrier.purpose != Purpose.VALIDATE:
@@ -208,7 +208,7 @@ class Collector:
         self.blob_keys = {of_step: keys for of_step, keys in self.blob_keys.items() if of_step >= step}
 
     async def texts(self, headers: Sequence[ScoredHeader], *, required: bool = False) -> list[str]:
-        """The responses' texts; "" where none is stored.
+        """Returns the responses' texts; "" where none is stored.
 
         Raises:
             LostDataError: one was stored and is gone, though it is `required`.
@@ -226,7 +226,7 @@ class Collector:
             self.blob_keys.setdefault(step, []).extend([key, names.learner_log_probs(key)])
 
     async def learner_log_probs(self, headers: Sequence[ScoredHeader]) -> list[Float32Array | None]:
-        """The learner's log-probs of the sampled tokens, once it has trained on them, or None."""
+        """Returns the learner's log-probs of the sampled tokens; None where it has stored none."""
         return await self._mailboxes.learner_log_probs(headers)
 
     # --- a collection
@@ -461,7 +461,7 @@ def _fate(header: ScoredHeader, verdict: Verdict) -> Mapping[str, Any]:
 
 
 def share_without_spread(samples: Iterable[ScoredHeader]) -> float | None:
-    """The share of prompt groups whose rewards are all equal; None if no group has two samples."""
+    """Returns the share of prompt groups whose rewards are all equal; None if no group has two samples."""
     groups: dict[int, list[float]] = {}
     for header in samples:
         groups.setdefault(header.trajectory_id.prompt_id, []).append(header.reward or 0.0)
@@ -471,7 +471,7 @@ def share_without_spread(samples: Iterable[ScoredHeader]) -> float | None:
 
 
 def reward_components(batch: Iterable[ScoredHeader]) -> dict[str, float]:
-    """Mean of every reward component over the trajectories that have it."""
+    """Returns the mean of every reward component over the trajectories that have it."""
     sums: dict[str, list[float]] = {}
     for header in batch:
         for name, value in header.components.items():

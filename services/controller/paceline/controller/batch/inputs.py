@@ -46,7 +46,7 @@ class HeldOutPrompts:
     prompts: PromptSet
 
     def ids(self) -> list[int]:
-        """The prompts that a validation asks for."""
+        """Returns the prompts that a validation asks for."""
         return self.prompts.ids()[: self.of.max_prompts]
 
     def sources(self) -> dict[str, set[int]]:
@@ -160,7 +160,7 @@ def _source_name(source: str) -> str:
 
 
 def _tells_apart(sources: Sized) -> bool:
-    """Whether metrics by source are useful: there are several sources, but not too many."""
+    """Returns whether metrics by source are useful: there are several sources, but not too many."""
     return 1 < len(sources) <= _MOST_SOURCES
 
 

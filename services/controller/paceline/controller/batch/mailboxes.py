@@ -47,7 +47,7 @@ class Mailboxes:
         await self._create_groups()
 
     async def idle(self, prompts: str) -> bool:
-        """Whether no service has work left for the run, so that `scored` is complete.
+        """Returns whether no service has work left for the run, so that `scored` is complete.
 
         Mailboxes are checked in the order in which messages pass through them, so that none is missed on its
         way.
@@ -89,7 +89,7 @@ class Mailboxes:
             await self._broker.trim(stream)
 
     async def leftovers(self, position: str) -> dict[int, list[str]]:
-        """Keys of the blobs that log entries up to `position` name, by step."""
+        """Returns the keys of the blobs that log entries up to `position` name, by step."""
         keys: dict[int, list[str]] = {}
         async for entry in read_all(self._broker, names.scored(self._run_id)):
             if is_after(entry.entry_id, position):
@@ -103,7 +103,7 @@ class Mailboxes:
         return keys
 
     async def texts(self, headers: Sequence[ScoredHeader], *, required: bool = False) -> list[str]:
-        """The responses' texts; "" where none is stored.
+        """Returns the responses' texts; "" where none is stored.
 
         Raises:
             LostDataError: one was stored and is gone, though it is `required`.
@@ -116,12 +116,12 @@ class Mailboxes:
         return ["" if text is None else text.decode(errors="replace") for text in texts]
 
     async def trajectories(self, headers: Sequence[ScoredHeader]) -> list[Trajectory | None]:
-        """The samples' tokens and log-probs; None where they are gone."""
+        """Returns the samples' tokens and log-probs; None where they are gone."""
         blobs = await self._broker.get_blobs([header.blob_key for header in headers])
         return await asyncio.to_thread(lambda: [_decoded(blob) for blob in blobs])
 
     async def learner_log_probs(self, headers: Sequence[ScoredHeader]) -> list[Float32Array | None]:
-        """The learner's log-probs of the sampled tokens, once it has trained on them, or None."""
+        """Returns the learner's log-probs of the sampled tokens; None where it has stored none."""
         keys = [names.learner_log_probs(header.blob_key) for header in headers]
         blobs = await self._broker.get_blobs(keys)
         return [_log_probs(blob, header) for blob, header in zip(blobs, headers, strict=True)]
@@ -149,7 +149,7 @@ def _log_probs(blob: bytes | None, header: ScoredHeader) -> Float32Array | None:
 
 
 def blob_keys(header: ScoredHeader) -> list[str]:
-    """The blobs that a sample may have: its arrays, its text, the learner's log-probs."""
+    """Returns the keys of the blobs that a sample may have: its arrays, its text, the learner's log-probs."""
     if not header.blob_key:
         return []
     keys = (header.blob_key, header.text_key, names.learner_log_probs(header.blob_key))

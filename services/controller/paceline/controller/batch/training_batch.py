@@ -183,7 +183,7 @@ class TrainingBatches:
 
 
 def _asked(order: Order) -> str:
-    """Digest of everything that an order asks for, including all tokens."""
+    """Returns a digest of everything that an order asks for, including all tokens."""
     digest = hashlib.blake2b(digest_size=16)
     for ask in order.asks:
         digest.update(f"{ask}\n".encode())

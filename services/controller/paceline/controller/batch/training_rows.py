@@ -22,7 +22,7 @@ from paceline.data.samples import ScoredSample, ScoredSamples
 
 
 class TrainingRows:
-    """The samples of a step's samplings, and the rows that are trained of them.
+    """The samples of a step's samplings, and the rows of those that are trained.
 
     Attributes:
         batch: all samplings as one; its samples are those that are trained, once they are chosen.
@@ -98,7 +98,7 @@ class TrainingRows:
 
 
 def _merged(batches: Sequence[Batch], samples: Sequence[ScoredHeader]) -> Batch:
-    """All samplings of a step as one batch with these samples."""
+    """Returns all samplings of a step as one batch with these samples."""
     extra = [batch.num_extra for batch in batches if batch.num_extra is not None]
     beside: dict[str, list[ScoredHeader]] = {}
     for batch in batches:
@@ -119,19 +119,19 @@ def _merged(batches: Sequence[Batch], samples: Sequence[ScoredHeader]) -> Batch:
 
 
 def _header(sample: ScoredSample) -> ScoredHeader:
-    """The sample as metrics and files show it."""
+    """Returns the sample's header as metrics and files show it."""
     return replace(sample.header, reward=sample.reward) if sample.is_given else sample.header
 
 
 def _listed(sample: ScoredSample) -> list[Any]:
-    """How the journal names a row: the id, the reward if the dataflow gave it, the baseline."""
+    """Returns a row as the journal lists it: the id, the reward if the dataflow gave it, the baseline."""
     reward = sample.reward if sample.is_given else None
     return [str(sample.header.trajectory_id), reward, sample.baseline]
 
 
 def _sample_row(sample: ScoredSample) -> BatchRow:
     row = _row(sample.header, sample.baseline, sample.num_baseline_tokens)
-    # A reward of the dataflow's has no parts.
+    # A reward that the dataflow gave has no parts.
     return replace(row, reward=sample.reward, token_rewards=()) if sample.is_given else row
 
 
@@ -142,7 +142,7 @@ def rows(batch: Batch) -> tuple[BatchRow, ...]:
 
 
 def group_rows(group: Sequence[ScoredHeader]) -> list[BatchRow]:
-    """The rows of a complete prompt group, without its greedy answer."""
+    """Returns the rows of a complete prompt group, without its greedy answer."""
     greedy = next((h for h in group if h.trajectory_id.purpose == Purpose.GREEDY), None)
     return [_against(header, greedy) for header in group if header is not greedy]
 

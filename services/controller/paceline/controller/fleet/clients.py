@@ -58,7 +58,7 @@ async def while_alive(member: Member, call: Coroutine[Any, Any, T], gone: Gone) 
 
 
 async def is_serving(address: str, incarnation: str, *, role: str, credentials: Credentials) -> bool:
-    """Whether this incarnation answers at its address within a second, and is not about to leave.
+    """Returns whether this incarnation answers at its address within a second, and is not about to leave.
 
     Another process may have taken the port of a process that has ended.
     """
@@ -101,7 +101,7 @@ class Channels:
         self._channels: dict[str, tuple[str, grpc.aio.Channel]] = {}
 
     def to(self, member: Member) -> grpc.aio.Channel:
-        """The channel to a member's address."""
+        """Returns the channel to a member's address."""
         address, channel = self._channels.get(member.member_id, ("", None))
         if channel is None or address != member.address:
             channel = connect(

@@ -64,7 +64,7 @@ class Departures:
         return False
 
     def _is_needed(self, member: Member) -> bool:
-        """Whether the step can only be finished and saved with this member."""
+        """Returns whether the step can only be finished and saved with this member."""
         if member.kind is MemberKind.LEARNER or self.asked(MemberKind.LEARNER):
             return True
         others = (m for m in self._fleet.usable(member.kind) if m is not member)

@@ -124,7 +124,7 @@ class Fleet:
         return [m for m in self.members(kind) if m.usable]
 
     def get(self, member_id: str) -> Member | None:
-        """The current incarnation in a slot."""
+        """Returns the current incarnation in a slot."""
         return self._members.get(member_id)
 
     def register(

@@ -70,7 +70,7 @@ class Quarantine:
         return record.reason if record and is_refusal else ""
 
     def holds(self, member_id: str) -> bool:
-        """Whether a member must stay out now."""
+        """Returns whether a member must stay out now."""
         record = self._records.get(member_id)
         return record is not None and record.until is not None
 

@@ -66,7 +66,7 @@ class Supervisor:
         await self._wake()
 
     def usage_metrics(self) -> dict[str, float]:
-        """What the members have taken of their machines since the last call."""
+        """Returns metrics of what the members have used of their machines since the last call."""
         return self.usage.metrics([member.member_id for member in self.fleet.members() if member.usable])
 
     async def _wake(self) -> None:
@@ -280,5 +280,5 @@ class Supervisor:
 
 
 def _failures(members: Iterable[Member]) -> str:
-    """Why members are gone, as a sentence; "" if none is."""
+    """Says why members are gone, as a sentence; "" if none is."""
     return "; ".join(f"{m.member_id}: {m.failure or m.health.value}" for m in members if not m.usable)

@@ -117,7 +117,7 @@ class Turns:
         return self._turn
 
     def may_start(self, member: Member) -> bool:
-        """Whether a member may start and thereby take memory; a permission is never withdrawn."""
+        """Returns whether a member may start and thereby take memory; a permission is never withdrawn."""
         if not self._are_taken or member.kind is not MemberKind.ROLLOUT:
             return True
         name = member.member_id, member.incarnation
@@ -169,7 +169,7 @@ class Turns:
             await self._wake(members, _PARTS[Turn.ROLLOUT])
 
     def take_metrics(self) -> dict[str, float]:
-        """Seconds of all orders since the last call, in total and by kind, and what the learner gave back."""
+        """Returns the seconds of all orders since the last call, in total and by kind, and freed memory."""
         clock, self._clock = self._clock, _Clock()
         return clock.metrics if self._are_taken else {}
 

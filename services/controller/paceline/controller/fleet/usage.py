@@ -1,4 +1,4 @@
-"""What the members take of their machines over a step, from their heartbeats."""
+"""What the members use of their machines over a step, from their heartbeats."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class FleetUsage:
         self._processes: dict[str, _Process] = {}
 
     def note(self, member: Member, usage: Usage) -> None:
-        """Takes note of what a member's process takes."""
+        """Takes note of what a member's process uses."""
         self._note(member.member_id, member.kind.value, member.incarnation, usage)
 
     def metrics(self, usable: Collection[str]) -> dict[str, float]:
-        """The metrics of the time since they were last asked for, by kind of member.
+        """Returns the metrics since the last call, by kind of member.
 
         Args:
             usable: ids of the members that are neither dead nor gone.
@@ -93,7 +93,7 @@ class FleetUsage:
 
 
 def _of_gpus(kind: str, processes: Collection[_Process]) -> dict[str, float]:
-    """The mean utilisation of the GPUs of a kind, and the most memory in use on one of them."""
+    """Returns the mean utilisation of a kind's GPUs, and the most memory in use on one of them."""
     by_uuid: dict[str, list[GpuUsage]] = defaultdict(list)
     for process in processes:
         for uuid, samples in process.gpus.items():

@@ -192,13 +192,13 @@ class Guard:
         return readings
 
     def _is_stale(self, outcome: TrainedStep) -> bool:
-        """Whether the samples come from older weights, so that engine and learner may differ."""
+        """Returns whether the samples come from older weights, so that engine and learner may differ."""
         ages = {header.policy.staleness_in(outcome.step) for header in outcome.batch.samples}
         return outcome.replays or (self._config.barrier.bound > 0 and ages != {0})
 
 
 def _judged(reading: Reading) -> Observation:
-    """A reading as a metric, in the units of its rule's bounds."""
+    """Returns a reading as a metric, in the units of its rule's bounds."""
     is_multiple = RULES[reading.rule].relative and reading.reference > 0
     value = reading.value / reading.reference if is_multiple else reading.value
     return value, {"rule": reading.rule, "network": reading.network}

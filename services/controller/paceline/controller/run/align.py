@@ -43,7 +43,7 @@ _ENDED = "the last controller ended in order, so the broker holds nothing of the
 
 
 def goes_on(standing: Standing, version: int) -> bool:
-    """Whether the step in progress can go on with a learner at `version`; if not, the run is rewound."""
+    """Returns whether the step can go on with a learner at `version`; if not, the run is rewound."""
     current = standing.current
     if version == standing.finished:
         # The step was trained, but the learner no longer holds it: its commit, if any, is void.

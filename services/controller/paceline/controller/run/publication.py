@@ -101,7 +101,7 @@ class Publication:
         return metrics
 
     def is_served(self, policy: PolicyTag) -> bool:
-        """Whether any server samples from exactly this policy; servers may outlive a controller."""
+        """Returns whether any server samples from exactly this policy; servers may outlive a controller."""
         return any(self._has(member, policy) for member in self._supervisor.rollouts)
 
     def is_outrun(self, policy: PolicyTag) -> bool:

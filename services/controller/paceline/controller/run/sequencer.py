@@ -165,7 +165,7 @@ class Sequencer:
         return True
 
     def _is_loss(self, error: PeerLostError | DeadlineError) -> bool:
-        """Whether the loop needs the member that was lost, and the member may come back."""
+        """Returns whether the loop needs the member that was lost, and the member may come back."""
         if isinstance(error, PeerLostError):
             gone = [m for m in self._supervisor.fleet.members() if m.member_id == error.peer and not m.usable]
             return not any(member.is_final for member in gone)
@@ -192,7 +192,7 @@ class Sequencer:
         await self._checkpoints.written()
 
     def _may_stop(self, finished: int) -> bool:
-        """Whether a stop was requested, and nothing would be lost by it."""
+        """Returns whether a stop was requested, and nothing would be lost by it."""
         return bool(self.progress.stop_reason) and self._saved == finished
 
     async def _let_go(self, finished: int) -> None:

@@ -18,7 +18,7 @@ Failure = tuple[Member, PacelineError]
 
 
 def is_own_failure(member: Member, error: BaseException) -> bool:
-    """Whether an error of a call to `member` is its own, and not the consequence of another member's
+    """Returns whether an error of a call to `member` is its own, and not the consequence of another member's
     error."""
     peer = _peer(error)
     if isinstance(peer, RankRef):

@@ -46,7 +46,7 @@ class Epoch:
     num_gpus: int = 0
 
     def consists_of(self, learner: Member, rollouts: Sequence[Member]) -> bool:
-        """Whether its members are exactly these, and none of them has registered again since."""
+        """Returns whether its members are exactly these, and none of them has registered again since."""
         own, others = (self.learner, *self.rollouts), (learner, *rollouts)
         return len(own) == len(others) and all(a is b for a, b in zip(own, others, strict=True))
 
@@ -78,7 +78,7 @@ class Epochs:
         self._unexplained = 0
 
     def fits(self, learner: Member, rollouts: Sequence[Member]) -> bool:
-        """Whether the current epoch consists of exactly these members."""
+        """Returns whether the current epoch consists of exactly these members."""
         return self.current is not None and self.current.consists_of(learner, rollouts)
 
     async def form(self, learner: Member, rollouts: Sequence[Member]) -> int:
@@ -128,7 +128,7 @@ class Epochs:
         weights: LearnerWeights,
         layouts: dict[str, tuple[RankLayout, ...]],
     ) -> bool:
-        """Whether all members joined; if not, a rollout server failed and is expelled.
+        """Returns whether all members joined; if not, a rollout server failed and is expelled.
 
         Raises:
             PeerLostError, DeadlineError, WeightSyncError: the learner's side failed.

@@ -164,7 +164,7 @@ class Collection:
                 yield trained_row(key, self.admitted[key], reward, rewards.get(greedy))
 
     def asks_for(self, key: TrajectoryId) -> bool:
-        """Whether the sampling wants this sample."""
+        """Returns whether the sampling wants this sample."""
         count = self.wanted.counts.get(key.purpose, 0)
         return key.prompt_id in self.prompts and 0 <= key.sample_index < count
 

@@ -153,7 +153,7 @@ class ValidationCheck:
                 )
 
     def shapes(self) -> dict[int, Mapping[str, Shape]]:
-        """How components make up the rewards, by prompt; empty shapes if that is not known."""
+        """Returns how components make up the rewards, by prompt; empty shapes if that is not known."""
         return {prompt: self._shapes[of.name] for of in self.sets for prompt in of.prompts}
 
     def metrics(self) -> dict[str, float]:
