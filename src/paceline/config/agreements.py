@@ -288,7 +288,7 @@ def _batches_fit(config: DerivedSettings) -> None:
 
 
 def _compares_samples(config: DerivedSettings) -> str:
-    """Which option needs more than one sample per prompt, and why; "" if none does."""
+    """Says which option needs more than one sample per prompt, and why; "" if none does."""
     algorithm = config.algorithm
     if "group" in config.needs:
         return f"algorithm.adv_estimator={algorithm.name} compares the samples of a group"

@@ -345,7 +345,7 @@ class ModelShape:
         return self.num_layers * rank * sum(inner + outer for _, inner, outer in self.matrices(targets))
 
     def matrices(self, targets: Sequence[str]) -> list[tuple[str, int, int]]:
-        """Name, inputs and outputs of a layer's matrices; those of another name are taken to be an MLP's."""
+        """Returns name, inputs and outputs of a layer's matrices; other names are taken as an MLP's."""
         hidden, inner = self.hidden, self.intermediate
         attention, kv = self.attention_width, self.kv_width
         known = {

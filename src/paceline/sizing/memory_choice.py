@@ -152,7 +152,7 @@ def _budgets(config: RunConfig, shape: ModelShape, context: int) -> list[int]:
 
 
 def _leanness(form: MemoryConfig) -> tuple[bool, ...]:
-    """Sort key: the smallest needs the least memory."""
+    """Returns a sort key: the smallest needs the least memory."""
     return not form.offloads, form.recompute != "full", form.keeps_gathered, form.accumulates
 
 

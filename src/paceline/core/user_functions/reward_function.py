@@ -338,7 +338,7 @@ def _number(label: str, returned: object) -> float:
 
 
 def _only_element(returned: object) -> object:
-    """The number in an array or a tensor without dimensions, as `mean` returns it; else what was given."""
+    """Returns the number in an array or tensor without dimensions, as of `mean`; else the argument."""
     if getattr(returned, "shape", None) != ():
         return returned
     return returned.item()  # type: ignore[attr-defined]

@@ -111,7 +111,7 @@ def checks(config: RunConfig, run_dir: Path) -> list[ProcessSpec]:
 def members(
     config: RunConfig, machine: Machine, *, controller_address: str, master_port: int
 ) -> list[ProcessSpec]:
-    """Rollout servers, learner ranks, reward service and reward models, in the order of their start.
+    """Returns rollout servers, learner ranks, reward service and reward models, in the order of their start.
 
     Raises:
         ConfigError: the configuration asks for more GPUs than there are.

@@ -40,7 +40,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._open_reads = asyncio.Semaphore(_MAX_OPEN_READS)
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
-        """Called by gRPC once per call."""
+        """Returns the guarded handler of a call; gRPC asks for it once per call."""
         if not token_admits(self._credentials.token, details.method, details.invocation_metadata):
             return grpc.stream_stream_rpc_method_handler(_refuse_token)
         handler = await continuation(details)

@@ -88,4 +88,4 @@ class RotatingChannel(grpc.aio.Channel):
 
 
 def _let_go(channel: grpc.aio.Channel, call: Any) -> None:
-    """Called at the end of a call; the callback keeps the channel alive until then."""
+    """Does nothing at the end of a call; until then, the callback keeps the channel alive."""

@@ -69,7 +69,7 @@ def _of_profile(path: Path, *, first_pid: int) -> Iterator[Event]:
 
 
 def _window(events: Iterable[Event]) -> tuple[float, float]:
-    """Begin and end of all that takes time, in microseconds."""
+    """Returns the begin and end of all events with a duration, in microseconds."""
     timed = [event for event in events if event.get("ph") == "X"]
     if not timed:
         raise DataError("the profiles hold no events; delete them")

@@ -124,7 +124,7 @@ def tracked_run(run_dir: Path) -> TrackedRun:
 
 
 def validation_samples(run_dir: Path, step: int) -> Iterator[Row]:
-    """Some samples of a step's validation; none where trajectories are not saved."""
+    """Returns some samples of a step's validation; none if trajectories are not saved."""
     path = run_dir / "trajectories" / f"val_{step:06d}.parquet"
     if not path.is_file():
         return

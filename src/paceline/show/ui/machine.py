@@ -41,7 +41,7 @@ class MachineUsage:
         return [entry for entry in usage if entry["bytes"]]
 
     def gpus(self) -> list[dict[str, Any]]:
-        """Memory and utilisation of each visible GPU; [] without the package nvidia-ml-py."""
+        """Returns memory and utilisation of each visible GPU; [] without the package nvidia-ml-py."""
         by_name: dict[str, dict[str, Any]] = {}
         for metric, field in _GPU_FIELDS.items():
             for value, labels in self._gpus[metric]() if metric in self._gpus else ():

@@ -327,7 +327,7 @@ def has_images(config: RunConfig) -> bool:
 
 
 def longest_row(config: RunConfig, shape: ModelShape, context: int | None = None) -> int:
-    """Tokens of a run's longest row on a rank, with the patches of its images.
+    """Returns the tokens of a run's longest row on a rank, with the patches of its images.
 
     Args:
         context: ranks that share the row (default: as configured).

@@ -14,7 +14,7 @@ _STYLES = {Status.OK: "green", Status.LACKING: "red", Status.NOTE: "yellow"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """This command has no arguments."""
+    """Does nothing: this command has no arguments."""
 
 
 def run(_args: argparse.Namespace) -> int:

@@ -150,7 +150,7 @@ def _wanted(words: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _own_address(name: str) -> str:
-    """This machine's address on the route to a host.
+    """Returns this machine's address on the route to a host.
 
     Raises:
         ConfigError: there is no address at which the host could reach this machine.

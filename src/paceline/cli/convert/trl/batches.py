@@ -92,7 +92,7 @@ def _steps_per_generation(tree: Tree, per_micro_step: int, accumulated: int) -> 
 
 
 def total_updates(tree: Tree) -> int:
-    """Optimizer steps of the whole run: max_steps, or those of num_train_epochs.
+    """Returns the optimizer steps of the whole run: max_steps, or those of num_train_epochs.
 
     Raises:
         ValueError: it depends on the number of rows, which is not known.
@@ -145,7 +145,7 @@ def every(key: str, updates: float, tree: Tree) -> Tree | Changed:
 
 
 def every_epoch(key: str, tree: Tree) -> Tree | Changed:
-    """Once per pass over the rows, in training steps."""
+    """Returns the frequency of once per pass over the rows, in training steps."""
     rows, batches = tree.get(NUM_ROWS), Batches.of(tree)
     if rows is None:
         raise ValueError(f"depends on the rows of the training files: {key} is rows // {batches.prompts}")

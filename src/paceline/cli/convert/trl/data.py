@@ -14,7 +14,7 @@ _OF_TRL = ("think_format_reward", "get_soft_overlong_punishment", *_MATHEMATICS)
 
 
 def rewards(value: Any, tree: Tree) -> Tree | Changed:
-    """Functions that get the samples of a prompt, with their weights."""
+    """Returns reward functions, which get the samples of a prompt, and models, with their weights."""
     names = [value] if isinstance(value, str) else list(value or [])
     weights = tree.get("reward_weights") or [1.0] * len(names)
     if len(weights) != len(names):
@@ -44,7 +44,7 @@ def rewards(value: Any, tree: Tree) -> Tree | Changed:
 
 
 def _reference(name: str) -> str:
-    """`module:function` of a dotted path; TRL's own are in its package."""
+    """Returns a dotted path as `module:function`; TRL's own functions are in its package."""
     if name in _OF_TRL:
         return f"trl.rewards:{name}"
     if ":" in name or "." not in name:
@@ -102,7 +102,7 @@ def loggers(value: Any, tree: Tree) -> Tree:
 
 
 def evaluation(value: Any, tree: Tree) -> dict[str, Any]:
-    """Samples of held-out prompts, which TRL draws as it draws those for training."""
+    """Returns how held-out prompts are sampled: TRL samples them like those for training."""
     if value == "no":
         return {}
     count = tree.get("num_generations_eval") or tree["num_generations"]

@@ -77,7 +77,7 @@ def _dual_clip(tree: Tree) -> dict[str, Any]:
 
 
 def _cispo(tree: Tree) -> Tree | Changed:
-    """TRL's epsilon_high is the largest weight itself, and there is no smallest."""
+    """Returns cispo's clip: TRL's epsilon_high is the largest weight itself, and there is no smallest."""
     high = number(tree["epsilon"] if tree.get("epsilon_high") is None else tree["epsilon_high"])
     if high <= 1:
         raise ValueError(

@@ -66,7 +66,7 @@ def reward_model(value: Any, tree: Tree) -> Tree:
 
 
 def penalty(value: Any, tree: Tree) -> Tree:
-    """DAPO's penalty on long responses."""
+    """Returns DAPO's penalty on long responses."""
     for at in (
         "reward.reward_kwargs.overlong_buffer_cfg",
         "reward_model.reward_kwargs.overlong_buffer_cfg",
@@ -159,7 +159,7 @@ _HERE = (
 
 
 def estimator(value: Any, tree: Tree) -> Tree:
-    """Names the estimator by its name here."""
+    """Returns the estimator by the name that it has here."""
     ours = _ESTIMATORS.get(value, value)
     if ours not in _HERE:
         raise ValueError(f"there is no estimator {value}; see algorithm.adv_estimator, or write one")

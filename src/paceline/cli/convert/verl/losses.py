@@ -71,7 +71,7 @@ def correction(value: Any, tree: Tree) -> Tree:
 
 
 def length(value: Any, tree: Tree) -> Tree:
-    """The length of the run: total_training_steps, or total_epochs; a batch that is not full is left out."""
+    """Returns the run's length: total_training_steps, or total_epochs, in which only full batches count."""
     if tree.get("trainer.total_training_steps") is not None:
         return {"trainer.total_steps": int(tree["trainer.total_training_steps"])}
     return {"trainer.total_epochs": int(value)}
