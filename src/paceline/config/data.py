@@ -97,10 +97,10 @@ class DataConfig(Section):
     )
     train_batch_size: int = Field(64, gt=0, description="Prompts per step; each gets rollout.n samples.")
     train_max_prompts: int | None = Field(
-        None, gt=0, description="Train only on the first rows of train_files, this many; null: on all."
+        None, gt=0, description="Number of first rows of train_files to train on; null: all."
     )
     val_max_prompts: int | None = Field(
-        None, gt=0, description="Validate only on the first prompts of val_files, this many; null: on all."
+        None, gt=0, description="Number of first prompts of val_files to validate on; null: all."
     )
     shuffle: bool = Field(True, description="Shuffle the prompts in every epoch, from the seed.")
     seed: int | None = Field(None, description="Seed of the order; null: trainer.seed.")

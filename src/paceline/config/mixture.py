@@ -23,7 +23,7 @@ class TrainSetConfig(Section):
         description="The set's share of each step's prompts is its weight divided by the sum of all weights; "
         "its number of rows does not matter. 0: none, until data.curriculum gives it a weight.",
     )
-    max_prompts: int | None = Field(None, gt=0, description="Use only the first rows, this many; null: all.")
+    max_prompts: int | None = Field(None, gt=0, description="Number of first rows to use; null: all.")
 
 
 TrainSets = dict[

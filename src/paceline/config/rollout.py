@@ -202,9 +202,9 @@ class RolloutConfig(Section):
     save_progress_s: float = Field(
         5.0,
         ge=0,
-        description="How often a server saves what unfinished samples have, of prompt groups that have been "
-        "under way for that long; if it dies, another goes on from there. 0: only when it leaves. Only "
-        "draws by seed and position can be gone on with (rollout.sampler: batched).",
+        description="Interval at which a server saves the tokens of unfinished samples, once their prompt "
+        "group has been under way for that long; if the server dies, another one continues from there. 0: "
+        "only when the server leaves. Needs draws by seed and position (rollout.sampler: batched).",
     )
     engine_kwargs: dict[str, bool | int | float | str | dict[str, object]] = Field(
         {},

@@ -43,9 +43,7 @@ class ValSetConfig(Section):
     files: Files = Field(
         description="The set's files, written as in data.val_files; columns and limits are those of data."
     )
-    max_prompts: int | None = Field(
-        None, gt=0, description="Use only the first prompts, this many; null: all."
-    )
+    max_prompts: int | None = Field(None, gt=0, description="Number of first prompts to use; null: all.")
     every: int = Field(
         1,
         gt=0,

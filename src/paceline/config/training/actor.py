@@ -131,7 +131,9 @@ class ActorConfig(Section):
         le=1,
         description="Clip range below a ratio of 1; null: clip_ratio. 1: no bound below.",
     )
-    clip_ratio_high: float | None = Field(None, gt=0, description="Clip range above; null: clip_ratio.")
+    clip_ratio_high: float | None = Field(
+        None, gt=0, description="Clip range above a ratio of 1; null: clip_ratio."
+    )
     use_dual_clip: bool = Field(
         True, description="ppo_clip: also bound the ratio by clip_ratio_c where the advantage is negative."
     )

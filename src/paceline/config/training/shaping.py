@@ -45,9 +45,9 @@ class ReplayConfig(Section):
         "from trainer.seed and the step. Needs barrier.mode: bounded; "
         "docs/decisions/0038-permissions-to-train-again.md.",
     )
-    size: int = Field(10000, gt=0, description="Trajectories in the buffer; the newest stay.")
+    size: int = Field(10000, gt=0, description="Most trajectories in the buffer; the oldest leave first.")
     filter_probability: float = Field(
-        0.8, gt=0, le=1, description="With this probability a prompt group enters the buffer."
+        0.8, gt=0, le=1, description="Probability that a prompt group enters the buffer."
     )
     max_age: int = Field(
         4,

@@ -11,41 +11,47 @@ TIME = "time"
 STEP_METRICS: Mapping[str, str] = {
     # --- rewards and what becomes of them
     "critic/score/mean": "Mean reward of the step's trajectories, with algorithm.overlong's penalty.",
-    "critic/rewards/mean": "The same with the KL penalty (algorithm.use_kl_in_reward).",
+    "critic/rewards/mean": (
+        "Mean reward of the step's trajectories, with the KL penalty, too (algorithm.use_kl_in_reward)."
+    ),
     "reward/std": "Standard deviation of the trajectories' rewards, without penalties.",
-    "reward/min": "Smallest of them.",
-    "reward/max": "Largest of them.",
+    "reward/min": "Smallest reward of a trajectory, without penalties.",
+    "reward/max": "Largest reward of a trajectory, without penalties.",
     "critic/advantages/mean": "Mean advantage per response token.",
     "critic/returns/mean": "Mean return per response token (with a critic).",
     "critic/values/mean": "Mean value per response token (with a critic).",
     "reward/NAME/mean": "Mean of one reward component, by the name of its function or service.",
-    "reward/NAME/std": "Its standard deviation; 0 tells nothing apart.",
-    "reward/NAME/lowest_share": "Share of responses with the lowest of its values in this step.",
-    "reward/NAME/highest_share": "Share with the highest: near 1, it has no more to teach.",
+    "reward/NAME/std": "Standard deviation of the component; at 0 it distinguishes no responses.",
+    "reward/NAME/lowest_share": "Share of responses with the component's lowest value in this step.",
+    "reward/NAME/highest_share": (
+        "Share of responses with the component's highest value; near 1, it has no more to teach."
+    ),
     "reward/greedy_answers/mean": "ReMax: mean reward of the greedy answers.",
     "groups/without_spread": (
         "Share of prompt groups whose samples all have the same reward: with a group's mean as the "
         "baseline they teach nothing."
     ),
     "train/NAME/reward/mean": "Mean reward of the prompts of a set of data.train_sets.",
-    "train/NAME/share": "Its share of the step's prompts.",
+    "train/NAME/share": "Share of the set in the step's prompts.",
     "train/source/SOURCE/reward/mean": (
         "Mean reward of the prompts of one data source (data.data_source_key), where there are 2 to 20."
     ),
-    "train/source/SOURCE/share": "Its share of the step's prompts.",
+    "train/source/SOURCE/share": "Share of the data source in the step's prompts.",
     "dynamic_sampling/extra_prompts": "Prompts drawn beyond data.train_batch_size.",
     "dynamic_sampling/kept_share": "Share of all drawn groups that are trained on.",
-    "dynamic_sampling/reward_mean": "Mean reward of all samples, those of groups that were set aside too.",
+    "dynamic_sampling/reward_mean": (
+        "Mean reward of all samples, including those of groups that were set aside."
+    ),
     "overlong/penalty_mean": "Mean penalty for overlong responses.",
     "overlong/share": "Share of responses with such a penalty.",
     "resample/distinct_share": "PF-PPO: share of the trajectories that were drawn at least once.",
     "resample/largest_count": "PF-PPO: how often the most frequent trajectory was drawn.",
-    "resample/score_mean": "PF-PPO: mean reward of what was drawn.",
-    "dataflow/NAME": "What a dataflow of your own notes with step.note(NAME, value).",
-    "dataflow/prompts_too_long": "Prompts that it made and that are over data.max_prompt_length.",
+    "resample/score_mean": "PF-PPO: mean reward of the drawn trajectories.",
+    "dataflow/NAME": "What a dataflow of your own records with step.note(NAME, value).",
+    "dataflow/prompts_too_long": "Prompts that the dataflow made and that exceed data.max_prompt_length.",
     # --- responses
     "response_length/mean": "Mean response length in tokens that the policy sampled.",
-    "response_length/max": "Longest response, counted likewise.",
+    "response_length/max": "Longest response in tokens that the policy sampled.",
     "response_length/clip_ratio": (
         "Share of responses that reached data.max_response_length, tokens of tools included."
     ),
@@ -60,7 +66,9 @@ STEP_METRICS: Mapping[str, str] = {
     "actor/ppo_kl": (
         "KL from the policy before the step to the updated one per token, mean over mini-batches."
     ),
-    "actor/ppo_kl_max": "The same in the worst mini-batch.",
+    "actor/ppo_kl_max": (
+        "KL from the policy before the step to the updated one per token, in the worst mini-batch."
+    ),
     "actor/pg_clipfrac": "Share of tokens that the policy's clip bounds.",
     "actor/pg_clipfrac_lower": "Share of tokens that the dual clip bounds.",
     "actor/cov_frac": "kl_cov, clip_cov: share of tokens that were selected.",
@@ -102,15 +110,15 @@ STEP_METRICS: Mapping[str, str] = {
     "rollout/effective_sample_size": (
         "Effective share of samples under the importance weights from engine to learner."
     ),
-    "rollout/largest_weight": "Largest of these weights.",
+    "rollout/largest_weight": "Largest importance weight from engine to learner.",
     "rollout/corrected_share": "Share of tokens that algorithm.rollout_correction changes or masks.",
     # --- held-out prompts
     "val/reward/mean": (
         "Mean reward on the prompts of data.val_files. All metrics below come for each set of data.val_sets, "
         "too, as `val/SET/reward/mean` and so on; docs/evaluate.md."
     ),
-    "val/reward/low": "Lower end of its interval of 95%, from bootstrap samples of the prompts.",
-    "val/reward/high": "Upper end.",
+    "val/reward/low": "Lower end of the mean's 95% interval, from bootstrap samples of the prompts.",
+    "val/reward/high": "Upper end of the mean's 95% interval.",
     "val/avg_at_NUMBER": "Share of right answers: those with a reward above right_above. NUMBER is n.",
     "val/pass_at_NUMBER": "Probability that one of so many answers is right.",
     "val/maj_at_NUMBER": (
@@ -118,7 +126,7 @@ STEP_METRICS: Mapping[str, str] = {
         "trainer.save_trajectories, and where no response has a final answer."
     ),
     "val/cut_off": "Share of responses that ended at the longest length that they may have.",
-    "val/episode/NAME": "The same numbers of episodes on held-out prompts.",
+    "val/episode/NAME": "The metrics episode/NAME for held-out prompts.",
     "val/response_length/mean": "Mean response length on held-out prompts.",
     "val/num_prompts": "Held-out prompts that were answered and scored.",
     "val/groups_dropped": "Held-out prompts that were dropped after errors.",
@@ -133,44 +141,48 @@ STEP_METRICS: Mapping[str, str] = {
     "barrier/rejected": "Trajectories of another version or digest, or that nobody asked for.",
     "barrier/groups_dropped": "Prompt groups that were dropped after errors.",
     "barrier/groups_dropped/NAME": (
-        "Of them those with this reason: `reward_KIND`, with a kind of docs/add-a-reward.md, or "
-        "`rollout_REASON`."
+        "Prompt groups that were dropped for this reason: `reward_KIND`, with a kind of "
+        "docs/add-a-reward.md, or `rollout_REASON`."
     ),
     "barrier/wait_s": "Seconds between the first and the last trajectory.",
     "barrier/staleness/mean": (
         "`barrier.max_staleness`: versions from the weights that sampled a token to those that the step "
-        "trained; mean over its tokens."
+        "trained; mean over the step's tokens."
     ),
-    "barrier/staleness/max": "The same of its oldest tokens.",
+    "barrier/staleness/max": "`barrier.max_staleness`: the same for the step's oldest tokens.",
     # --- replay
     "replay/share": "`algorithm.replay`: share of the step's trajectories that an earlier step has trained.",
-    "replay/buffer": "Trajectories that the step could have trained again.",
+    "replay/buffer": "`algorithm.replay`: trajectories that the step could have trained again.",
     "replay/age/mean": (
-        "Of what it trained again: versions from the weights that sampled a token to those that the step "
-        "trained; mean over its tokens."
+        "`algorithm.replay`: versions from the weights that sampled a token to those that the step "
+        "trained; mean over the tokens that it trained again."
     ),
-    "replay/age/max": "The same of the oldest of these tokens.",
+    "replay/age/max": "`algorithm.replay`: the same for the oldest of these tokens.",
     # --- work ahead of the barrier
     "ahead/scored_share": (
         "`barrier.work_ahead`: share of the trajectories that the learner had scored when the batch was "
         "complete."
     ),
-    "ahead/gradient_share": "The same of trajectories whose gradient it had taken.",
+    "ahead/gradient_share": (
+        "`barrier.work_ahead`: share of the trajectories whose gradient the learner had computed by then."
+    ),
     # --- the guard
-    "guard/fired": "Rules that fired.",
-    "guard/skipped": "Optimizer steps that its rules skipped.",
+    "guard/fired": "Guard rules that fired.",
+    "guard/skipped": "Optimizer steps that the guard's rules skipped.",
     "guard/lr_scale": "Factor that the guard puts on the learning rates.",
     "guard/kl_scale": "Factor that the guard puts on the KL coefficient.",
     "guard/out_of_memory": "Optimizer steps taken again in halved micro-batches, as memory ran out.",
     "guard/clip_scale": "Factor that the guard puts on the policy loss's clip range.",
-    "guard/rollbacks": "Rollbacks so far.",
+    "guard/rollbacks": "Rollbacks of the run so far.",
     "guard/rolled_back_to": "Step whose weights a rollback loaded.",
     # --- seconds
     "timing_s/step": "The step, from dispatch to commit.",
-    "timing_s/gen": "Until the last response was generated.",
-    "timing_s/reward": "What scoring took beyond that.",
+    "timing_s/gen": "Seconds until the last response was generated.",
+    "timing_s/reward": "Seconds that scoring took after the last response was generated.",
     "timing_s/score_p50": "Median time from a response's arrival at a reward service to its score.",
-    "timing_s/score_p99": "The same for the slowest hundredth.",
+    "timing_s/score_p99": (
+        "99th percentile of the time from a response's arrival at a reward service to its score."
+    ),
     "timing_s/learn": "The learner's step; the phases below are its parts.",
     "timing_s/ahead": "`barrier.work_ahead`: the learner's work before the batch was complete.",
     "timing_s/fetch": "Trajectories from the broker to the learner.",
@@ -184,18 +196,20 @@ STEP_METRICS: Mapping[str, str] = {
     "timing_s/update_weights": "Pause in which no server samples, while weights are pushed.",
     "timing_s/cleanup": "Removing what the step before left in the broker.",
     "timing_s/turns": (
-        "`rollout.sleep`: what it takes that learner and rollout servers change places on their GPUs; a part "
+        "`rollout.sleep`: seconds in which learner and rollout servers change places on their GPUs; a part "
         "of `timing_s/other` and, for the KV cache, of `timing_s/update_weights`."
     ),
-    "timing_s/turns/sleep": "Of it: engines give up their memory.",
+    "timing_s/turns/sleep": "Part of `timing_s/turns`: engines give up their memory.",
     "timing_s/turns/free": (
-        "Of it: the learner looks whether engines have room, and gives back what it caches where they have "
-        "not; partly while weights wake."
+        "Part of `timing_s/turns`: the learner checks whether engines have room, and frees its cached "
+        "memory if they have not; partly while weights wake."
     ),
-    "timing_s/turns/wake_weights": "Of it: engines take memory for weights.",
-    "timing_s/turns/wake_kv_cache": "Of it: engines take memory for their KV caches.",
-    "perf/freed_gib": "`rollout.sleep`: what the learner gave back, over all ranks; 0 where both fit.",
-    "timing_s/other": "The rest of the step.",
+    "timing_s/turns/wake_weights": "Part of `timing_s/turns`: engines take memory for weights.",
+    "timing_s/turns/wake_kv_cache": "Part of `timing_s/turns`: engines take memory for their KV caches.",
+    "perf/freed_gib": (
+        "`rollout.sleep`: cached memory that the learner freed, over all ranks; 0 if engines had room."
+    ),
+    "timing_s/other": "The rest of the step's seconds.",
     "timing_s/validate": "The validation after the step.",
     "timing_s/checkpoint": (
         "How long the checkpoint held the learner up; it is written while the run goes on."
@@ -203,37 +217,39 @@ STEP_METRICS: Mapping[str, str] = {
     "timing_s/rollback": "Loading earlier weights.",
     # --- throughput
     "perf/tokens_per_s": "Prompt and response tokens of the batch per second of the step.",
-    "perf/tokens_per_s_per_gpu": "The same per GPU of learner and rollout servers; absent on CPUs.",
+    "perf/tokens_per_s_per_gpu": "Tokens per second per GPU of learner and rollout servers; absent on CPUs.",
     "perf/num_gpus": "GPUs of learner and rollout servers in the step's push; 0 on CPUs.",
     "perf/overhead_share": "Share of the step that is neither generating nor scoring nor learning.",
     "perf/cpu_cores/NAME": (
-        "By kind (controller, rollout, learner, reward): CPU cores that its processes kept busy in the step, "
-        "with those that they started; of a learner's ranks the first."
+        "By kind (controller, rollout, learner, reward): CPU cores that its processes, with their "
+        "children, kept busy in the step; for the learner, only the first rank's."
     ),
-    "perf/resident_gib/NAME": "Their resident memory at its end; shared pages count for each process.",
+    "perf/resident_gib/NAME": (
+        "By kind: resident memory of these processes at the step's end; shared pages count for each process."
+    ),
     "perf/gpu_utilisation/NAME": (
-        "Mean share of the driver's periods in which a kernel ran on a GPU that they may use."
+        "By kind: mean share of the driver's periods in which a kernel ran on a GPU that its processes may "
+        "use."
     ),
-    "perf/gpu_memory_gib/NAME": "The most memory in use on one of these GPUs, by any process.",
+    "perf/gpu_memory_gib/NAME": "By kind: the most memory in use on one of these GPUs, by any process.",
     "perf/mfu": (
         "Share of the GPUs' peak arithmetic that the policy's update uses; absent where the peak is "
         "not known."
     ),
     "perf/imbalance": (
-        "How much longer the step's passes take than with even micro-batches, by arithmetic, as ranks wait "
-        "for the costliest of those that run together: 0.1 is a tenth."
+        "How much longer the step's passes take than with equally costly micro-batches, because ranks wait "
+        "for the costliest one: 0.1 is a tenth."
     ),
     "perf/computed_share": (
-        "Arithmetic of the passes over that of a batch without shared prompts; 1 unless "
-        "`actor.shared_prompts`."
+        "Arithmetic of the passes, divided by that without shared prompts; 1 unless `actor.shared_prompts`."
     ),
     "perf/memory_gib/NAME": (
-        "On GPUs: the most that tensors took in a phase of the learner's step, of the rank that took most. "
-        "`reserved`: what its allocator has at the step's end, with what it only caches."
+        "On GPUs: the most memory that tensors took in a phase of the learner's step, on the rank that "
+        "took most. `reserved`: what the allocator holds at the step's end, including its cache."
     ),
     "perf/compilations": (
         "With `actor.compile`: compilations of layers in the step. The learner compiles before the first "
-        "one; its log says why there was another."
+        "step; its log says why it compiled again."
     ),
     "perf/compile_s": "With `actor.compile`: seconds of the step that compiling took.",
     # --- the weight push
@@ -242,7 +258,9 @@ STEP_METRICS: Mapping[str, str] = {
     "weights/transfer_ms": "Milliseconds of the transfer.",
     "weights/digest_ms": "Milliseconds of computing digests.",
     "weights/pause_ms": "Milliseconds from the start of the push until every server samples the new version.",
-    "weights/first_open_ms": "The same until the first server does.",
+    "weights/first_open_ms": (
+        "Milliseconds from the start of the push until the first server samples the new version."
+    ),
     "weights/peak_extra_bytes": "Most memory beside the parameters that the push used on a rank.",
 }
 """Meaning by name. NAME stands for a name that the configuration gives, SOURCE for one in the data."""
@@ -258,7 +276,7 @@ _SET = re.compile(r"val/(?!(?:episode|reward|response_length|source)/)[^/]+/")
 
 
 def meaning(name: str) -> str:
-    """Says what a number of metrics.jsonl is; "" where that is written nowhere."""
+    """Returns what a number of metrics.jsonl means; "" for an unknown name."""
     for known in (_SET.sub("val/", name), name):
         if known in STEP_METRICS:
             return STEP_METRICS[known]
