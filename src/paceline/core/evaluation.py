@@ -28,7 +28,7 @@ class EvaluatedAnswer:
 
     Attributes:
         prompt: which prompt, unique in its set.
-        reward: None where it could not be scored.
+        reward: None if the answer could not be scored.
         final: the response's `final_answer`; None where its text is not known.
         num_tokens: number of tokens that the policy sampled.
         is_cut: whether the response ended at the longest length that it may have.

@@ -29,7 +29,7 @@ _PURPOSE = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 
 def check_purpose(name: str) -> str:
-    """Returns a purpose's name as it is; raises ValueError where no group can have it."""
+    """Returns a purpose's name as it is; raises ValueError if no group can have it."""
     if not _PURPOSE.fullmatch(name):
         raise ValueError(
             f"a purpose is named {name[:40]!r}; write a lower-case letter, then at most 31 lower-case "

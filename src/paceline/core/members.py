@@ -104,8 +104,8 @@ class RankRef:
     """A rank of a weight group; str() is its name in sentences.
 
     Attributes:
-        kind: LEARNER or ROLLOUT; None where not even that is known.
-        number: its place among the ranks of that kind; None where it is not known which of them it is.
+        kind: LEARNER or ROLLOUT; None if not even that is known.
+        number: its place among the ranks of that kind; None if it is not known.
     """
 
     kind: MemberKind | None

@@ -213,7 +213,7 @@ class _Launcher:
             await asyncio.sleep(_ASK_AGAIN_S)
 
     def _if_interrupted(self, outcome: LaunchOutcome) -> LaunchOutcome:
-        """Returns the outcome; of a run that ended in order but early, it is one of an interrupted run."""
+        """Returns the outcome; for a run that ended in order but early, that of an interrupted run."""
         if not outcome.ok or self._last_step is None or self._view.finished >= self._config.trainer.num_steps:
             return outcome
         return replace(outcome, ok=False, exit_code=128 + signal.SIGINT)
@@ -476,8 +476,10 @@ class _Launcher:
 
 
 def _with_ports(config: RunConfig) -> RunConfig:
-    """The configuration with the ports that others know before a server listens: the controller's, and the
-    reward service's if reward models attach to it. Restarted servers keep them.
+    """Returns the configuration with the ports that others know before a server listens.
+
+    They are the controller's, and the reward service's if reward models attach to it. Restarted servers keep
+    them.
     """
     service = config.service
     ports, among = {}, read_ports(service.ports) if service.ports else None

@@ -124,8 +124,10 @@ class LatentShape:
 
     @property
     def activations(self) -> int:
-        """Numbers per token that the projections leave for the backward pass: of each head its query, key,
-        value and result; of the latent vectors, themselves and what their norms keep."""
+        """Numbers per token that the projections leave for the backward pass.
+
+        They are query, key, value and result of each head, the latent vectors, and what their norms keep.
+        """
         return 2 * self.num_heads * (self.nope + self.rope + self.value) + 3 * self.norms
 
     @property

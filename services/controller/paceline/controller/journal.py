@@ -8,7 +8,7 @@ run {run_id, term, step, data_digest, settings, pid}   a controller began; `step
                                            verify: settings that `paceline verify` reads;
                                            code: [reference, file's digest] of the user's own functions
 resume {step, phase}                         it goes on in this step: the step's trajectories, refills and
-                                             drops so far are void; they are read again and follow again
+                                             drops so far are void, and follow again from the log
 rewind {to_step, reason, cursor, guard}      steps after `to_step` are void
 recollect {step, reason}                     the step's trajectories, refills and drops so far are void
 lost {step, reason}                          the broker has no data of the run: a step that was trained, and
@@ -18,9 +18,9 @@ epoch {number, members}                      a weight group was formed
 dispatch {step, policy, prompts, samples?}   the prompts of a step, once per step and rewind; `samples` by
                                              purpose, where they are not rollout.n for training alone
                                              (older journals: greedy: true, for one greedy answer)
-redispatch {step, prompts}                   those that were sent again
+redispatch {step, prompts}                   the prompts that were sent again
 sampling {step, number, policy, prompts, samples, digest}   a dataflow samples further, each time that it
-                                             begins; `digest` is that of what it asks for, to the token
+                                             begins; `digest` covers all that it asks for, to the token
 waiting {step}                               a script has not said for a minute what to do
 trajectory {id, verdict, server, ...}        the barrier's verdict; policy, digest (of the blob), reward,
                                              error; token_rewards, normalized: parts of the reward
@@ -37,7 +37,7 @@ validate {step, policy, sets}                what a validation asks for, each ti
                                              right_above (older journals: prompts, num_samples; one set)
 val_group_dropped {step, prompt, reason}     why one of its prompts has no answers
 saved {step, file, digest, num_rows}         a file of trajectories is written
-checkpoint {step, folder, good, manifest}    it is complete; `manifest` is the digest of its manifest
+checkpoint {step, folder, good, manifest}    it is complete; `manifest` is its manifest's digest
 checkpoint_removed {folder}
 step {step, log_position, cursor, guard, metrics}   the step is finished; `metrics` is the digest of its line
 end {ok, message, step}                      the run is over

@@ -149,7 +149,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("step", type=int, metavar="STEP", help="step of the checkpoint")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write, new or empty")
     parser.add_argument(
-        "--dtype", choices=sorted(DTYPES), help="of the weights; default: the run's model.dtype"
+        "--dtype", choices=sorted(DTYPES), help="type of the written weights; default: the run's model.dtype"
     )
     arguments = parser.parse_args(argv)
     try:

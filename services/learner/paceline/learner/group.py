@@ -144,7 +144,7 @@ def follow(environment: RankEnvironment) -> bool:
     """Runs every other rank's process: waits for rank 0, then serves its commands until STOP.
 
     Returns:
-        Whether the run is over; if not, the group is to be started again.
+        Whether the run is over; if not, the group must be started again.
 
     Raises:
         DeadlineError: rank 0 did not come.

@@ -105,7 +105,7 @@ def _is_unset(rule: ConversionRule | None, value: Any) -> bool:
 def _take(
     out: Converted, rule: ConversionRule, key: str, value: Any, values: Tree, *, by_default: bool
 ) -> None:
-    """Enters one key; a default is entered only where it differs from ours."""
+    """Enters one key; enters a default only if it differs from ours."""
     label = f"{key}: {value}" + (" (its default)" if by_default else "")
     if rule.part_of:
         if not by_default:

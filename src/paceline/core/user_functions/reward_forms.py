@@ -31,7 +31,7 @@ def is_of_trl(parameters: Mapping[str, inspect.Parameter]) -> bool:
 def as_verl_calls(function: Callable[..., object], takes_truth: bool) -> Callable[..., object]:
     """Returns a function of verl's form in ours: `f(response, ground_truth, **extra)`.
 
-    Of a dict that it returns, the numbers and truth values are kept; of a sequence, the first value.
+    If it returns a dict, the numbers and truth values are kept; if a sequence, the first value.
 
     Args:
         function: function of verl's form.

@@ -21,7 +21,7 @@ STOP_ORDER = (Role.ROLLOUT, Role.LEARNER, Role.REWARD, Role.REWARD_MODEL, Role.C
 class ProcessTree:
     """The processes of one run, all with `env`. Child processes that existed before are left alone.
 
-    Services start as forks where that was begun, until `end_forking`.
+    Services start as forks if forking was begun, until `end_forking`.
     """
 
     def __init__(self, log_dir: Path, *, env: Mapping[str, str] = MappingProxyType({})) -> None:

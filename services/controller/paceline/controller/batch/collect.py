@@ -283,7 +283,7 @@ class Collector:
     # --- entries
 
     async def _take_early(self, collection: _Collection) -> None:
-        """Judges what came while an earlier step was collected."""
+        """Judges the entries that came while an earlier step was collected."""
         position, (early, self._early) = self.position, (self._early, [])
         taken = await self._take(collection, [entry for _, entry in early])
         before = {entry.entry_id: where for where, entry in early}

@@ -49,7 +49,7 @@ def fetch_rows(
     """Fetches the rows at the places `wanted`, by place, and the pixels of their images, each once.
 
     Args:
-        blobs: where they are.
+        blobs: where the rows' arrays are.
         rows: rows of the step, or of a part of it, by their places in the batch.
         wanted: places of this rank's rows.
         policy: the policy that must have sampled the rows; with `newest`, their oldest tokens.

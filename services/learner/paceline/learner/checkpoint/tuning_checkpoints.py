@@ -102,7 +102,7 @@ class TuningCheckpoints:
             shutil.rmtree(self._root, ignore_errors=True)
 
     def _finish(self) -> None:
-        """Waits for the checkpoint that is being written; where that fails, the training goes on."""
+        """Waits for the checkpoint that is being written; if writing fails, the training goes on."""
         self._writer.finish()
         error = None if self._written is None else self._written.exception()
         if error is not None:

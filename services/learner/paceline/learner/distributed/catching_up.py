@@ -65,8 +65,8 @@ class PassCollectives:
         """Is called when a pass begins.
 
         Args:
-            again: the one that failed last, with all weights sharded. The gradient is unusable after it, and
-                FSDP may keep a part: `forget_broken_pass` drops it.
+            again: this is the pass that failed last, with all weights sharded. The gradient is unusable after
+                it, and FSDP may keep a part: `forget_broken_pass` drops it.
             still_gathered: weights that earlier passes have gathered are still there.
         """
         self._scatters.begin(again=again, goes_on=False)

@@ -302,7 +302,7 @@ def _lengths(tree: Mapping[str, Any], longest: int) -> tuple[int, int]:
 
 
 def _rates(tree: Mapping[str, Any]) -> _Rates:
-    """Returns the learning rates by the model's size; those of large models where it is unknown."""
+    """Returns the learning rates by the model's size; those of large models if the size is unknown."""
     shape = ModelShape.of(tree)
     return next((rates for rates in _RATES if shape and shape.num_parameters < rates.below), _RATES[-1])
 

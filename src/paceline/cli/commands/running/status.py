@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=_PATIENCE_S,
         metavar="SECONDS",
-        help="with --follow: seconds for which the controller may not answer (default: %(default)g)",
+        help="with --follow: seconds to wait for a silent controller (default: %(default)g)",
     )
 
 

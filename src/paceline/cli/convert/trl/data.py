@@ -80,7 +80,7 @@ def model(value: Any, tree: Tree) -> Tree:
 def precision(value: Any, tree: Tree) -> Tree:
     """Returns what the forward pass computes in."""
     if tree.get("fp16"):
-        raise ValueError("float16 is not computed in here; model.dtype is bfloat16 or float32")
+        raise ValueError("float16 is not supported here; model.dtype is bfloat16 or float32")
     return {"model.dtype": "float32" if value is False else "bfloat16"}
 
 

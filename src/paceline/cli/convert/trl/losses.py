@@ -142,7 +142,7 @@ def schedule(value: Any, tree: Tree) -> Tree | Changed:
         elif name == "min_lr":
             ours["actor.optim.min_lr_ratio"] = number(argument) / number(tree["learning_rate"])
         else:
-            raise ValueError(f"lr_scheduler_kwargs has {name}={argument}, which {value} has not here")
+            raise ValueError(f"lr_scheduler_kwargs has {name}={argument}, which {value} does not have here")
     if ours["actor.optim.lr_scheduler"] == "constant" and not tree.get("warmup_steps"):
         return ours
     try:

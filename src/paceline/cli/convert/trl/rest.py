@@ -49,7 +49,7 @@ REST: tuple[ConversionRule, ...] = (
         "write an environment; docs/environments.md",
         "max_tool_calling_iterations environment_factory tools rollout_func",
     ),
-    only("float16 is not computed in; see model.dtype", "fp16"),
+    only("float16 is not supported; see model.dtype", "fp16"),
     only("only linear layers have adapters", "lora_target_parameters lora_modules_to_save use_dora"),
     only("weights that train are not quantised", "load_in_8bit load_in_4bit quantization_config"),
     no_effect("with `load_in_4bit`", "bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage"),

@@ -124,7 +124,7 @@ def precision(value: Any, tree: Tree) -> Tree:
     """Returns what the forward pass computes in."""
     names = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
     if value not in names:
-        raise ValueError(f"{value} is not computed in here; model.dtype is bfloat16 or float32")
+        raise ValueError(f"{value} is not supported here; model.dtype is bfloat16 or float32")
     return {"model.dtype": names[value]}
 
 
