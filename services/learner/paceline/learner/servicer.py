@@ -76,7 +76,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
 
     @property
     def state(self) -> LearnerState:
-        """The learner's state."""
+        """What the learner is doing."""
         return self._state
 
     @property
