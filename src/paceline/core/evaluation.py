@@ -55,7 +55,7 @@ class EvaluationResult:
     """What was measured on a set of prompts.
 
     Attributes:
-        num_prompts: with at least one scored answer.
+        num_prompts: prompts with at least one scored answer.
         num_missing: prompts of the set without a scored answer, because they are too long or were dropped.
         num_samples: answers per prompt.
         reward: mean reward.
@@ -110,11 +110,11 @@ def evaluate(
 
     Args:
         answers: to any prompts of the set, in any order; those without a reward are left out.
-        num_asked: prompts of the set.
+        num_asked: number of prompts in the set.
         right_above: an answer with a reward above this is right.
         samples_votes: also compute maj@k for fewer answers than there are, which takes 200 draws per prompt
             and k.
-        with_intervals: without, their ends are NaN.
+        with_intervals: whether to compute intervals; their ends are NaN otherwise.
 
     Raises:
         ValueError: no answer has a reward.

@@ -65,7 +65,7 @@ class ScoreResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardDescription:
-    """What a reward service says that it is.
+    """A reward service's description of itself.
 
     Args:
         contract: the version of the contract that it speaks.

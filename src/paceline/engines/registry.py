@@ -15,7 +15,7 @@ from paceline.engines.vllm import VLLM
 ENGINES: Final[dict[str, EngineFacts]] = {
     "vllm": VLLM,
 }
-"""By `rollout.name`"""
+"""The facts of each engine, by `rollout.name`"""
 
 
 def engine_facts(name: str) -> EngineFacts:

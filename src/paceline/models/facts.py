@@ -132,7 +132,7 @@ FAMILIES: Final[Mapping[str, ModelFamily]] = {
     "smollm3": ModelFamily(name="SmolLM3"),
     "starcoder2": ModelFamily(name="StarCoder 2"),
 }
-"""By `model_type`"""
+"""The families, by `model_type`"""
 
 ARCHITECTURES: Final[Mapping[str, str]] = {
     kind: family.name for kind, family in FAMILIES.items() if family.is_tested
@@ -140,7 +140,7 @@ ARCHITECTURES: Final[Mapping[str, str]] = {
 """Names of the families that the learner is tested with, by `model_type`."""
 
 MODELS_WITH_IMAGES: Final = tuple(kind for kind, family in FAMILIES.items() if family.takes_images)
-"""By `model_type`"""
+"""The values of `model_type` whose models take images."""
 
 _UNKNOWN = ModelFamily(is_tested=False)
 

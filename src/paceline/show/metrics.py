@@ -141,7 +141,7 @@ METRICS: tuple[ShownMetric, ...] = (
     ShownMetric("perf/overhead_share", "Utilisation", "overhead"),
     ShownMetric("weights/transfer_ms", "Weight push", "transfer"),
     ShownMetric("weights/pause_ms", "Weight push", "pause"),
-    # From the bottom of the stack up.
+    # The phases' order in the stacked chart, from the bottom up.
     ShownMetric("timing_s/gen", PHASES, "gen", column="gen", format=".2f", unit="s"),
     ShownMetric("timing_s/reward", PHASES, "reward", column="score", format=".2f", unit="s"),
     ShownMetric("timing_s/learn", column="learn", format=".2f", unit="s"),  # its parts follow

@@ -130,7 +130,7 @@ class Commands:
             )
 
     def _fetch(self, rows: Mapping[int, BatchRow], policy: PolicyTag) -> Fetch:
-        """Fetches rows by their places in the batch; their errors are those of every rank."""
+        """Makes a function that fetches rows by their places in the batch; if one rank fails, all do."""
         learner = self._learner
         newest = learner.version if learner.config.pushes_in_flight else None
         max_age = learner.config.algorithm.replay.max_age
@@ -156,7 +156,7 @@ class Commands:
         return fetch
 
     def _save(self, arguments: Arguments) -> Future[float]:
-        """Returns the seconds that the writing takes, when it is done."""
+        """Begins to write a checkpoint; the future has the seconds that the writing took."""
         return self._writer.save(
             arguments["folder"],
             step=arguments["step"],

@@ -223,7 +223,8 @@ class Consumer:
             detail=str(error),
             deliveries=entry.deliveries,
         )
-        # Where not even the group can be read, the message goes on unchanged: the controller journals it.
+        # If not even the group can be read, the message is passed on unchanged, and the controller journals
+        # it.
         payload = entry.payload if refusal is None else encode_group_refusal(refusal)
         return Outgoing(stream=names.scored(self._options.run_id), payload=payload)
 

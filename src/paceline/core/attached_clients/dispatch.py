@@ -1,4 +1,4 @@
-"""Which attached client works on which task. A state machine without clock, tasks or network.
+"""Assigns tasks to attached clients: a state machine without clock, asyncio tasks or network.
 
     submit -> QUEUED --assign--> GIVEN --answer--> answered
                 ^                  |

@@ -1,1 +1,1 @@
-"""What a run says of itself: events, metrics, the manifest of a checkpoint."""
+"""A run's records of itself: events, metrics, the manifest of a checkpoint."""

@@ -28,7 +28,7 @@ FILE_SUFFIX = "_FILE"
 CA_FILE, CERTIFICATE_FILE, KEY_FILE = "ca.pem", "cert.pem", "key.pem"
 _TRUST_ALONE = (CA_FILE,)
 _SERVER_DOMAIN = "paceline"
-# Of a machine whose services share one certificate, as under `paceline train`.
+# The role of a certificate that all services of a machine share, as under `paceline train`.
 HOST_ROLE = "host"
 
 Stamp = tuple[tuple[int, int, int], ...]

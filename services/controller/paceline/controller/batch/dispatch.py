@@ -103,7 +103,7 @@ class Dispatcher:
             self._sent.add(_key(group))
             self._images.note(group.images, group.step)
         if self._images.expected:
-            # Those of the finished step, if it was not cleaned up.
+            # The finished step's images are still there if it was not cleaned up.
             async for group in self._groups_of(version - 1):
                 self._images.note(group.images, group.step)
 

@@ -50,7 +50,7 @@ class PromptImage:
 
     @property
     def num_tokens(self) -> int:
-        """Its tokens in the prompt."""
+        """Number of its tokens in the prompt."""
         return prod(self.token_grid)
 
 

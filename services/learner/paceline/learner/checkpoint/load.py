@@ -72,7 +72,7 @@ def load(learner: Learner, folder: Place, *, notify: Callable[[str], None] = log
     score.
 
     Raises:
-        CommandError: of CheckpointError: it is incomplete or damaged; nothing has changed.
+        CommandError: wraps a CheckpointError: it is incomplete or damaged; nothing has changed.
         CheckpointError: it does not fit the run's configuration.
     """
     manifest = verify(folder, learner.ranks)
@@ -136,7 +136,7 @@ def roll_back(learner: Learner, folder: Place) -> Manifest:
     The learner's version then names the weights of an earlier step.
 
     Raises:
-        CommandError: of CheckpointError: there is no such checkpoint, or it is damaged; nothing has changed.
+        CommandError: wraps a CheckpointError: it is missing or damaged; nothing has changed.
         CheckpointError: loading failed half-way; the learner is unusable.
     """
     version = learner.version
@@ -154,7 +154,7 @@ def verify(place: Place, ranks: Ranks) -> Manifest:
     """Checks the files, each rank its share; returns the manifest.
 
     Raises:
-        CommandError: of CheckpointError, on all ranks: it is incomplete or damaged.
+        CommandError: wraps a CheckpointError, on all ranks: it is incomplete or damaged.
     """
 
     def check() -> Manifest:

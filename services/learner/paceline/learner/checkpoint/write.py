@@ -69,7 +69,7 @@ class ShardWriter:
             CheckpointError says why it failed.
 
         Raises:
-            CommandError: of CheckpointError: the folder cannot be made.
+            CommandError: wraps a CheckpointError: the folder cannot be made.
         """
         folder = Folder.at(place)
         self.finish()
@@ -134,7 +134,8 @@ class CheckpointWriter:
         """Begins a checkpoint as `ShardWriter.save` does.
 
         Raises:
-            CommandError: of CheckpointError: the step is not the learner's, or the folder cannot be made.
+            CommandError: wraps a CheckpointError: the step is not the learner's, or the folder cannot be
+                made.
         """
         learner = self._learner
         manifest = attempt(learner.ranks, lambda: _describe(learner, place, step, controller_state))

@@ -1,11 +1,12 @@
 """Lets a rank that failed in the middle of a pass go on, and catch up with the others' collectives.
 
 The ranks of a sharded network run the same collectives in the same order. If a rank runs out of memory after
-the first k collectives of a pass, the others wait for it in the next one. It runs the pass again on two
-masked tokens and does not communicate in the first k collectives: what they would gather is not used.
+the first k collectives of a pass, the others wait for it in the next one. That rank runs the pass again on
+two masked tokens and does not communicate in the first k collectives, whose results it does not need.
 
-Gathers and reductions are counted apart. If weights stay gathered from one pass to the next, only the first
-pass gathers. A rank that failed in a later pass has lost them, and none of its gathers communicates.
+Gathers and reductions are counted separately. If weights stay gathered from one pass to the next, only the
+first pass gathers. A rank that failed in a later pass has lost these weights, and none of its gathers
+communicates.
 
 Ranks that share rows also exchange tokens and sums, whose sizes depend on the micro-batch. So the pass is run
 again with the micro-batch's loss; the network still computes two masked tokens, and sends zeros of the sizes

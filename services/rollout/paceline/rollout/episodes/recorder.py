@@ -64,7 +64,7 @@ class Draw:
 
 
 class Recorder:
-    """Only appends: a recorded token is never changed, moved or encoded again."""
+    """Records an episode by appending: a recorded token is never changed, moved or encoded again."""
 
     def __init__(self, prompt_token_ids: Sequence[int]) -> None:
         self._prompt = np.asarray(prompt_token_ids, dtype=np.int32)

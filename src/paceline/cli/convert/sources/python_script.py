@@ -179,7 +179,7 @@ class _Reader:
             if not (isinstance(node, ast.Constant) and node.value is None):
                 self.script.refused[f"peft_config: {ast.unparse(node)}"] = "only LoraConfig(...) is read"
             return
-        # What LoraConfig takes where nothing is said; GRPOConfig's scripts have other defaults.
+        # LoraConfig's own defaults; the arguments of TRL's GRPO script have other ones.
         self.script.settings |= {"use_peft": True, "lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
         for keyword in node.keywords:
             self._set(_ADAPTERS.get(keyword.arg or "", f"peft_config.{keyword.arg}"), keyword.value)

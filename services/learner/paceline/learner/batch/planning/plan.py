@@ -49,7 +49,7 @@ class Chunk:
 
     @property
     def num_micro_batches(self) -> int:
-        """The same on every rank."""
+        """Number of micro-batches, which is the same on every rank."""
         return len(self.micro_batches[0])
 
 
@@ -62,7 +62,7 @@ class BatchPlan:
 
     @property
     def imbalance(self) -> float:
-        """How much longer than with even micro-batches the step takes, by arithmetic: 0.1 is a tenth."""
+        """How much longer the step takes than with equally costly micro-batches: 0.1 is a tenth."""
         num_data_ranks = len(self.chunks[0].micro_batches)
         return self.longest * num_data_ranks / self.cost - 1.0
 

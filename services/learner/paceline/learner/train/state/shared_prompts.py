@@ -30,7 +30,7 @@ MIN_GAIN = 1.2
 """With `auto`, a chunk shares if its unshared form has at least this many times the arithmetic."""
 
 TOLERANCES = {torch.float32: (1e-4, 1e-3), torch.bfloat16: (0.05, 0.1)}
-"""By the type of the forward pass: mean difference of log-probs, and relative difference of the gradient.
+"""Largest mean difference of log-probs and relative difference of the gradient, by forward type.
 
 In bfloat16 the two forms round differently; a wrong mask changes both by over ten times as much.
 """

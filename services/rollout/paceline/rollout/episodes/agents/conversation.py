@@ -1,8 +1,8 @@
 """Compares an agent's requests with the recorded conversation, to find the segment that a request continues.
 
-A request that repeats a segment's messages as they were, and adds some, goes on with its tokens. Any other
-request begins a new segment with a prompt of its own: the agent has rewritten its history, or acts as another
-persona.
+A request that repeats a segment's messages unchanged, and adds some, continues the segment's tokens. Any
+other request begins a new segment with a prompt of its own: the agent has rewritten its history, or acts as
+another persona.
 """
 
 from __future__ import annotations

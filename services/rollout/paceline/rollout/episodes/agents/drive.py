@@ -39,7 +39,7 @@ FINISHED = "finished"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Driven:
-    """What an episode that is driven needs of the server."""
+    """What a driven episode needs from the server."""
 
     endpoint: AgentEndpoint
     generate: Generate

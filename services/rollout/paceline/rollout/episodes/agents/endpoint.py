@@ -1,4 +1,4 @@
-"""Where agents ask: an OpenAI-compatible address on a rollout server, with a token for each episode.
+"""The endpoint of agents: an OpenAI-compatible address on a rollout server, with a token for each episode.
 
     POST /v1/chat/completions    an answer of the policy, at once or as a stream of events
     POST /v1/responses           the same, in OpenAI's other form

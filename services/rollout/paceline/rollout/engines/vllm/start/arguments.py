@@ -18,7 +18,7 @@ from paceline.storage.weight_files import is_dequantised
 from paceline.weights import corrections
 
 WORKER_EXTENSION = "paceline.rollout.engines.vllm.worker.PacelineWorkerExtension"
-"""For `AsyncEngineArgs(worker_extension_cls=...)`"""
+"""The class for `AsyncEngineArgs(worker_extension_cls=...)`"""
 
 GRAPHS_ALONE: Final[Mapping[str, object]] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 """vLLM's compilation for small models: none, only full CUDA graphs for decoding."""
